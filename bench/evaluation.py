@@ -101,6 +101,7 @@ def measure_evaluation(folder: str, workers: int) -> dict[str, list[float]]:
     Runs in a child process.
     """
     import limpet
+    from limpet.evaluation import Selection
 
     cpu: list[float] = []
     wall: list[float] = []
@@ -113,7 +114,7 @@ def measure_evaluation(folder: str, workers: int) -> dict[str, list[float]]:
         workers=workers,
         batch_size=_BATCH,
         keys="model/**",
-        skip_none=True,
+        select=Selection(skip_none=True),
     )
 
     def note(outcome: Any) -> None:

@@ -53,7 +53,7 @@ class Timings:
 @contextmanager
 def timed_steps(timings: Timings) -> Iterator[None]:
     """Time the steps of the partition and of the commit."""
-    from limpet.ranks.store_collective import StoreCollective
+    from limpet.ranks.collective import StoreCollective
     from limpet.saving import commit, partition
 
     chair, assembly = partition._Coordinator, StoreCollective

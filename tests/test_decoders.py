@@ -20,7 +20,7 @@ import limpet
 ROOT = Path(limpet.__file__).parent
 SAFE = {
     # one thread at a time
-    ("ranks/store_collective.py", "_decoder_of"),
+    ("ranks/collective.py", "_decoder_of"),
 }
 
 
@@ -50,7 +50,7 @@ SCRIPT = """
 import importlib, pkgutil, sys, threading
 import msgspec
 import limpet
-from limpet.ranks.store_collective import _decoder_of
+from limpet.ranks.collective import _decoder_of
 from limpet.format.strict_json import StrictDecoder
 
 modules = [

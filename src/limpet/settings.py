@@ -36,13 +36,13 @@ class Settings:
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read ``LIMPET_THREADS``, ``_DIRECT``, ``_SILENT``, ``_STUCK``, and ``_QUIET``.
 
-    ``LIMPET_STATUS`` and ``LIMPET_GRACE``, which ``limpet run`` sets, are allowed too: see
-    ``status_folder`` and ``run_grace``.
+    ``LIMPET_STATUS`` and ``LIMPET_GRACE``, which ``limpet run`` sets, and ``LIMPET_SECRET`` are
+    allowed too: see ``status_folder``, ``run_grace``, and ``evaluation_secret``.
     Raises ``LimpetError`` for an unknown ``LIMPET_`` variable or an invalid value.
     """
     environ = os.environ if environ is None else environ
     known = {f"LIMPET_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK", "QUIET")}
-    known |= {_STATUS, _GRACE}
+    known |= {_STATUS, _GRACE, _SECRET}
     for name in environ:
         if name.startswith("LIMPET_") and name not in known:
             raise LimpetError(
@@ -70,6 +70,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 _STATUS = "LIMPET_STATUS"
 _GRACE = "LIMPET_GRACE"
+_SECRET = "LIMPET_SECRET"
 
 MEMORY_SUFFIX = ".memory"
 """The end of the names of the files in ``status_folder`` that say where states in memory are (see
@@ -193,6 +194,12 @@ def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
             found=repr(text),
         )
     return seconds
+
+
+def evaluation_secret(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the secret of the evaluator and of the workers that connect to it, or None."""
+    environ = os.environ if environ is None else environ
+    return environ.get(_SECRET) or None
 
 
 def ray_address(environ: Mapping[str, str] | None = None) -> str | None:

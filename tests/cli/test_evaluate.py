@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ import limpet
 from limpet import events
 from limpet.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
 from limpet.cli.verbs import evaluate as verb
+from limpet.errors import Denied
 from limpet.run.lease import list_leases
 from limpet.run.run import Run
+from limpet.tasks import RemoteQueue
 
 SCORING = """
 import time
@@ -191,6 +195,8 @@ def test_bad_input_is_one_line(folder: Path) -> None:
         (("--name", "a/b"), OTHER),
         (("--name", "metrics"), OTHER),
         (("--workers", "-1"), OTHER),
+        (("--connect", "127.0.0.1:1"), USAGE),
+        (("--listen", "127.0.0.1:0"), USAGE),
     ):
         done = evaluate(folder, *arguments)
         assert done.returncode == code
@@ -289,3 +295,65 @@ def test_an_evaluation_that_takes_long_is_named_on_a_terminal(
     assert printed == ("limpet: evaluating run/version_5\n" if is_terminal else "")
     timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers), "cancelled"
+
+
+SECRET = "0123456789abcdef" * 4
+
+
+@contextmanager
+def started(folder: Path, *arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """A command, which is killed at the end of the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "limpet", "evaluate", *arguments],
+        cwd=folder,
+        env=os.environ | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_workers_of_other_machines_connect_with_a_secret(folder: Path) -> None:
+    """One of them hangs, and loses its lease."""
+    save(folder, 10)
+    (folder / "secret").write_text(f"{SECRET}\n")
+    listen = ["--listen", "127.0.0.1:0", "--secret-file", "secret", "--workers", "0"]
+    own = [*command("--task-time", "3s", "--batch-size", "5", module="slow")[4:], *listen]
+    with started(folder, *own) as evaluation:
+        assert evaluation.stderr is not None
+        line = evaluation.stderr.readline()
+        address = line.removeprefix("limpet: workers can connect to ").strip()
+        assert address.startswith("127.0.0.1:"), line
+        with pytest.raises(Denied, match="does not know the secret"):
+            RemoteQueue.connect(f"tcp://{address}/{SECRET[::-1]}")
+        with (
+            started(folder, "--connect", address, LIMPET_SECRET=SECRET) as hanging,
+            started(folder, "--connect", address, LIMPET_SECRET=SECRET) as worker,
+        ):
+            for process in (hanging, worker):
+                assert process.stderr is not None
+                assert "working for the evaluation" in process.stderr.readline()
+            hanging.send_signal(signal.SIGSTOP)
+            output, errors = evaluation.communicate(timeout=300)
+            assert evaluation.returncode == 0, errors
+            hanging.send_signal(signal.SIGCONT)
+            for process in (hanging, worker):
+                ended = process.communicate(timeout=100)
+                assert (process.returncode, *ended) == (0, "", "limpet: the evaluation has ended\n")
+    assert SECRET not in line + errors + output
+    assert output.startswith("version_10  val/loss ")
+    assert Run(folder / "run").metrics(10).keys() == {"val/loss"}
+
+
+def test_a_secret_is_needed_and_never_shown(folder: Path) -> None:
+    save(folder, 10)
+    (folder / "secret").write_text("short")
+    done = evaluate(folder, "--listen", "127.0.0.1:0", "--secret-file", "secret")
+    assert done.returncode == OTHER
+    assert "16 to 256" in done.stderr
+    assert "short" not in done.stderr

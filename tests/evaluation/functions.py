@@ -171,7 +171,18 @@ def evaluate_forking(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
 
 def data_of_any_length() -> list[int]:
     """A worker that starts later has fewer records."""
-    return [*range(100)] if _once("length") else [*range(90)]
+    if _once("length"):
+        return [*range(100)]
+    _once("shorter")
+    return [*range(90)]
+
+
+def evaluate_when_two_have_the_data(model: Any, batch: Any) -> dict[str, Any]:
+    """Waits until another worker has called ``data_of_any_length``."""
+    while not Path(os.environ["TEST_FOLDER"], "shorter").exists():
+        time.sleep(0.01)
+    time.sleep(0.05)  # it takes a task now
+    return {"loss": (0.0, 1)}
 
 
 def evaluate_naming_nonsense(model: Any, batch: Any) -> dict[str, Any]:

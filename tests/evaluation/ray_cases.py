@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from limpet.errors import LimpetError
-from limpet.evaluation.pool import Limits
+from limpet.evaluation import Selection, Workers
 from limpet.run.lease import list_leases
 from limpet.run.run import Run
 from tests.evaluation import functions
@@ -36,8 +36,11 @@ def run(cluster: Path, tmp_path: Path) -> Iterator[Path]:
         (cluster / left).unlink(missing_ok=True)
 
 
-def evaluation(run: Path, evaluate: Any = functions.evaluate, **more: Any) -> Any:
-    return local_evaluation(run, evaluate, **{"engine": "ray", "workers": 2, **more})
+def evaluation(
+    run: Path, evaluate: Any = functions.evaluate, count: int = 2, ray: Any = None, **more: Any
+) -> Any:
+    limits = {name: more.pop(name) for name in ("start", "task") if name in more}
+    return local_evaluation(run, evaluate, workers=Workers(count, ray=ray or {}, **limits), **more)
 
 
 def pids(folder: Path) -> list[int]:
@@ -71,7 +74,7 @@ def start(run: Path, **more: Any) -> tuple[threading.Thread, list[Any], Any]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, workers: int) -> None:
     state = save_version(run, 5)
-    (outcome,) = evaluation(run, workers=workers).run()
+    (outcome,) = evaluation(run, count=workers).run()
     check(outcome, run, state)
     (local,) = local_evaluation(run, name="local", workers=2).run()
     assert local.metrics == outcome.metrics
@@ -80,7 +83,11 @@ def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, work
 
 def test_several_versions_are_evaluated_by_the_same_actors(run: Path, cluster: Path) -> None:
     states = {step: save_version(run, step) for step in (1, 2, 3)}
-    options = {"skip_none": True, "keys": "model/**", "setup": functions.setup_from_dict}
+    options = {
+        "select": Selection(skip_none=True),
+        "keys": "model/**",
+        "setup": functions.setup_from_dict,
+    }
     outcomes = evaluation(run, functions.evaluate_and_tell, batch_size=250, **options).run()
     for outcome in outcomes:
         check(outcome, run, states[outcome.version.step])
@@ -101,14 +108,14 @@ def test_an_actor_that_somebody_kills_through_ray_changes_nothing(run: Path, clu
     state = save_version(run, 5)
     thread, found, own = start(run)
     until(lambda: pids(cluster))
-    ray.kill(own._pool._workers["worker-0"]._actor)
+    ray.kill(own._pool._places[0].process._actor)
     thread.join(60)
     check(found[0][0], run, state)
 
 
 def test_an_actor_that_never_returns_its_task_is_replaced(run: Path, cluster: Path) -> None:
     state = save_version(run, 5)
-    (outcome,) = evaluation(run, functions.evaluate_hanging, limits=Limits(task=1.0)).run()
+    (outcome,) = evaluation(run, functions.evaluate_hanging, task=1.0).run()
     check(outcome, run, state)
     assert (cluster / "hang").exists()
 
@@ -133,10 +140,10 @@ def test_a_failure_is_recorded_with_its_cause(run: Path, evaluate: Any, cause: s
         ({"setup": "no.such.module:setup"}, "no.such.module:setup cannot be imported"),
         ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
         (
-            {"ray_options": {"resources": {"none": 1}}, "limits": Limits(start=1.0)},
+            {"ray": {"resources": {"none": 1}}, "start": 1.0},
             r"Expected an answer within 1 s, found none.*ray status",
         ),
-        ({"ray_options": {"num_cpus": -1}}, r"Ray refuses ray_options=\{'num_cpus': -1\}"),
+        ({"ray": {"num_cpus": -1}}, r"Ray refuses ray=\{'num_cpus': -1\}"),
     ],
 )
 def test_what_cannot_be_started_is_an_error_of_the_command(
@@ -150,8 +157,8 @@ def test_what_cannot_be_started_is_an_error_of_the_command(
 
 def test_a_stop_ends_the_actors_and_those_that_wait_for_resources(run: Path) -> None:
     save_version(run, 5)
-    thread, found, own = start(run, workers=3)  # the third one waits for a CPU
-    until(lambda: len(own._pool._workers) == 3 and len(actors()) >= 2)
+    thread, found, own = start(run, count=3)  # the third one waits for a CPU
+    until(lambda: len(own._pool._places) == 3 and len(actors()) >= 2)
     own.stop()
     thread.join(30)
     assert not thread.is_alive()

@@ -21,7 +21,7 @@ from limpet import events
 from limpet.convert.reshard import reshard
 from limpet.errors import LimpetError, NotFound, Unavailable
 from limpet.evaluation.evaluation import Evaluation, Outcome
-from limpet.evaluation.pool import Limits
+from limpet.evaluation.options import Selection, Workers
 from limpet.format.names import Version
 from limpet.format.records import FailedEvaluation
 from limpet.run.lease import list_leases
@@ -32,6 +32,8 @@ from limpet.snapshot.snapshot import reader_of
 from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
 from tests.trainings import delete_version
+
+ALL = Selection(skip_none=True)
 
 
 def save_version(run: Path, step: int, seed: int | None = None) -> dict[str, Any]:
@@ -72,6 +74,7 @@ import signal
 import sys
 
 import limpet
+from limpet.evaluation import Workers
 from tests.evaluation import functions
 
 
@@ -86,8 +89,7 @@ if __name__ == "__main__":
         evaluate,
         data=functions.data,
         batch_size=10,
-        workers=2,
-        engine=sys.argv[2],
+        workers=Workers(2, ray={} if sys.argv[2] == "ray" else None),
     )
     is_same = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     print(is_same, [outcome.state for outcome in own.run()])
@@ -170,8 +172,8 @@ def test_a_function_that_returns_in_two_processes_gives_one_result(run: Path) ->
 
 def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
     state = save_version(run, 5)
-    limits = Limits(task=1.0)
-    (outcome,) = evaluation(run, functions.evaluate_hanging, limits=limits).run()
+    workers = Workers(1, task=1.0)
+    (outcome,) = evaluation(run, functions.evaluate_hanging, workers=workers).run()
     check(outcome, run, state)
 
 
@@ -203,7 +205,7 @@ def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(
     (status,) = Run(run).evaluations(5).values()
     assert (status.state, status.cause) == ("FAILED", record.cause)
     assert evaluation(run).run() == [], "a failure is not retried by itself"
-    (again,) = evaluation(run, retry=True, workers=0).run()
+    (again,) = evaluation(run, select=Selection(retry=True), workers=0).run()
     check(again, run, state)
 
 
@@ -233,7 +235,14 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
         ({"data": functions.empty}, "is empty"),
         ({"data": functions.empty, "workers": 0}, "is empty"),
-        ({"data": functions.data_of_any_length, "workers": 2}, "has other data"),
+        (
+            {
+                "data": functions.data_of_any_length,
+                "evaluate": functions.evaluate_when_two_have_the_data,
+                "workers": 2,
+            },
+            "A worker has other data.*Expected 100 records, found 90",
+        ),
         ({"workers": -1}, "Invalid value for workers="),
         ({"batch_size": 0}, "Invalid value for batch_size="),
         ({"objective": ("loss", "best")}, "Invalid value for objective="),
@@ -247,7 +256,9 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"lease_seconds": 0}, "Invalid value for lease_seconds="),
         ({"lease_seconds": "x"}, "Invalid value for lease_seconds="),
         ({"lease_seconds": 100_000}, "Invalid value for lease_seconds="),
-        ({"limits": 60}, "Invalid value for limits="),
+        ({"workers": 2.5}, "Invalid value for workers="),
+        ({"workers": True}, "Invalid value for workers="),
+        ({"select": 60}, "Invalid value for select="),
     ],
 )
 def test_a_function_that_cannot_be_used_is_an_error_of_the_command(
@@ -283,7 +294,8 @@ def until(condition: Any, seconds: float = 30.0) -> None:
 
 @pytest.fixture
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limpet.evaluation.evaluation.POLL_SECONDS", 0.05)
+    for module in ("evaluation", "worker"):
+        monkeypatch.setattr(f"limpet.evaluation.{module}.POLL_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("quick_polls")
@@ -320,7 +332,7 @@ def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run: P
 def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None:
     for step in range(1, 6):
         save_version(run, step)
-    own = evaluation(run, functions.evaluate_slowly, workers=1, batch_size=100, skip_none=True)
+    own = evaluation(run, functions.evaluate_slowly, workers=1, batch_size=100, select=ALL)
     outcomes: list[Outcome] = []
     thread = threading.Thread(target=lambda: own.run(outcomes.append))
     thread.start()
@@ -339,7 +351,7 @@ def test_the_lease_of_very_many_versions_that_wait_can_be_read(
 ) -> None:
     """With 60,000 of them, readers rejected it, and nothing was protected."""
     save_version(run, 5)
-    own = evaluation(run, workers=0, skip_none=True)
+    own = evaluation(run, workers=0, select=ALL)
     longest = [Version(10**17 + number, 10**8) for number in range(60_000)]
     found = Run(run).open(Version(5)), longest
     monkeypatch.setattr(own._follower, "next", lambda: found)
@@ -398,8 +410,8 @@ def test_workers_end_with_their_evaluator(run: Path) -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(slow.run()))
     thread.start()
-    until(lambda: len(slow._pool._workers) == 2 and list_leases(Run(run).store))
-    pids = [worker.pid for worker in slow._pool._workers.values()]  # type: ignore[attr-defined]
+    until(lambda: len(slow._pool._places) == 2 and list_leases(Run(run).store))
+    pids = [place.process.pid for place in slow._pool._places]  # type: ignore[attr-defined]
     slow.stop()
     thread.join(20)
     assert not thread.is_alive()
@@ -413,14 +425,20 @@ def test_workers_end_with_their_evaluator(run: Path) -> None:
 def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: Path) -> None:
     for step in (1, 2, 3):
         save_version(run, step)
-    outcomes = evaluation(run, workers=0, skip_none=True, objective=("val/loss", "min")).run()
+    outcomes = evaluation(run, workers=0, select=ALL, objective=("val/loss", "min")).run()
     losses = {outcome.version.step: outcome.metrics["val/loss"] for outcome in outcomes}
     best = min(losses, key=losses.__getitem__)
     assert limpet.open(f"{run}@best").step == best
     assert limpet.open(f"{run}@best:val/loss").step == best
     with pytest.raises(NotFound, match=r"does not record whether.*limpet evaluate RUN --metric"):
         limpet.open(f"{run}@best:accuracy")
-    evaluation(run, workers=0, skip_none=True, name="again", objective=("val/loss", "max")).run()
+    evaluation(
+        run,
+        workers=0,
+        select=ALL,
+        name="again",
+        objective=("val/loss", "max"),
+    ).run()
     with pytest.raises(NotFound, match="does not record whether"):
         limpet.open(f"{run}@best:val/loss")
 
@@ -484,7 +502,7 @@ def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) ->
 @pytest.mark.usefixtures("quick_polls")
 def test_a_store_that_does_not_answer_for_a_while_fails_no_version(run: Path) -> None:
     state = save_version(run, 5)
-    (outcome,) = evaluation(run, setup=functions.setup_unavailable, workers=1).run()
+    (outcome,) = evaluation(run, setup=functions.setup_unavailable, workers=0).run()
     check(outcome, run, state)
 
 
@@ -620,7 +638,7 @@ def test_evaluations_keep_their_distance(run: Path, option: str) -> None:
         now = time.monotonic()
         times.append((now - outcome.seconds, now))
 
-    evaluation(run, workers=0, skip_none=True, **{option: 0.5}).run(note)
+    evaluation(run, workers=0, select=Selection(skip_none=True, **{option: 0.5})).run(note)
     (first, end), (second, _), (third, _) = times
     assert second - (end if option == "throttle" else first) >= 0.49
     assert third - first >= 0.99

@@ -11,7 +11,7 @@ import pytest
 import limpet
 from limpet.errors import Unavailable
 from limpet.evaluation.follower import Follower
-from limpet.evaluation.schedule import Selection
+from limpet.evaluation.options import Selection
 from limpet.format.names import Version
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run

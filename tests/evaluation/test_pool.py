@@ -1,166 +1,151 @@
-"""The pool of workers, with workers that follow a script instead of processes."""
+"""The pool of workers, with workers that are threads of this process."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from threading import Event
-from typing import Any, ClassVar
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread, Timer
+from typing import Any
 
 import pytest
+import torch
 
-from limpet.errors import LimpetError
-from limpet.evaluation.pool import Limits, WorkerPool
-from limpet.evaluation.process import WorkerError, WorkerLost
+import limpet
+from limpet import events
+from limpet.errors import LimpetError, TaskError
+from limpet.evaluation import Workers
+from limpet.evaluation.pool import WorkerLost, WorkerPool
+from limpet.evaluation.worker import Worker
+from limpet.snapshot.snapshot import reader_of
+from limpet.tasks import RemoteQueue
 
-RECORDS = 4
+TRIVIAL = {name: f"tests.evaluation.trivial:{name}" for name in ("setup", "evaluate", "data")}
 
 
-class FakeWorker:
-    """Counts records. ``worker-0`` is lost in its first task; the other one does all of the work,
-    before the pool has finished to replace it."""
+class ThreadWorker:
+    """A worker on a thread. It ends with its connection."""
 
-    lost, ended = Event(), Event()
-    completed = 0
+    def __init__(self, pool: WorkerPool, name: str, tasks: float) -> None:
+        self._queue = RemoteQueue(pool._server.connect(name))
+        self._tasks = tasks
+        self._thread = Thread(target=self._work)
+        self._thread.start()
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._is_loaded = False
+    def _work(self) -> None:
+        worker = Worker()
+        try:
+            while self._tasks:
+                task = self._queue.evaluation.get(timeout=0.5)
+                if task is not None:
+                    self._tasks -= 1
+                    worker.do(task)
+        except TaskError:
+            pass
+        self._queue.close()
 
-    def start(self, timeout: float) -> int:
-        return RECORDS
-
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        if method == "load":
-            self._is_loaded = True
-            return None
-        assert self._is_loaded, f"{method}() without a version"
-        if method == "compute":
-            return {"records": float(sum(arguments[0]))}
-        if self.name == "worker-0" and not self.lost.is_set():
-            self.lost.set()
-            raise WorkerLost("killed")
-        assert self.lost.wait(10)
-        FakeWorker.completed += 1
-        if self.completed == RECORDS:
-            self.ended.set()
-        return arguments[1] - arguments[0]
-
-    def close(self) -> None: ...
+    def end(self) -> str | None:
+        return None if self._thread.is_alive() else "out of memory"
 
     def kill(self) -> None:
-        assert self.ended.wait(10)
-        time.sleep(0.1)  # until the pool has the last result
+        self._queue.close()
+        self._thread.join()
 
 
-def test_a_worker_that_is_replaced_when_nothing_is_left_to_do_loads_the_version() -> None:
-    """The pool took it for loaded, and the version failed."""
-    pool = WorkerPool(FakeWorker, 2, Limits(), None)
-    pool.start()
-    assert pool.evaluate("url", "digest") == {"records": RECORDS}
+class Idle:
+    """A worker that never asks for a task."""
+
+    def end(self) -> str | None:
+        return None
+
+    def kill(self) -> None:
+        """Nothing to end."""
 
 
-class Unstable(FakeWorker):
-    """A worker that is lost in each load, if its name is in ``unstable``."""
-
-    unstable: ClassVar[set[str]] = set()
-
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        if method == "load" and self.name in self.unstable:
-            raise WorkerLost("out of memory")
-        if method == "evaluate":
-            return arguments[1] - arguments[0]
-        return {"records": float(sum(arguments[0]))} if method == "compute" else None
-
-    def kill(self) -> None: ...
+def make_pool(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[WorkerPool, str], Any]
+) -> WorkerPool:
+    monkeypatch.setattr(WorkerPool, "_make", make)
+    functions = {**TRIVIAL, "collate": None}
+    return WorkerPool(Workers(2), functions, batch_size=1, keys=(), device=None)
 
 
-@pytest.mark.parametrize("unstable", [{"worker-0"}, {"worker-0", "worker-1"}])
-def test_the_others_go_on_without_a_worker_that_never_stays_alive(unstable: set[str]) -> None:
-    Unstable.unstable = unstable
-    pool = WorkerPool(Unstable, 2, Limits(), None)
-    pool.start()
-    if len(unstable) == 1:
-        assert pool.evaluate("url", "digest") == {"records": RECORDS}
-    else:
+@pytest.fixture
+def version(tmp_path: Path) -> tuple[str, str]:
+    snapshot = limpet.save(tmp_path / "version_5", {"a": torch.zeros(2)}, step=5)
+    return snapshot.url, reader_of(snapshot).digest
+
+
+def test_the_others_go_on_without_a_worker_that_never_stays_alive(
+    version: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, lost = [], []
+
+    def make(pool: WorkerPool, name: str) -> ThreadWorker:
+        made.append(name)
+        return ThreadWorker(pool, name, 1 if name.startswith("worker-0") else float("inf"))
+
+    def note(name: str, fields: dict[str, Any]) -> None:
+        lost.append(str(fields["error"]) if name == "worker_lost" else name)
+
+    pool = make_pool(monkeypatch, make)
+    try:
+        pool.start()
+        with events.attach(note):
+            assert pool.evaluate(*version) == {"leaves": 1.0}
+    finally:
+        pool.close()
+    assert made[:2] == ["worker-0", "worker-1"]
+    assert len(made) == len(set(made)), "each process has a name of its own"
+    assert all("ended. Found out of memory" in text for text in lost)
+
+
+def test_without_a_worker_that_stays_alive_the_version_has_no_score(
+    version: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = [2.0]  # tasks of each worker: the first one counts the records
+
+    def make(pool: WorkerPool, name: str) -> ThreadWorker:
+        return ThreadWorker(pool, name, count[0])
+
+    pool = make_pool(monkeypatch, make)
+    try:
+        pool.start()
+        count[0] = 0.0
+        for place in pool._places:
+            place.process.kill()
         with pytest.raises(WorkerLost, match="out of memory"):
-            pool.evaluate("url", "digest")
+            pool.evaluate(*version)
+        count[0] = float("inf")
+        assert pool.evaluate(*version) == {"leaves": 1.0}, "the next version is evaluated"
+    finally:
+        pool.close()
 
 
-class Broken(Unstable):
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        raise TypeError("a defect")
-
-
-def test_an_unexpected_error_of_a_thread_reaches_the_caller() -> None:
-    pool = WorkerPool(Broken, 2, Limits(), None)
-    pool.start()
-    with pytest.raises(TypeError, match="a defect"):
-        pool.evaluate("url", "digest")
-
-
-class Growing(Unstable):
-    """``worker-0`` is lost in its first task, and its successor has more records."""
-
-    lengths: ClassVar[list[int]] = []
-
-    def start(self, timeout: float) -> int:
-        return self.lengths.pop()
-
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        if method == "evaluate" and self.lengths:
-            raise WorkerLost("killed")
-        return super().call(method, *arguments, timeout=timeout)
-
-
-def test_a_worker_that_is_replaced_by_one_with_other_data_fails_the_version() -> None:
-    Growing.lengths, Unstable.unstable = [RECORDS + 1, RECORDS], set()
-    pool = WorkerPool(Growing, 1, Limits(), None)
-    pool.start()
-    with pytest.raises(WorkerError, match=r"other data.*Expected 4 records, found 5"):
-        pool.evaluate("url", "digest")
+def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool(monkeypatch, lambda pool, name: ThreadWorker(pool, name, 0.0))
+    with pytest.raises(WorkerLost, match=r"Worker worker-[01] ended"):
+        pool.start()
+    pool.close()
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
 @pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
 def test_limits_that_nothing_can_keep_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Limits"):
-        Limits(**{name: value})
+    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Workers"):
+        Workers(**{name: value})
 
 
-class InterruptingWorker:
-    """Loads until it is killed. The first load interrupts the main thread, as Ctrl-C does."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.killed = name, Event()
-
-    def start(self, timeout: float) -> int:
-        return RECORDS
-
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        if self.name == "worker-0":
-            os.kill(os.getpid(), signal.SIGINT)
-        assert self.killed.wait(60)
-        raise WorkerLost("It was killed")
-
-    def kill(self) -> None:
-        self.killed.set()
-
-    def close(self) -> None:
-        self.kill()
-
-
-def test_an_interrupt_ends_the_wait_for_workers_that_are_at_work() -> None:
-    made: list[InterruptingWorker] = []
-
-    def make(name: str) -> InterruptingWorker:
-        made.append(InterruptingWorker(name))
-        return made[-1]
-
-    pool = WorkerPool(make, 2, Limits(), None)
-    pool.start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.evaluate("memory://run/version_1", "0")
-    assert [worker.killed.is_set() for worker in made] == [False, False]
-    pool.close()
+def test_an_interrupt_ends_the_wait_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(monkeypatch, lambda pool, name: Idle())
+    timer = Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.start()
+    finally:
+        timer.join()
+        pool.close()

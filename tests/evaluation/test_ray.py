@@ -14,6 +14,7 @@ import pytest
 
 import limpet
 from limpet.errors import LimpetError
+from limpet.evaluation import Workers
 from tests.evaluation import functions
 from tests.evaluation.test_evaluation import evaluation
 
@@ -45,7 +46,7 @@ def test_without_ray_the_engine_is_an_error_that_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LimpetError, match=r'needs the package ray.*"limpet\[ray\]"'):
-        evaluation(tmp_path / "run", engine="ray")
+        evaluation(tmp_path / "run", workers=Workers(1, ray={}))
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
@@ -58,7 +59,7 @@ def test_an_address_at_which_nothing_listens_is_an_error_at_once(
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     with pytest.raises(LimpetError, match=f"one that listens at {address}, the RAY_ADDRESS"):
-        evaluation(tmp_path / "run", engine="ray")
+        evaluation(tmp_path / "run", workers=Workers(1, ray={}))
 
 
 def test_nothing_imports_ray_unless_an_evaluation_uses_it() -> None:
@@ -73,23 +74,22 @@ def test_nothing_imports_ray_unless_an_evaluation_uses_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engine": "slurm"}, "Invalid value for engine="),
-        ({"engine": "ray", "workers": 0}, "Invalid value for workers="),
-        ({"engine": "ray", "ray_options": 4}, "Invalid value for ray_options="),
-        ({"ray_options": {"num_cpus": 1}}, "Invalid value for ray_options="),
+        ({"count": 0, "ray": {}}, "Invalid value for count= of Workers"),
+        ({"ray": 4}, "Invalid value for ray= of Workers"),
         (
-            {"engine": "ray", "ray_options": {"lifetime": "detached", 5: 1}},
-            "Invalid ray_options= of Evaluation: 5, lifetime",
+            {"ray": {"lifetime": "detached", 5: 1}},
+            "Invalid value for ray= of Workers: 5, lifetime",
         ),
-        ({"engine": "ray", "setup": lambda snapshot: None}, "cannot import the function setup"),
+        ({"ray": {}, "setup": lambda snapshot: None}, "cannot import the function setup"),
     ],
 )
-def test_an_invalid_engine_is_refused_before_ray_is_used(
+def test_invalid_options_are_refused_before_ray_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
+    functions_of_user = {k: arguments.pop(k) for k in ("setup",) if k in arguments}
     with pytest.raises(LimpetError, match=message):
-        evaluation(tmp_path / "run", **arguments)
+        evaluation(tmp_path / "run", workers=Workers(**arguments), **functions_of_user)  # type: ignore[arg-type]
 
 
 def test_a_version_that_a_worker_does_not_find_is_a_failure(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from limpet.evaluation.schedule import Selection
+from limpet.evaluation.options import Selection
 from limpet.format.names import Version
 
 

@@ -13,7 +13,7 @@ import limpet
 from limpet import deadline
 from limpet.deadline import Deadline
 from limpet.errors import RankFailed, Unavailable
-from limpet.ranks import store_collective
+from limpet.ranks import collective as collective_module
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
@@ -41,7 +41,7 @@ def test_all_ranks_raise_when_one_is_too_slow(
 ) -> None:
     """A rank that goes on raises first. For one that hangs, the others wait a little longer."""
     monkeypatch.setattr(
-        store_collective,
+        collective_module,
         "late_seconds",
         lambda _, rank: (0.3 if hangs else 20) + (10 if rank else 0),
     )
@@ -80,7 +80,7 @@ def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_ta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(deadline, "CLEANUP_SECONDS", 0.05)
-    monkeypatch.setattr(store_collective, "late_seconds", lambda *_: 0.3)
+    monkeypatch.setattr(collective_module, "late_seconds", lambda *_: 0.3)
     store = open_store(f"fsspec+memory://{uuid.uuid4().hex}", allow_weak=True)
     hanging, released = HookedStore(store), threading.Event()
     hanging.before = lambda method, key: released.wait(30) if method == "put" else None

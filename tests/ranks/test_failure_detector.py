@@ -11,10 +11,10 @@ import pytest
 
 import limpet
 from limpet.errors import RankFailed
+from limpet.ranks.collective import StoreCollective
 from limpet.ranks.failure_detector import FailureDetector
 from limpet.ranks.kv import KVClient, Timeouts
 from limpet.ranks.session import SessionKVClient
-from limpet.ranks.store_collective import StoreCollective
 from tests.fakegroup import FakeStore
 
 WHAT = "the save of version_5"

@@ -12,7 +12,7 @@ import pytest
 
 from limpet.deadline import Deadline
 from limpet.errors import RankFailed
-from limpet.ranks import store_collective
+from limpet.ranks import collective as collective_module
 from limpet.ranks.group import StoreGroup
 from limpet.ranks.kv import CLOSED_HEARTBEAT, KVClient, Timeouts
 from limpet.ranks.session import SessionKVClient
@@ -155,7 +155,7 @@ def test_a_rank_that_never_starts_is_named(clients: Clients, missing: int) -> No
 def test_the_deadline_of_an_operation_also_ends_the_wait_for_the_first_call_of_rank_0(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_collective, "late_seconds", lambda *_: 0.1)
+    monkeypatch.setattr(collective_module, "late_seconds", lambda *_: 0.1)
     group = StoreGroup(clients.connect(StoreView(FakeStore()), 1, 2, Timeouts(60, 60)), 2)
     began = time.monotonic()
     with pytest.raises(RankFailed, match="in the time for the save") as failed:

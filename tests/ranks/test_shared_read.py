@@ -26,7 +26,7 @@ from limpet.errors import DigestMismatch, FormatError, PlanError, RankFailed
 from limpet.layout.read_plan import ReadItem
 from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
-from limpet.ranks import host_exchange, host_memory
+from limpet.ranks import host_exchange
 from limpet.ranks.group import current_group
 from limpet.ranks.host_exchange import HostPeers
 from limpet.ranks.kv import Timeouts
@@ -291,7 +291,7 @@ def indexes_of(store, folder):
 def test_more_ranks_on_a_host_than_can_share():
     store = save(*[replicated() for _ in range(5)])
     live_states = [zeroed(replicated()) for _ in range(5)]
-    with patch.object(host_memory, "MAX_PEERS", 2):
+    with patch.object(host_exchange, "MAX_PEERS", 2):
         stores = load_on_hosts("aaaaa", store, live_states)
     for live in live_states:
         assert_same_state(live, replicated())
@@ -390,7 +390,7 @@ def test_any_layout_loads_on_any_hosts(drawn, budget, random):
             small.enter_context(patch(f"limpet.{module}.BLOCK_SIZE", 512))
         with FakeGroup(sizes[0]) as group:
             group.run(lambda r: limpet.save(store, state_of(tensors, 0, r)[0]))
-        small.enter_context(patch.object(host_memory, "WINDOW_BUDGET", budget))
+        small.enter_context(patch.object(host_exchange, "WINDOW_BUDGET", budget))
         _load_and_check(tensors, 1, store, [random.choice("abc") for _ in range(sizes[1])])
         hosts = [random.choice("ab") for _ in range(sizes[2])]
         shared, alone = (
@@ -428,7 +428,7 @@ class WindowTracker:
         self.lock = threading.Lock()
 
     def __enter__(self):
-        original_resize = host_memory.SharedSegment.resize
+        original_resize = host_exchange.SharedSegment.resize
         original_exchange = HostPeers.exchange
 
         def resize(segment, size):
@@ -436,14 +436,14 @@ class WindowTracker:
                 self.sizes[id(segment)] = size
                 self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()))
             original_resize(segment, size)
-            assert os.fstat(segment.fd).st_size == host_memory.CONTROL_SIZE + size
+            assert os.fstat(segment.fd).st_size == host_exchange.CONTROL_SIZE + size
 
         def exchange(peers, sizes, *rest):
             self.item_bytes = max(self.item_bytes, sum(sizes))
             return original_exchange(peers, sizes, *rest)
 
         self.patches = [
-            patch.object(host_memory.SharedSegment, "resize", resize),
+            patch.object(host_exchange.SharedSegment, "resize", resize),
             patch.object(HostPeers, "exchange", exchange),
         ]
         for each in self.patches:
@@ -460,7 +460,7 @@ def test_a_leaf_that_is_larger_than_all_windows_reuses_the_slots(budget):
     whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
     store = save({"w": whole}, {"w": whole})
     live_states = [{"w": torch.zeros_like(whole)} for _ in range(3)]
-    with patch.object(host_memory, "WINDOW_BUDGET", budget), WindowTracker() as windows:
+    with patch.object(host_exchange, "WINDOW_BUDGET", budget), WindowTracker() as windows:
         stores = load_on_hosts("aaa", store, live_states)
     for live in live_states:
         assert torch.equal(live["w"], whole)
@@ -478,14 +478,14 @@ def test_a_small_load_uses_small_windows():
 
 @given(st.lists(st.integers(0, 8 * MIB), min_size=1, max_size=300), st.integers(2, 64))
 def test_slots_stay_within_the_window_budget(sizes, ranks):
-    readers = host_memory.assign_readers(sizes, ranks)
-    slot_size, slots = host_memory.slot_layout(sizes, readers)
+    readers = host_exchange.assign_readers(sizes, ranks)
+    slot_size, slots = host_exchange.slot_layout(sizes, readers)
     assert len(readers) == len(sizes)
-    assert max(sizes) <= host_memory.max_item_size(ranks)
+    assert max(sizes) <= host_exchange.max_item_size(ranks)
     assert max(sizes) <= slot_size
     assert slot_size % 4096 == 0
-    assert 1 <= slots <= host_memory.MAX_SLOTS
-    assert len(set(readers)) * slot_size * slots <= host_memory.WINDOW_BUDGET
+    assert 1 <= slots <= host_exchange.MAX_SLOTS
+    assert len(set(readers)) * slot_size * slots <= host_exchange.WINDOW_BUDGET
 
 
 def test_many_reads_are_assigned_evenly():
@@ -493,16 +493,16 @@ def test_many_reads_are_assigned_evenly():
     sizes = [random.randint(1, BLOCK_SIZE) for _ in range(1000)]
     for ranks in (2, 8, 64):
         reader_bytes = Counter()
-        for size, reader in zip(sizes, host_memory.assign_readers(sizes, ranks), strict=True):
+        for size, reader in zip(sizes, host_exchange.assign_readers(sizes, ranks), strict=True):
             reader_bytes[reader] += size
-        assert len(reader_bytes) == min(ranks, host_memory.MAX_READERS)
+        assert len(reader_bytes) == min(ranks, host_exchange.MAX_READERS)
         assert max(reader_bytes.values()) < 1.05 * min(reader_bytes.values())
 
 
 def test_a_chunk_that_does_not_fit_into_a_window_is_read_by_each_rank():
     store = save(*[replicated() for _ in range(2)])
     live_states = [zeroed(replicated()) for _ in range(2)]
-    with patch.object(host_memory, "WINDOW_BUDGET", 4 * MIB):  # 2 MiB for each of 2 ranks
+    with patch.object(host_exchange, "WINDOW_BUDGET", 4 * MIB):  # 2 MiB for each of 2 ranks
         stores = load_on_hosts("aa", store, live_states)
     for live in live_states:
         assert_same_state(live, replicated())
@@ -653,7 +653,7 @@ def test_the_other_ranks_raise_at_once_when_one_fails_in_the_middle():
 def test_ranks_that_cannot_map_each_others_memory_read_alone():
     store = save(*[replicated() for _ in range(4)])
     live_states = [zeroed(replicated()) for _ in range(4)]
-    original, events = host_memory.SharedSegment.open_peer.__func__, []
+    original, events = host_exchange.SharedSegment.open_peer.__func__, []
 
     def open_peer(cls, peer):
         if threading.current_thread().name == "rank-2":
@@ -665,7 +665,7 @@ def test_ranks_that_cannot_map_each_others_memory_read_alone():
             events.append(fields)
 
     with (
-        patch.object(host_memory.SharedSegment, "open_peer", classmethod(open_peer)),
+        patch.object(host_exchange.SharedSegment, "open_peer", classmethod(open_peer)),
         limpet.attach(sink),
     ):
         stores = load_on_hosts("abab", store, live_states)
@@ -702,7 +702,7 @@ def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
     """It may be missing for the indexes, for the lists of chunks, or for the data."""
     store = save(*[replicated() for _ in range(2)])
     live_states, events, calls = [zeroed(replicated()) for _ in range(2)], [], Counter()
-    original = host_memory.SharedSegment.resize
+    original = host_exchange.SharedSegment.resize
 
     def fail(segment, size):
         rank = threading.current_thread().name
@@ -712,7 +712,7 @@ def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
         original(segment, size)
 
     with (
-        patch.object(host_memory.SharedSegment, "resize", fail),
+        patch.object(host_exchange.SharedSegment, "resize", fail),
         limpet.attach(lambda n, f: events.append(f["reason"]) if n == "read_alone" else None),
     ):
         stores = load_on_hosts("aa", store, live_states)
@@ -735,18 +735,18 @@ def test_a_small_snapshot_is_not_shared():
 
 
 def test_a_segment_of_another_process_is_refused():
-    own, other = host_memory.SharedSegment.create(), host_memory.SharedSegment.create()
+    own, other = host_exchange.SharedSegment.create(), host_exchange.SharedSegment.create()
     try:
-        peer = host_memory.Peer(0, ("a", "b"), os.getpid(), own.fd, own.control_words[0])
-        host_memory.SharedSegment.open_peer(peer).close()
+        peer = host_exchange.Peer(0, ("a", "b"), os.getpid(), own.fd, own.control_words[0])
+        host_exchange.SharedSegment.open_peer(peer).close()
         with pytest.raises(OSError, match="belongs to another process"):
-            host_memory.SharedSegment.open_peer(
-                host_memory.Peer(0, ("a", "b"), os.getpid(), other.fd, own.control_words[0])
+            host_exchange.SharedSegment.open_peer(
+                host_exchange.Peer(0, ("a", "b"), os.getpid(), other.fd, own.control_words[0])
             )
         for fd in (-1, 0, 10_000):
             with pytest.raises(OSError):
-                host_memory.SharedSegment.open_peer(
-                    host_memory.Peer(0, ("a", "b"), os.getpid(), fd, -1)
+                host_exchange.SharedSegment.open_peer(
+                    host_exchange.Peer(0, ("a", "b"), os.getpid(), fd, -1)
                 )
     finally:
         own.close()

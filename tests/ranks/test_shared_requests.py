@@ -15,7 +15,7 @@ from limpet import buffers
 from limpet.buffers import BufferPool
 from limpet.errors import DigestMismatch, RankFailed, StoreError
 from limpet.loading import shared_read
-from limpet.ranks import host_memory
+from limpet.ranks import host_exchange
 from limpet.ranks.kv import Timeouts
 from limpet.types import BLOCK_SIZE
 from tests.fakegroup import FakeGroup
@@ -178,7 +178,7 @@ def test_one_rank_dies_or_hangs_while_the_others_wait_for_its_part(failed):
 def test_a_rank_with_more_threads_than_buffers_notices_that_another_one_has_died(monkeypatch):
     """Threads that waited for buffers, which nobody would take the bytes of, kept it waiting."""
     monkeypatch.setenv("LIMPET_THREADS", "16")
-    monkeypatch.setattr(host_memory, "WINDOW_BUDGET", 4 * BLOCK_SIZE)
+    monkeypatch.setattr(host_exchange, "WINDOW_BUDGET", 4 * BLOCK_SIZE)
     monkeypatch.setattr(buffers, "_pool", BufferPool(4 * BLOCK_SIZE))
     states = [random_state(64)] * 2
     store, group = save(states), FakeGroup(2, Timeouts(silent=1.0, stuck=20.0))

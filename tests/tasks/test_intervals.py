@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limpet.tasks.intervals import IntervalSet, OpenNumbers
+from limpet.tasks.tables import IntervalSet
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
@@ -21,23 +21,3 @@ def test_a_set_of_intervals_is_a_set(numbers: list[int]) -> None:
     assert {n for a, b in intervals.gaps(31) for n in range(a, b)} == {*range(31)} - expected
     assert list(IntervalSet(intervals)) == list(intervals)
     assert len(IntervalSet(intervals)) == len(expected)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=4), st.data())
-def test_open_numbers_are_handed_out_lowest_first(
-    lengths: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    intervals, start = [], 0
-    for gap, length in lengths:
-        intervals.append((start + gap, start + gap + length))
-        start += gap + length
-    numbers = OpenNumbers(intervals)
-    expected = {n for a, b in intervals for n in range(a, b)}
-    while expected:
-        lowest = numbers.pop()
-        assert lowest == min(expected)
-        if data.draw(st.booleans()):
-            numbers.add(lowest)
-            assert numbers.pop() == lowest
-        expected.remove(lowest)
-    assert not numbers

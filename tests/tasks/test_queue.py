@@ -840,3 +840,49 @@ def test_a_queue_is_not_copied_to_other_processes() -> None:
             os._exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_final_failure_uses_up_all_attempts() -> None:
+    queue = Queue(attempts=3)
+    job = queue.add("evaluation", 2, task_size=1, name="e")
+    task: Any = queue.evaluation.get()
+    assert task.fail("no other worker can do it", final=True)
+    with pytest.raises(JobFailed, match="no other worker can do it") as caught:
+        job.wait(0)
+    assert (caught.value.start, caught.value.stop, caught.value.attempts) == (0, 1, 1)
+    assert queue.evaluation.get() is None
+
+
+def test_a_lease_may_get_another_length_and_its_end_is_reported() -> None:
+    clock, overdue = FakeClock(), []
+    queue = Queue(lease_seconds=10, clock=clock)
+    queue.on_overdue = overdue.append
+    queue.add("evaluation", 1, task_size=1, name="e")
+    task: Any = queue.evaluation.get("w")
+    task.renew(100)
+    clock.advance(50)
+    task.renew()
+    clock.advance(99)
+    task.renew(5)
+    assert overdue == []
+    clock.advance(6)
+    assert queue.evaluation.get("other") is not None
+    assert overdue == ["w"]
+    with pytest.raises(LimpetError, match="Invalid seconds"):
+        task.renew(float("inf"))
+
+
+def test_a_canceled_job_hands_out_nothing_and_leaves() -> None:
+    queue = Queue()
+    job = queue.add("evaluation", 2, task_size=1, name="e")
+    task: Any = queue.evaluation.get()
+    job.cancel()
+    assert queue.evaluation.get() is None
+    assert not task.done(1)
+    with pytest.raises(TaskError, match="was canceled"):
+        job.wait(0)
+    done = queue.add("evaluation", 1, task_size=1, name="e")
+    queue.evaluation.evaluate_one(lambda task: 5)
+    done.cancel()
+    assert done.results() == [5]
+    assert queue.state_dict()["jobs"] == []

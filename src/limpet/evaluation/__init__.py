@@ -6,3 +6,6 @@ torchmetrics ``Metric``.
 May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``,
 ``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, and ``tasks``.
 """
+
+from limpet.evaluation.options import Selection as Selection
+from limpet.evaluation.options import Workers as Workers

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from threading import Event
+from threading import Event, Thread
 from typing import Any, Literal
 
 from limpet import events
@@ -21,13 +21,10 @@ from limpet.errors import (
     TaskError,
     Unavailable,
 )
-from limpet.evaluation.arguments import check_argument, check_seconds, is_count
-from limpet.evaluation.background import running
-from limpet.evaluation.engine import import_functions, make_workers
 from limpet.evaluation.follower import Follower
-from limpet.evaluation.pool import Limits, WorkerPool
-from limpet.evaluation.process import WorkerError, WorkerLost
-from limpet.evaluation.schedule import Selection
+from limpet.evaluation.options import Selection, Workers, check_argument, check_seconds, is_count
+from limpet.evaluation.pool import WorkerError, WorkerLost, WorkerPool
+from limpet.evaluation.worker import resolve
 from limpet.format.names import Version
 from limpet.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
 from limpet.ranks.group import GroupSpec, saving_group
@@ -46,6 +43,9 @@ POLL_SECONDS = 2.0
 
 _MAX_UNAVAILABLE = 10
 """The number of times in a row that something is tried again because the store did not answer."""
+
+_STOP_SECONDS = 10.0
+"""The time that an evaluation in the background gets to end after an exception of the training."""
 
 _MAX_WAITING = 10_000
 """The number of waiting versions that the lease protects. With ``MAX_RECORD``, more could make it
@@ -75,26 +75,23 @@ class Evaluation:
     With ``keys`` (patterns), it gets a dict of these leaves, loaded onto ``device``, instead of the
     ``Snapshot``. ``evaluate(model, batch)`` returns a dict of metrics for one batch, each a
     ``(sum, count)`` pair or a torchmetrics ``Metric``. ``data()`` returns a map-style dataset,
-    which the workers divide. ``batch_size=None``: each of its items is a batch. These functions, or
-    their names (``"package.module:function"``), must be importable by other processes. With
-    ``workers=0``, this process does the work.
+    which the workers divide. ``batch_size=None``: each of its items is a batch. ``collate`` merges
+    the items of a batch. These functions, or their names (``"package.module:function"``), must be
+    importable by other processes.
 
-    ``engine="ray"``: each worker is an actor of Ray, and the program's connection to a cluster is
-    used, or one to the cluster that Ray finds. ``ray_options`` are those of an actor; by default
-    ``{"num_cpus": 1}``, and one GPU with a ``device`` of ``"cuda"``.
+    ``workers``: a number of processes on this machine, or ``Workers``, for a Ray cluster, workers
+    on other machines, and time limits. With ``workers=0``, this process does the work.
 
     ``name`` names the evaluation: its records, and its lease. Two evaluations of a run at the same
-    time need different names. ``objective``, such as ``("val/loss", "min")``, says by which metric
-    versions are compared: ``RUN@best`` uses it.
+    time need different names. The lease ends ``lease_seconds`` after the evaluator has died.
+    ``objective``, such as ``("val/loss", "min")``, says by which metric versions are compared:
+    ``RUN@best`` uses it.
 
     Without ``follow``, the newest version is evaluated, unless it has been. With ``follow``, so is
-    each newer one as it comes, until the training has ended. ``skip_none=True`` also evaluates all
-    others, oldest first. ``retry=True`` evaluates versions again whose evaluation failed.
-    ``every_steps``: only the first version at or after each multiple. ``every_seconds`` and
-    ``throttle``: at least so many seconds from the start, or from the end, of one evaluation to the
-    start of the next.
+    each newer one as it comes, until the training has ended. ``select``: which versions (see
+    ``Selection``): all of them, those that failed, only some steps, or one in a time.
 
-    Raises ``LimpetError`` for an invalid argument, or if the engine cannot be used.
+    Raises ``LimpetError`` for an invalid argument, or if the workers cannot be used.
     """
 
     def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
@@ -106,43 +103,40 @@ class Evaluation:
         data: Callable[[], Any] | str,
         name: str = "evaluation",
         objective: tuple[str, str] | None = None,
-        workers: int = 4,
-        engine: Literal["local", "ray"] = "local",
-        ray_options: Mapping[str, Any] | None = None,
+        workers: int | Workers = 4,
         batch_size: int | None = 32,
         collate: Callable[[list[Any]], Any] | str | None = None,
         keys: str | Sequence[str] = (),
         device: str | None = None,
         follow: bool = False,
-        skip_none: bool = False,
-        retry: bool = False,
-        every_steps: int | None = None,
-        every_seconds: float = 0.0,
-        throttle: float = 0.0,
-        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        select: Selection = Selection(),  # noqa: B008  (frozen)
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        for what, count in (("batch_size", batch_size), ("every_steps", every_steps)):
-            _check(what, count, count is None or is_count(count, 1), "a whole number, 1 or more")
-        for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
-            _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
+        is_valid = batch_size is None or is_count(batch_size, 1)
+        _check("batch_size", batch_size, is_valid, "a whole number, 1 or more, or None")
+        is_valid = is_count(workers, 0) or isinstance(workers, Workers)
+        _check("workers", workers, is_valid, "a whole number, 0 or more, or Workers(...)")
+        _check("select", select, isinstance(select, Selection), "Selection(...)")
         check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
-        _check("limits", limits, isinstance(limits, Limits), "Limits(...)")
-        self.name, self._follow, self._workers = check_job_name(name), follow, workers
+        functions = {"setup": setup, "evaluate": evaluate, "data": data, "collate": collate}
+        for label, function in functions.items():
+            is_valid = callable(function) or isinstance(function, str)
+            is_valid = is_valid or (function is None and label == "collate")
+            _check(label, function, is_valid, "a function: dataset, not dataset()")
+        keys = (keys,) if isinstance(keys, str) else keys
+        is_valid = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
+        _check("keys", keys, is_valid, "a pattern, or a list of patterns")
+        self.name, self._follow, self._functions = check_job_name(name), follow, functions
+        self._workers = workers if isinstance(workers, Workers) else Workers(workers)
         self._objective = None if objective is None else make_objective(objective)
         self._run = Run(run)
-        self._skip_none, self._retry = skip_none, retry
-        self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
-        self._every_seconds, self._throttle = every_seconds, throttle
-        functions = (setup, evaluate, data, collate)
-        self._import_functions = partial(import_functions, functions, engine)
-        make = make_workers(functions, batch_size, keys, device, workers, engine, ray_options)
-        self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
+        self._select = select
+        self._follower = Follower(self._run, name, select)
+        self._pool = WorkerPool(self._workers, functions, batch_size, keys, device)
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
         self._stopping, self._is_training_over = Event(), Event()
         self._started_at = self._ended_at = -inf
-        self._was_run, self._unavailable = False, 0
-        self._has_recorded_objective = self._has_waited = False
+        self._was_run = self._has_recorded_objective = self._has_waited = False
 
     def __repr__(self) -> str:
         return f"<Evaluation {self.name} of {self._run.url}>"
@@ -184,7 +178,8 @@ class Evaluation:
         self._follower.on_damaged = lambda v, e: add(Outcome(v, "FAILED", 0.0, cause=str(e)))
         self._check_run()
         if not self._follow and self._follower.next() is None:
-            self._import_functions()
+            if self._workers.ray is None:  # with Ray, the workers alone may have the modules
+                resolve(self._functions)
             self._record_objective(self._follower.metrics)
             return outcomes  # the start of workers takes seconds
         try:
@@ -217,14 +212,34 @@ class Evaluation:
         or with ``workers=0``, which would use the random numbers of the training.
         """
         _check("follow", self._follow, self._follow, "True, to run in the background")
-        _check("workers", self._workers, self._workers > 0, "1 or more, to run in the background")
+        count = self._workers.count
+        _check("workers", count, not self._workers.is_inline, "1 or more, to run in the background")
         outcomes: list[Outcome] = []
         if saving_group(group).rank:
             yield outcomes
             return
-        run = partial(self.run, outcomes.append)
-        with running(run, self._is_training_over.set, self.stop, self._report):
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                self.run(outcomes.append)
+            except Exception as e:  # noqa: BLE001  (top of a thread: reported, and raised below)
+                errors.append(e)
+                self._report(e)
+
+        thread = Thread(target=run, name="limpet-evaluation", daemon=True)
+        thread.start()
+        try:
             yield outcomes
+            self._is_training_over.set()
+            while thread.is_alive():  # in parts, so that an interrupt is noticed
+                thread.join(0.5)
+        except BaseException:
+            self.stop()
+            thread.join(_STOP_SECONDS)
+            raise
+        if errors:
+            raise errors[0]
 
     def _report(self, error: Exception) -> None:
         if not self._stopping.is_set():
@@ -243,11 +258,14 @@ class Evaluation:
     def _wait_for_version(self) -> Snapshot | None:
         """Return the next version, protected by the lease; None if the evaluation has ended."""
         is_later = self._ended_at > -inf
-        if is_later and not (self._follow or self._skip_none or self._retry):
+        if is_later and not (self._follow or self._select.skip_none or self._select.retry):
             return None
         failures = 0
         while not self._stopping.is_set():
-            start = max(self._started_at + self._every_seconds, self._ended_at + self._throttle)
+            start = max(
+                self._started_at + self._select.every_seconds,
+                self._ended_at + self._select.throttle,
+            )
             if self._stopping.wait(max(0.0, min(start - time.monotonic(), threading.TIMEOUT_MAX))):
                 return None
             try:
@@ -277,7 +295,7 @@ class Evaluation:
     def _find_version(self) -> Snapshot | None:
         while (found := self._follower.next()) is not None:
             snapshot, waiting = found
-            protected = waiting[:_MAX_WAITING] if self._skip_none else ()
+            protected = waiting[:_MAX_WAITING] if self._select.skip_none else ()
             self._lease.protect([snapshot.version, *protected])
             with suppress(NotFound):  # deleted before the lease protected it
                 require_manifest(reader_of(snapshot).location)
@@ -300,14 +318,10 @@ class Evaluation:
         except (WorkerError, TaskError, WorkerLost, NotFound, FormatError, PlanError) as e:
             if self._stopping.is_set():
                 return None
-            if e.fields.get("kind") == "unavailable":
-                error = Unavailable(e.what, store=self._run.url)
-                self._unavailable = self._wait_for_store(error, self._unavailable)
-                return None
             cause = str(e)
             # a worker that does not find the version may be on a machine without its folder
             state = "SKIPPED" if isinstance(e, NotFound) else self._record_failure(snapshot, cause)
-        self._ended_at, self._unavailable = time.monotonic(), 0
+        self._ended_at = time.monotonic()
         self._follower.finish(version)
         outcome = Outcome(version, state, self._ended_at - began, metrics, cause)
         events.emit(

@@ -7,7 +7,7 @@ from itertools import islice
 
 from limpet import events
 from limpet.errors import FormatError, NotFound
-from limpet.evaluation.schedule import Selection
+from limpet.evaluation.options import Selection
 from limpet.format.names import Version
 from limpet.format.records import Evaluation, FailedEvaluation
 from limpet.run.lineage import lineage_folders

@@ -1,292 +1,308 @@
-"""The workers of an evaluation, and how they evaluate one version together."""
+"""The evaluator's side of its workers: a queue of tasks, and the processes that take them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Event, Lock, Thread
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from threading import Event
+from time import monotonic
 from typing import Any, Protocol
 
 from limpet import events
 from limpet.errors import JobFailed, LimpetError
-from limpet.evaluation.arguments import check_argument, check_seconds, is_count
-from limpet.evaluation.metric_states import State
-from limpet.evaluation.process import WorkerError, WorkerLost
-from limpet.tasks.job import Job
-from limpet.tasks.queue import Queue
+from limpet.evaluation.functions import FunctionName
+from limpet.evaluation.metric_states import State, compute
+from limpet.evaluation.options import Workers
+from limpet.evaluation.ray_engine import RayCluster
+from limpet.evaluation.worker import Functions, Work, Worker, WorkerSpec, describe, resolve
+from limpet.tasks.queue import Job, Queue
+from limpet.tasks.remote import TaskServer, parse_address
 
 _MAX_RESTARTS = 5
-"""The number of times in a row that a worker is started again although it completed no task."""
+"""The number of times in a row that a worker is started again although no task was completed."""
 
 _TASKS = 64
 """About how many tasks the data is cut into. The number does not depend on that of the workers, so
 neither do the results."""
 
-_MAX_SECONDS = 2e6
-"""The longest time limit: a socket waits for at most 2**31 ms."""
+_TEND_SECONDS = 0.1
+"""Seconds after which the evaluator looks whether its workers are alive."""
 
-_TASK_POLL = 0.01
-"""Seconds between two checks of a thread without a task whether the version is complete: all wait
-for the last one."""
+_END_SECONDS = 5.0
+"""Seconds that a worker gets to end by itself before it is killed."""
+
+FunctionsOfUser = dict[str, Any]
+"""``setup``, ``evaluate``, ``data``, ``collate``: functions, or their names. The last one may be
+None."""
 
 
-class WorkerHandle(Protocol):
-    """A worker, wherever it is. Raises ``WorkerError`` and ``WorkerLost``."""
+class WorkerError(LimpetError):
+    """A function of the user, or the load of a version, failed in a worker."""
 
-    name: str
 
-    def start(self, timeout: float) -> int: ...
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any: ...
-    def close(self) -> None: ...
+class WorkerLost(LimpetError):
+    """A worker ended, or did not answer in time and was killed."""
+
+
+class WorkerProcess(Protocol):
+    """A process that takes tasks: on this machine, or an actor of Ray."""
+
+    def end(self) -> str | None:
+        """Return how it has ended, or None if it is alive."""
+
     def kill(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Time limits in seconds: for the start of a worker, the load of a version, and a task; and
-    ``attempts``, the number of times that a task is tried."""
+class LocalProcess:
+    """A worker process on this machine."""
 
-    start: float = 300.0
-    load: float = 600.0
-    task: float = 600.0
-    attempts: int = 3
+    def __init__(self, name: str, server: TaskServer) -> None:
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores the others
+        with server.connect(name) as connection:
+            fd = connection.fileno()
+            command = [sys.executable, "-m", "limpet.evaluation.worker", str(fd), json.dumps(path)]
+            self._process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        self.pid = self._process.pid
 
-    def __post_init__(self) -> None:
-        for name in ("start", "load", "task"):
-            check_seconds("Limits", name, getattr(self, name), _MAX_SECONDS)
-        is_valid = is_count(self.attempts, 1)
-        check_argument("Limits", "attempts", self.attempts, is_valid, "a whole number, 1 or more")
+    def end(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def wait(self) -> None:
+        """Wait until it has ended, and kill it after some seconds."""
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place of a worker, which gets another process if it is lost.
+
+    ``restarts``: how often in a row it was started again, since ``completed`` tasks were complete.
+    """
+
+    name: str
+    process: WorkerProcess
+    began: float
+    starts: int = 1
+    restarts: int = 0
+    completed: int = 0
+    is_given_up: bool = False
+    has_asked: bool = False
 
 
 class WorkerPool:
-    """Workers that live for the whole evaluation.
+    """Workers that live for the whole evaluation, and the queue from which they take tasks.
 
-    ``make(name)`` starts a worker. A worker that ends is started again.
+    All workers run the same loop (``Worker``): the processes that this pool starts, and replaces if
+    they are lost; those that connect to ``workers.listen``; and, if there are neither, the
+    evaluator itself. ``functions``: those of the user, or their names. Raises ``LimpetError`` if
+    another process cannot import a function, or the cluster cannot be used.
     """
 
     def __init__(
         self,
-        make: Callable[[str], WorkerHandle],
-        count: int,
-        limits: Limits,
+        workers: Workers,
+        functions: FunctionsOfUser,
         batch_size: int | None,
+        keys: Sequence[str],
+        device: str | None,
     ) -> None:
-        self._make, self._limits, self._batch_size = make, limits, batch_size
-        self._names = [f"worker-{number}" for number in range(count)]
-        self._workers: dict[str, WorkerHandle] = {}
-        self._lock = Lock()
+        self._workers, self._functions = workers, functions
+        inline = workers.is_inline
+        names = {
+            label: None if function is None else FunctionName.of(function, label)
+            for label, function in functions.items()
+            if not inline
+        }
+        spec = WorkerSpec(functions=names, batch_size=batch_size, keys=[*keys], device=device)
+        self._work = Work("count", spec)
+        if not inline:
+            self._work = replace(
+                self._work, start=workers.start, load=workers.load, task=workers.task
+            )
+        self._cluster = None if workers.ray is None else RayCluster(workers.ray, device)
+        if workers.listen is not None:
+            parse_address(workers.listen)
+        self.queue = Queue(
+            lease_seconds=None if inline else workers.task, attempts=workers.attempts
+        )
+        self._overdue: set[str] = set()  # the names of workers whose leases have ended
+        self.queue.on_overdue = lambda worker: self._overdue.add(worker.partition(" ")[0])
+        self._server = TaskServer(self.queue, self._describe_end)
+        self._inline = Worker()
+        self._places: list[_Place] = []
+        self._processes: dict[str, WorkerProcess] = {}
+        self._ray_address = ""
         self._closing = Event()
-        self.records = 0
+        self._records = 0
 
     def start(self) -> None:
-        """Start all workers at once. Raises the first error, unless it is being closed, and ends
-        those that started."""
+        """Start all workers, and find out how many records the data has.
+
+        Raises ``LimpetError`` if that fails, unless the pool is closed meanwhile.
+        """
         try:
-            _run_in_threads(self._worker, self._names)
+            if self._workers.is_inline:
+                self._inline = Worker(Functions(**resolve(self._functions)))
+            if self._workers.listen is not None:
+                own = parse_address(self._server.listen(*parse_address(self._workers.listen)))
+                events.emit("evaluation_listens", address=f"{own[0]}:{own[1]}")
+            if self._cluster is not None:
+                self._ray_address = self._server.listen(self._cluster.own_host())
+            for number in range(self._workers.count):
+                name = f"worker-{number}"
+                self._places.append(_Place(name, self._make(name), monotonic()))
+            (result,) = self._run(self._work, "the records of the data", 1, 1)
+            self._records = result["records"]
+            self._work = replace(self._work, kind="evaluate", records=self._records)
         except LimpetError:
             if not self._closing.is_set():
-                self.close()
                 raise
-
-    def close(self) -> None:
-        """End all workers. Calls that are in progress raise ``WorkerLost``."""
-        self._closing.set()
-        with self._lock:
-            workers, self._workers = list(self._workers.values()), {}
-        _run_in_threads(lambda worker: worker.close(), workers)
-
-    def kill_all(self) -> None:
-        """Kill all workers: whoever waits for one of them gets an error at once."""
-        self._closing.set()
-        with self._lock:
-            workers = list(self._workers.values())
-        for worker in workers:
-            worker.kill()
 
     def evaluate(self, url: str, digest: str) -> dict[str, float]:
         """Return the metrics of the version at ``url``, whose manifest has ``digest``.
 
-        Raises ``WorkerError`` if the version has no score, ``WorkerLost`` if no worker stays alive,
-        and ``TaskError`` if the workers were ended meanwhile.
+        Raises ``WorkerError`` if the version has no score, ``WorkerLost`` if no worker stays alive
+        or the workers were ended meanwhile, and ``LimpetError`` if a worker has other data.
         """
-        queue = Queue(lease_seconds=None, attempts=self._limits.attempts)
-        job = queue.add("evaluation", self.records, task_size=self._task_size(), name=url)
-        team = _Team(queue, job, len(self._names), self._limits, url, digest, self._closing)
-        _run_in_threads(lambda name: self._drive(team, name), self._names)
-        if team.error is not None:
-            raise team.error
-        try:
-            states = job.results()
-        except JobFailed as e:
-            cause = e.fields["cause"].rstrip(".")
-            raise WorkerError(f"{cause} (in {self._limits.attempts} attempts)") from e
-        return self._compute(team, states)
-
-    def _task_size(self) -> int:
-        batch = self._batch_size or 1
-        return max(1, -(-self.records // (_TASKS * batch))) * batch
-
-    def _drive(self, team: _Team, name: str) -> None:
-        """Let one worker take part until the version is complete. Runs on a thread of its own."""
-        restarts = 0
-        while not team.has_ended:
-            before = team.job.completed
-            try:
-                team.work(self._worker(name))
-            except WorkerLost as e:
-                self._discard(name)
-                team.loaded.discard(name)
-                events.emit("worker_lost", worker=name, error=e)
-                restarts = 0 if team.job.completed > before else restarts + 1
-                if restarts > _MAX_RESTARTS:
-                    team.give_up(e)
-                    return
-            except LimpetError as e:
-                team.stop(e)
-
-    def _compute(self, team: _Team, states: Sequence[State]) -> dict[str, float]:
-        lost: WorkerLost | None = None
-        for name in self._names:
-            try:
-                worker = self._worker(name)
-                if worker.name not in team.loaded:
-                    worker.call("load", team.url, team.digest, timeout=self._limits.load)
-                metrics = worker.call("compute", states, timeout=self._limits.task)
-                return {str(key): value for key, value in metrics.items()}
-            except WorkerLost as e:
-                self._discard(name)
-                team.loaded.discard(name)
-                lost = e
-        raise lost or WorkerLost("There is no worker")
-
-    def _worker(self, name: str) -> WorkerHandle:
-        """Return the worker, and start it if it does not run."""
-        with self._lock:
-            worker = self._workers.get(name)
-        if worker is None:
-            worker = self._make(name)
-            with self._lock:
-                self._workers[name] = worker
-            try:
-                if self._closing.is_set():
-                    raise WorkerLost("The evaluation has been stopped")
-                self._check_records(worker, worker.start(self._limits.start))
-            except BaseException:
-                self._discard(name)
-                raise
-        return worker
-
-    def _check_records(self, worker: WorkerHandle, records: int) -> None:
-        """All workers must have the same data: each evaluates some of its ranges."""
-        with self._lock:
-            self.records = self.records or records
-        if records != self.records:
-            raise WorkerError(
-                f"Worker {worker.name} has other data than those that started before",
-                expected=f"{self.records} records",
-                found=f"{records}",
+        work = replace(self._work, url=url, digest=digest)
+        batch = work.spec.batch_size or 1
+        task_size = max(1, -(-self._records // (_TASKS * batch))) * batch
+        results = self._run(work, url, self._records, task_size)
+        other = {result["records"] for result in results} - {self._records}
+        if other:
+            raise LimpetError(
+                "A worker has other data than the one that counted the records",
+                expected=f"{self._records} records",
+                found=", ".join(map(str, other)),
                 todo="Let data() return the same data each time. If the data has changed, start the"
                 " evaluation again",
             )
+        states: tuple[State, ...] = tuple(result["state"] for result in results)
+        if any(state["states"] for state in states):  # a worker has the metrics that merge them
+            merge = replace(work, kind="merge", states=states)
+            (result,) = self._run(merge, f"the metrics of {url}", 1, 1)
+            return {str(key): value for key, value in result["metrics"].items()}
+        try:
+            return compute(states, {})
+        except LimpetError as e:
+            raise WorkerError(describe(e)) from e
 
-    def _discard(self, name: str) -> None:
-        with self._lock:
-            worker = self._workers.pop(name, None)
-        if worker is not None:
-            worker.kill()
-            worker.close()
+    def close(self) -> None:
+        """End all workers."""
+        self._closing.set()
+        self._server.close()
+        for place in self._places:
+            if isinstance(place.process, LocalProcess):
+                place.process.wait()
+            else:
+                place.process.kill()
 
+    def kill_all(self) -> None:
+        """Kill all workers. Any thread may call this; a call in progress then raises."""
+        self._closing.set()
+        for place in list(self._places):
+            place.process.kill()
 
-class _Team:
-    """The evaluation of one version by several workers."""
+    # -- implementation --------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        queue: Queue,
-        job: Job,
-        size: int,
-        limits: Limits,
-        url: str,
-        digest: str,
-        closing: Event,
-    ) -> None:
-        self.job, self._size, self.url, self.digest = job, size, url, digest
-        self._closing = closing
-        self.loaded: set[str] = set()
-        self.error: LimpetError | None = None
-        self._queue, self._limits = queue, limits
-        self._lock = Lock()
+    def _run(self, work: Work, name: str, records: int, task_size: int) -> list[Any]:
+        """Let the workers do a job, and return the results of its tasks."""
+        data = {work.encode(): records}
+        job = self.queue.add("evaluation", data, task_size=task_size, name=name)
+        for place in self._places:
+            place.restarts = place.completed = 0
+            place.is_given_up = False
+        try:
+            while not job.has_ended(0.0 if self._workers.is_inline else _TEND_SECONDS):
+                if self._closing.is_set():
+                    raise WorkerLost("The evaluation has been stopped")
+                task = self.queue.evaluation.get() if self._workers.is_inline else None
+                if task is not None:
+                    self._inline.do(task)
+                self._tend(job, is_starting=work.kind == "count")
+            return job.results()
+        except JobFailed as e:
+            cause, attempts = e.fields["cause"].rstrip("."), self._workers.attempts
+            if work.kind == "evaluate" and e.fields["attempts"] >= attempts:
+                records_of_task = f"records {e.fields['start']} to {e.fields['stop'] - 1}"
+                cause = f"{records_of_task}: {cause} (in {attempts} attempts)"
+            raise WorkerError(cause) from e
+        finally:
+            job.cancel()
 
-    @property
-    def has_ended(self) -> bool:
-        return (
-            self._closing.is_set()
-            or self.error is not None
-            or self.job.error is not None
-            or self.job.completed == self.job.tasks
+    def _tend(self, job: Job, is_starting: bool) -> None:
+        """Replace the workers that have ended, and those that do not answer in time.
+
+        Raises ``WorkerLost`` if one is lost before the evaluation has started, or if none is left.
+        """
+        connected = {worker.partition(" ")[0] for worker in set(self._server.workers)}
+        for number, place in enumerate(self._places):
+            place.has_asked |= place.name in connected
+            lost = None if place.is_given_up else self._find_loss(place)
+            if lost is None:
+                continue
+            place.process.kill()
+            if self._closing.is_set() or is_starting:
+                raise lost
+            events.emit("worker_lost", worker=place.name, error=lost)
+            place.restarts = 0 if job.completed > place.completed else place.restarts + 1
+            place.completed = job.completed
+            place.is_given_up = place.restarts > _MAX_RESTARTS
+            if place.is_given_up:
+                if self._workers.listen is None and all(p.is_given_up for p in self._places):
+                    raise lost
+                continue
+            place.name = f"worker-{number}.{place.starts}"
+            place.starts, place.has_asked = place.starts + 1, False
+            place.process, place.began = self._make(place.name), monotonic()
+            if self._closing.is_set():
+                place.process.kill()
+
+    def _find_loss(self, place: _Place) -> WorkerLost | None:
+        end = place.process.end()
+        if end is not None:
+            return WorkerLost(f"Worker {place.name} ended", found=end)
+        is_late = not place.has_asked and monotonic() > place.began + self._workers.start
+        if not is_late and place.name not in self._overdue:
+            return None
+        self._overdue.discard(place.name)
+        seconds = f"{self._workers.start:g} s" if is_late else "the time of its task"
+        ray = "; Ray may lack what a worker asks for: see `ray status`" if self._cluster else ""
+        return WorkerLost(
+            f"Worker {place.name} was killed",
+            expected=f"an answer within {seconds}",
+            found="none",
+            todo=f"If it takes that long, raise the time limits of Workers{ray if is_late else ''}",
         )
 
-    def stop(self, error: LimpetError) -> None:
-        """End the evaluation with an error."""
-        with self._lock:
-            self.error = self.error or error
+    def _make(self, name: str) -> WorkerProcess:
+        if self._cluster is not None:
+            process: WorkerProcess = self._cluster.start_actor(self._ray_address, name)
+        else:
+            process = LocalProcess(name, self._server)
+        self._processes[name] = process
+        return process
 
-    def give_up(self, error: LimpetError) -> None:
-        """Go on without one of the workers. Without the last one, end the evaluation."""
-        with self._lock:
-            self._size -= 1
-            if self._size == 0:
-                self.error = self.error or error
-
-    def work(self, worker: WorkerHandle) -> None:
-        """Load the version and evaluate tasks until the job has ended. Raises ``WorkerLost``."""
-        self.loaded.discard(worker.name)
-        try:
-            worker.call("load", self.url, self.digest, timeout=self._limits.load)
-        except WorkerError as e:
-            self.stop(e)
-            return
-        self.loaded.add(worker.name)
-        while not self.has_ended:
-            task = self._queue.evaluation.get(worker.name, timeout=_TASK_POLL)
-            if task is None:
-                continue
-            try:
-                start, stop = task.start, task.stop
-                task.done(worker.call("evaluate", start, stop, timeout=self._limits.task))
-            except WorkerError as e:
-                task.fail(f"records {start} to {stop - 1}: {e.what}")
-            except BaseException as e:
-                task.fail(f"records {start} to {stop - 1}: {e}")
-                raise
-
-
-def _run_in_threads(work: Callable[[Any], object], items: Sequence[Any]) -> None:
-    """Call ``work`` on every item, each on a thread of its own. Raises the first error when all
-    have ended. An interrupt does not wait for them, unlike in ``in_parallel``: whoever gets it ends
-    the workers. With one item, no thread is started."""
-    if len(items) == 1:
-        work(items[0])
-        return
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def run(item: Any) -> None:
-        failure: BaseException | None = None
-        try:
-            work(item)
-        except BaseException as e:  # noqa: BLE001  (the caller raises it)
-            failure = e
-        ended.put(failure)
-
-    threads = [
-        Thread(target=run, args=(item,), name="limpet-evaluation", daemon=True) for item in items
-    ]
-    for thread in threads:
-        thread.start()
-    failures = [ended.get() for _ in threads]  # an interrupt ends this wait
-    for thread in threads:
-        thread.join()
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    def _describe_end(self, worker: str) -> str:
+        """Return how a worker has ended whose connection has. A thread of the server asks this."""
+        process, until = self._processes.get(worker.partition(" ")[0]), monotonic() + _END_SECONDS
+        while process is not None and monotonic() < until and not self._closing.wait(0.01):
+            if (end := process.end()) is not None:
+                return end
+        return "its connection has ended"

@@ -1,29 +1,25 @@
 """Workers on a Ray cluster, each of which is an actor.
 
-Ray starts the actors, places them, and ends them when their owner, the evaluator, ends. Messages
-are JSON text, as those of worker processes: neither side unpickles an object of the user. This is
-the only module that imports ray, and only if an evaluation uses it.
+Ray starts the actors, places them, and ends them when their owner, the evaluator, ends. They
+connect to the queue of the evaluator as any worker does: Ray carries only its address. This is the
+only module that imports ray, and only if an evaluation uses it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import msgspec
-
 from limpet.errors import LimpetError
-from limpet.evaluation.process import Reply, WorkerError, WorkerLost, answer
-from limpet.evaluation.worker import Worker, WorkerSpec
+from limpet.evaluation.worker import work_for
 from limpet.settings import ray_address
+from limpet.tasks.remote import RemoteQueue
 from limpet.text import to_repr
 
 _OPTIONS = (
@@ -38,109 +34,75 @@ _MAX_CAUSE = 500
 
 _CONNECT_SECONDS = 10.0
 
-_SPEC = msgspec.json.Decoder(WorkerSpec)
-
 
 class RayActor:
-    """The actor: a ``Worker`` in a process that Ray has started."""
+    """The actor: a worker in a process that Ray has started."""
 
-    _worker: Worker
-
-    def start(self, hello: str) -> str:
-        return json.dumps(answer(partial(self._start, **json.loads(hello))))
-
-    def call(self, request: str) -> str:
-        method, arguments = json.loads(request)
-        return json.dumps(answer(lambda: getattr(self._worker, method)(*arguments)))
-
-    def _start(self, path: list[str], spec: str) -> int:
-        os.dup2(2, 1)  # what the functions print does not belong to the result of the command
+    def work(self, address: str, name: str, path: list[str]) -> None:
         # at the end: what Ray has prepared, such as a runtime_env, has priority
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._worker = Worker.of(_SPEC.decode(spec))
-        return self._worker.records
+        with RemoteQueue.connect(address, name) as queue:
+            work_for(queue)
 
 
-class RayWorker:
-    """A worker that is an actor. One thread at a time may call it."""
+class RayProcess:
+    """A worker that is an actor, as the evaluator sees it."""
 
-    def __init__(self, name: str, ray: Any, actor: Any, hello: str) -> None:
-        self.name = name
-        self._ray, self._actor, self._hello = ray, actor, hello
+    def __init__(self, ray: Any, actor: Any, work: Any) -> None:
+        self._ray, self._actor, self._work = ray, actor, work
 
-    def start(self, timeout: float) -> int:
-        """Wait until Ray has started the actor, import the functions there, and return the number
-        of records of the data.
-
-        Raises ``WorkerError`` or ``WorkerLost``.
-        """
-        advice = "Ray may lack what a worker asks for: see `ray status`, or use fewer workers"
-        return int(self._exchange("start", self._hello, timeout, advice))
-
-    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Call a method of the ``Worker``. After ``timeout`` seconds, the actor is killed.
-
-        Raises ``WorkerError`` or ``WorkerLost``.
-        """
-        advice = "If a task takes that long, raise the time limit of a task"
-        return self._exchange("call", json.dumps([method, arguments]), timeout, advice)
-
-    def close(self) -> None:
-        """End the actor."""
-        self.kill()
+    def end(self) -> str | None:
+        """Return how it has ended, or None if it is alive."""
+        ray = self._ray
+        if not ray.is_initialized():  # a call would start a cluster
+            return "no connection to Ray"
+        try:
+            if not ray.wait([self._work], timeout=0)[0]:
+                return None
+            ray.get(self._work)
+        except (ray.exceptions.RayError, ConnectionError, LimpetError) as e:
+            return _describe(e)
+        return "it has left"
 
     def kill(self) -> None:
-        """Kill the actor. Any thread may call this; a call in progress then raises."""
         if self._ray.is_initialized():  # otherwise, it has ended with the connection
             self._ray.kill(self._actor)
 
-    def _exchange(self, method: str, message: str, timeout: float, advice: str) -> Any:
-        ray = self._ray
-        if not ray.is_initialized():  # a call would start a cluster
-            raise WorkerLost(f"Worker {self.name} ended", found="no connection to Ray")
-        try:
-            text = ray.get(getattr(self._actor, method).remote(message), timeout=timeout)
-        except ray.exceptions.GetTimeoutError:
-            self.kill()
-            raise WorkerLost(
-                f"Worker {self.name} was killed",
-                expected=f"an answer within {timeout:g} s",
-                found="none",
-                todo=advice,
-            ) from None
-        except (ray.exceptions.RayError, ConnectionError) as e:
-            raise WorkerLost(f"Worker {self.name} ended", found=_describe(e)) from e
-        reply = Reply(*json.loads(text))
-        if reply.kind:
-            raise WorkerError(reply.text, kind=reply.kind)
-        return reply.result
 
-
-def ray_workers(spec: WorkerSpec, options: Mapping[str, Any]) -> Callable[[str], RayWorker]:
-    """Connect to Ray, and return the function that starts a worker.
+class RayCluster:
+    """The Ray cluster that the program is connected to, or the one that Ray finds.
 
     ``options``: those of the actors, such as ``num_cpus``. Raises ``LimpetError`` if Ray is not
     installed, if there is no cluster, or if an option is invalid.
     """
-    unknown = sorted(map(str, options.keys() - set(_OPTIONS)))
-    if unknown:
-        raise LimpetError(
-            f"Invalid ray_options= of Evaluation: {', '.join(unknown)}",
-            expected=f"some of {', '.join(_OPTIONS)}",
-        )
-    ray = _connect()
-    gpus = {"num_gpus": 1} if str(spec.device).startswith("cuda") else {}
-    # Not restarted by Ray: a new process would have neither the functions nor the version.
-    own = {"max_restarts": 0, "max_task_retries": 0}
-    try:
-        actor_class = ray.remote(**{"num_cpus": 1, **gpus, **options, **own})(RayActor)
-    except (TypeError, ValueError) as e:
-        raise LimpetError(
-            f"Ray refuses ray_options={to_repr(dict(options))[:200]}", found=_describe(e)
-        ) from e
-    path = [os.path.abspath(entry) for entry in sys.path]
-    hello = json.dumps({"path": path, "spec": msgspec.json.encode(spec).decode()})
-    return lambda name: RayWorker(name, ray, actor_class.remote(), hello)
+
+    def __init__(self, options: Mapping[str, Any], device: str | None) -> None:
+        unknown = sorted(map(str, options.keys() - set(_OPTIONS)))
+        if unknown:
+            raise LimpetError(
+                f"Invalid value for ray= of Workers: {', '.join(unknown)}",
+                expected=f"some of {', '.join(_OPTIONS)}",
+            )
+        self._ray = ray = _connect()
+        gpus = {"num_gpus": 1} if str(device).startswith("cuda") else {}
+        # Not restarted by Ray: the evaluator starts another one.
+        own = {"max_restarts": 0, "max_task_retries": 0}
+        try:
+            self._class = ray.remote(**{"num_cpus": 1, **gpus, **options, **own})(RayActor)
+        except (TypeError, ValueError) as e:
+            raise LimpetError(
+                f"Ray refuses ray={to_repr(dict(options))[:200]}", found=_describe(e)
+            ) from e
+
+    def own_host(self) -> str:
+        """Return the IP address of this machine in the cluster."""
+        return str(self._ray.util.get_node_ip_address())
+
+    def start_actor(self, address: str, name: str) -> RayProcess:
+        """Ask Ray for an actor that connects to the address of a queue."""
+        actor = self._class.remote()
+        path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+        return RayProcess(self._ray, actor, actor.work.remote(address, name, path))
 
 
 def _connect() -> Any:

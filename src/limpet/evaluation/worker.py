@@ -1,38 +1,64 @@
-"""What a worker does: load one version, evaluate ranges of the data, and merge the results."""
+"""A worker: it takes tasks from the queue of the evaluator, evaluates, and returns the results.
+
+A worker knows nothing beforehand: each task says which functions to call on which version. It is a
+thread of the evaluator, a process, an actor of Ray, or ``limpet evaluate --connect`` on another
+machine, and does the same everywhere. Tasks and results are JSON: nothing is pickled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from threading import Thread
+from typing import Any, Literal
 
-import msgspec
-
-from limpet.errors import LimpetError, NotFound
+from limpet.errors import LeaseLost, LimpetError, NotFound, TaskError, Unavailable
 from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.lazy_torch import torch_or_none
 from limpet.loading.load import load_snapshot
 from limpet.snapshot.reader import open_snapshot
 from limpet.snapshot.snapshot import Snapshot
+from limpet.tasks.remote import RemoteQueue, parse_address
+from limpet.tasks.task import EvaluationTask
+
+POLL_SECONDS = 2.0
+"""Seconds before a version is loaded again of which the store did not answer."""
+
+_MAX_UNAVAILABLE = 10
+"""How many times in a row a version is loaded of which the store does not answer."""
+
+_CONNECT_SECONDS, _RETRY_SECONDS = 60.0, 0.5
+"""For how long a worker tries to connect to an evaluator, and how often."""
+
+_WAIT_SECONDS = 60.0
+"""Seconds for which a worker waits for a task before it asks again."""
 
 
-class WorkerSpec(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class WorkerSpec:
     """What all workers of an evaluation do.
 
+    ``functions``: the names of those of the user, empty if the worker has them: as the evaluator.
     ``batch_size``: the number of records in a batch; None: each record of the data is a batch.
     ``keys``: patterns of the leaves to load; then ``setup`` gets them as a dict, else the snapshot.
     ``collate``: merges the records of a batch; None: as ``torch.utils.data.DataLoader`` does.
     """
 
-    setup: FunctionName
-    evaluate: FunctionName
-    data: FunctionName
+    functions: dict[str, FunctionName | None]
     batch_size: int | None
-    keys: tuple[str, ...]
+    keys: Sequence[str]
     device: str | None
-    collate: FunctionName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,73 +70,160 @@ class Functions:
     data: Callable[[], Any]
     collate: Callable[[list[Any]], Any] | None = None
 
+
+@dataclass(frozen=True)
+class Work:
+    """What a task is about: the name of its data set, as JSON.
+
+    ``kind``: count the records of the data, evaluate the records of the task on a version, or merge
+    the ``states`` of all tasks of a version. ``records``: the number that the worker must have.
+    ``start``, ``load``, and ``task``: the time limits, in seconds; None: there is no lease.
+    """
+
+    kind: Literal["count", "evaluate", "merge"]
+    spec: WorkerSpec
+    url: str = ""
+    digest: str = ""
+    records: int = 0
+    states: Sequence[State] = ()
+    start: float | None = None
+    load: float | None = None
+    task: float | None = None
+
+    def encode(self) -> str:
+        """Return the text for the worker. JSON of the standard library keeps NaN and surrogates."""
+        return json.dumps(asdict(self))
+
     @classmethod
-    def resolve(cls, spec: WorkerSpec) -> Functions:
-        """Import the functions. Raises ``LimpetError``."""
-        collate = None if spec.collate is None else spec.collate.resolve()
-        return cls(spec.setup.resolve(), spec.evaluate.resolve(), spec.data.resolve(), collate)
+    def decode(cls, text: str) -> Work:
+        fields = json.loads(text)
+        spec = fields.pop("spec")
+        functions = spec.pop("functions").items()
+        names = {label: None if name is None else FunctionName(**name) for label, name in functions}
+        return cls(spec=WorkerSpec(functions=names, **spec), **fields)
 
 
 class Worker:
-    """Evaluates parts of the data on one version at a time.
+    """Does the tasks of an evaluation, one after the other.
 
-    Every method may raise what the functions of the user raise.
+    ``functions``: those of the user, if the tasks do not name them.
     """
 
-    def __init__(
-        self,
-        functions: Functions,
-        batch_size: int | None,
-        keys: Sequence[str] = (),
-        device: str | None = None,
-    ) -> None:
-        self._functions = functions
-        self._batch_size, self._keys, self._device = batch_size, list(keys), device
+    def __init__(self, functions: Functions | None = None) -> None:
+        self._own_functions = functions
+        self._spec: WorkerSpec | None = None  # of what has started
+        self._functions: Any = None
+        self._data: Any = None
+        self._records = 0
         self._model: Any = None
+        self._loaded = ("", "")
         self._templates: dict[str, Any] = {}
+
+    def do(self, task: EvaluationTask) -> None:
+        """Do a task, and report its result, or why it has none.
+
+        Raises ``TaskError`` if the connection to the evaluator is over, and another ``LimpetError``
+        if this worker, unlike an earlier one, cannot import the functions or create the data.
+        """
+        work = Work.decode(task.data)
+        try:
+            self._start(task, work)
+        except LeaseLost:
+            return
+        except Exception as e:
+            if work.kind == "count":
+                task.fail(describe(e), final=True)
+                return
+            task.release()
+            raise LimpetError(f"This worker cannot take part: {describe(e)}") from e
+        is_loaded, size = False, work.spec.batch_size
+        try:
+            result: Any = {"records": self._records}
+            if work.kind != "count" and self._records == work.records:
+                self._load(task, work)
+                is_loaded = True
+                if work.kind == "evaluate":
+                    result["state"] = self._evaluate(size, task.start, task.stop)
+                else:
+                    result["metrics"] = self._merge(size, work.states)
+            task.done(result)
+        except Exception as e:  # noqa: BLE001  (the evaluator reports it)
+            task.fail(describe(e), final=not is_loaded)
+
+    def _start(self, task: EvaluationTask, work: Work) -> None:
+        """Import the functions, and create the data, unless that is done."""
+        if work.spec == self._spec:
+            return
+        _renew(task, work.start)
+        self._spec, self._loaded, self._model, self._templates = None, ("", ""), None, {}
+        functions = self._own_functions or Functions(**resolve(work.spec.functions))
         self._data = functions.data()
-        self.records = count_records(self._data)
+        self._records = count_records(self._data)
+        self._functions, self._spec = functions, work.spec
+        _renew(task, work.task)
 
-    @classmethod
-    def of(cls, spec: WorkerSpec) -> Worker:
-        """Import the functions, and return the worker. Raises ``LimpetError``, too."""
-        return cls(Functions.resolve(spec), spec.batch_size, spec.keys, spec.device)
-
-    def load(self, url: str, digest: str) -> None:
-        """Load the version at ``url``, whose manifest must have ``digest``."""
-        self._model = None  # not two models at once
-        snapshot = open_snapshot(url)
-        if snapshot.digest != digest:
-            raise NotFound(f"{url} was replaced by another snapshot", key=url)
-        with snapshot.not_found_if_deleted():
-            source: Any = Snapshot(snapshot)
-            if self._keys:
-                source = load_snapshot(snapshot, keys=self._keys, device=self._device)
-            self._model = self._functions.setup(source)
+    def _load(self, task: EvaluationTask, work: Work) -> None:
+        """Load the version, unless it is loaded."""
+        if self._loaded == (work.url, work.digest):
+            return
+        self._loaded, self._model = ("", ""), None  # not two models at once
+        for left in reversed(range(_MAX_UNAVAILABLE)):
+            _renew(task, work.load)
+            try:
+                self._model = self._set_up(work)
+                break
+            except Unavailable:
+                if not left:
+                    raise
+                time.sleep(POLL_SECONDS)
         torch = torch_or_none()
         if torch is not None and isinstance(self._model, torch.nn.Module):
             self._model.eval()
+        self._loaded = (work.url, work.digest)
+        _renew(task, work.task)
 
-    def evaluate(self, start: int, stop: int) -> State:
+    def _set_up(self, work: Work) -> Any:
+        snapshot = open_snapshot(work.url)
+        if snapshot.digest != work.digest:
+            raise NotFound(f"{work.url} was replaced by another snapshot", key=work.url)
+        with snapshot.not_found_if_deleted():
+            source: Any = Snapshot(snapshot)
+            if work.spec.keys:
+                source = load_snapshot(snapshot, keys=[*work.spec.keys], device=work.spec.device)
+            return self._functions.setup(source)
+
+    def _evaluate(self, batch_size: int | None, start: int, stop: int) -> State:
         """Return the merged state of the metrics of the records ``start`` up to ``stop``."""
-        states = MetricStates(self._templates)
-        name = getattr(self._functions.evaluate, "__name__", "evaluate")
+        evaluate, collate = self._functions.evaluate, self._functions.collate
+        states, name = MetricStates(self._templates), getattr(evaluate, "__name__", "evaluate")
         with _no_grad():
-            collate = self._functions.collate
-            for batch in read_batches(self._data, start, stop, self._batch_size, collate):
-                states.add(self._functions.evaluate(self._model, batch), f"{name}()")
+            for batch in read_batches(self._data, start, stop, batch_size, collate):
+                states.add(evaluate(self._model, batch), f"{name}()")
         return states.to_plain()
 
-    def compute(self, states: Sequence[State]) -> dict[str, float]:
+    def _merge(self, batch_size: int | None, states: Sequence[State]) -> dict[str, float]:
         """Return the metrics, from the states of all tasks."""
         needed = {name for state in states for name in state["states"]}
-        if not needed <= self._templates.keys():  # this worker has evaluated nothing so far
-            step = self._batch_size or 1
-            for start in range(0, self.records, step):
-                self.evaluate(start, min(start + step, self.records))
-                if needed <= self._templates.keys():
-                    break
+        step = batch_size or 1
+        for start in range(0, self._records, step):
+            if needed <= self._templates.keys():  # else, this worker has not evaluated enough yet
+                break
+            self._evaluate(batch_size, start, min(start + step, self._records))
         return compute(states, self._templates)
+
+
+def _renew(task: EvaluationTask, seconds: float | None) -> None:
+    if seconds is not None:
+        task.renew(seconds)
+
+
+def resolve(functions: Mapping[str, Any]) -> dict[str, Any]:
+    """Import the functions that are given by name. Raises ``LimpetError``."""
+    named = {
+        label: FunctionName.of(function, label) if isinstance(function, str) else function
+        for label, function in functions.items()
+    }
+    return {k: f.resolve() if isinstance(f, FunctionName) else f for k, f in named.items()}
 
 
 def count_records(data: Any) -> int:
@@ -155,3 +268,90 @@ def read_batches(
 def _no_grad() -> AbstractContextManager[object]:
     torch = torch_or_none()
     return nullcontext() if torch is None else torch.no_grad()
+
+
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    os.path.dirname(os.path.dirname(__file__)),
+    "<frozen ",
+)
+
+
+def describe(error: BaseException) -> str:
+    """Return the type, the message, and where the error was raised, on one line: the last line of
+    the user's code, and the line that raised it."""
+    if isinstance(error, LimpetError):
+        return " ".join(str(error).split())[:4000]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    places = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in (*own[-1:], *frames[-1:])]
+    where = f" ({', '.join(dict.fromkeys(places))})" if places else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:4000] + where
+
+
+# -- other processes -----------------------------------------------------------------------------
+
+
+def work_for(queue: RemoteQueue) -> None:
+    """Do the tasks of an evaluator until it ends the connection."""
+    os.dup2(2, 1)  # what the functions print does not belong to the result of a command
+    worker, process = Worker(), os.getpid()
+    while True:
+        try:
+            task = queue.evaluation.get(timeout=_WAIT_SECONDS)
+            if task is not None:
+                worker.do(task)
+        except TaskError:
+            if os.getpid() != process:  # a copy that a function of the user made with os.fork()
+                os._exit(1)
+            return
+
+
+def work_at(address: str, say: Callable[[str], object]) -> None:
+    """Do the tasks of the evaluator that listens at an address, until it ends.
+
+    It may begin to listen within a minute. ``say`` gets what to tell the user. Raises ``TaskError``
+    if nothing listens there, and ``Denied`` if it has another secret.
+    """
+    host, port, _ = parse_address(address)
+    end = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            queue = RemoteQueue.connect(address)
+            break
+        except TaskError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_RETRY_SECONDS)
+    with queue:
+        say(f"working for the evaluation at {host}:{port}")
+        work_for(queue)
+    say("the evaluation has ended")
+
+
+def main() -> None:
+    """Work in a process that an evaluator has started. Its arguments: the file descriptor of the
+    connection, and the path of Python, as JSON."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:] = json.loads(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the evaluator ends its workers
+    Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)  # workers share the cores, and their threads would compete
+    try:
+        work_for(RemoteQueue(connection))
+    except LimpetError as e:
+        sys.exit(f"limpet: {e}")
+
+
+def _end_with(connection: int) -> None:
+    """End the process when the evaluator has ended the connection, whatever this one is doing."""
+    ended = select.poll()
+    ended.register(connection, 0)  # only POLLHUP and POLLERR
+    ended.poll()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

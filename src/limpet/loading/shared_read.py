@@ -28,8 +28,8 @@ from limpet.layout.read_plan import (
     make_read_plan,
 )
 from limpet.ranks.collective import Collective
-from limpet.ranks.host_exchange import HostPeers
-from limpet.ranks.host_memory import (
+from limpet.ranks.host_exchange import (
+    HostPeers,
     MemorySlice,
     assign_readers,
     connect_host_peers,

@@ -8,15 +8,401 @@ collective may continue in any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import TypeVar
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from typing import Any, TypeVar
+
+import msgspec
 
 from limpet.deadline import Deadline
-from limpet.ranks.error_report import Arrival
-from limpet.ranks.store_collective import StoreCollective
+from limpet.errors import RankFailed
+from limpet.ranks.error_report import (
+    ARRIVAL,
+    COMMIT_BEGUN,
+    ERROR_REPORT,
+    Arrival,
+    decode_error,
+    encode_error,
+    encode_json,
+)
+from limpet.ranks.failure_detector import FailureDetector, emit_stragglers
+from limpet.ranks.kv import MAX_BATCH_KEYS, KVClient
 
 T = TypeVar("T")
+
+
+def late_seconds(deadline: Deadline, rank: int) -> float:
+    """Return for how long ``rank`` waits for others after a deadline: one that has failed cleans up
+    first, and rank 0 tells the others which one is late."""
+    return (3 if rank else 2) * deadline.cleanup_seconds
+
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_decoders_lock = Lock()
+
+
+def _decoder_of(value_type: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of the values of a type, which one thread creates.
+
+    Two threads that create a decoder of one type at the same time crash the process.
+    """
+    with _decoders_lock:
+        if value_type not in _decoders:
+            _decoders[value_type] = msgspec.msgpack.Decoder(value_type)
+        return _decoders[value_type]
+
+
+class StoreCollective(AbstractContextManager["StoreCollective", None]):
+    """The collective of several ranks, over their ``KVClient``.
+
+    ``sequence_number``: the same on all ranks; ``operation``: a description of the operation, by
+    which ranks detect immediately that they run different operations; ``timeout``: the maximum
+    duration of each wait in seconds, if it differs from ``Timeouts``; ``cause``: the reason why
+    this rank started the operation, for the other ranks; ``deadline``: the end of all waits, with
+    ``late_seconds`` for a rank that has failed to say why.
+    """
+
+    def __init__(
+        self,
+        kv: KVClient,
+        size: int,
+        sequence_number: int,
+        operation: str,
+        timeout: float | None = None,
+        cause: str = "",
+        deadline: Deadline | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.rank = kv.rank
+        self.first_arrival = Arrival(kv.rank, operation, cause)
+        self.size = size
+        self.operation = operation
+        self._kv = kv
+        self._sequence_number = sequence_number
+        self._timeout = timeout
+        self._deadline = deadline
+        self._sleep = sleep
+        self._op_number = 0
+        self._failed = False  # not the error, whose traceback would keep this object alive
+        self._commit_begun = False
+        self._written_keys: list[str] = []
+        self._gathered_keys: list[str] = []
+        self.closed = False
+        self._left = False
+        self._stragglers_reported = False
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def missed_operation(self) -> str | None:
+        """Return the operation that the others aborted because this rank was missing, or None."""
+        text = self._kv.get_text(f"{self._sequence_number}/failed")
+        if text in (None, COMMIT_BEGUN):
+            return None
+        report = ERROR_REPORT.decode(text)
+        return report.operation if report.fields.get("rank") == self.rank != report.rank else None
+
+    def join(self) -> None:
+        """Join the operation. Raises ``RankFailed`` if another rank runs a different operation."""
+        own_arrival = self.first_arrival
+        stored = self._kv.compare_and_set(
+            f"{self._sequence_number}/first_arrival", encode_json(own_arrival)
+        )
+        self.first_arrival = first = ARRIVAL.decode(stored)
+        if first.operation != self.operation:
+            self.raise_if_aborted()
+            own, other = (
+                f"{arrival.operation}{arrival.cause and f' ({arrival.cause})'}"
+                for arrival in (own_arrival, first)
+            )
+            raise RankFailed(
+                "The ranks run different operations at the same time",
+                expected=f"{own}, as on rank {self.rank}",
+                found=f"{other} on rank {first.rank}",
+                todo="Make the same calls in the same order on all ranks; to save or load in one"
+                ' process only, pass group="alone"',
+                rank=first.rank,
+            )
+
+    # -- data exchange ---------------------------------------------------------------------------
+
+    def gather(self, value: T, value_type: type[T]) -> list[T] | None:
+        """Return the values of all ranks in rank order on rank 0, and None on other ranks."""
+        self._op_number += 1
+        if self.rank:
+            self._put({self._key(self.rank): value})
+            return None
+        keys, values = [self._key(r) for r in range(self.size)], [value]
+        decoder = _decoder_of(value_type)
+
+        def is_done() -> bool:
+            """Read the available values in rank order."""
+            while raw_values := self._kv.get_many(keys[len(values) : len(values) + MAX_BATCH_KEYS]):
+                values.extend(map(decoder.decode, raw_values))
+                self._kv.advance()
+            return len(values) == self.size
+
+        self._wait_for_keys(is_done, lambda: range(len(values), self.size), self._key)
+        self._gathered_keys += keys[1:]
+        return values
+
+    def scatter(self, values: Sequence[T] | None, value_type: type[T]) -> T:
+        """Return this rank's value of the ``values`` that rank 0 passes, one for each rank."""
+        self._op_number += 1
+        if values is not None:
+            self._put({self._key(r): values[r] for r in range(1, self.size)})
+            return values[0]
+        return self._receive(self._key(self.rank), value_type, delete=True)
+
+    def broadcast(self, value: T | None, value_type: type[T]) -> T:
+        """Return the value that rank 0 passes."""
+        self._op_number += 1
+        if self.rank == 0:
+            if value is None:
+                raise ValueError("Rank 0 must pass the value")
+            self._put({self._key(0): value})
+            return value
+        return self._receive(self._key(0), value_type, delete=False)
+
+    def _key(self, rank: int) -> str:
+        """Return the key of a rank in the current operation."""
+        return f"{self._sequence_number}/{self._op_number}/{rank}"
+
+    def _put(self, values: Mapping[str, Any]) -> None:
+        self.raise_if_aborted()
+        self._written_keys += values
+        encoded = {key: msgspec.msgpack.encode(value) for key, value in values.items()}
+        self._written_keys += self._kv.put_all(encoded)[len(encoded) :]
+        self._gathered_keys.clear()
+
+    def _receive(self, key: str, value_type: type[T], delete: bool) -> T:
+        """Receive a value from rank 0, then delete the keys that this rank has written.
+
+        Rank 0 has read these values before it sends its own. Each rank deletes its own keys because
+        rank 0 would need too long for all of them.
+        """
+        received: list[bytes] = []
+
+        def is_done() -> bool:
+            raw = self._kv.try_get(key, delete=delete)
+            received.extend([] if raw is None else [raw])
+            return bool(received)
+
+        self._wait_for_keys(is_done, lambda: (0,), lambda rank: key)
+        self._kv.advance()
+        if self._written_keys:
+            self._kv.delete(self._written_keys)
+            self._written_keys.clear()
+        return _decoder_of(value_type).decode(received[0])
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def _wait_for_keys(
+        self,
+        is_done: Callable[[], bool],
+        pending_ranks: Callable[[], Sequence[int]],
+        key_of: Callable[[int], str],
+    ) -> None:
+        """Wait until ``is_done`` returns True.
+
+        ``pending_ranks``: returns the ranks whose values may be missing; ``key_of``: returns the
+        key of a rank. Raises the error of a rank that failed.
+        """
+        # Rank 0 needs at least this long to reply.
+        initial_delay = 0.0002 + (self.size * 1e-5 if self.rank else 0)
+        self._wait(
+            is_done,
+            pending_ranks,
+            (self._sequence_number, self._op_number),
+            lambda r: self._kv.has_all([key_of(r)]),
+            initial_delay,
+        )
+
+    def wait_for_ranks(self, pending_ranks: Callable[[], Sequence[int]], wait_number: int) -> None:
+        """Wait until ``pending_ranks``, a condition outside the store, returns no ranks.
+        ``wait_number``: the number of the wait, which increases with each such wait."""
+
+        def poll_locally(seconds: float) -> None:  # this check is cheap, unlike a store request
+            end = self._kv.clock() + seconds
+            while pending_ranks() and self._kv.clock() < end:
+                self._sleep(0.0005)
+
+        self._wait(
+            lambda: not pending_ranks(),
+            pending_ranks,
+            (self._sequence_number, self._op_number, wait_number),
+            sleep=poll_locally,
+        )
+
+    def _wait(
+        self,
+        is_done: Callable[[], bool],
+        pending_ranks: Callable[[], Sequence[int]],
+        position: tuple[int, ...],
+        has_arrived: Callable[[int], bool] = lambda rank: False,
+        delay: float = 0.0002,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
+        detector = FailureDetector(self._kv, self.operation, None, position)
+        started_at = self._kv.clock()
+        timeout = self._kv.timeouts.stuck if self._timeout is None else self._timeout
+        # This limits the load of the store to 10,000 requests per second from all ranks.
+        max_delay = 0.01 + (self.size * 2e-4 if self.rank else 0)
+        check_interval = min(max(1.0, self.size / 2000), self._kv.timeouts.silent / 4)
+        next_check_at = started_at + check_interval
+        with self._kv.waiting(position):
+            while not is_done():
+                self._kv.raise_peer_error()
+                if (failure := self._read_failure()) is not None:
+                    # The value may have arrived before the failure. All ranks that it reaches
+                    # continue and learn of the failure later, so that none of them misses the
+                    # collective in which that rank failed.
+                    if is_done():
+                        return
+                    self._raise_failure(failure)
+                now = self._kv.clock()
+                if now >= next_check_at:
+                    next_check_at, ranks = now + check_interval, pending_ranks()
+                    if (error := detector.failed(ranks, has_arrived)) is not None:
+                        raise error
+                    if not self._stragglers_reported and (
+                        stragglers := detector.stragglers(ranks, has_arrived)
+                    ):
+                        self._stragglers_reported = True
+                        emit_stragglers(stragglers, self.operation, now - started_at, timeout)
+                expected = self.exceeded(now - started_at)
+                if expected and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
+                    raise detector.make_error(missing, expected, "that it has not arrived")
+                (sleep or self._sleep)(delay)
+                delay = min(delay * 1.5, max_delay)
+
+    def exceeded(self, waited: float) -> str:
+        """Return the limit that a wait of so many seconds exceeds, or an empty string."""
+        deadline = self._deadline
+        late = 0.0 if deadline is None else late_seconds(deadline, self.rank)
+        if deadline is not None and deadline.clock() >= deadline.at + late:
+            return f"it to arrive in the time for {deadline.purpose}"
+        if deadline is None and self._kv.clock() >= self._kv.give_up_at:
+            return "it to arrive in a third of the time until this process must leave"
+        if self._timeout is not None and waited >= self._timeout:
+            return f"it to arrive within {self._timeout:g} s"
+        return ""
+
+    def raise_if_aborted(self) -> None:
+        """Raise the error of another rank if one has failed."""
+        self._raise_failure(self._read_failure())
+
+    def _read_failure(self) -> str | None:
+        return self._kv.get_text(f"{self._sequence_number}/failed")
+
+    def _raise_failure(self, text: str | None) -> None:
+        if text is not None and text != COMMIT_BEGUN:
+            self._failed = True
+            raise decode_error(text, self.rank, self.operation)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def begin_commit(self) -> None:
+        """Mark the point of no return; rank 0 calls this directly before the commit.
+
+        Raises the error of another rank if one has failed. From now on, the failure of another rank
+        does not abort the operation.
+        """
+        self._raise_failure(
+            self._kv.compare_and_set(f"{self._sequence_number}/failed", COMMIT_BEGUN)
+        )
+        self._commit_begun = True
+
+    def abort(self, error: BaseException) -> bool:
+        """Send the error of this rank to the other ranks.
+
+        Returns True if the commit has not begun and never will. Returns False if it may have begun
+        or if the other ranks cannot be notified.
+        """
+        if self._failed:
+            return True
+        self._failed = True
+        report = encode_error(error, self.rank, self.operation, self._commit_begun)
+        expected = COMMIT_BEGUN if self._commit_begun else ""
+        try:
+            return (
+                self._kv.compare_and_set(f"{self._sequence_number}/failed", report, expected)
+                != COMMIT_BEGUN
+            )
+        except RankFailed as store_error:
+            error.add_note(f"The other ranks could not be notified: {store_error}")
+            return False
+
+    def encode_failure(self, error: RankFailed) -> tuple[str, str]:
+        """Return the key and the value by which this rank reports an error to the other ranks."""
+        report = encode_error(error, self.rank, self.operation, commit_begun=False)
+        return f"{self._sequence_number}/failed", report
+
+    def advance(self) -> None:
+        """Record progress, so that other ranks do not consider this rank stuck.
+
+        Raises ``Unavailable`` if the deadline has passed.
+        """
+        self._kv.advance()
+        if self._deadline is not None:
+            self._deadline.check()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.abort(error)
+            self.close()
+
+    def close(self) -> None:
+        """End the collective for this rank and delete its keys in the store.
+
+        The last rank to leave deletes all remaining keys. A rank that failed deletes the values
+        that only rank 0 would read. Rank 0 deletes no values that it sent, so that a late rank
+        still gets as far as the others.
+        """
+        was_left, self._left = self._left, True
+        if was_left:
+            return
+        try:
+            self._delete_keys()
+        except RankFailed:
+            return  # the store is gone with all its keys
+        finally:
+            self.closed = True
+
+    def _delete_keys(self) -> None:
+        """Delete the keys that no other rank needs anymore."""
+        if self._failed:
+            self._kv.delete(self._written_keys if self.rank else ())
+        else:
+            # Rank 0 sent nothing after the last gather, so the gathered values still exist.
+            for key in self._gathered_keys:
+                self._kv.try_get(key, delete=True)
+        if self._kv.increment(f"{self._sequence_number}/left") < self.size:
+            return
+        for op_number in range(1, self._op_number + 1):
+            self._kv.try_get(f"{self._sequence_number}/{op_number}/0", delete=True)
+        if self._failed or self._read_failure() not in (None, COMMIT_BEGUN):
+            self._delete_leftovers()
+        self._kv.delete(
+            [f"{self._sequence_number}/{name}" for name in ("first_arrival", "left", "failed")]
+        )
+
+    def _delete_leftovers(self) -> None:
+        """Delete the values that no rank read because the collective failed.
+
+        Every operation that this rank has not reached has left at least one value. So the first of
+        these is looked at in any case, and the next ones until one has none.
+        """
+        op_number, found = 0, True
+        while found or op_number <= self._op_number:
+            op_number += 1
+            # A list, because ``any`` over a generator would stop at the first value.
+            deleted = [
+                self._kv.try_get(f"{self._sequence_number}/{op_number}/{rank}", delete=True)
+                for rank in range(self.size)
+            ]
+            found = any(value is not None for value in deleted)
 
 
 class LocalCollective(nullcontext[None]):

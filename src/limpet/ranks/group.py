@@ -16,10 +16,9 @@ from limpet.deadline import Deadline
 from limpet.errors import LimpetError, RankFailed, Unsupported
 from limpet.format.digest import digest
 from limpet.lazy_torch import torch_or_none
-from limpet.ranks.collective import Collective, LocalCollective
+from limpet.ranks.collective import Collective, LocalCollective, StoreCollective
 from limpet.ranks.kv import KVClient, Timeouts
 from limpet.ranks.session import SessionKVClient
-from limpet.ranks.store_collective import StoreCollective
 from limpet.ranks.store_connection import KeyValueStore, StoreConnection
 from limpet.settings import read_settings
 from limpet.threads import no_op

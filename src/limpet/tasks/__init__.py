@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from limpet.tasks.batches import TaskBatches
-    from limpet.tasks.job import Job
-    from limpet.tasks.queue import Queue
+    from limpet.tasks.queue import Job, Queue
     from limpet.tasks.remote import RemoteQueue, TaskServer
-    from limpet.tasks.sides import EvaluationSide, TrainingSide
-    from limpet.tasks.task import EvaluationTask, Task, TrainingTask
+    from limpet.tasks.task import EvaluationSide, EvaluationTask, Task, TrainingSide, TrainingTask
 
 __all__ = [
     "EvaluationSide",
@@ -35,15 +33,15 @@ __all__ = [
 ]
 
 _LAZY_NAMES = {
-    "EvaluationSide": "sides",
+    "EvaluationSide": "task",
     "EvaluationTask": "task",
-    "Job": "job",
+    "Job": "queue",
     "Queue": "queue",
     "RemoteQueue": "remote",
     "Task": "task",
     "TaskBatches": "batches",
     "TaskServer": "remote",
-    "TrainingSide": "sides",
+    "TrainingSide": "task",
     "TrainingTask": "task",
 }
 

@@ -19,9 +19,8 @@ from math import inf
 
 from limpet.errors import LimpetError, TaskError
 from limpet.lazy_torch import rank_and_world_size
-from limpet.tasks.sides import TrainingSide
 from limpet.tasks.spec import is_int
-from limpet.tasks.task import TrainingTask
+from limpet.tasks.task import TrainingSide, TrainingTask
 
 Key = int | tuple[str, int]
 """A record: its number, or the name of its data set and its number if the data set has a name."""

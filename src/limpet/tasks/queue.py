@@ -14,11 +14,6 @@ from threading import Condition, RLock, get_ident
 from typing import Any, NoReturn
 
 from limpet.errors import LimpetError, TaskError
-from limpet.tasks.job import Job
-from limpet.tasks.job_tables import JobTables, check_position
-from limpet.tasks.queue_state import check_state, match_tables, to_state
-from limpet.tasks.result import encode_result
-from limpet.tasks.sides import EvaluationSide, TrainingSide
 from limpet.tasks.spec import (
     KINDS,
     DataSets,
@@ -28,14 +23,26 @@ from limpet.tasks.spec import (
     is_int,
     make_spec,
 )
-from limpet.tasks.table import TaskTable
-from limpet.tasks.task import Report, Task
+from limpet.tasks.tables import (
+    JobTables,
+    TaskTable,
+    check_position,
+    check_state,
+    match_tables,
+    to_state,
+)
+from limpet.tasks.task import (
+    EvaluationSide,
+    Report,
+    Task,
+    TrainingSide,
+    decode_result,
+    encode_result,
+)
+from limpet.threads import no_op
 
 _LONGEST_WAIT = 1.0
 """Seconds after which a wait looks at the clock again, which may not be the real one."""
-
-_SHORT_WAIT = 0.1
-"""Seconds after which a wait for a worker looks for leases that are over."""
 
 _LONGEST_CAUSE = 10_000
 """The number of characters of the cause of a failure that are kept."""
@@ -72,6 +79,9 @@ class Queue:
         self._jobs = JobTables(attempts)
         self.training = TrainingSide(self)
         self.evaluation = EvaluationSide(self)
+        self.on_overdue: Callable[[str], object] = no_op
+        """Called with the name of a worker that has not reported within the time of its lease. It
+        must neither wait nor raise."""
 
     def __repr__(self) -> str:
         return (
@@ -195,18 +205,23 @@ class Queue:
                     return task
                 self._wait(end)
 
-    def get_for_other(
-        self, kind: Kind, worker: str, wait: float, lease_seconds: float | None
+    def get_soon(
+        self, kind: Kind, worker: str, seconds: float, lease_seconds: float | None
     ) -> Task | None:
-        """Lease a task for a worker of another process, as ``get``. It waits on the real clock."""
-        end = time.monotonic() + wait
+        """Lease a task for a worker of another process, as ``get``. Without one, wait on the real
+        clock for the next change, or until a lease is over."""
         with self._changed:
-            while True:
+            task = self.get(kind, worker, 0.0, lease_seconds)
+            if task is None and seconds > 0:
+                until_end = self._jobs.leases.next_end() - self._clock()
+                self._changed.wait(min(seconds, max(until_end, 0.0)))
                 task = self.get(kind, worker, 0.0, lease_seconds)
-                left = end - time.monotonic()
-                if task is not None or left <= 0:
-                    return task
-                self._changed.wait(min(left, _SHORT_WAIT))
+            return task
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def recover(self, worker: str, cause: str = "it has ended") -> int:
         """Return the tasks of a lost worker to the queue. Returns their number.
@@ -321,6 +336,13 @@ class Queue:
             while not table.has_ended and self._clock() < end:
                 self._wait(end)
 
+    def cancel(self, table: TaskTable) -> None:
+        """End an evaluation job: its tasks are handed out no more."""
+        with self._changing():
+            if not table.has_ended and self._jobs.by_name.get(table.spec.name) is table:
+                self._jobs.fail(table, TaskError(f"Job {table.spec.name!r} was canceled"))
+        self.collect(table)
+
     def collect(self, table: TaskTable) -> None:
         """Forget an evaluation job that has ended. The caller keeps its results."""
         with self._entered():
@@ -350,6 +372,7 @@ class Queue:
         for lease in self._jobs.leases.overdue(self._clock()):
             cause = f"no report of worker {lease.worker!r} within {lease.seconds} s"
             self._jobs.take_back(lease, cause)
+            self.on_overdue(lease.worker)
             taken = True
         if taken:
             self._changed.notify_all()
@@ -359,3 +382,75 @@ class Queue:
         seconds = min(end, self._jobs.leases.next_end()) - self._clock()
         self._changed.wait(min(max(seconds, 0.0), _LONGEST_WAIT))
         self._take_back_overdue()
+
+
+class Job:
+    """The tasks that one ``Queue.add`` has added."""
+
+    def __init__(self, owner: Queue, table: TaskTable) -> None:
+        self._owner, self._table = owner, table
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name!r}: {self.completed} of {self.tasks} tasks completed>"
+
+    @property
+    def name(self) -> str:
+        return self._table.spec.name
+
+    @property
+    def kind(self) -> Kind:
+        return self._table.spec.kind
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks, in all epochs."""
+        return self._table.spec.tasks
+
+    @property
+    def completed(self) -> int:
+        """The number of tasks that are complete."""
+        return len(self._table.completed)
+
+    @property
+    def error(self) -> TaskError | None:
+        """The reason why the job failed, or None."""
+        return self._table.error
+
+    def has_ended(self, timeout: float = 0.0) -> bool:
+        """Wait for at most ``timeout`` seconds, and return whether all tasks are complete, or the
+        job has failed."""
+        self._owner.wait_for_end(self._table, timeout)
+        return self._table.has_ended
+
+    def cancel(self) -> None:
+        """End an evaluation job, if it has not ended: its tasks are handed out no more."""
+        self._owner.cancel(self._table)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for at most ``timeout`` seconds until all tasks are complete.
+
+        Raises ``JobFailed`` if a task has used up its attempts, and ``TaskError`` after the time,
+        or if a load has replaced the jobs of the queue. An evaluation job leaves the queue with
+        this call once it has ended: its name is free again.
+        """
+        table = self._table
+        if not self.has_ended(timeout):
+            raise TaskError(
+                f"Job {self.name!r} did not end within {timeout} s",
+                expected=f"{self.tasks} completed tasks",
+                found=f"{self.completed}, and {len(table.leases)} at work",
+                todo="Allow more time, or check that workers ask for its tasks",
+                job=self.name,
+            )
+        self._owner.collect(table)
+        if table.error is not None:
+            raise table.error
+
+    def results(self) -> list[Any]:
+        """Return the results of all tasks, in the order of their ids: one of each.
+
+        Raises ``TaskError`` until the job has ended, and as ``wait``. Training tasks have none.
+        """
+        self.wait(0.0)
+        texts = self._table.results
+        return [decode_result(texts[number]) for number in sorted(texts)]

@@ -10,11 +10,10 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from threading import Lock
 from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -35,10 +34,16 @@ from limpet.ranks.wire import (
     make_secret,
 )
 from limpet.tasks.queue import Queue
-from limpet.tasks.result import decode_result, encode_result
-from limpet.tasks.sides import EvaluationSide, TrainingSide
 from limpet.tasks.spec import Kind, check_kind, check_seconds
-from limpet.tasks.task import EvaluationTask, Report, Task, TrainingTask
+from limpet.tasks.task import (
+    EvaluationSide,
+    Report,
+    Task,
+    TrainingSide,
+    decode_result,
+    encode_result,
+    make_task,
+)
 from limpet.text import without_surrogates
 from limpet.types import MIB
 
@@ -157,7 +162,8 @@ MESSAGES = Messages(
     msgspec.msgpack.Decoder(Request | Leased | Reply | Refused), max_bytes=MAX_RESULT + MIB
 )
 
-A = TypeVar("A", bound=Message)
+_TASK = "id", "attempt", "job", "data", "start", "stop", "epoch", "position"
+"""The fields of a task that are sent."""
 
 
 def format_address(host: str, port: int, secret: str) -> str:
@@ -202,27 +208,30 @@ class TaskServer:
     In the worker, ``RemoteQueue(socket.socket(fileno=...))`` is the queue. When a connection ends,
     because the worker died or closed it, its tasks return to the queue at once. A worker that hangs
     keeps its connection: its leases end after their time. If its host is gone, the connection ends
-    after about 30 s.
+    after about 30 s. ``describe_end`` gets the name of a worker whose connection has ended, and
+    returns how the worker has ended, for the errors of jobs.
     """
 
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
+    def __init__(self, queue: Queue, describe_end: Callable[[str], str] | None = None) -> None:
+        self._queue, self._describe_end = queue, describe_end
         self._connections = Connections("limpet-task")
+        self.workers: set[str] = set()
+        """The names of the workers that are connected, and have made a request."""
+
         self._lock = Lock()
         self._listeners: list[Listener] = []
         self._count = 0
 
-    def connect(self, worker: str, end: Callable[[], str] | None = None) -> socket.socket:
+    def connect(self, worker: str) -> socket.socket:
         """Return the worker's end of a new connection, and serve the other one in a thread.
 
         Pass it to one process, and close it here: as long as any process has it open, the end of
         the worker is not noticed. ``worker`` is for errors; two connections are two workers, even
-        with one name. ``end`` is called when the connection has ended, and says how the worker
-        did. Raises ``TaskError`` if the server is closed or no thread can be started.
+        with one name. Raises ``TaskError`` if the server is closed or no thread can be started.
         """
         own, other = socket.socketpair()
         try:
-            is_started = self._start(own, worker, None, end)
+            is_started = self._start(own, worker)
         except BaseException:  # Ctrl-C: the end of the connection ends the thread
             other.close()
             raise
@@ -266,6 +275,7 @@ class TaskServer:
             listeners = [*self._listeners]
         for listener in listeners:
             listener.close()
+        self._queue.wake()
         self._connections.close()
 
     def __enter__(self) -> Self:
@@ -287,20 +297,14 @@ class TaskServer:
             return
         self._start(sock, f"{host}:{port}", session)
 
-    def _start(
-        self,
-        sock: socket.socket,
-        worker: str,
-        session: Session | None,
-        end: Callable[[], str] | None = None,
-    ) -> bool:
+    def _start(self, sock: socket.socket, worker: str, session: Session | None = None) -> bool:
         with self._lock:
             self._count += 1
             name = f"{worker} (connection {self._count})"
         channel = Channel(sock, name, MESSAGES, _IDLE, session, part_seconds=_SEND_SECONDS)
-        return self._connections.start(channel, partial(self._serve, end=end))
+        return self._connections.start(channel, self._serve)
 
-    def _serve(self, channel: Channel, end: Callable[[], str] | None) -> None:
+    def _serve(self, channel: Channel) -> None:
         """Answer the requests of a worker until its connection ends, and recover its tasks.
 
         A worker that sends something else, or does not read its replies, is treated as lost.
@@ -314,14 +318,17 @@ class TaskServer:
                 if isinstance(request, Hello) and is_first:
                     channel.peer = worker = f"{request.worker} at {worker}"
                 is_first = False
+                self.workers.add(worker)
                 channel.send(self._answer(request, worker))
         except Unavailable:
-            cause = cause if end is None else end()
+            if self._describe_end is not None:
+                cause = self._describe_end(worker)
             raise
         except LimpetError as e:
             cause = f"{type(e).__name__}: {e}"
             raise
         finally:
+            self.workers.discard(worker)
             self._queue.recover(worker, cause)
 
     def _answer(self, request: Request, worker: str) -> Message:
@@ -336,9 +343,14 @@ class TaskServer:
             case Hello():
                 pass
             case Get(kind, lease_seconds, wait):
-                task = queue.get_for_other(check_kind(kind), worker, wait, lease_seconds)
-                if task is not None:
-                    return _to_answer(kind, task)
+                end = time.monotonic() + wait
+                while True:
+                    left = end - time.monotonic()
+                    task = queue.get_soon(check_kind(kind), worker, left, lease_seconds)
+                    if task is not None:
+                        return Leased(kind, **{name: getattr(task, name) for name in _TASK})
+                    if left <= 0 or self._connections.is_closed:
+                        break
                 value = False
             case Finished(kind):
                 value = queue.finished(check_kind(kind))
@@ -353,20 +365,6 @@ class TaskServer:
             case Renew(report, seconds):
                 queue.renew(report, seconds)
         return Reply(value)
-
-
-def _to_answer(kind: str, task: Task) -> Leased:
-    return Leased(
-        kind=kind,
-        id=task.id,
-        attempt=task.attempt,
-        job=task.job,
-        data=task.data,
-        start=task.start,
-        stop=task.stop,
-        epoch=task.epoch,
-        position=task.position,
-    )
 
 
 # -- the workers' side ---------------------------------------------------------------------------
@@ -446,7 +444,8 @@ class RemoteQueue:
             left = max(0.0, end - time.monotonic())
             answer = self._request(Get(kind, lease_seconds, min(left, longest)))
             if isinstance(answer, Leased):
-                return self._make_task(answer)
+                fields = {name: getattr(answer, name) for name in _TASK}
+                return make_task(answer.kind, owner=self, **fields)
             if not left:
                 return None
 
@@ -529,18 +528,4 @@ class RemoteQueue:
             expected=f"a reply within {self._reply_seconds} s",
             found=cause,
             todo="End this worker: the owner gives its tasks to other workers",
-        )
-
-    def _make_task(self, x: Leased) -> Task:
-        make = TrainingTask if x.kind == "training" else EvaluationTask
-        return make(
-            id=x.id,
-            attempt=x.attempt,
-            job=x.job,
-            data=x.data,
-            start=x.start,
-            stop=x.stop if x.kind == "training" else int(x.stop or 0),  # type: ignore[arg-type]
-            epoch=x.epoch,
-            position=x.position,
-            owner=self,
         )

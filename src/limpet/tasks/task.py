@@ -1,16 +1,22 @@
-"""A leased task, as its worker sees it. Reports go to the queue, in this process or in another."""
+"""A leased task, its reports, and its result, as its worker sees them.
+
+The two sides of a queue hand out tasks of one kind only. Reports go to the queue, in this process
+or in another. Results are JSON text: what a worker sends cannot run code, or change on its way.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from limpet.errors import TaskError
-from limpet.tasks.spec import is_int
+from limpet.tasks.spec import Kind, is_int
 from limpet.text import without_surrogates
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+_MAX_DEPTH = 64
 
 
 class Report(NamedTuple):
@@ -26,9 +32,18 @@ class Report(NamedTuple):
     position: int
 
 
-class Owner(Protocol):
-    """What receives the reports on tasks: a ``Queue``, or a ``RemoteQueue`` that sends them on."""
+class TaskSource(Protocol):
+    """What hands out tasks, and receives the reports on them: a ``Queue``, or a ``RemoteQueue`` in
+    a worker process."""
 
+    def get(
+        self,
+        kind: Kind,
+        worker: str | None = None,
+        timeout: float = 0.0,
+        lease_seconds: float | None = None,
+    ) -> Task | None: ...
+    def finished(self, kind: Kind) -> bool: ...
     def report_consumed(self, reports: Sequence[Report]) -> None: ...
     def report_done(self, report: Report, result: Any) -> bool: ...
     def report_failed(self, report: Report, cause: str, is_final: bool = False) -> bool: ...
@@ -54,7 +69,7 @@ class Task:
     stop: int | None
     epoch: int
     position: int
-    owner: Owner
+    owner: TaskSource
 
     @property
     def report(self) -> Report:
@@ -141,3 +156,132 @@ class EvaluationTask(Task):
         Raises ``TaskError`` for another result.
         """
         return self.owner.report_done(self.report, result)
+
+
+def make_task(kind: str, **fields: Any) -> Task:
+    """Return a task of this kind with these fields."""
+    return (TrainingTask if kind == "training" else EvaluationTask)(**fields)
+
+
+# -- the sides of a queue --------------------------------------------------------------------------
+
+
+class TrainingSide:
+    """The training tasks of a queue: all that a data pipeline needs.
+
+    A pipeline that reads ahead and could ask for evaluation tasks would take all of them while it
+    looks for the next training task (seeds/003, "Problem 1"). It gets this object instead.
+    """
+
+    def __init__(self, source: TaskSource) -> None:
+        self._source = source
+
+    def get(
+        self,
+        worker: str | None = None,
+        timeout: float = 0.0,
+        lease_seconds: float | None = None,
+    ) -> TrainingTask | None:
+        """Lease a training task: ``Queue.get("training", ...)``."""
+        task = self._source.get("training", worker, timeout, lease_seconds)
+        return cast("TrainingTask | None", task)
+
+    def finished(self) -> bool:
+        """Return ``Queue.finished("training")``."""
+        return self._source.finished("training")
+
+    def consume(self, parts: list[tuple[TrainingTask, int]]) -> None:
+        """Report the records of one step, which may be of several tasks: all of them, or none.
+
+        Raises as ``TrainingTask.consumed``.
+        """
+        reports = [
+            task.report._replace(position=task.position_after(records)) for task, records in parts
+        ]
+        self._source.report_consumed(reports)
+        for (task, _), report in zip(parts, reports):
+            task.position = report.position
+
+
+class EvaluationSide:
+    """The evaluation tasks of a queue, for the training step or for a worker that only evaluates.
+
+    A worker holds at most one of them.
+    """
+
+    def __init__(self, source: TaskSource) -> None:
+        self._source = source
+
+    def get(self, worker: str | None = None, timeout: float = 0.0) -> EvaluationTask | None:
+        """Lease an evaluation task: ``Queue.get("evaluation", ...)``."""
+        return cast("EvaluationTask | None", self._source.get("evaluation", worker, timeout))
+
+    def finished(self) -> bool:
+        """Return ``Queue.finished("evaluation")``."""
+        return self._source.finished("evaluation")
+
+    def evaluate_one(
+        self, evaluate: Callable[[EvaluationTask], Any], worker: str | None = None
+    ) -> bool:
+        """Evaluate one task if there is one, and report the result. Returns whether there was one.
+
+        Call it before each mini-batch of the training. ``evaluate`` gets the task and returns its
+        result. If it raises an ``Exception``, the task fails: the job raises the error to whoever
+        waits for it. Anything else that ends it, such as ``Preempted``, releases the task.
+        """
+        task = self.get(worker)
+        if task is None:
+            return False
+        try:
+            task.done(evaluate(task))
+        except Exception as e:  # noqa: BLE001  (the job keeps it)
+            task.fail(e)
+        except BaseException:
+            with suppress(TaskError):  # the connection has ended, which also returns the task
+                task.release()
+            raise
+        return True
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def encode_result(result: Any) -> str:
+    """Return a result as JSON, with NaN and infinities. Raises ``TaskError`` if it is not plain."""
+    _check(result, "the result", 0)
+    try:
+        return json.dumps(result)
+    except ValueError as e:
+        raise TaskError("A task cannot return an int of so many digits", found=str(e)) from e
+
+
+def decode_result(text: str) -> Any:
+    """Return the result with this text. Raises ``TaskError`` if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise TaskError("The result of a task is not JSON", found=repr(text)[:200]) from e
+
+
+def _check(value: Any, where: str, depth: int) -> None:
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if type(value) is list and depth < _MAX_DEPTH:
+        for item in value:
+            _check(item, f"an element of {where}" if depth == 0 else where, depth + 1)
+    elif type(value) is dict and depth < _MAX_DEPTH:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise _not_plain(f"a key of {where}", key)
+            _check(item, f"{key!r} in {where}" if depth == 0 else where, depth + 1)
+    else:
+        raise _not_plain(where, value)
+
+
+def _not_plain(where: str, value: object) -> TaskError:
+    return TaskError(
+        f"A task cannot return {where}",
+        expected="None, bools, numbers, texts, and lists and dicts (with texts as keys) of these",
+        found=f"{type(value).__name__}: {repr(value)[:100]}",
+        todo="Convert it: tensors with .tolist() or .item(), tuples with list()",
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from threading import Timer
 from typing import Any, Literal
 
@@ -17,9 +19,12 @@ from limpet.cli.exit_codes import EVALUATION_FAILED
 from limpet.cli.output import json_option, keys_option, parse_duration, print_json
 from limpet.cli.resolve import check_run_target, resolve_run
 from limpet.evaluation.evaluation import Evaluation, Outcome
-from limpet.evaluation.pool import Limits
+from limpet.evaluation.options import Selection, Workers
+from limpet.evaluation.worker import work_at
 from limpet.format.names import Version, parse_version
 from limpet.run.run import Run
+from limpet.settings import evaluation_secret
+from limpet.tasks.remote import format_address
 from limpet.text import format_list, to_printable
 from limpet.threads import no_op
 
@@ -28,18 +33,16 @@ _LONG_SECONDS = 3.0
 
 
 @click.command("evaluate", short_help="Evaluate the versions of a run with several workers.")
-@click.argument("run")
+@click.argument("run", required=False)
 @click.option(
     "--with",
     "module",
     metavar="MODULE",
-    required=True,
     help="The module with the functions setup(snapshot) and evaluate(model, batch).",
 )
 @click.option(
     "--data",
     metavar="MODULE:FUNCTION",
-    required=True,
     help="The function that returns a map-style dataset.",
 )
 @click.option("--name", default="evaluation", show_default=True, help="Names the evaluation.")
@@ -82,14 +85,30 @@ _LONG_SECONDS = 3.0
     metavar="TIME",
     help="Replace a worker that needs longer for a part of the data.",
 )
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Let workers of other machines connect here. With --workers 0, only they work.",
+)
+@click.option(
+    "--connect",
+    metavar="HOST:PORT",
+    help="Be a worker of the evaluation that listens there. No RUN, and no other options.",
+)
+@click.option(
+    "--secret-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Has the secret for --listen and --connect. Without it, LIMPET_SECRET is the secret.",
+)
 @json_option
 @click.pass_context
 def command(  # noqa: PLR0913  (one parameter for each option)
     ctx: click.Context,
+    /,
     *,
-    run: str,
-    module: str,
-    data: str,
+    run: str | None,
+    module: str | None,
+    data: str | None,
     name: str,
     metric: str | None,
     mode: str | None,
@@ -99,26 +118,31 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     keys: Sequence[str],
     device: str | None,
     follow: bool,
-    skip_none: bool,
-    retry: bool,
-    every_steps: int | None,
-    every_seconds: float,
-    throttle: float,
     task_time: float,
+    listen: str | None,
+    connect: str | None,
+    secret_file: str | None,
     as_json: bool,
+    **selection: Any,
 ) -> None:
     """Evaluate versions of RUN and record their metrics, from which RUN@best follows.
 
     Several processes share the data of each version. Without --follow and --all, only the newest
     version is evaluated. With --keys, setup gets a dict of these leaves instead of the snapshot.
     """
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    if connect is not None:
+        _work(ctx, connect, secret_file, has_more=bool(run or module or data))
+        return
+    if run is None or module is None or data is None:
+        raise click.UsageError("RUN, --with, and --data are required, except with --connect", ctx)
     if (metric is None) != (mode is None):
         raise click.UsageError("--metric and --mode belong together", ctx)
     if follow:  # the run need not exist yet
         check_run_target(Run(run))
     else:
         resolve_run(run)
-    sys.path.insert(0, os.getcwd())  # as python -m does
+    address = None if listen is None else _make_address(ctx, listen, secret_file)
     evaluation = Evaluation(
         run,
         f"{module}:setup",
@@ -126,18 +150,12 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         data=data,
         name=name,
         objective=(metric, mode) if metric is not None and mode is not None else None,
-        workers=workers,
-        engine=engine,
+        workers=Workers(workers, {} if engine == "ray" else None, address, task=task_time),
         batch_size=batch_size or None,
         keys=keys,
         device=device,
         follow=follow,
-        skip_none=skip_none,
-        retry=retry,
-        every_steps=every_steps,
-        every_seconds=every_seconds,
-        throttle=throttle,
-        limits=Limits(task=task_time),
+        select=Selection(**selection),
     )
     with nullcontext() if as_json else _printed_events():
         outcomes = evaluation.run(no_op if as_json else _print_outcome)
@@ -147,6 +165,28 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         print_line(make_console(), _describe_nothing(name, evaluation.failed))
     if evaluation.failed or any(outcome.state == "FAILED" for outcome in outcomes):
         ctx.exit(EVALUATION_FAILED)  # also if a restarted command has nothing left to evaluate
+
+
+def _work(ctx: click.Context, place: str, secret_file: str | None, *, has_more: bool) -> None:
+    """Work for the evaluation that listens at HOST:PORT."""
+    if has_more:
+        raise click.UsageError("the evaluation that listens knows RUN and the functions", ctx)
+    work_at(_make_address(ctx, place, secret_file), _print_note)
+
+
+def _make_address(ctx: click.Context, place: str, secret_file: str | None) -> str:
+    """Return the address at HOST:PORT. Other users could see a secret on the command line."""
+    secret = Path(secret_file).read_text().strip() if secret_file else evaluation_secret()
+    if not secret:
+        raise click.UsageError(
+            "a secret is required: write one into a file (openssl rand -hex 32) for --secret-file,"
+            " or set LIMPET_SECRET",
+            ctx,
+        )
+    parts = re.fullmatch(r"\[?([^\[\]\s]+?)\]?:(\d{1,5})", place)
+    if parts is None:
+        raise click.UsageError(f"{place!r} is not HOST:PORT", ctx)
+    return format_address(parts[1], int(parts[2]), secret)
 
 
 def _print_outcome(outcome: Outcome) -> None:
@@ -165,6 +205,8 @@ def _printed_events() -> Iterator[None]:
         nonlocal timer
         if name == "evaluation_waits":
             _print_note(f"waiting for a new version of {fields['run']} (Ctrl-C stops it)")
+        elif name == "evaluation_listens":
+            _print_note(f"workers can connect to {fields['address']}")
         elif name == "skipped" and parse_version(fields["version"]) is None:  # that has an outcome
             _print_note(f"skipped {fields['version']}: {to_printable(fields['error'].brief)}")
         elif name == "evaluation_started" and sys.stderr.isatty():

@@ -15,8 +15,7 @@ import msgspec
 
 from limpet.errors import LimpetError
 from limpet.evaluation.metric_states import MetricStates, State, compute
-from limpet.evaluation.process import describe
-from limpet.evaluation.worker import read_batches
+from limpet.evaluation.worker import describe, read_batches
 from limpet.generators import isolated_rng
 from limpet.lazy_torch import torch_or_none
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from limpet import events
 from limpet.errors import LimpetError
-from limpet.evaluation.arguments import check_argument
+from limpet.evaluation.options import check_argument
 from limpet.evaluation.worker import count_records
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
 from limpet.ranks.group import all_reduce, broadcast_from_first

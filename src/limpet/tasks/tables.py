@@ -1,0 +1,661 @@
+"""The jobs of a queue: which tasks are open, leased, and complete, and all changes of that.
+
+There are no locks and no clocks here. Sets of task numbers are intervals, so that 100,000 tasks
+take little memory and few bytes in a version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Any, NamedTuple
+
+from limpet.errors import JobFailed, LeaseLost, PlanError, TaskError
+from limpet.tasks.spec import KINDS, JobSpec, Kind, TaskRange, is_int, parse_spec
+from limpet.tasks.task import Report, Task, TaskSource, make_task
+
+Interval = tuple[int, int]
+"""The numbers from the first up to, but without, the second."""
+
+
+class IntervalSet:
+    """A set of ints, stored as sorted disjoint intervals. ``add`` and ``in`` take O(log n) steps.
+
+    Workers complete tasks roughly in order, so that the number of intervals is about that of the
+    workers.
+    """
+
+    def __init__(self, intervals: Iterable[Interval] = ()) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in intervals:
+            self._starts.append(start)
+            self._stops.append(stop)
+        self._length = sum(self._stops) - sum(self._starts)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, number: int) -> bool:
+        i = bisect_right(self._starts, number) - 1
+        return i >= 0 and number < self._stops[i]
+
+    def __iter__(self) -> Iterator[Interval]:
+        """Yield the intervals in order, none of which touches the next one."""
+        return zip(self._starts, self._stops)
+
+    def add(self, number: int) -> None:
+        """Add a number that is not in the set."""
+        i = bisect_right(self._starts, number)
+        joins_left = i > 0 and self._stops[i - 1] == number
+        joins_right = i < len(self._starts) and self._starts[i] == number + 1
+        if joins_left and joins_right:
+            self._stops[i - 1] = self._stops.pop(i)
+            del self._starts[i]
+        elif joins_left:
+            self._stops[i - 1] = number + 1
+        elif joins_right:
+            self._starts[i] = number
+        else:
+            self._starts.insert(i, number)
+            self._stops.insert(i, number + 1)
+        self._length += 1
+
+    def gaps(self, stop: int) -> Iterator[Interval]:
+        """Yield the intervals of the numbers below ``stop`` that are not in the set."""
+        start = 0
+        for taken, end in self:
+            if start < taken:
+                yield start, taken
+            start = end
+        if start < stop:
+            yield start, stop
+
+
+# -- the tasks of one job --------------------------------------------------------------------------
+
+
+_FIELDS = ("spec", "first_id", "completed", "positions", "results")
+
+
+class TaskTable:
+    """The tasks of a job, numbered from 0; their ids begin with ``first_id``.
+
+    A task is open (nobody has leased it), leased, or completed. Only what steps have consumed and
+    what tasks have returned is in the state: an open and a leased task look the same there.
+    """
+
+    def __init__(self, spec: JobSpec, first_id: int) -> None:
+        self.spec = spec
+        self.first_id = first_id
+        self.error: TaskError | None = None  # the job has failed, or is no longer in the queue
+        self.leases: dict[int, int] = {}  # the attempt that has leased a task
+        self.is_blocked = False  # by the job of ``spec.after``
+        self.is_ready = False  # the queue has it in the list of jobs with open tasks
+        self.is_touched = False  # a task was leased
+        self._set_progress(IntervalSet(), {}, {})
+
+    def _set_progress(
+        self, completed: IntervalSet, positions: dict[int, int], results: dict[int, str]
+    ) -> None:
+        self.completed, self.positions, self.results = completed, positions, results
+        self.failures: dict[int, int] = {}  # attempts in a row that consumed nothing
+        self._open = [*self.completed.gaps(self.spec.tasks)]  # a heap: in order
+        self.leases.clear()
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.completed) == self.spec.tasks
+
+    @property
+    def has_ended(self) -> bool:
+        return self.error is not None or self.is_complete
+
+    @property
+    def last_id(self) -> int:
+        return self.first_id + self.spec.tasks - 1
+
+    def position(self, number: int, records: TaskRange) -> int:
+        """Return the first record of a task that no step has consumed."""
+        return self.positions.get(number, records.start)
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def take(self) -> int | None:
+        """Remove the lowest open task and return it, or None if there is none."""
+        while self._open:
+            number, stop = heappop(self._open)
+            if number + 1 < stop:
+                heappush(self._open, (number + 1, stop))
+            if number not in self.completed:  # a late result of an older attempt
+                return number
+        return None
+
+    def put_back(self, number: int) -> None:
+        """Make a leased task open again."""
+        heappush(self._open, (number, number + 1))
+
+    def advance(self, number: int, position: int) -> None:
+        """Record that steps have consumed a task up to this position."""
+        self.positions[number] = position
+        self.failures.pop(number, None)
+
+    def complete(self, number: int, result: str | None) -> None:
+        """Record that a task is complete."""
+        self.completed.add(number)
+        self.positions.pop(number, None)
+        self.failures.pop(number, None)
+        if result is not None:
+            self.results[number] = result
+
+    def fail(self, error: TaskError) -> None:
+        """Hand out no more tasks of the job."""
+        self.error = error
+        self.leases.clear()
+        self._open = []
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the progress as plain values, whose size depends on the tasks in progress."""
+        positions = [[number, self.positions[number]] for number in sorted(self.positions)]
+        results = [[number, self.results[number]] for number in sorted(self.results)]
+        completed = [[start, stop] for start, stop in self.completed]
+        values = self.spec.text, self.first_id, completed, positions, results
+        return dict(zip(_FIELDS, values))
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Replace the progress by that of a state, which ``check_progress`` has accepted."""
+        self.first_id = state["first_id"]
+        self.error = None
+        completed = IntervalSet((start, stop) for start, stop in state["completed"])
+        positions = dict(state["positions"])
+        results = dict(state["results"])
+        self._set_progress(completed, positions, results)
+        self.is_touched = bool(len(completed) or positions)
+
+
+def check_progress(spec: JobSpec, state: object) -> None:
+    """Raise ``PlanError`` unless ``state`` is the state of a ``TaskTable`` of this job."""
+    if not isinstance(state, dict) or set(state) != set(_FIELDS) or not _is_valid(spec, state):
+        raise PlanError(
+            f"The state of a task queue contains progress that job {spec.name!r} cannot have",
+            expected=f"{', '.join(_FIELDS)} of {spec.tasks} tasks",
+            found=repr(state)[:200],
+        )
+
+
+def _is_valid(spec: JobSpec, state: dict[str, Any]) -> bool:
+    lists = [state[name] for name in _FIELDS[2:]]
+    if type(state["first_id"]) is not int or state["first_id"] < 1:
+        return False
+    if not all(
+        type(rows) is list and all(type(row) is list and len(row) == 2 for row in rows)
+        for rows in lists
+    ):
+        return False
+    completed, positions, results = lists
+    numbers = [*(row[0] for row in positions), *(row[0] for row in results)]
+    numbers += [number for row in completed for number in row]
+    if not all(type(n) is int and 0 <= n <= spec.tasks for n in numbers):
+        return False
+    bounds = [number for row in completed for number in row]
+    if any(a >= b for a, b in itertools.pairwise(bounds)):  # neither empty nor touching
+        return False
+    done = IntervalSet((start, stop) for start, stop in completed)
+    return (
+        _are_sorted(positions)
+        and _are_sorted(results)
+        and all(_is_partial(spec, done, *row) for row in positions)
+        and all(number in done and type(text) is str for number, text in results)
+        and (spec.kind == "training" or len(results) == len(done))
+    )
+
+
+def _are_sorted(rows: list[list[Any]]) -> bool:
+    return all(a[0] < b[0] for a, b in itertools.pairwise(rows))
+
+
+def _is_partial(spec: JobSpec, completed: IntervalSet, number: int, position: object) -> bool:
+    """Return True if a task that is not complete can be at this position."""
+    if spec.kind != "training" or number >= spec.tasks or number in completed:
+        return False
+    _, start, stop, _ = spec.range_of(number)
+    return type(position) is int and start < position and (stop is None or position < stop)
+
+
+# -- leases ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """The assignment of a task to a worker, from ``begin`` to ``end`` on the queue's clock.
+
+    ``seconds``: the time for which a report extends it.
+    ``position``: the first record that no step had consumed when the lease began.
+    """
+
+    attempt: int
+    worker: str
+    table: TaskTable
+    number: int
+    position: int
+    begin: float
+    seconds: float
+    end: float
+
+    def extend(self, now: float) -> None:
+        """Let the time of the lease start anew."""
+        self.end = now + self.seconds
+
+
+class Leases:
+    """The leases in force. Every operation takes O(log n) steps, amortized."""
+
+    def __init__(self) -> None:
+        self._by_attempt: dict[int, Lease] = {}
+        self._by_worker: dict[tuple[str, Kind], dict[int, Lease]] = {}
+        self._ends: list[tuple[float, int]] = []  # may contain leases that were renewed or ended
+
+    def __len__(self) -> int:
+        return len(self._by_attempt)
+
+    def get(self, attempt: int) -> Lease | None:
+        """Return the lease of an attempt, or None if it is over."""
+        return self._by_attempt.get(attempt)
+
+    def of_worker(self, worker: str, kind: Kind) -> list[Lease]:
+        """Return the leases of a worker, oldest first."""
+        return list(self._by_worker.get((worker, kind), {}).values())
+
+    def add(self, lease: Lease) -> None:
+        """Begin a lease."""
+        self._by_attempt[lease.attempt] = lease
+        key = (lease.worker, lease.table.spec.kind)
+        self._by_worker.setdefault(key, {})[lease.attempt] = lease
+        lease.table.leases[lease.number] = lease.attempt
+        self.push(lease)
+
+    def remove(self, lease: Lease) -> None:
+        """End a lease."""
+        del self._by_attempt[lease.attempt]
+        del lease.table.leases[lease.number]
+        key = (lease.worker, lease.table.spec.kind)
+        held = self._by_worker[key]
+        del held[lease.attempt]
+        if not held:
+            del self._by_worker[key]
+        if len(self._ends) > 64 + 2 * len(self._by_attempt):
+            self._ends = [(x.end, x.attempt) for x in self._by_attempt.values() if x.end < inf]
+            heapify(self._ends)
+
+    def next_end(self) -> float:
+        """Return the time before which no lease ends."""
+        return self._ends[0][0] if self._ends else inf
+
+    def overdue(self, now: float) -> Iterator[Lease]:
+        """Yield the leases whose time is over. The caller removes each."""
+        while self._ends and self._ends[0][0] <= now:
+            _, attempt = heappop(self._ends)
+            lease = self._by_attempt.get(attempt)
+            if lease is not None and lease.end <= now:
+                yield lease
+            elif lease is not None:
+                self.push(lease)
+
+    def push(self, lease: Lease) -> None:
+        """Note when a lease ends, which may be earlier than before."""
+        if lease.end < inf:
+            heappush(self._ends, (lease.end, lease.attempt))
+
+
+# -- all jobs --------------------------------------------------------------------------------------
+
+
+class JobTables:
+    """The jobs by name, in the order in which they were added, and the leases of their tasks.
+
+    A lease takes the lowest open task of the first job that has one and is not blocked.
+    """
+
+    def __init__(self, attempts: int) -> None:
+        self._attempts = attempts
+        self.next_id = 1
+        self.longest: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        self._next_attempt = self._first_attempt = 1  # older attempts are of before a load
+        self._clear()
+
+    def _clear(self) -> None:
+        self.by_name: dict[str, TaskTable] = {}
+        self.leases = Leases()
+        self.running: dict[Kind, dict[str, TaskTable]] = {kind: {} for kind in KINDS}
+        self.failed: dict[str, TaskTable] = {}  # training jobs
+        self._ready: dict[Kind, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
+        self._blocked: dict[str, list[TaskTable]] = {}  # by the job for which they wait
+
+    def insert(self, table: TaskTable) -> None:
+        """Add a job. It waits for the job of its ``after``, and fails if that has failed."""
+        self.by_name[table.spec.name] = table
+        before = self.by_name.get(table.spec.after or "")
+        table.is_ready = False
+        table.is_blocked = before is not None and not before.is_complete
+        if table.is_complete:
+            return
+        self.running[table.spec.kind][table.spec.name] = table
+        if before is not None and before.error is not None:
+            self.fail(table, _failed_before(table, before.error))
+        elif before is not None and table.is_blocked:
+            self._blocked.setdefault(before.spec.name, []).append(table)
+        else:
+            self._list_as_ready(table)
+
+    def remove(self, table: TaskTable) -> None:
+        """Remove a job that has ended."""
+        if self.by_name.get(table.spec.name) is table:
+            del self.by_name[table.spec.name]
+
+    def replace(self, tables: Iterable[TaskTable], next_id: int) -> None:
+        """Replace all jobs. All leases end, and later reports of them are ignored."""
+        self._clear()
+        self._first_attempt = self._next_attempt
+        self.next_id = next_id
+        for table in tables:
+            self.insert(table)
+
+    # -- leases ----------------------------------------------------------------------------------
+
+    def lease(
+        self, kind: Kind, worker: str, now: float, seconds: float, owner: TaskSource
+    ) -> Task | None:
+        """Lease the first open task of this kind for so many seconds."""
+        ready = self._ready[kind]
+        while ready:
+            first_id, name = ready[0]
+            table = self.by_name.get(name)
+            if table is not None and table.first_id == first_id:
+                number = None if table.is_blocked else table.take()
+                if number is not None:
+                    return self._begin(table, number, worker, now, seconds, owner)
+                table.is_ready = False
+            heappop(ready)
+        return None
+
+    def _begin(
+        self,
+        table: TaskTable,
+        number: int,
+        worker: str,
+        now: float,
+        seconds: float,
+        owner: TaskSource,
+    ) -> Task:
+        records = table.spec.range_of(number)
+        position = table.position(number, records)
+        attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
+        table.is_touched = True
+        self.leases.add(
+            Lease(
+                attempt=attempt,
+                worker=worker,
+                table=table,
+                number=number,
+                position=position,
+                begin=now,
+                seconds=seconds,
+                end=now + seconds,
+            )
+        )
+        return make_task(
+            table.spec.kind,
+            id=table.first_id + number,
+            attempt=attempt,
+            job=table.spec.name,
+            data=records.data,
+            start=records.start,
+            stop=records.stop,
+            epoch=records.epoch,
+            position=position,
+            owner=owner,
+        )
+
+    def reopen(self, lease: Lease) -> None:
+        """End a lease without blame: its task is open again."""
+        self.leases.remove(lease)
+        lease.table.put_back(lease.number)
+        self._list_as_ready(lease.table)
+
+    def renew(self, lease: Lease, now: float, seconds: float | None) -> None:
+        """Let the time of a lease start anew, with so many seconds if they are given."""
+        if seconds is not None:
+            lease.seconds = seconds
+        lease.extend(now)
+        self.leases.push(lease)
+
+    def take_back(self, lease: Lease, cause: str, is_final: bool = False) -> None:
+        """End a lease as a failed attempt. Without progress, it uses up one of the attempts, or all
+        of them if it is final."""
+        table, number = lease.table, lease.number
+        self.reopen(lease)
+        if self.position(lease) > lease.position:
+            return
+        failures = table.failures[number] = table.failures.get(number, 0) + 1
+        if failures >= self._attempts or is_final:
+            self.fail(table, _failed(table, number, failures, cause))
+
+    def complete(
+        self, table: TaskTable, number: int, result: str | None, attempt: int, now: float
+    ) -> None:
+        """Complete a task by the report of an attempt, whoever has leased it now."""
+        lease = self.leases.get(table.leases.get(number, 0))
+        if lease is not None:
+            self.leases.remove(lease)
+            if lease.attempt == attempt:
+                kind = table.spec.kind
+                self.longest[kind] = max(self.longest[kind], now - lease.begin)
+        table.complete(number, result)
+        if table.is_complete:
+            del self.running[table.spec.kind][table.spec.name]
+            for other in self._blocked.pop(table.spec.name, []):
+                other.is_blocked = False
+                self._list_as_ready(other)
+
+    def fail(self, table: TaskTable, error: TaskError) -> None:
+        """Fail a job, and those that wait for it. Their leases end."""
+        pending = [(table, error)]
+        while pending:
+            table, error = pending.pop()
+            for attempt in list(table.leases.values()):
+                lease = self.leases.get(attempt)
+                if lease is not None:
+                    self.leases.remove(lease)
+            table.fail(error)
+            kind, name = table.spec.kind, table.spec.name
+            del self.running[kind][name]
+            if kind == "training":
+                self.failed[name] = table
+            waiting = self._blocked.pop(name, [])
+            pending += [(other, _failed_before(other, error)) for other in waiting]
+
+    def _list_as_ready(self, table: TaskTable) -> None:
+        if not table.is_ready and not table.is_blocked and table.error is None:
+            table.is_ready = True
+            heappush(self._ready[table.spec.kind], (table.first_id, table.spec.name))
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def lease_of(self, report: Report) -> Lease | None:
+        """Return the lease of a report, or None if it is over."""
+        lease = self.leases.get(report.attempt)
+        if lease is None or lease.table.first_id + lease.number != report.task:
+            return None
+        return lease
+
+    def held(self, report: Report) -> Lease:
+        """Return the lease of a report. Raises ``LeaseLost`` if it is over."""
+        lease = self.lease_of(report)
+        if lease is None:
+            raise LeaseLost(
+                f"The lease of task {report.task} of job {report.job!r} is over",
+                expected="a report before the lease ends",
+                found=f"attempt {report.attempt}, which is no longer the current one",
+                todo="Discard this step and get another task; or use a longer lease_seconds",
+                job=report.job,
+                task=report.task,
+            )
+        return lease
+
+    def unfinished(self, report: Report) -> tuple[TaskTable, int] | None:
+        """Return the task of a report, from any attempt, and None if it has ended already.
+
+        Raises ``TaskError`` for an attempt that was never made.
+        """
+        if not all(map(is_int, report[1:])) or not 1 <= report.attempt < self._next_attempt:
+            raise TaskError("A report of an attempt that was never made", found=repr(report)[:300])
+        table = self.by_name.get(report.job)
+        if table is None or table.has_ended or report.attempt < self._first_attempt:
+            return None
+        number = report.task - table.first_id
+        if not 0 <= number < table.spec.tasks or number in table.completed:
+            return None
+        return table, number
+
+    def position(self, lease: Lease) -> int:
+        """Return the first record of a leased task that no step has consumed."""
+        table, number = lease.table, lease.number
+        return table.position(number, table.spec.range_of(number))
+
+    def advance(self, lease: Lease, position: int, now: float) -> None:
+        """Set the position of a leased task, and complete it at its end."""
+        lease.extend(now)
+        if position == lease.table.spec.range_of(lease.number).stop:
+            self.complete(lease.table, lease.number, None, lease.attempt, now)
+        elif position > self.position(lease):
+            lease.table.advance(lease.number, position)
+
+
+def check_position(lease: Lease, report: Report) -> None:
+    """Raise ``TaskError`` unless a training task can be at the position of a report."""
+    records = lease.table.spec.range_of(lease.number)
+    is_valid = lease.table.spec.kind == "training" and is_int(report.position)
+    if not is_valid or not records.start <= report.position <= (records.stop or report.position):
+        raise TaskError(
+            f"Task {report.task} of job {report.job!r} cannot be at this position",
+            expected=f"a training task, at a record from {records.start} to {records.stop}",
+            found=repr(report.position)[:100],
+            job=report.job,
+        )
+
+
+def _failed(table: TaskTable, number: int, attempts: int, cause: str) -> JobFailed:
+    data, start, stop, epoch = table.spec.range_of(number)
+    name, task = table.spec.name, table.first_id + number
+    records = f"record {start} on" if stop is None else f"records {start} to {stop - 1}"
+    records += f" of data set {data!r}" if data else ""
+    return JobFailed(
+        f"Job {name!r} failed at task {task}, {records} in epoch {epoch}",
+        expected=f"a result, or progress, within {attempts} attempts",
+        found=f"in the last attempt: {cause}",
+        todo="Find out why these records cannot be processed. Then "
+        + ("resume" if table.spec.kind == "training" else "add the job again"),
+        job=name,
+        task=task,
+        attempts=attempts,
+        start=start,
+        stop=stop,
+        cause=cause,
+    )
+
+
+def _failed_before(table: TaskTable, error: TaskError) -> JobFailed:
+    fields = {"task": None, "attempts": 0, **error.fields, "job": table.spec.name}
+    return JobFailed(
+        f"Job {table.spec.name!r} cannot begin, because the job before it has failed",
+        expected=f"that job {table.spec.after!r} completes",
+        found=str(error),
+        **{"cause": str(error), **fields},
+    )
+
+
+# -- the state in snapshots ------------------------------------------------------------------------
+
+
+class LoadedState(NamedTuple):
+    """A state that was checked: new tables with its jobs, and the dicts of their progress."""
+
+    next_id: int
+    tables: list[TaskTable]
+    progress: list[dict[str, Any]]
+
+
+def to_state(next_id: int, tables: Mapping[str, TaskTable]) -> dict[str, Any]:
+    """Return the state of a queue. Its jobs are a list, in the order of their ids."""
+    return {"next_id": next_id, "jobs": [table.to_state() for table in tables.values()]}
+
+
+def check_state(state: object) -> LoadedState:
+    """Return a state after complete checks. Raises ``PlanError`` if it is not that of a queue."""
+    if (
+        not isinstance(state, dict)
+        or set(state) != {"next_id", "jobs"}
+        or type(state["next_id"]) is not int
+        or type(state["jobs"]) is not list
+        or not all(isinstance(job, dict) and "spec" in job for job in state["jobs"])
+    ):
+        raise _not_a_state("next_id and jobs", repr(state)[:200])
+    tables, next_id = [], 1
+    for job in state["jobs"]:
+        spec = parse_spec(job["spec"])
+        check_progress(spec, job)
+        table = TaskTable(spec, job["first_id"])
+        if table.first_id < next_id:
+            raise _not_a_state(
+                "jobs in the order of their ids", f"{spec.name!r} at {table.first_id}"
+            )
+        next_id = table.last_id + 1
+        tables.append(table)
+    names = {table.spec.name for table in tables}
+    if len(names) < len(tables) or state["next_id"] < next_id:
+        raise _not_a_state("different names, and a next_id after all jobs", state["next_id"])
+    return LoadedState(state["next_id"], tables, state["jobs"])
+
+
+def match_tables(
+    loaded: LoadedState, live: Mapping[str, TaskTable]
+) -> tuple[list[TaskTable], list[TaskTable]]:
+    """Return the tables that receive the progress of a state, and the live ones that a load drops.
+
+    A job that the queue has keeps its table, so that who waits for it need not know of the load.
+    Raises ``PlanError`` if a job has another specification, and if a training job would be dropped
+    that has not begun: it is one that the script adds for the first time.
+    """
+    receiving = []
+    for table in loaded.tables:
+        own = live.get(table.spec.name)
+        if own is not None and own.spec != table.spec:
+            raise PlanError(
+                f"Job {table.spec.name!r} of the task queue differs from the saved one",
+                expected=table.spec.text[:300],
+                found=own.spec.text[:300],
+                todo="Add it with the saved arguments, or give the new job another name",
+            )
+        receiving.append(table if own is None else own)
+    names = {table.spec.name for table in loaded.tables}
+    dropped = [table for name, table in live.items() if name not in names]
+    new = [t.spec.name for t in dropped if t.spec.kind == "training" and not t.is_touched]
+    if new:
+        raise PlanError(
+            f"The saved task queue does not have job {new[0]!r}, which would be lost",
+            expected="the jobs that the queue had when the version was saved",
+            found=f"{len(new)} more that have not begun",
+            todo="Add jobs that are new after resume()",
+        )
+    return receiving, dropped
+
+
+def _not_a_state(expected: str, found: object) -> PlanError:
+    what = "The loaded value is not the state of a task queue"
+    return PlanError(what, expected=expected, found=found)
