@@ -179,10 +179,9 @@ class Run:
         intact version, which is its ``latest``. ``save(state, step=...)`` saves a version, and
         deletes the versions that ``keep`` does not keep (None: keeps all).
 
-        ``incremental=True``: a version refers to the chunks that an earlier version holds. Every
-        20th version is written in full; with a number, every version of that count. ``group``: as
-        for ``limpet.save``; all ranks make the same calls. ``timeout``: the seconds after which a
-        save fails. Raises ``LimpetError`` for an invalid argument.
+        ``incremental``: as for a ``Checkpointer``. ``group``: as for ``limpet.save``; all ranks
+        make the same calls. ``timeout``: the seconds after which a save fails. Raises
+        ``LimpetError`` for an invalid argument.
         """
         is_count = type(incremental) is bool or (type(incremental) is int and incremental >= 1)
         if not is_count:
@@ -193,7 +192,7 @@ class Run:
             self.catalog,
             saving_group(group),
             KeepPolicy() if keep is None else keep,
-            full_every=20 if incremental is True else int(incremental) or 1,
+            incremental=incremental,
             timeout=timeout,
         )
 

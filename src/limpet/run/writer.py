@@ -51,8 +51,8 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
     """Writes versions of a run, one at a time. All ranks of the group make the same calls.
 
     ``newest`` is the version that was saved or resumed last. The next version names it as its
-    parent. If versions are incremental, it refers to the chunks of ``newest``, except for every
-    ``full_every``-th version, which is written in full (1: each one, None: none has to be).
+    parent. With ``incremental=20``, it refers to the chunks of ``newest``, and the first of every
+    20 versions is written in full; True means 20.
     ``lock`` is checked before every commit. A save of more than ``timeout`` seconds fails.
     """
 
@@ -62,7 +62,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         group: Group,
         keep: KeepPolicy,
         *,
-        full_every: int | None = 1,
+        incremental: bool | int = False,
         timeout: float | None = None,
         before_deletion: BeforeDeletion = lambda *_: (),
     ) -> None:
@@ -74,7 +74,8 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self.attempt = ""
         """The attempt of the last save; empty if there is none since the last resume."""
         self._catalog = catalog
-        self._full_every, self._timeout = full_every, timeout
+        self._full_every = 20 if incremental is True else int(incremental)
+        self._timeout = timeout
         self._sessions = [random_id()]
         self._branch: int | None = None  # None: not in a ``with`` block
 
@@ -284,8 +285,8 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
     def _choose_base(self) -> SnapshotReader | None:
         """Return the version whose chunks the next one may refer to, or None for a full version.
         With several ranks, the decision of rank 0 counts."""
-        base = None if self._full_every == 1 else self.newest
-        if base is None or self._full_every is None or self.group.rank:
+        base = self.newest if self._full_every else None
+        if base is None or self.group.rank:
             return base
         # of every full_every versions, the first is full and the others are its chain
         return base if base.manifest.chain + 1 < self._full_every else None

@@ -88,8 +88,7 @@ class CheckpointerBase:
     def _make_saver(self, options: Options) -> Saver:
         checks = VersionChecks(self.run, options.keep, self._early_stop)
         parts = self.run, self._tiers, options.keep, self._goodput, checks
-        full_every = 20 if options.incremental is True else int(options.incremental) or 1
-        return Saver(*parts, full_every, options.overlap, options.save_timeout)
+        return Saver(*parts, options.incremental, options.overlap, options.save_timeout)
 
     def _make_ending(self, options: Options) -> tuple[StepSavepoint, Ending]:
         savepoint = make_savepoint(self.state, options.save, options.preemption, self._goodput)

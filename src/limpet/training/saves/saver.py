@@ -39,7 +39,7 @@ from limpet.training.step_savepoint import SavepointLabel
 class Saver:
     """Saves states of a training in the background, through a ``VersionWriter``.
 
-    ``full_every`` and ``timeout`` are those of the writer. With ``overlap``, parameters and slots
+    ``incremental`` and ``timeout`` are those of the writer. With ``overlap``, parameters and slots
     are copied during the next step, and an optimizer's step waits for the copy. If the local tier
     is open, a save is complete on the local disks first, and is then promoted to the run.
     """
@@ -51,7 +51,7 @@ class Saver:
         keep: KeepPolicy,
         goodput: Goodput,
         checks: VersionChecks,
-        full_every: int | None,
+        incremental: bool | int,
         overlap: bool,
         timeout: float | None,
     ) -> None:
@@ -64,7 +64,7 @@ class Saver:
             run.catalog,
             self.group,
             keep,
-            full_every=full_every,
+            incremental=incremental,
             timeout=timeout,
             before_deletion=checks.early_stop.before_deletion,
         )
