@@ -24,11 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import limpet
 from limpet.convert.arrange import arrange_state
 from limpet.convert.import_ import (
-    flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
 from limpet.snapshot.location import Location
+from limpet.state.flatten import flatten
 from limpet.storage.open import open_store
 
 _run_numbers = count()
@@ -39,7 +39,7 @@ def import_checkpoint(path, under=None, step=1, **options):
     read = read_foreign_checkpoint(str(path))
     state = arrange_state(read.value, under, **options).state
     location = Location(open_store(f"memory://imported{next(_run_numbers)}"), f"version_{step}")
-    return save_foreign_checkpoint(location, flatten_foreign_state(state), read, step)
+    return save_foreign_checkpoint(location, flatten(state), read, step)
 
 
 def import_and_load(path, under=None, **options):

@@ -23,7 +23,6 @@ from torch import nn
 import limpet
 from limpet.convert.arrange import arrange_state
 from limpet.convert.import_ import (
-    flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
@@ -31,6 +30,7 @@ from limpet.convert.mmap_files import MappedFile, read_zip_records
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, Unsupported
 from limpet.snapshot.location import locate
 from limpet.snapshot.snapshot import reader_of
+from limpet.state.flatten import flatten
 from tests.convert.checkpoints import (
     MaliciousPickle,
     import_and_load,
@@ -114,7 +114,7 @@ def test_an_existing_snapshot_is_not_changed(tmp_path):
     with pytest.raises(AlreadyExists):
         save_foreign_checkpoint(
             locate(imported.url),
-            flatten_foreign_state(arrange_state(read.value, None).state),
+            flatten(arrange_state(read.value, None).state),
             read,
             1,
         )
@@ -575,9 +575,8 @@ import torch
 import limpet
 from limpet.snapshot.location import locate
 from limpet.convert.arrange import arrange_state
-from limpet.convert.import_ import (
-    flatten_foreign_state, read_foreign_checkpoint, save_foreign_checkpoint,
-)
+from limpet.convert.import_ import read_foreign_checkpoint, save_foreign_checkpoint
+from limpet.state.flatten import flatten
 from tests.memory_peak import print_peak_memory
 
 torch.ones(3).sum()
@@ -585,7 +584,7 @@ limpet.save("memory://warm/version_1", {"x": torch.ones(3)})
 with print_peak_memory():
     read = read_foreign_checkpoint(sys.argv[1])
     state = arrange_state(read.value, None).state
-    save_foreign_checkpoint(locate(sys.argv[2]), flatten_foreign_state(state), read, 1)
+    save_foreign_checkpoint(locate(sys.argv[2]), flatten(state), read, 1)
 """
 
 

@@ -18,7 +18,6 @@ import limpet
 from limpet.convert import stored_files
 from limpet.convert.arrange import arrange_state
 from limpet.convert.import_ import (
-    flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
@@ -26,6 +25,7 @@ from limpet.convert.stored_files import size_of_foreign
 from limpet.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import Snapshot
+from limpet.state.flatten import flatten
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
@@ -69,7 +69,7 @@ def torch_bytes(value: object, **options: object) -> bytes:
 
 def import_from(source: Location, to: MemoryStore, step: int = 1) -> limpet.Snapshot:
     checkpoint = read_foreign_checkpoint(source)
-    flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
+    flat = flatten(arrange_state(checkpoint.value, None).state)
     location = Location(to, f"version_{step}")
     return Snapshot(save_foreign_checkpoint(location, flat, checkpoint, step))
 
@@ -103,7 +103,7 @@ def test_a_safetensors_file_is_read_once_and_not_copied(store, monkeypatch, tmp_
     begin = len(raw) - sum(t.nbytes for t in MODEL.values())
     assert store.bytes_read("models/step_7.safetensors") < 3 * begin
     store.ranges.clear()
-    flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
+    flat = flatten(arrange_state(checkpoint.value, None).state)
     snapshot = save_foreign_checkpoint(Location(to, "version_7"), flat, checkpoint, 7)
     read = [(at, at + n) for _, at, n in sorted(store.ranges)]
     assert read[0][0] == begin
@@ -128,7 +128,7 @@ def test_small_tensors_are_read_together(store, monkeypatch, kept):
     checkpoint = read_foreign_checkpoint(Location(store, "m.safetensors"))
     store.ranges.clear()
     to = MemoryStore()
-    flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
+    flat = flatten(arrange_state(checkpoint.value, None).state)
     save_foreign_checkpoint(Location(to, "version_7"), flat, checkpoint, 7)
     if kept == 16:
         assert len(store.ranges) < 20
@@ -211,7 +211,7 @@ def test_an_object_that_is_replaced_during_the_import_is_not_committed(store, ki
     checkpoint = read_foreign_checkpoint(Location(store, "x"))
     write(2.0)
     to = MemoryStore()
-    flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
+    flat = flatten(arrange_state(checkpoint.value, None).state)
     with pytest.raises(StoreError, match="counting/x was replaced while it was imported"):
         save_foreign_checkpoint(Location(to, "version_1"), flat, checkpoint, 1)
     assert limpet.Run(to).snapshots() == []
@@ -220,7 +220,7 @@ def test_an_object_that_is_replaced_during_the_import_is_not_committed(store, ki
 def test_a_failed_read_commits_nothing(store):
     store.put_if_absent("x", to_safetensors(MODEL))
     checkpoint = read_foreign_checkpoint(Location(store, "x"))
-    flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
+    flat = flatten(arrange_state(checkpoint.value, None).state)
     store.refused = ("x",)
     to = MemoryStore()
     with pytest.raises(Denied):

@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
-from msgspec import structs
-
 from limpet import events
 from limpet.buffers import shared_pool
 from limpet.convert import read_dcp, read_safetensors
@@ -27,14 +25,13 @@ from limpet.convert.arrange import (
 )
 from limpet.convert.export_record import require_intact
 from limpet.convert.mmap_files import Advance, MappedFile
-from limpet.convert.read_dcp import TensorBoxes, load_dcp
+from limpet.convert.read_dcp import load_dcp
 from limpet.convert.read_safetensors import load_huggingface_folder, load_safetensors
 from limpet.convert.read_torch import load_torch_file
 from limpet.convert.stored_files import (
     ForeignFile,
     ForeignFolder,
     StoredFile,
-    StoredTensor,
     is_safetensors,
     locate_foreign,
 )
@@ -275,53 +272,12 @@ def import_checkpoint(
     if step is None:
         step = checkpoint.step if version is None else version.step
     branch = 0 if version is None else version.branch
-    flat = flatten_foreign_state(arranged.state)
+    flat = flatten(arranged.state)
     snapshot = save_foreign_checkpoint(location, flat, checkpoint, step, branch)
     if checkpoint.left_out:
         names = format_list(checkpoint.left_out, _MAX_LISTED)
         warn_user(f"Not imported from {checkpoint.path}: {names}", UserWarning)
     return Snapshot(snapshot)
-
-
-def flatten_foreign_state(state: dict[Any, Any]) -> FlatState:
-    """Flatten a state that was read into a tree and its leaves.
-
-    A tensor that was read as several boxes stays several boxes and is never assembled. Raises
-    ``Unsupported``, with the key, for a value that cannot be saved.
-    """
-    placeholders: dict[int, tuple[Any, TensorBoxes | StoredTensor]] = {}
-    flat = flatten(_insert_placeholders(state, placeholders))
-    leaves = []
-    for leaf in flat.leaves:
-        _, source = placeholders.get(id(leaf.source), (None, None))
-        if isinstance(source, TensorBoxes):
-            boxes = source.boxes
-            leaves += [structs.replace(leaf, source=b.tensor, box=b.box) for b in boxes]
-        else:
-            leaves.append(leaf if source is None else structs.replace(leaf, source=source))
-    flat.leaves[:] = leaves
-    return flat
-
-
-def _insert_placeholders(
-    value: Any, placeholders: dict[int, tuple[Any, TensorBoxes | StoredTensor]]
-) -> Any:
-    """Replace each ``TensorBoxes`` and ``StoredTensor`` by a tensor of its shape with one element
-    in memory."""
-    if type(value) is dict:
-        return {k: _insert_placeholders(v, placeholders) for k, v in value.items()}
-    if type(value) is list:
-        return [_insert_placeholders(v, placeholders) for v in value]
-    if not isinstance(value, TensorBoxes | StoredTensor):
-        return value
-    if id(value) in placeholders:  # a tied tensor
-        return placeholders[id(value)][0]
-    import torch
-
-    placeholder = torch.empty((), dtype=getattr(torch, value.dtype)).expand(value.shape)
-    # keeps both alive, so that their ids stay unique
-    placeholders[id(placeholder)] = placeholders[id(value)] = (placeholder, value)
-    return placeholder
 
 
 def save_foreign_checkpoint(
@@ -332,7 +288,7 @@ def save_foreign_checkpoint(
     branch: int = 0,
     advance: Advance = no_op,
 ) -> SnapshotReader:
-    """Save a checkpoint, flattened by ``flatten_foreign_state``, as the snapshot at ``location``.
+    """Save a checkpoint, flattened,, as the snapshot at ``location``.
 
     The note of the snapshot records the origin. ``advance(nbytes)`` is called as bytes are written.
     Raises as ``limpet.save`` does, and ``StoreError`` if a file in a store was replaced

@@ -23,6 +23,7 @@ from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, is_valid_shape
 from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
 from limpet.layout.shard_layout import LeafBox
+from limpet.state.sharding import LocalBoxes
 from limpet.threads import Workers, no_op
 from limpet.types import DTYPES, Box
 
@@ -150,8 +151,8 @@ class _StoredBox:
 
 
 @dataclass(slots=True)
-class TensorBoxes:
-    """A tensor that is stored as several boxes, each of them mapped."""
+class _TensorBoxes:
+    """A tensor that is stored as several boxes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -246,7 +247,7 @@ class _DcpFolder:
 def load_dcp(folder: ForeignFolder, advance: Advance) -> dict[Any, Any]:
     """Return the state in a DCP folder, nested as it was saved.
 
-    A tensor that is stored in one piece is mapped; any other tensor is a ``TensorBoxes``. Raises
+    A tensor that is stored in one piece is mapped; any other tensor is a ``LocalBoxes``. Raises
     ``FormatError`` if anything is missing or differs from the metadata, and ``Unsupported``.
     """
     opened = _DcpFolder(folder)
@@ -276,19 +277,22 @@ def load_dcp(folder: ForeignFolder, advance: Advance) -> dict[Any, Any]:
         raise opened.format_error("a list of tensors and their locations", e) from e
     Workers.create().each(boxes, lambda box: _map_box(opened, box, advance))
     for fqn, value in values.items():
-        if isinstance(value, TensorBoxes) and value.boxes[0].box == Box.whole(value.shape):
+        if isinstance(value, _TensorBoxes) and value.boxes[0].box == Box.whole(value.shape):
             values[fqn] = value.boxes[0].tensor
+        elif isinstance(value, _TensorBoxes):
+            box_tensors = [(stored.box, stored.tensor) for stored in value.boxes]
+            values[fqn] = LocalBoxes(value.shape, box_tensors, value.dtype, tie_key=fqn)
     paths = opened.planner_data if isinstance(opened.planner_data, dict) else {}
     return unflatten(values, paths, opened.metadata_file.length, opened.format_error)
 
 
-def _parse_tensor_metadata(folder: _DcpFolder, fqn: str, metadata: Any) -> TensorBoxes:
+def _parse_tensor_metadata(folder: _DcpFolder, fqn: str, metadata: Any) -> _TensorBoxes:
     """Return a tensor without mapped boxes. Raises ``FormatError`` if its metadata is invalid."""
     properties, shape = metadata.properties, folder.dims(metadata.size)
     dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
     if type(fqn) is not str or dtype not in DTYPES or not is_valid_shape(dtype, shape):
         raise folder.format_error("a tensor of a valid dtype and shape", f"{dtype!r}, {shape!r}")
-    tensor = TensorBoxes(dtype, shape)
+    tensor = _TensorBoxes(dtype, shape)
     for chunk in metadata.chunks:
         folder.count_part()
         box = Box(folder.dims(chunk.offsets), folder.dims(chunk.sizes))
@@ -306,7 +310,7 @@ def _check_coverage(folder: _DcpFolder, values: dict[str, Any]) -> None:
     leaf_boxes = [
         LeafBox(fqn, value.dtype, value.shape, stored.box)
         for fqn, value in values.items()
-        if isinstance(value, TensorBoxes)
+        if isinstance(value, _TensorBoxes)
         for stored in value.boxes
     ]
     try:

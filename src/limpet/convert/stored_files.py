@@ -22,6 +22,7 @@ from limpet.convert.mmap_files import Advance, MappedFile, format_error
 from limpet.errors import FormatError, NoSpace, NotFound, StoreError
 from limpet.format.safetensors import MAX_HEADER
 from limpet.snapshot.location import Location, locate
+from limpet.state.source import Source
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import expand_home
@@ -187,11 +188,8 @@ class _Extent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
-    """A tensor in a stored file, with the attributes of a source that a save uses.
-
-    ``dtype``: its name. It is not in the memory of this process. ``extent``: if it is small.
-    """
+class StoredTensor(Source):
+    """A tensor in a stored file. ``extent``: if it is small."""
 
     file: StoredFile
     dtype: str
@@ -199,24 +197,9 @@ class StoredTensor:
     start: int
     extent: _Extent | None = None
 
-    is_cpu = False
-    is_cuda = False
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
-
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes of the tensor from ``start``. Raises ``StoreError``."""
         (self.extent or self.file).read_into(self.start + start, view)
-
-    def fetch(self) -> Any:
-        """Return the tensor in memory. Raises ``StoreError``."""
-        import torch
-
-        raw = bytearray(self.nbytes)
-        self.read_into(0, memoryview(raw))
-        return torch.frombuffer(raw, dtype=getattr(torch, self.dtype)).view(self.shape)
 
 
 def require_space(files: Sequence[ForeignFile]) -> None:

@@ -132,20 +132,16 @@ _FOREIGN = (".metadata", ".bin", ".ckpt", ".pt", ".pth", ".safetensors", ".index
 def _foreign_advice(path: str) -> str:
     """Return how to load the checkpoint of another library if there may be one at a path or URL, or
     an empty string. No file is read."""
-    found = False
+    is_file, names = "://" not in path and os.path.isfile(path), list[str]()
     with suppress(StoreError, OSError):
-        if "://" in path:
-            location = locate(path)
-            folder, _, name = location.folder.rpartition("/")
-            entries = list_level(location.store, location.folder) if name else ()
-            siblings = list_level(location.store, folder) if name and not entries else ()
-            is_file = any(e.stat is not None and e.name == name for e in siblings)
-            names = [e.name for e in entries]
-        else:
-            is_file = os.path.isfile(path)
+        if "://" not in path:
             names = [] if is_file else os.listdir(path)
-        found = is_file or any(name.endswith(_FOREIGN) for name in names)
-    if not found:
+        elif (location := locate(path)).folder:
+            names = [e.name for e in list_level(location.store, location.folder)]
+            if not names:
+                location.store.stat(location.folder)
+                is_file = True
+    if not is_file and not any(name.endswith(_FOREIGN) for name in names):
         return ""
     return (
         "If this is a checkpoint of another library, import it once, and load the snapshot:"

@@ -25,6 +25,7 @@ from limpet.layout.shard_layout import (
 from limpet.lazy_torch import torch_or_none
 from limpet.ragged import Ints, sorted_unique
 from limpet.state.memory_ranges import read_ranges, write_ranges
+from limpet.state.source import Source
 from limpet.types import BLOCK_SIZE
 
 
@@ -56,7 +57,8 @@ def release_buffers(pieces: Iterable[Piece], pool: BufferPool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A shard to be written: its header, its boxes, and the arrays that supply their bytes.
+    """A shard to be written: its header, its boxes, and the arrays, tensors, or ``Source`` objects
+    with their bytes.
 
     ``leaf_boxes``, ``sources``, ``box_starts``, and ``box_ends`` (file offsets) are in file order.
     ``cuts``: the file offsets at which the chunks end; ``length``: the length of the file.
@@ -223,7 +225,7 @@ def _begin_copy(source: Any, start: int, stop: int, buffer: Buffer, buffer_offse
     is synchronized."""
     if address := contiguous_address(source):
         ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
-    elif hasattr(source, "read_into"):  # an import reads it from a store now
+    elif isinstance(source, Source):
         source.read_into(start, buffer.view[buffer_offset : buffer_offset + stop - start])
     elif isinstance(source, np.ndarray):
         _copy_strided_array(source, start, stop, buffer.view[buffer_offset:])

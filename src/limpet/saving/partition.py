@@ -30,6 +30,7 @@ from limpet.ranks.group import Group
 from limpet.saving.replica_check import digest_values
 from limpet.state.flatten import FlatState, LocalLeaf
 from limpet.state.replication import Replication
+from limpet.state.source import Source
 from limpet.text import MAX_SHOWN, format_list, format_ranks
 from limpet.threads import Workers
 from limpet.types import MIB, Box
@@ -182,7 +183,11 @@ def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
         count = min(rows, box.sizes[d] - at)
         offsets = (*box.offsets[:d], box.offsets[d] + at, *box.offsets[d + 1 :])
         part = Box(offsets, (*box.sizes[:d], count, *box.sizes[d + 1 :]))
-        piece = source[(slice(None),) * d + (slice(at, at + count),)]
+        piece = (
+            source.rows(at, count)
+            if isinstance(source, Source)
+            else source[(slice(None),) * d + (slice(at, at + count),)]
+        )
         yield LocalLeaf(leaf.key, leaf.dtype, leaf.shape, piece, part, leaf.replication)
 
 

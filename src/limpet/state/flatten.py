@@ -34,6 +34,7 @@ from limpet.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
+from limpet.state.source import Source
 from limpet.text import with_article
 from limpet.threads import gc_paused
 from limpet.types import DTYPES, Box
@@ -43,9 +44,9 @@ from limpet.types import DTYPES, Box
 class LocalLeaf(msgspec.Struct, frozen=True, gc=False):
     """A box of a leaf that is about to be saved.
 
-    ``shape`` is the shape of the global tensor. ``source`` is a strided torch tensor or a NumPy
-    array of dtype ``dtype`` with the elements of ``box``. The elements of an array whose dtype has
-    no name in the format are rows of uint8.
+    ``shape`` is the shape of the global tensor. ``source`` is a strided torch tensor, a NumPy
+    array, or a ``Source`` of dtype ``dtype`` with the elements of ``box``. The elements of an array
+    whose dtype has no name in the format are rows of uint8.
     """
 
     key: str
@@ -158,12 +159,24 @@ class _Flattener:
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
             raise unsupported(value, key, "it is a subclass of ndarray")
+        if isinstance(value, Source):
+            return self._encode_source(value, key)
         return self._encode_object(value, key, depth)
 
     def _add_array(self, key: str, a: np.ndarray[Any, Any]) -> None:
         replication = self.forced_replication or Replication.UNVERIFIED
         leaf = LocalLeaf(key, a.dtype.name, a.shape, a, Box.whole(a.shape), replication)
         self.flat.leaves.append(leaf)
+
+    def _encode_source(self, source: Source, key: str) -> Any:
+        first_key = self.key_by_memory.setdefault((id(source),), key)
+        if first_key != key:
+            return {"tied": first_key}
+        name = _require_storable(source, source.dtype, source.shape, key)
+        replication = self.forced_replication or Replication.UNVERIFIED
+        box = Box.whole(source.shape)
+        self.flat.leaves.append(LocalLeaf(key, name, source.shape, source, box, replication))
+        return {"tensor": [name, list(source.shape)]}
 
     def _encode_rank_dependent(self, value: Any, key: str, depth: int) -> Any:
         """Encode a per-rank or replicated value, whose node is stored outside of the tree."""

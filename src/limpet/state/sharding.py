@@ -148,6 +148,8 @@ def _extractor_for_type(cls: type) -> Callable[[Any, str], LocalBoxes] | None:
         return _boxes_of_dtensor
     if issubclass(cls, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
         return _boxes_of_sharded_tensor
+    if issubclass(cls, LocalBoxes):
+        return lambda boxes, key: boxes
     return _boxes_of_boxed if issubclass(cls, Boxed) else None
 
 

@@ -14,7 +14,6 @@ from limpet.cli.resolve import check_run_target
 from limpet.convert.arrange import ArrangedState, arrange_state
 from limpet.convert.import_ import (
     ForeignCheckpoint,
-    flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
@@ -23,6 +22,7 @@ from limpet.format.names import MAX_STEP, Version
 from limpet.run.run import Run
 from limpet.saving.commit import raise_if_exists
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state.flatten import flatten
 from limpet.text import format_count, format_list, format_size
 
 _KIND_NAMES = {
@@ -80,7 +80,7 @@ def command(
     location = target.location(version)
     raise_if_exists(location)
     arranged = arrange_state(checkpoint.value, under, kind=checkpoint.kind, keep_names=keep_names)
-    flat = flatten_foreign_state(arranged.state)
+    flat = flatten(arranged.state)
     nbytes = sum(leaf.source.nbytes for leaf in flat.leaves)
     with progress_bar("importing", nbytes, quiet=as_json) as advance:
         snapshot = save_foreign_checkpoint(
