@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Generic, TypeVar
 
+from limpet import arguments
 from limpet.errors import LimpetError, Unavailable
 from limpet.threads import Latch, start_thread
 
@@ -46,13 +47,13 @@ class Deadline:
         cleanup: float | None = None,
     ) -> Deadline:
         """Return the deadline ``seconds`` from now. Raises ``LimpetError`` unless positive."""
-        if type(seconds) not in (int, float) or not seconds > 0:
+        if (number := arguments.seconds(seconds)) is None:
             raise LimpetError(
                 f"Invalid deadline for {purpose}",
                 expected="a number of seconds greater than 0",
                 found=repr(seconds),
             )
-        return cls(purpose, clock() + seconds, clock, cleanup=cleanup)
+        return cls(purpose, clock() + number, clock, cleanup=cleanup)
 
     @property
     def seconds_left(self) -> float:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from limpet.arguments import real
 from limpet.convert.export_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -192,13 +193,14 @@ def prepare_export(
         raise LimpetError(
             "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
         )
-    is_number = isinstance(max_shard_size, int | float) and not isinstance(max_shard_size, bool)
-    if not is_number or not max_shard_size >= 1:
+    most = real(max_shard_size)
+    if most is None or not most >= 1:
         raise LimpetError(
             "Invalid value for max_shard_size=",
             expected="a number of bytes, 1 or more, such as 5e9",
             found=repr(max_shard_size)[:80],
         )
+    max_shard_size = most
     location, name = locate_export(os.fspath(path), to)
     if root is None:
         root = "" if keys or to == "torch" else _default_root(snapshot)

@@ -13,6 +13,7 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 from limpet import events
+from limpet.arguments import whole
 from limpet.errors import (
     FormatError,
     LimpetError,
@@ -118,6 +119,7 @@ class Evaluation:
         _check("workers", workers, is_valid, "a whole number, 0 or more, or Workers(...)")
         _check("select", select, isinstance(select, Selection), "Selection(...)")
         check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
+        batch_size, lease_seconds = whole(batch_size), float(lease_seconds)
         functions = {"setup": setup, "evaluate": evaluate, "data": data, "collate": collate}
         for label, function in functions.items():
             is_valid = callable(function) or isinstance(function, str)

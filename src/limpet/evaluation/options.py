@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from limpet.arguments import real, seconds, whole
 from limpet.errors import LimpetError
 from limpet.format.names import Version
 from limpet.run.policy import KeepEvery, Record
@@ -25,13 +26,14 @@ def check_argument(owner: str, name: str, value: object, is_valid: bool, expecte
 
 
 def is_count(value: object, least: int) -> bool:
-    """Return True for an int of at least ``least`` that is no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Return True for a whole number of at least ``least``."""
+    return whole(value, least) is not None
 
 
 def check_seconds(owner: str, name: str, value: object, most: float) -> None:
     """Raise ``LimpetError`` unless the argument is a number above 0, and at most ``most``."""
-    is_valid = isinstance(value, int | float) and 0 < value <= most
+    number = seconds(value)
+    is_valid = number is not None and number <= most
     check_argument(owner, name, value, is_valid, f"seconds: a number above 0, at most {most:g}")
 
 
@@ -96,8 +98,9 @@ class Selection:
         is_valid = steps is None or is_count(steps, 1)
         check("every_steps", steps, is_valid, "a whole number, 1 or more")
         for name in ("every_seconds", "throttle"):
-            seconds = getattr(self, name)
-            check(name, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
+            value = getattr(self, name)
+            number = real(value)
+            check(name, value, number is not None and number >= 0, "0 or more")
 
     @property
     def needs_all(self) -> bool:

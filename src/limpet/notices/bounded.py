@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
+from limpet.arguments import seconds
 from limpet.deadline import Call
 from limpet.errors import LimpetError
 from limpet.notices.notice import Notice
@@ -70,11 +71,11 @@ class BoundedSource(ABC):
 
 def check_seconds(option: str, value: float) -> float:
     """Return ``value``. Raises ``LimpetError`` unless it is a finite number greater than 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    number = seconds(value)
+    if number is None or number == math.inf:
         raise LimpetError(
             f"Invalid value for {option}=",
             expected="a number of seconds greater than 0",
             found=to_repr(value),
         )
-    return value
+    return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+from limpet.arguments import whole
 from limpet.errors import BrokenLink, LimpetError, NotFound
 from limpet.format.names import Version, is_spread_folder, parse_attempt, version_of_key
 from limpet.storage.store import Entry, Stat, Store, list_level
@@ -155,11 +155,8 @@ def to_int(number: Any, expected: str) -> int:
 
     Raises ``LimpetError`` for any other value.
     """
-    if not isinstance(number, bool):
-        with suppress(TypeError):
-            index = operator.index(number)
-            if index.bit_length() <= 64:
-                return index
+    if (index := whole(number, -(1 << 64), 1 << 64)) is not None:
+        return index
     raise LimpetError(
         "The argument does not identify a version", expected=expected, found=to_repr(number)[:80]
     )

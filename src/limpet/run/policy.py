@@ -18,6 +18,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec import field as struct_field
 
+from limpet.arguments import real, seconds, whole
 from limpet.errors import LimpetError
 from limpet.format.names import Version
 from limpet.text import to_repr
@@ -26,13 +27,11 @@ Mode = Literal["min", "max"]
 """Whether smaller or larger values of a metric are better."""
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: object, unit: str, example: str) -> None:
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(name, valid, f"a whole number of {unit}, 1 or more", value, example)
+def check_count(name: str, value: object, unit: str, example: str) -> int:
+    """Return the count as an int."""
+    count = whole(value, 1)
+    require(name, count is not None, f"a whole number of {unit}, 1 or more", value, example)
+    return count or 1
 
 
 _LARGER_IS_BETTER = frozenset(
@@ -65,17 +64,20 @@ def require(name: str, valid: bool, expected: str, found: object, example: str) 
         )
 
 
-def check_seconds(name: str, value: object, example: str) -> None:
-    valid = is_number(value) and 0 < value < inf  # type: ignore[operator]
-    require(name, valid, "a finite number of seconds above 0", value, example)
+def check_seconds(name: str, value: object, example: str) -> float:
+    """Return the seconds as an int or a float."""
+    number = seconds(value) or inf
+    require(name, number < inf, "a finite number of seconds above 0", value, example)
+    return number
 
 
 def check_steps(name: str, steps: Any, least: int, example: str) -> tuple[int, ...]:
     """Return the steps in ascending order, each once."""
     listed = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else []
-    valid = bool(listed) and all(type(step) is int and step >= least for step in listed)
+    numbers = [number for step in listed if (number := whole(step, least)) is not None]
+    valid = bool(listed) and len(numbers) == len(listed)
     require(name, valid, f"a list of steps, each an int of {least} or more", steps, example)
-    return tuple(sorted({*listed}))
+    return tuple(sorted({*numbers}))
 
 
 # -- when to save ------------------------------------------------------------------------------
@@ -158,7 +160,8 @@ class EverySteps(SavePolicy):
     steps: int
 
     def __post_init__(self) -> None:
-        check_count("EverySteps", self.steps, "steps", "EverySteps(500)")
+        steps = check_count("EverySteps", self.steps, "steps", "EverySteps(500)")
+        object.__setattr__(self, "steps", steps)
 
     def due(self, now: PolicyInput) -> bool:
         return now.step // self.steps > now.last_step // self.steps
@@ -185,7 +188,8 @@ class EverySeconds(SavePolicy):
     seconds: float
 
     def __post_init__(self) -> None:
-        check_seconds("EverySeconds", self.seconds, "EverySeconds(600)")
+        seconds = check_seconds("EverySeconds", self.seconds, "EverySeconds(600)")
+        object.__setattr__(self, "seconds", seconds)
 
     def due(self, now: PolicyInput) -> bool:
         return now.seconds - now.last_seconds >= self.seconds
@@ -199,7 +203,8 @@ class EveryEpoch(SavePolicy):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        check_count("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")
+        epochs = check_count("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")
+        object.__setattr__(self, "epochs", epochs)
 
     def due(self, now: PolicyInput) -> bool:
         return now.epochs // self.epochs > now.last_epochs // self.epochs
@@ -297,7 +302,8 @@ class KeepLast(KeepPolicy):
     count: int
 
     def __post_init__(self) -> None:
-        check_count("KeepLast", self.count, "versions", "KeepLast(3)")
+        count = check_count("KeepLast", self.count, "versions", "KeepLast(3)")
+        object.__setattr__(self, "count", count)
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         return frozenset(r.version for r in records[-self.count :])
@@ -318,9 +324,10 @@ class KeepEvery(KeepPolicy):
     def __post_init__(self) -> None:
         example = "KeepEvery(10_000) or KeepEvery(seconds=3600)"
         if self.seconds is None:
-            check_count("KeepEvery", self.steps, "steps", example)
+            steps = check_count("KeepEvery", self.steps, "steps", example)
+            object.__setattr__(self, "steps", steps)
             return
-        check_seconds("KeepEvery", self.seconds, example)
+        object.__setattr__(self, "seconds", check_seconds("KeepEvery", self.seconds, example))
         only = "either steps or seconds, not both"
         require("KeepEvery", self.steps is None, only, f"steps={self.steps}", example)
 
@@ -384,12 +391,13 @@ class KeepBest(KeepPolicy):
 
     def __post_init__(self) -> None:
         example = 'KeepBest(2, "val_loss", mode="min", unscored=2)'
-        check_count("KeepBest", self.count, "versions", example)
+        count = check_count("KeepBest", self.count, "versions", example)
+        object.__setattr__(self, "count", count)
         mode = check_metric("KeepBest", self.metric, self.mode, example)
         object.__setattr__(self, "mode", mode)
-        valid = type(self.unscored) is int and self.unscored >= 0
-        expected = "a whole number of unscored versions, 0 or more"
-        require("KeepBest", valid, expected, self.unscored, example)
+        unscored, expected = whole(self.unscored), "a whole number of unscored versions, 0 or more"
+        require("KeepBest", unscored is not None, expected, self.unscored, example)
+        object.__setattr__(self, "unscored", unscored)
 
     def __repr__(self) -> str:
         rest = f", unscored={self.unscored}" if self.unscored else ""
@@ -455,9 +463,12 @@ class StopWhen:
         example = 'StopWhen("val_loss", patience=3, mode="min")'
         mode = check_metric("StopWhen", self.metric, self.mode, example)
         object.__setattr__(self, "mode", mode)
-        check_count("StopWhen", self.patience, "values (patience)", example)
-        valid = is_number(self.min_delta) and 0 <= self.min_delta < inf
+        patience = check_count("StopWhen", self.patience, "values (patience)", example)
+        object.__setattr__(self, "patience", patience)
+        delta = real(self.min_delta)
+        valid = delta is not None and 0 <= delta < inf
         require("StopWhen", valid, "a finite min_delta of 0 or more", self.min_delta, example)
+        object.__setattr__(self, "min_delta", delta)
 
     def observe(self, state: StopState, value: float) -> StopState:
         """Return the state after one more value of the metric."""
@@ -485,6 +496,10 @@ class StopWhen:
         stored = plain if isinstance(plain, dict) else {}
         best, misses = stored.get("best"), stored.get("misses")
         matches = (stored.get("metric"), stored.get("mode")) == (self.metric, self.mode)
-        if not matches or not isinstance(misses, int) or not (best is None or is_number(best)):
+        if (
+            not matches
+            or not isinstance(misses, int)
+            or not (best is None or real(best) is not None)
+        ):
             return StopState()
         return StopState(best, misses, misses >= self.patience)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from limpet import events, machine
+from limpet.arguments import real, whole
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
@@ -183,8 +184,7 @@ class Run:
         make the same calls. ``timeout``: the seconds after which a save fails. Raises
         ``LimpetError`` for an invalid argument.
         """
-        is_count = type(incremental) is bool or (type(incremental) is int and incremental >= 1)
-        if not is_count:
+        if type(incremental) is not bool and whole(incremental, 1) is None:
             raise LimpetError(
                 f"incremental must be True, False, or a number of versions; found {incremental!r}"
             )
@@ -392,5 +392,8 @@ class Run:
         those that are pinned or that another version refers to. ``dry_run=True`` only reports what
         would be removed. ``now`` replaces the current time, in seconds since the epoch.
         """
+        age = real(grace)
+        if age is None or not age >= 0:
+            raise LimpetError(f"grace must be a number of seconds, 0 or more; found {grace!r}")
         now = time.time() if now is None else now
-        return sweep.sweep(self.catalog, grace=grace, abandoned=abandoned, dry_run=dry_run, now=now)
+        return sweep.sweep(self.catalog, grace=age, abandoned=abandoned, dry_run=dry_run, now=now)

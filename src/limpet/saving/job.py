@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from limpet import machine
+from limpet.arguments import whole
 from limpet.errors import LimpetError
 from limpet.format import names, tree
 from limpet.format.manifest import Manifest, Parent, Shard
@@ -43,6 +44,16 @@ class VersionMetadata:
     note: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     objectives: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ``LimpetError`` unless ``step`` is one, before anything is written."""
+        step = whole(self.step, 0, names.MAX_STEP)
+        if step is None and self.step is not None:
+            raise LimpetError(
+                f"step must be a whole number, 0 or more, with at most 18 digits; found"
+                f" {to_repr(self.step)[:80]}"
+            )
+        object.__setattr__(self, "step", step)
 
     def to_node(self) -> Any:
         """Return the manifest's ``metadata`` without the statistics. Raises ``Unsupported``."""
@@ -110,12 +121,6 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         metadata = self.metadata
         version = names.parse_version(self.location.folder.rpartition("/")[2])
         step = version.step if metadata.step is None and version is not None else metadata.step
-        if step is not None and not (type(step) is int and 0 <= step <= names.MAX_STEP):
-            raise LimpetError(
-                "Invalid value for step=; nothing was committed",
-                expected="a whole number, 0 or more, with at most 18 digits",
-                found=to_repr(step)[:80],
-            )
         statistics = {
             "bytes": sum(s.length for s in shards),
             "staged_seconds": round(self.staged_at - self.started_at, 6),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from limpet.errors import AlreadyExists, Denied, StoreError
 from limpet.text import to_repr
 
@@ -58,7 +60,8 @@ def make_options(
     for name in options:
         if name not in known:
             raise StoreError(f"Unknown option {name!r} of {kind}", expected=" or ".join(known))
-    result = options_class(**options)
+    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
+    result = options_class(**plain)
     by_name = {rule[0]: rule for rule in (CONCURRENCY, TIMEOUT, *rules)}
     for name, rule in by_name.items():
         check_option(rule, getattr(result, name))

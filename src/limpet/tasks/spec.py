@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+from limpet.arguments import real
 from limpet.errors import LimpetError, PlanError
 from limpet.text import without_surrogates
 
@@ -136,11 +137,11 @@ def check_seconds(
     name: str, value: object, *, may_be_zero: bool = False, may_be_infinite: bool = False
 ) -> None:
     """Raise ``LimpetError`` unless ``value`` is a number of seconds."""
+    number = real(value)
     is_valid = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (value > 0 or (may_be_zero and value == 0))
-        and (may_be_infinite or value < math.inf)
+        number is not None
+        and (number > 0 or (may_be_zero and number == 0))
+        and (may_be_infinite or number < math.inf)
     )
     if not is_valid:
         expected = "seconds: a number of 0 or more" if may_be_zero else "seconds: more than 0"

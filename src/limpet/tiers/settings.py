@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+from limpet.arguments import whole
 from limpet.errors import LimpetError
 from limpet.machine import CAN_SEE_PROCESSES, IS_LINUX
 from limpet.run.policy import EveryEpoch, EverySteps
@@ -36,7 +37,7 @@ class MemoryTier:
     def __post_init__(self) -> None:
         checks = {
             "every=": (isinstance(self.every, EverySteps | EveryEpoch), "EverySteps(10)"),
-            "copies=": (type(self.copies) is int and self.copies >= 1, "a whole number, 1 or more"),
+            "copies=": (whole(self.copies, 1) is not None, "a whole number, 1 or more"),
             "path=": (isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path)),
                       "a folder on tmpfs, such as /dev/shm"),
             "interface=": (self.interface is None or isinstance(self.interface, str),
@@ -57,6 +58,7 @@ class MemoryTier:
                     found=to_repr(getattr(self, name[:-1]))[:200],
                     todo="For example, write MemoryTier(every=EverySteps(10), copies=2)",
                 )
+        object.__setattr__(self, "copies", whole(self.copies))
 
 
 @dataclass(frozen=True, slots=True)

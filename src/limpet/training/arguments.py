@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from limpet.arguments import seconds, whole
 from limpet.data.progress import Progress
 from limpet.errors import LimpetError, PlanError
 from limpet.format.names import parse_version
@@ -49,9 +50,9 @@ def check_arguments(options: Options) -> dict[str, str]:
     """
     values: dict[str, Any] = vars(options)
     incremental = values["incremental"]
-    incremental_valid = type(incremental) is bool or (type(incremental) is int and incremental >= 1)
+    incremental_valid = type(incremental) is bool or whole(incremental, 1) is not None
     timeout = values["save_timeout"]
-    timeout_valid = timeout is None or (type(timeout) in (int, float) and timeout > 0)
+    timeout_valid = timeout is None or seconds(timeout) is not None
     expected_values = {
         "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),

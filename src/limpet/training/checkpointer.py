@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from limpet import events
+from limpet.arguments import whole
 from limpet.errors import LimpetError
 from limpet.loading.binding import STRICT, Leniency
 from limpet.ranks.group import GroupSpec
@@ -208,9 +209,9 @@ class Checkpointer(CheckpointerBase):
         All ranks call this. Raises what ``resume`` and ``end_epoch`` raise, and ``LimpetError`` if
         ``count`` is not a number of epochs.
         """
-        if type(count) is not int or count < 0:
+        if (number := whole(count)) is None:
             raise LimpetError(f"epochs() takes an int of 0 or more, not {to_repr(count)[:200]}")
-        return self._run_epochs(count)
+        return self._run_epochs(number)
 
     def _run_epochs(self, count: int) -> Iterator[int]:
         if not (self._lifecycle.is_resumed or self._lifecycle.is_started):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from limpet.arguments import real
 from limpet.errors import LimpetError
 from limpet.notices.notice import Notice, NoticeSource
 from limpet.settings import run_grace
@@ -77,10 +78,10 @@ class Preemption:
     save_fn: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
-        grace: Any = self.grace
-        is_number = isinstance(grace, int | float) and not isinstance(grace, bool)
-        if grace is not None and not (is_number and 0 <= grace < inf):
-            _refuse("grace=", "a number of seconds, 0 or more, or None", grace)
+        grace = real(self.grace)
+        if self.grace is not None and (grace is None or not 0 <= grace < inf):
+            _refuse("grace=", "a number of seconds, 0 or more, or None", self.grace)
+        object.__setattr__(self, "grace", grace)
         functions: dict[str, Any] = {"exit_fn=": self.exit_fn, "save_fn=": self.save_fn}
         for name, function in functions.items():
             if function is not None and not callable(function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from limpet.arguments import whole
 from limpet.data.progress import Progress
 from limpet.data.sampler import ElasticSampler
 from limpet.data.sampler_group import SamplerGroup
@@ -58,14 +59,14 @@ class StepCounter:
 
     def add_steps(self, steps: int, batches: int) -> None:
         """Count ``steps`` more steps, which consist of ``batches`` batches together."""
-        if type(steps) is not int or steps < 1:
+        if (count := whole(steps, 1)) is None:
             raise LimpetError(f"steps= must be an int of 1 or more, not {to_repr(steps)[:200]}")
         self._check_block()
         for sampler in self._samplers:
             sampler.check(batches)  # check all samplers before any of them advances
         for sampler in self._samplers:
             sampler.advance(batches)
-        self._progress.add_steps(steps)
+        self._progress.add_steps(count)
         self.has_counted = True
 
     def end_epoch(self) -> None:

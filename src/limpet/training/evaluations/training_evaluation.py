@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from limpet import events
+from limpet.arguments import whole
 from limpet.errors import LimpetError
 from limpet.evaluation.options import check_argument
 from limpet.evaluation.worker import count_records
@@ -104,7 +105,7 @@ class TrainingEvaluation:
         is_policy = is_policy and not every.on_exception
         _check("every", every, is_policy, "a policy such as limpet.EverySteps(500)")
         _check("on", on, on in ("current", "paused"), '"current" or "paused"')
-        is_batch_size = type(batch_size) is int and batch_size >= 1
+        is_batch_size = whole(batch_size, 1) is not None
         _check("batch_size", batch_size, batch_size is None or is_batch_size, "1 or more, or None")
         _check("keep", keep, not keep or on == "current", 'False, except with on="current"')
         _check("evaluate", evaluate, callable(evaluate), "a function")
@@ -114,7 +115,7 @@ class TrainingEvaluation:
         """The result of the newest evaluation, or None."""
 
         self._ckpt, self._every, self._is_paused, self._keep = ckpt, every, on == "paused", keep
-        self._spec = EvaluationSpec(model, evaluate, data, records, batch_size, collate)
+        self._spec = EvaluationSpec(model, evaluate, data, records, whole(batch_size), collate)
         self._group = ckpt._group
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._agreed: frozenset[str] = frozenset()
