@@ -14,7 +14,7 @@ FORK_SERVER.set_forkserver_preload(
         "torch._dynamo",  # the first optimizer imports it
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
-        "limpet.integrations.dcp.writing",
+        "limpet.integrations.dcp",
         "tests.crash.killed_saver",
     ]
 )

@@ -19,7 +19,7 @@ from limpet.convert.copy import copy_snapshot
 from limpet.convert.reshard import reshard
 from limpet.convert.stream import stream_leaves
 from limpet.errors import DigestMismatch, SkippedVersion
-from limpet.integrations.dcp.reading import StorageReader
+from limpet.integrations.dcp import StorageReader
 from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
 from limpet.snapshot.compare import compare_bytes

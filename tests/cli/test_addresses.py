@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import limpet
 from limpet.errors import LimpetError
-from limpet.integrations.dcp.reading import StorageReader
+from limpet.integrations.dcp import StorageReader
 from tests.cli.invoke import run_cli
 
 # the address, and the version

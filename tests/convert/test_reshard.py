@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import limpet
 from limpet.buffers import shared_pool
 from limpet.convert import reshard as reshard_module
-from limpet.convert import reshard_plan
 from limpet.convert.reshard import reshard
 from limpet.errors import (
     AlreadyExists,
@@ -69,10 +68,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 1 KiB and windows of 4 KiB, so that small states have many."""
     for name in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{name}.BLOCK_SIZE", 1024)
-    for name in ("layout.shard_layout", "convert.reshard_plan"):
+    for name in ("layout.shard_layout", "convert.reshard"):
         monkeypatch.setattr(f"limpet.{name}.SMALL_BOX_BYTES", 64)
         monkeypatch.setattr(f"limpet.{name}.MAX_SHARED_CHUNK_BYTES", 256)
-    monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 4096)
+    monkeypatch.setattr(reshard_module, "WINDOW_BYTES", 4096)
     monkeypatch.setenv("LIMPET_THREADS", "3")
 
 
@@ -144,8 +143,8 @@ def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
     whole = limpet.save(url(), {**state, "n": 1})
     old = write_resharded(reader_of(whole), new_location(), lambda key, shape: layout[key], 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard_plan, "WINDOW_BYTES", window)
-        patch.setattr(reshard_plan, "MAX_OPEN_SHARDS", at_a_time)
+        patch.setattr(reshard_module, "WINDOW_BYTES", window)
+        patch.setattr(reshard_module, "MAX_OPEN_SHARDS", at_a_time)
         copied: list[int] = []
         new = reshard(old, new_location(), shards, split, copied.append)
     new = open_location(new.location)
@@ -325,10 +324,10 @@ def test_few_bytes_are_read_twice(
     unit = 16 << 10
     for name in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{name}.BLOCK_SIZE", unit)
-    for name in ("layout.shard_layout", "convert.reshard_plan"):
+    for name in ("layout.shard_layout", "convert.reshard"):
         monkeypatch.setattr(f"limpet.{name}.SMALL_BOX_BYTES", unit // 64)
         monkeypatch.setattr(f"limpet.{name}.MAX_SHARED_CHUNK_BYTES", unit // 4)
-    monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 24 * unit)
+    monkeypatch.setattr(reshard_module, "WINDOW_BYTES", 24 * unit)
     state = {"large": np.zeros((512, 544), np.float32)}
     state |= {f"w{i}": np.zeros((256, 32), np.float32) for i in range(64)}
     state |= {f"b{i}": np.zeros(60, np.float32) for i in range(50)}
@@ -418,7 +417,7 @@ class CollectingUpload(HookedUpload):
 def test_the_uploads_of_a_store_that_collects_bytes_are_bounded(
     limit: int, at_once: int, is_ordered: bool, monkeypatch: pytest.MonkeyPatch, small_chunks: None
 ) -> None:
-    monkeypatch.setattr(reshard_plan, "MAX_UPLOAD_BYTES", limit)
+    monkeypatch.setattr(reshard_module, "MAX_UPLOAD_BYTES", limit)
     store = CollectingStore()
     store.is_ordered = is_ordered
     state = {f"w{i}": np.arange(2400.0).reshape(24, 100) + i for i in range(5)}

@@ -41,8 +41,7 @@ from limpet.errors import (
     StoreError,
     Unsupported,
 )
-from limpet.integrations.dcp.reading import StorageReader
-from limpet.integrations.dcp.writing import StorageWriter
+from limpet.integrations.dcp import StorageReader, StorageWriter
 from limpet.snapshot.location import is_snapshot, locate
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore

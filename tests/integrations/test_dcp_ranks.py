@@ -36,8 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 import limpet
 from limpet.errors import CommitError, DigestMismatch, LimpetError, NotFound
-from limpet.integrations.dcp.reading import StorageReader
-from limpet.integrations.dcp.writing import StorageWriter
+from limpet.integrations.dcp import StorageReader, StorageWriter
 from limpet.snapshot.snapshot import reader_of
 from tests.integrations.world import SIZE, RankProcesses
 

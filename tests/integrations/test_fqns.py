@@ -10,7 +10,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from limpet.errors import PlanError
 from limpet.format.validate import check_tree
-from limpet.integrations.dcp import fqns
+from limpet.integrations import dcp_names as fqns
 from limpet.state.flatten import flatten
 
 LEAVES = st.one_of(

@@ -149,8 +149,7 @@ def _patch_dcp(module: Any) -> None:
 
 def _stand_ins(module: Any) -> tuple[type, type]:
     from limpet.errors import StoreError
-    from limpet.integrations.dcp.reading import StorageReader
-    from limpet.integrations.dcp.writing import StorageWriter
+    from limpet.integrations.dcp import StorageReader, StorageWriter
 
     def accepts_path(cls: Any, checkpoint_id: Any) -> bool:
         # like FileSystemWriter, accept only paths, not URLs with a scheme
