@@ -82,6 +82,8 @@ def test_arguments_are_checked_before_anything_is_written(step: Any) -> None:
     for incremental in (0, -1, 1.5, "yes"):
         with pytest.raises(LimpetError, match="incremental"):
             limpet.Run(store).writer(incremental=incremental)  # type: ignore[arg-type]
+    with pytest.raises(LimpetError, match="keep must be"):
+        limpet.Run(store).writer(keep=3)  # type: ignore[arg-type]
 
 
 def test_a_second_program_is_refused_while_the_first_one_writes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The versions of one run: lineage, metrics, policies, retention, and garbage collection.
+"""The versions of one run: the writer, lineage, metrics, policies, retention, and their deletion.
 
 Also what other processes share with a training: the writer lock and save requests.
 

@@ -188,6 +188,8 @@ class Run:
             raise LimpetError(
                 f"incremental must be True, False, or a number of versions; found {incremental!r}"
             )
+        if not isinstance(keep, KeepPolicy | None):
+            raise LimpetError(f"keep must be a keep policy such as KeepLast(3); found {keep!r}")
         return VersionWriter(
             self.catalog,
             saving_group(group),
