@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from limpet.storage.store import Store
     from limpet.tiers.settings import LocalTier, MemoryTier
     from limpet.training.checkpointer import Checkpointer
-    from limpet.training.evaluations.training_evaluation import TrainingEvaluation
     from limpet.training.preemption import Preemption
+    from limpet.training.training_evaluation import TrainingEvaluation
 
 __all__ = [
     "AtEnd",
@@ -132,7 +132,7 @@ _LAZY_NAMES = {
     "Snapshot": "snapshot.snapshot",
     "StopWhen": "run.policy",
     "Store": "storage.store",
-    "TrainingEvaluation": "training.evaluations.training_evaluation",
+    "TrainingEvaluation": "training.training_evaluation",
     "attach": "events",
     "errors": "errors",
     "export": "convert.export",

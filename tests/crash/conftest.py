@@ -46,7 +46,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     for module in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{module}.BLOCK_SIZE", SMALL_UNIT)
     monkeypatch.setattr("limpet.saving.save.BufferPool", tracker.make_pool)
-    monkeypatch.setattr("limpet.training.saves.saver.BufferPool", tracker.make_pool)
+    monkeypatch.setattr("limpet.training.saver.BufferPool", tracker.make_pool)
     # the watcher polls at arbitrary times, so the number of store calls would vary
     monkeypatch.setattr("limpet.run.save_request.RequestWatcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", tracker.make_pool(64 * PAGE))

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import limpet
-from limpet.data import batch_blocks
+from limpet.data import sampler as batch_blocks
 from limpet.data.permutation import permute
-from limpet.data.sampler_group import SamplerGroup
+from limpet.data.sampler import SamplerGroup
 from limpet.errors import LimpetError, PlanError
 from limpet.storage.memory import MemoryStore
 

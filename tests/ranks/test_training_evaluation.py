@@ -17,7 +17,7 @@ from limpet.notices.notice import Notice
 from limpet.run.policy import EverySeconds, EverySteps, Never, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
-from limpet.training.evaluations.training_evaluation import TrainingEvaluation
+from limpet.training.training_evaluation import TrainingEvaluation
 from tests.ranks.test_training import clocks
 from tests.ranks.trainings import TrainingJob, TrainingRank, train_step
 

@@ -33,8 +33,7 @@ from limpet.snapshot import pins
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.saves.recorded_scores import MAX_VERSIONS, VERSIONS_PER_POLL
-from limpet.training.saves.score_history import ScoreHistory
+from limpet.training.early_stop import MAX_VERSIONS, VERSIONS_PER_POLL, ScoreHistory
 from tests.training.test_life import record_events
 from tests.trainings import initial_state, train
 from tests.unreliable_stores import HookedStore

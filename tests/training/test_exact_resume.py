@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import limpet
-from limpet.data.sampler_group import SamplerGroup
+from limpet.data.sampler import SamplerGroup
 from limpet.errors import LimpetError, PlanError
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store

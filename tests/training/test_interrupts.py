@@ -16,12 +16,11 @@ from limpet.run.run import Run
 from limpet.saving import pending
 from limpet.saving.save import finish_in_background
 from limpet.storage.memory import MemoryStore
-from limpet.training import checkpointer
+from limpet.training import checkpointer, saver
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.saves import in_flight, saver
 from tests.trainings import threads_of_trainings
 
-FILES = {m.__file__ for m in (pending, saver, in_flight, checkpointer)}
+FILES = {m.__file__ for m in (pending, saver, checkpointer)}
 START = finish_in_background.__code__
 
 

@@ -58,8 +58,8 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.goodput import Goodput
 from limpet.training.preemption import Preemption
-from limpet.training.saves.goodput import Goodput
 from tests.forging import seal, sealed_content
 from tests.trainings import (
     initial_state,
@@ -727,7 +727,7 @@ def test_a_failed_save_on_exception_does_not_hide_the_exception() -> None:
 def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll for requests without delay."""
     monkeypatch.setattr(
-        "limpet.training.checkpointer_base.RequestWatcher",
+        "limpet.training.checkpointer.RequestWatcher",
         partial(RequestWatcher, interval=0.002),
     )
 

@@ -34,8 +34,8 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.goodput import Goodput
 from limpet.training.preemption import Preemption
-from limpet.training.saves.goodput import Goodput
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
 from tests.trainings import initial_state, state_after, states_equal, train_step

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import limpet
-from limpet.data.next_batch import find_next_batch
+from limpet.data.sampler import find_next_batch
 from limpet.snapshot.snapshot import reader_of
 from limpet.training import checkpointer, resume_check
 

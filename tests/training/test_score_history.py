@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from limpet.run.policy import StopState, StopWhen
-from limpet.training.saves.score_history import MAX_SCORES, ScoreHistory
+from limpet.training.early_stop import MAX_SCORES, ScoreHistory
 
 SCORES = st.sampled_from([nan, -inf, -1, 0.0, 0.25, 0.5, 1, 2.5, inf])
 POLICIES = st.builds(

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from limpet.data.batch_blocks import BatchBlocks
-from limpet.data.sampler_checks import check_is_number, require
-from limpet.data.sampler_group import SamplerGroup
+import numpy as np
+from numpy.typing import NDArray
+
+from limpet.data.permutation import permute
 from limpet.errors import LimpetError, PlanError
+from limpet.generators import States, capture_states, restore_states
 from limpet.lazy_torch import rank_and_world_size
 
 Position = tuple[int, int]
@@ -362,3 +365,156 @@ class ElasticSampler:
             f"rank={rank}, ranks={ranks}",
         )
         self._rank_and_world_size()
+
+
+# -- what follows --------------------------------------------------------------------------------
+
+
+class NextBatch(NamedTuple):
+    """The next batch that no step has counted, of all ranks together.
+
+    ``epoch`` and ``samples``: its position. ``left``: the number of samples that the epoch still
+    yields from there, without padding. ``ids``: the indices of its samples, little-endian int64.
+    """
+
+    epoch: int
+    samples: int
+    left: int
+    ids: NDArray[Any]
+
+
+def find_next_batch(sampler: ElasticSampler) -> NextBatch:
+    """Return the next batch after the position that a state saved now would have."""
+    state, length = sampler.state_dict(), sampler.length
+    epoch, first = state["epoch"], state["samples"]
+    left = _yielded(sampler, length - first)
+    if not left:
+        epoch, first, left = epoch + 1, 0, _yielded(sampler, length)
+    positions = np.arange(first, first + min(sampler.batch_size, left))
+    ids = permute(positions, length, sampler.seed, epoch) if sampler.shuffle else positions
+    return NextBatch(epoch, first, left, np.ascontiguousarray(ids, "<i8"))
+
+
+def _yielded(sampler: ElasticSampler, samples: int) -> int:
+    return samples - samples % sampler.batch_size if sampler.drop_last else samples
+
+
+# -- several samplers ----------------------------------------------------------------------------
+
+
+class SamplerGroup:
+    """The passes of a group of samplers, and the random generators before their first pass.
+
+    Each loader draws from the global generators when its iterator is created. A run that was never
+    interrupted creates no iterator in the middle of an epoch. The group therefore saves the state
+    of the generators before the first draw after a resume, and restores it when the first batch is
+    requested.
+    """
+
+    def __init__(self) -> None:
+        self.events = 0
+        """The number of passes begun and of epochs ended."""
+
+        self._at_beginning: set[object] = set()
+        self._rng_state: States | None = None
+
+    def record_load(self, sampler: object, *, at_beginning: bool) -> None:
+        """Record that a resume set the position of a sampler."""
+        (self._at_beginning.add if at_beginning else self._at_beginning.discard)(sampler)
+        self._rng_state = None
+
+    def save_rng_state(self) -> None:
+        """Save the state of the generators before a loader draws for the first pass after a resume.
+
+        Nothing is saved while a sampler has yet to begin a pass from its beginning. The version was
+        then saved between two passes, and the uninterrupted run also created an iterator.
+        """
+        if self._rng_state is None and not self._at_beginning:
+            self._rng_state = capture_states()
+
+    def begin_pass(self, sampler: object, resumed: bool) -> None:
+        """Record the beginning of a pass. ``resumed``: it is the first pass after a resume."""
+        self.events += 1
+        self._at_beginning.discard(sampler)
+        rng_state, self._rng_state = self._rng_state, None
+        if resumed and rng_state is not None:
+            restore_states(rng_state)
+
+
+# -- batches in blocks ---------------------------------------------------------------------------
+
+
+_MAX_BLOCK = 8192
+"""The number of indices that are computed at once, unless one batch has more. They take 0.5 ms, and
+the arrays of a block fit into a processor's L2 cache."""
+
+Order = tuple[int, int, bool]
+"""The number of samples, the seed, and whether the order is shuffled."""
+
+
+class BatchBlocks:
+    """Returns this rank's parts of batches. It computes the next batches too, and keeps them."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._first = 0
+        self._rows: NDArray[Any] = np.empty((0, 0), np.int64)
+
+    def local_batch(
+        self,
+        order: Order,
+        epoch: int,
+        span: tuple[int, int],
+        batch_size: int,
+        rank: int,
+        ranks: int,
+    ) -> list[int]:
+        """Return the samples of this rank in the batch of the positions ``span`` of an epoch.
+
+        An incomplete batch is padded to a multiple of ``ranks`` with samples from the beginning of
+        the epoch.
+        """
+        start, stop = span
+        if stop - start < batch_size:
+            stop += -(stop - start) % ranks
+            positions = np.arange(start + rank, stop, ranks)
+            return _samples(positions, order, epoch).tolist()  # type: ignore[no-any-return]
+        key = (order, epoch, batch_size, rank, ranks)
+        row, offset = divmod(start - self._first, batch_size)
+        if key != self._key or offset or not 0 <= row < len(self._rows):
+            local = np.arange(start + rank, stop, ranks)
+            complete = (order[0] - start) // batch_size
+            count = min(complete, max(1, _MAX_BLOCK // len(local)))
+            positions = local + batch_size * np.arange(count)[:, np.newaxis]
+            self._key = None  # in case the next line is interrupted
+            self._rows = _samples(positions.reshape(-1), order, epoch).reshape(positions.shape)
+            self._first, self._key, row = start, key, 0
+        batch: list[int] = self._rows[row].tolist()
+        return batch
+
+
+def _samples(positions: NDArray[np.int64], order: Order, epoch: int) -> NDArray[Any]:
+    length, seed, shuffle = order
+    positions %= length
+    return permute(positions, length, seed, epoch) if shuffle else positions
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def require(what: str, condition: bool, expected: str, found: object) -> None:
+    """Raise ``LimpetError`` unless ``condition`` is true."""
+    if not condition:
+        raise LimpetError(what, expected=expected, found=found)
+
+
+def check_is_number(length: object) -> None:
+    """Raise ``LimpetError`` for a data set instead of the number of its samples."""
+    is_number = hasattr(length, "__index__")
+    if not is_number and hasattr(length, "__getitem__") and not isinstance(length, str):
+        raise LimpetError(
+            "An ElasticSampler was created with a data set",
+            expected="the number of its samples",
+            found=type(length).__name__,
+            todo="Write ElasticSampler(len(dataset), batch_size=...)",
+        )

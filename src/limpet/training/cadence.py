@@ -15,9 +15,9 @@ from limpet import events
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.policy import PolicyInput, SavePolicy
+from limpet.training.goodput import Goodput
 from limpet.training.preemption import SAVE as PREEMPTION_SAVE
 from limpet.training.preemption import SAVE_ONLY as PREEMPTION_SAVE_ONLY
-from limpet.training.saves.goodput import Goodput
 from limpet.training.step_counter import StepCounter
 
 

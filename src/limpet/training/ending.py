@@ -14,26 +14,29 @@ from limpet.errors import (
     CommitError,
     LimpetError,
     NoProgress,
+    NotFound,
     Preempted,
     RankFailed,
     StoreError,
 )
+from limpet.format.records import Ended
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.collective import Collective
 from limpet.ranks.error_report import Arrival, format_with_notes
-from limpet.ranks.group import Group, all_reduce
+from limpet.ranks.group import Group, all_reduce, broadcast_from_first
 from limpet.run.policy import Never, SavePolicy
+from limpet.run.records import put_about_version
+from limpet.run.retention import undeleted_error
+from limpet.snapshot import pins
 from limpet.text import user_line
 from limpet.threads import no_op
 from limpet.tiers.ladder import Ladder
 from limpet.training.arguments import not_entered_error
 from limpet.training.cadence import Cadence
+from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
 from limpet.training.preemption import Preemption
-from limpet.training.saves.goodput import Goodput
-from limpet.training.saves.run_end import finish_retention, record_end
-from limpet.training.saves.save_spec import SaveSpec, version_of
-from limpet.training.saves.saver import Saver
+from limpet.training.saver import Saver, SaveSpec, version_of
 from limpet.training.step_counter import StepCounter
 from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
 from limpet.training.warn import (
@@ -384,3 +387,58 @@ def _first_error_text(first: Arrival, own_error: str) -> str:
     if first.cause in ("", own_error):
         return ""
     return f" Rank {first.rank} raised first: {first.cause}"
+
+
+# -- after the last save -------------------------------------------------------------------------
+
+
+_AUTHOR = "training"
+"""The name under which a training records its end."""
+
+
+def record_end(saver: Saver, epochs: int) -> None:
+    """Record about the newest version that the training has ended, so that nobody waits for more.
+    ``epochs``: the number of complete epochs.
+
+    Raises ``StoreError``.
+    """
+    newest, run, reason = saver.newest, saver.run, saver.checks.early_stop.end_reason
+    if newest is None or saver.group.rank:
+        return
+    version = version_of(newest)
+    try:
+        records = run.catalog.evaluations.read(version, newest.digest)
+        if [(end.reason, end.epochs) for end in records.of(Ended)[-1:]] == [(reason, epochs)]:
+            return
+        with suppress(NotFound):  # somebody has deleted the version
+            pins.require_manifest(run.location(version))
+            about = version, newest.digest
+            content = {"reason": reason, "epochs": epochs}
+            put_about_version(Ended, _AUTHOR, about, run.store, records.records, **content)
+    except LimpetError as e:
+        advice = f"{version} was saved, but the end of the training could not be recorded"
+        raise e.with_advice(advice, committed=str(version)) from e
+
+
+def ended_epochs(saver: Saver) -> int:
+    """Return how many epochs were complete when a training ended at the newest version, or 0.
+
+    All ranks call this. Raises ``StoreError``, on all ranks.
+    """
+
+    def read() -> int:
+        newest = saver.newest
+        if newest is None:
+            return 0
+        records = saver.run.catalog.evaluations.read(version_of(newest), newest.digest)
+        return next((end.epochs for end in reversed(records.of(Ended))), 0)
+
+    return broadcast_from_first(saver.group, f"the end of {saver.url}", read, int)
+
+
+def finish_retention(saver: Saver) -> None:
+    """Apply retention after the last save, if it is due. Raises ``LimpetError``."""
+    try:
+        saver.retention.finish()
+    except LimpetError as e:
+        raise undeleted_error(e, saver.newest and saver.newest.location.folder) from e

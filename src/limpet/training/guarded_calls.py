@@ -9,9 +9,9 @@ from typing import Any
 
 from limpet.errors import Preempted
 from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.training.goodput import Goodput
 from limpet.training.preemption import LEAVE
 from limpet.training.response import PreemptionResponse
-from limpet.training.saves.goodput import Goodput
 
 _NOTHING: frozenset[str] = frozenset()
 

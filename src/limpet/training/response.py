@@ -40,10 +40,10 @@ from limpet.ranks.group import Group
 from limpet.ranks.rounds import RoundDeadline
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
+from limpet.training.goodput import Goodput
 from limpet.training.preemption import LEAVE, SAVE, SAVE_ONLY, Preemption
 from limpet.training.savepoint_saver import SLACK, SavepointSaver
-from limpet.training.saves.goodput import Goodput
-from limpet.training.saves.saver import Saver
+from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
 from limpet.training.step_savepoint import StepSavepoint
 

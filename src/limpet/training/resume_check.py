@@ -12,8 +12,7 @@ import numpy as np
 
 from limpet import events
 from limpet.buffers import Buffer
-from limpet.data.next_batch import find_next_batch
-from limpet.data.sampler import ElasticSampler
+from limpet.data.sampler import ElasticSampler, find_next_batch
 from limpet.errors import RankFailed
 from limpet.format.digest import digest
 from limpet.format.tree import walk
@@ -49,7 +48,7 @@ def compare_next_batches(snapshot: SnapshotReader, state: dict[str, Any]) -> dic
     return {p: saved[p] == live[p] for p in live if p in saved} if isinstance(saved, dict) else {}
 
 
-# -- all of the state ------------------------------------------------------------------------------
+# -- all of the state ----------------------------------------------------------------------------
 
 _BATCH = 64 << 20
 """The bytes that are read at once, and compared."""

@@ -20,8 +20,8 @@ from limpet.notices.exit_timer import exit_margin
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group, StoreGroup, broadcast_from_first
 from limpet.threads import Claim, Latch, call_with_limit, no_op, start_thread
-from limpet.training.saves.goodput import Goodput
-from limpet.training.saves.saver import Saver
+from limpet.training.goodput import Goodput
+from limpet.training.saver import Saver
 from limpet.training.step_savepoint import StepSavepoint
 
 SLACK = 1.0

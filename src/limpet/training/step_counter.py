@@ -7,8 +7,7 @@ from typing import Any
 
 from limpet.arguments import whole
 from limpet.data.progress import Progress
-from limpet.data.sampler import ElasticSampler
-from limpet.data.sampler_group import SamplerGroup
+from limpet.data.sampler import ElasticSampler, SamplerGroup
 from limpet.errors import LimpetError
 from limpet.generators import open_block
 from limpet.state.walk import find_instances

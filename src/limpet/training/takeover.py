@@ -25,7 +25,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user
 from limpet.training.ending import Ending
 from limpet.training.lifecycle import Lifecycle
-from limpet.training.saves.saver import Saver
+from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
 from limpet.training.warn import describe_unsaved_steps
 

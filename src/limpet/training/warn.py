@@ -20,7 +20,7 @@ from limpet.ranks.error_report import format_with_notes
 from limpet.run.policy import Never, SavePolicy
 from limpet.text import warn_user
 from limpet.training.lifecycle import Lifecycle, is_process_ending
-from limpet.training.saves.saver import Saver
+from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
 
 

@@ -31,7 +31,7 @@ from limpet.run.policy import (
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.training.evaluations.training_evaluation import TrainingEvaluation
+from limpet.training.training_evaluation import TrainingEvaluation
 from tests.evaluation.functions import data, evaluate, expected, make_model
 from tests.unreliable_stores import HookedStore
 

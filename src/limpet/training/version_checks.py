@@ -12,7 +12,7 @@ from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import list_level
 from limpet.text import warn_user
-from limpet.training.saves.early_stop import EarlyStop
+from limpet.training.early_stop import EarlyStop
 
 
 class VersionChecks:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
 
+import msgspec
+
 from limpet import events
 from limpet.arguments import whole
 from limpet.errors import LimpetError
+from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.evaluation.options import check_argument
-from limpet.evaluation.worker import count_records
+from limpet.evaluation.worker import count_records, describe, read_batches
+from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.generators import isolated_rng
+from limpet.lazy_torch import torch_or_none
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
 from limpet.ranks.group import all_reduce, broadcast_from_first
+from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import Never, SavePolicy
 from limpet.run.records import check_job_name
+from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.text import warn_user
 from limpet.training.cadence import Cadence
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.evaluations.recording import read_last, record_exact, record_inexact
-from limpet.training.evaluations.share import (
-    EvaluationSpec,
-    Merged,
-    Share,
-    ShareResult,
-    merge_shares,
-)
+from limpet.training.saver import version_of
 
 _check = partial(check_argument, "TrainingEvaluation")
 
@@ -303,3 +305,236 @@ class TrainingEvaluation:
         if (share := self._share) is not None:
             self._share = None
             self._report("ABANDONED", (share.first_step, share.last_step), cause=cause)
+
+
+# -- what is recorded ----------------------------------------------------------------------------
+
+
+_FIELD = "evaluated"
+"""The field of the training metadata of a version: by name, the numbers of steps and of epochs at
+which the last completed evaluation began."""
+
+Steps = tuple[int, int]
+
+
+def read_last(ckpt: Checkpointer, name: str, arguments: str) -> Steps:
+    """Return the numbers of steps and of epochs at which the last completed evaluation began.
+
+    All ranks call this. Raises ``LimpetError`` if their ``arguments`` differ.
+    """
+
+    def combine(found: list[str]) -> list[int]:
+        if len({*found}) > 1:
+            raise LimpetError(
+                f"The ranks have different arguments for the evaluation {name}",
+                expected=found[0],
+                found=next(f for f in found if f != found[0]),
+                todo="Give all ranks the same data, batch_size, every, and on",
+            )
+        return list(_read_last(ckpt, name))
+
+    operation = f"the begin of the evaluation {name}"
+    steps, epochs = all_reduce(ckpt._group, operation, lambda: arguments, str, combine, list)
+    _complete(ckpt, name, (steps, epochs))
+    return steps, epochs
+
+
+def _read_last(ckpt: Checkpointer, name: str) -> Steps:
+    newest = ckpt._saver.newest
+    if newest is None:
+        return 0, 0
+    version, stored = version_of(newest), read_training_metadata(newest).get(_FIELD)
+    last = stored.get(name) if isinstance(stored, dict) else None
+    if not isinstance(last, list) or len(last) != 2 or not all(type(n) is int for n in last):
+        last = [0, 0]
+    # records about this version may be newer than it: the training ended before the next one
+    evaluations = ckpt.run.catalog.evaluations.read(version, newest.digest)
+    recorded = [version.step for r in evaluations.of(Evaluation) if r.name == name]
+    recorded += [r.first_step for r in evaluations.of(InexactEvaluation) if r.name == name]
+    begun = max((step for step in recorded if step <= version.step), default=0)
+    return (begun, ckpt._step_counter.epoch) if begun > last[0] else (last[0], last[1])
+
+
+def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], began: Steps) -> str:
+    """Record the metrics of the current step with its version, and save that first if there is
+    none. Early stopping sees them at once. Return the version. All ranks call this."""
+    snapshot = reader_of(ckpt.save())
+    ckpt._saver.add_metrics(snapshot, metrics, name)
+    ckpt._early_stop.observe(metrics, ckpt._step_counter.step, ckpt._agreement, False)
+    _complete(ckpt, name, began)
+    return str(version_of(snapshot))
+
+
+def record_inexact(
+    ckpt: Checkpointer,
+    name: str,
+    metrics: Mapping[str, float],
+    steps: Steps,
+    began: Steps,
+    keep: bool,
+) -> str:
+    """Record the metrics about the newest version, and return it. The current step is saved first
+    with ``keep``, and if there is no version. All ranks call this."""
+    group, operation = ckpt._group, f"the record of the evaluation {name}"
+    before = ckpt._saver.evaluated
+    _complete(ckpt, name, began)  # the version that is saved now says so, too
+
+    def has_version() -> bool:
+        return ckpt.run.latest() is not None
+
+    def record() -> str:
+        about = snapshot or ckpt.run.latest()
+        if about is None:
+            raise LimpetError(f"The versions of {ckpt.run.url} were deleted meanwhile")
+        content = {"metrics": dict(metrics), "first_step": steps[0], "last_step": steps[1]}
+        ckpt.run.put_record(InexactEvaluation, name, about, **content)
+        return str(version_of(reader_of(about)))
+
+    try:
+        snapshot: Snapshot | None = None
+        if keep or not broadcast_from_first(group, f"{operation}: its version", has_version, bool):
+            snapshot = ckpt.save()
+        return broadcast_from_first(group, operation, record, str)
+    except BaseException:
+        ckpt._saver.evaluated = before
+        raise
+
+
+def _complete(ckpt: Checkpointer, name: str, began: Steps) -> None:
+    """Let the versions that are saved from now on say that this evaluation is complete."""
+    earlier = ckpt._saver.evaluated.get(_FIELD, {})
+    ckpt._saver.evaluated = {_FIELD: {**earlier, name: [*began]}}
+
+
+# -- the share of one rank -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSpec:
+    """What is evaluated. ``records``: the number of records in ``data``.
+
+    The other fields are as for ``TrainingEvaluation``.
+    """
+
+    model: Any
+    evaluate: Callable[[Any, Any], Any]
+    data: Any
+    records: int
+    batch_size: int | None
+    collate: Callable[[list[Any]], Any] | None
+
+    @property
+    def batches(self) -> int:
+        return -(-self.records // (self.batch_size or 1))
+
+    def range_of(self, batch: int) -> tuple[int, int]:
+        """Return the first record of a batch, and the end."""
+        size = self.batch_size or 1
+        return batch * size, min((batch + 1) * size, self.records)
+
+
+class ShareResult(msgspec.Struct, frozen=True):
+    """What a rank sends: its merged state, or why it has none.
+
+    ``error``: of the user's function. ``is_complete``: False if the rank stopped before the end.
+    """
+
+    state: State
+    error: str
+    is_complete: bool
+
+
+class Share:
+    """The batches ``rank``, ``rank + ranks``, and so on, which one rank evaluates one by one."""
+
+    def __init__(self, spec: EvaluationSpec, rank: int, ranks: int, first_step: int) -> None:
+        self._spec, self._rank, self._ranks = spec, rank, ranks
+        self.first_step = self.last_step = first_step
+        self.rounds = -(-spec.batches // ranks)
+        self.rounds_done = 0
+        self.error: Exception | None = None
+        self._error_text = ""
+        self.templates: dict[str, Any] = {}
+        self._states = MetricStates(self.templates)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.rounds_done == self.rounds
+
+    def evaluate_next(self, step: int) -> None:
+        """Evaluate the next batch with the parameters after ``step``.
+
+        An ``Exception`` is kept in ``error``: the other ranks must learn of it. After that, a call
+        evaluates nothing.
+        """
+        batch = self.rounds_done * self._ranks + self._rank
+        is_own = batch < self._spec.batches
+        start, stop = self._spec.range_of(batch if is_own else batch % self._spec.batches)
+        if self.error is None:
+            name = getattr(self._spec.evaluate, "__name__", "evaluate")
+            states = self._states if is_own else MetricStates({})
+            try:
+                with evaluating(self._spec.model), isolated_rng():
+                    states.add(self._evaluate(start, stop), f"{name}()")
+            except Exception as e:  # noqa: BLE001  (raised on all ranks, when they are told)
+                self.error = e
+                self._error_text = f"records {start} to {stop - 1} at step {step}: {describe(e)}"
+        self.last_step = step
+        self.rounds_done += 1
+
+    def _evaluate(self, start: int, stop: int) -> Any:
+        spec = self._spec
+        (batch,) = read_batches(spec.data, start, stop, spec.batch_size, spec.collate)
+        return spec.evaluate(spec.model, batch)
+
+    def result(self) -> ShareResult:
+        is_whole = self.error is None and self.is_complete
+        state = self._states.to_plain() if is_whole else {}
+        return ShareResult(state, self._error_text, self.is_complete)
+
+
+class Merged(msgspec.Struct, frozen=True):
+    """The result of all ranks: the metrics, or an ``error``, or None if the evaluation was
+    abandoned."""
+
+    metrics: dict[str, float] | None
+    error: str
+
+
+def merge_shares(results: Sequence[ShareResult], templates: dict[str, Any]) -> Merged:
+    """Merge the results of all ranks, as the first one does. ``templates``: its own."""
+    for rank, result in enumerate(results):
+        if result.error:
+            on_rank = f"on rank {rank}, " if len(results) > 1 else ""
+            return Merged(None, f"{on_rank}{result.error}")
+    if not all(result.is_complete for result in results):
+        return Merged(None, "")
+    states = [result.state for result in results]
+    unknown = {name for state in states for name in state["states"]} - templates.keys()
+    if unknown:
+        what = f"no batch of rank 0 has the metric {', '.join(sorted(unknown))}"
+        return Merged(None, f"{what}; evaluate() must return the same metrics for every batch")
+    try:
+        return Merged(compute(states, templates), "")
+    except LimpetError as e:
+        return Merged(None, describe(e))
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Compute without gradients, with all modules of ``model`` in evaluation mode, and restore the
+    mode of each of them."""
+    torch = torch_or_none()
+    if torch is None:
+        yield
+        return
+    is_module = isinstance(model, torch.nn.Module)
+    modes = [(module, module.training) for module in model.modules()] if is_module else []
+    try:
+        if is_module:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,378 @@
+"""Early stopping of a training, as its ``StopWhen`` policy decides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isnan
+from typing import Any, TypeGuard
+
+from limpet import events
+from limpet.errors import LimpetError
+from limpet.format.names import MAX_STEP, Version
+from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.group import Group, broadcast_from_first
+from limpet.run.catalog import VersionRecord, read_training_metadata
+from limpet.run.lineage import find_end, lineage_of
+from limpet.run.metrics import to_number
+from limpet.run.policy import Mode, StopState, StopWhen
+from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
+from limpet.threads import look_up_each
+
+STOP_PROPOSAL = "stop"
+"""The proposal to stop on which the ranks agree."""
+
+
+class EarlyStop:
+    """Observes the scores of the steps for a ``StopWhen``, or does nothing if there is none.
+
+    A score is given to a step, or an evaluation records it about the version of the step. With
+    several ranks, only rank 0 observes, and all ranks stop at a step on which they agree.
+    """
+
+    def __init__(self, stop: StopWhen | None, run: Run, group: Group) -> None:
+        self._stop = stop
+        self._run = run
+        self._group = group
+        self._is_decided = False
+        self.stopped = False
+        """True once training should stop. A better score later does not change that."""
+
+        if stop is not None:
+            self._history = self._stored = ScoreHistory(stop)
+            self._recorded = RecordedScores(run, stop.metric)
+
+    @property
+    def awaited_metric(self) -> str | None:
+        """The name of the metric until there is a score, then None."""
+        if self._stop is None or self._history.state != StopState():
+            return None
+        return self._stop.metric
+
+    # -- the training thread -------------------------------------------------------------------
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        """The metric and the mode of the policy."""
+        stop = self._stop
+        return frozenset() if stop is None else frozenset(((stop.metric, stop.mode),))
+
+    def observe(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        agreement: Agreement | LocalAgreement,
+        agreed: bool,
+    ) -> None:
+        """Observe the metrics of a step, and the scores that were recorded since the last call.
+
+        If a step provides two values of the metric, the first one counts. ``agreed`` is True if
+        the ranks have agreed to stop at this step.
+        """
+        if self._group.rank == 0:
+            self._update(metrics, step)
+        if agreed or (self._group.size == 1 and self._is_decided):
+            self.stopped = True
+        elif self._is_decided and not self.stopped:
+            agreement.propose(STOP_PROPOSAL)
+
+    def _update(self, metrics: Mapping[str, Any], step: int) -> None:
+        stop = self._stop
+        if stop is None or self._is_decided:
+            return  # versions saved from now on store the stop, even after a better score
+        for version, score in sorted(self._recorded.take().items()):
+            self._history.record(version.step, score)
+        if stop.metric in metrics:
+            self._history.give(step, to_number(metrics[stop.metric]))
+        state = self._history.state
+        self._is_decided = state.stopped
+        if state.stopped:
+            run = self._run.url
+            events.emit("stopped", run=run, step=step, metric=stop.metric, best=state.best)
+
+    def to_metadata(self) -> dict[str, Any]:
+        """Return what a version stores, so that a resumed training continues from these scores."""
+        return {} if self._stop is None else {"stop": self._history.to_plain()}
+
+    def resume_from(self, training_metadata: Mapping[str, Any], step: int) -> None:
+        """Continue from what the resumed version, of ``step``, stores, and from all records.
+
+        All ranks call this. Raises ``StoreError``, on all ranks, if the records cannot be read.
+        """
+        if self._stop is not None:
+            stored = self._stop, training_metadata.get("stop"), step
+            self._history = ScoreHistory.from_plain(*stored)
+            self._stored = ScoreHistory.from_plain(*stored)
+            self._is_decided = self._history.state.stopped
+        operation = f"reading the scores in {self._run.url}"
+        self.stopped = broadcast_from_first(
+            self._group, operation, lambda: self._read_all(step), bool
+        )
+
+    def _read_all(self, step: int) -> bool:
+        if self._stop is not None:
+            self._recorded.restart()
+            self._update({}, step)
+            self._is_decided |= find_end(self._run.catalog) == self._stop_reason
+        return self._is_decided
+
+    @property
+    def _stop_reason(self) -> str:
+        return f"stopped by {self._stop}"
+
+    @property
+    def end_reason(self) -> str:
+        """Why the training ends, if it ends now and normally."""
+        return self._stop_reason if self.stopped and self._stop is not None else "finished"
+
+    # -- background threads of rank 0 ----------------------------------------------------------
+
+    def after_save(self, snapshot: SnapshotReader) -> None:
+        """Read the records of the newest versions. ``snapshot``: the one just committed.
+
+        Raises ``StoreError``.
+        """
+        if self._stop is None or self._is_decided:
+            return
+        stored, version = read_training_metadata(snapshot).get("stop"), snapshot.version
+        self._stored = ScoreHistory.from_plain(self._stop, stored, version.step)
+        self._recorded.add(snapshot)
+        try:
+            self._recorded.read_newest()
+        except LimpetError as e:
+            advice = f"{version} was saved, but the scores of evaluations could not be read"
+            raise e.with_advice(f"{advice}. Until they are, they do not stop the training") from e
+
+    def poll(self) -> None:
+        """Read the records of some versions. Raises ``StoreError``."""
+        if self._stop is not None and not self._is_decided:
+            self._recorded.poll()
+
+    def before_deletion(
+        self, versions: Collection[Version], known: Mapping[Version, VersionRecord]
+    ) -> Collection[Version]:
+        """Read the records of versions that are to be deleted. See ``BeforeDeletion``.
+
+        A version is kept until another one stores its score. Otherwise, the score would be lost if
+        the process died before the next save.
+        """
+        if self._stop is None or self._is_decided:
+            return ()
+        scores = self._recorded.read_before_deletion(versions, known)
+        return {v for v, score in scores.items() if not self._stored.covers(v.step, score)}
+
+
+# -- the scores that evaluations record ----------------------------------------------------------
+
+
+MAX_VERSIONS = 100
+"""The newest versions whose records are read after each save, and by polls in turn."""
+
+VERSIONS_PER_POLL = 8
+"""The versions whose records one poll reads: each costs a request to the store."""
+
+
+@dataclass(slots=True)
+class _Lineage:
+    """The newest versions of a lineage, oldest first, each with the digest of its manifest, the
+    scores that were found. Threads read and write it without a lock, one operation at a time."""
+
+    digests: dict[Version, str]
+    scores: dict[Version, float] = field(default_factory=dict)
+    has_changed: bool = False
+
+
+class RecordedScores:
+    """Reads the records about the versions of a run in background threads, for one metric.
+
+    The training thread takes the scores, and never waits for the store. A resume begins again with
+    another lineage; what a thread then still finds on the lineage before is lost.
+    """
+
+    def __init__(self, run: Run, metric: str) -> None:
+        self._run = run
+        self._metric = metric
+        self._lineage = _Lineage({})
+        self._polled = 0
+
+    def restart(self) -> None:
+        """Begin with the current lineage of the run, and read the records of all its versions.
+
+        Raises ``StoreError``.
+        """
+        catalog, listing = self._run.catalog, self._run.listing()
+        known = catalog.read_versions(listing) if listing.folders else {}
+        versions = [v for v in lineage_of(catalog, listing) if v in known and known[v].digest]
+        digests = {v: known[v].digest for v in versions}
+        self._lineage = _Lineage({v: digests[v] for v in versions[-MAX_VERSIONS:]})
+        self._read(self._lineage, digests)
+
+    def add(self, snapshot: SnapshotReader) -> None:
+        """Add a version that was just committed."""
+        lineage = self._lineage
+        digests = {**lineage.digests, snapshot.version: snapshot.digest}
+        lineage.digests = dict([*digests.items()][-MAX_VERSIONS:])
+        for version in [*lineage.scores][: -2 * MAX_VERSIONS]:
+            del lineage.scores[version]
+
+    def read_newest(self) -> None:
+        """Read the records of the newest versions. Raises ``StoreError``."""
+        lineage = self._lineage
+        self._read(lineage, lineage.digests)
+
+    def poll(self) -> None:
+        """Read the records of some of the newest versions, in turn. Raises ``StoreError``."""
+        lineage = self._lineage
+        digests = lineage.digests
+        versions = [*reversed(digests)]
+        if self._polled >= len(versions):
+            self._polled = 0
+        begin, self._polled = self._polled, self._polled + VERSIONS_PER_POLL
+        self._read(lineage, {v: digests[v] for v in versions[begin : self._polled]})
+
+    def read_before_deletion(
+        self, versions: Collection[Version], known: Mapping[Version, VersionRecord]
+    ) -> dict[Version, float]:
+        """Read the records of versions that are to be deleted, and return their scores.
+
+        ``known``: all versions that exist. Raises ``StoreError``.
+        """
+        lineage = self._lineage
+        lineage.digests = {v: d for v, d in lineage.digests.items() if v in known}
+        return self._read(lineage, {v: known[v].digest for v in versions})
+
+    def _read(self, lineage: _Lineage, digests: Mapping[Version, str]) -> dict[Version, float]:
+        found: dict[Version, float] = {}
+
+        def look(version: Version) -> None:
+            records = self._run.catalog.evaluations.read(version, digests[version])
+            score = records.metrics().get(self._metric)
+            if score is None:
+                return
+            found[version] = score
+            if lineage.scores.get(version) != score:
+                lineage.scores[version] = score
+                lineage.has_changed = True
+
+        look_up_each([*digests], look)
+        return found
+
+    def take(self) -> Mapping[Version, float]:
+        """Return all scores if there are new ones since the last call. For the training thread."""
+        lineage = self._lineage
+        if not lineage.has_changed:
+            return {}
+        lineage.has_changed = False  # before the copy: what comes meanwhile is taken again
+        return lineage.scores.copy()
+
+
+# -- the history of scores -----------------------------------------------------------------------
+
+
+MAX_SCORES = 100
+"""The scores that are kept by step. A score that arrives for a step before these cannot count any
+more. Every version stores them, in about 20 bytes each."""
+
+
+class ScoreHistory:
+    """Follows a ``StopWhen`` over the scores of steps, in the order of the steps.
+
+    The newest ``MAX_SCORES`` scores are kept by step, and the ones before are folded into one
+    ``StopState``. A score that arrives late is inserted at its step, and the result is computed
+    again.
+    """
+
+    def __init__(self, stop: StopWhen) -> None:
+        self._stop = stop
+        self._folded, self._folded_step = StopState(), -1
+        self._scores: dict[int, float] = {}
+        self.state = StopState()
+        """The result of all scores. Once it is ``stopped``, scores of later steps do not count."""
+
+    def give(self, step: int, score: float) -> None:
+        """Add the score that the training gives at a step, unless the step has one already."""
+        if step not in self._scores:
+            self.record(step, score)
+
+    def record(self, step: int, score: float) -> None:
+        """Set the score of a step. It overrides the one that the step has."""
+        if self.covers(step, score):
+            return
+        is_last = not self._scores or step > next(reversed(self._scores))
+        self._scores[step] = score
+        if is_last:
+            self.state = self._observe(self.state, score)
+        else:
+            self._scores = dict(sorted(self._scores.items()))
+            self._scan()
+        while len(self._scores) > MAX_SCORES:
+            self._folded_step = next(iter(self._scores))
+            oldest = self._scores.pop(self._folded_step)
+            self._folded = self._observe(self._folded, oldest)
+
+    def covers(self, step: int, score: float) -> bool:
+        """Return True if the score is part of the result, or is too old to become a part of it."""
+        known = self._scores.get(step)
+        if known is None:
+            return step <= self._folded_step
+        return known == score or (isnan(known) and isnan(score))
+
+    def _scan(self) -> None:
+        self.state = self._folded
+        for score in self._scores.values():
+            self.state = self._observe(self.state, score)
+
+    def _observe(self, state: StopState, score: float) -> StopState:
+        return state if state.stopped else self._stop.observe(state, score)
+
+    # -- what a version stores -----------------------------------------------------------------
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what a version stores: the result, which earlier releases read, and the scores."""
+        plain = self._stop.to_plain(self.state)
+        if self._scores:
+            plain["scores"] = [[step, score] for step, score in self._scores.items()]
+        if self._folded_step >= 0:
+            folded = {"best": self._folded.best, "misses": self._folded.misses}
+            plain["before"] = {"step": self._folded_step, **folded}
+        return plain
+
+    @classmethod
+    def from_plain(cls, stop: StopWhen, plain: object, step: int) -> ScoreHistory:
+        """Return the history that the version of ``step`` stores, judged by the policy ``stop``.
+
+        It is empty if the version stores none of this metric and mode. A version of an earlier
+        release stores the state alone: then no score of its step or before can count any more,
+        unless no score has counted so far.
+        """
+        history = cls(stop)
+        history.state = history._folded = stop.from_plain(plain)
+        if history.state == StopState() or not isinstance(plain, dict):
+            return history
+        scores, before = plain.get("scores"), plain.get("before", {"step": -1, "misses": 0})
+        if not (_are_scores(scores) and isinstance(before, dict) and _is_step(before.get("step"))):
+            history._folded_step = step
+            return history
+        history._folded = stop.from_plain({**plain, "best": None, **before})
+        history._folded_step = before["step"]
+        history._scores = {s: score for s, score in scores if s > before["step"]}
+        history._scan()
+        return history
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and -1 <= value <= MAX_STEP
+
+
+def _are_scores(value: object) -> TypeGuard[Sequence[tuple[int, float]]]:
+    """Return True for a list of pairs of a step and a score, in the order of the steps."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    pairs = [isinstance(v, Sequence) and len(v) == 2 and _is_step(v[0]) for v in value]
+    return (
+        all(pairs)
+        and all(type(score) in (int, float) for _, score in value)
+        and all(a[0] < b[0] for a, b in pairwise(value))
+    )
