@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from limpet.notices.file import FileNotice
     from limpet.notices.gcp import GcpNotice
     from limpet.notices.kubernetes import KubernetesNotice
-    from limpet.notices.notice import Notice, NoticeSource
+    from limpet.notices.notice import BoundedSource, Notice, NoticeSource
     from limpet.notices.signals import SignalNotice, protect_worker
     from limpet.notices.slurm import SlurmNotice
     from limpet.training.guard import PreemptionGuard
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AwsNotice",
     "AzureNotice",
+    "BoundedSource",
     "CallNotice",
     "FileNotice",
     "GcpNotice",
@@ -41,6 +42,7 @@ __all__ = [
 _LAZY_NAMES = {
     "AwsNotice": "notices.aws",
     "AzureNotice": "notices.azure",
+    "BoundedSource": "notices.notice",
     "CallNotice": "notices.call",
     "FileNotice": "notices.file",
     "GcpNotice": "notices.gcp",

@@ -14,9 +14,8 @@ import pytest
 
 from limpet.errors import LimpetError
 from limpet.notices import metadata
-from limpet.notices.bounded import BoundedSource
 from limpet.notices.metadata import MAX_BYTES, fetch, server_url
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice
 from tests.notices.metadata_servers import FAULTS, SLOW_FAULTS, MetadataServer
 
 

@@ -8,9 +8,8 @@ from contextlib import suppress
 
 import msgspec
 
-from limpet.notices.bounded import BoundedSource
 from limpet.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice
 from limpet.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urgent
 
 _TOKEN_SECONDS = 6 * 3600

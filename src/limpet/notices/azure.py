@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from limpet.notices.bounded import BoundedSource
 from limpet.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice
 from limpet.notices.planned import BEFORE, PlannedEvent, PlannedEvents
 
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

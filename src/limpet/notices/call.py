@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from limpet.errors import LimpetError
-from limpet.notices.bounded import BoundedSource
-from limpet.notices.notice import Notice, check_notice
+from limpet.notices.notice import BoundedSource, Notice, check_notice
 from limpet.text import to_repr
 
 Result = Notice | bool | float | None

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -208,7 +208,7 @@ def _write_record(
 def _for_file(status: Status) -> Status:
     why = " ".join(hide_secrets(status.why).split())[:_MAX_WHY]
     run = None if status.run is None else hide_secrets(status.run)[:_MAX_WHY]
-    return Status(status.code, status.rank, status.step, status.saved_step, run, why, status.time)
+    return replace(status, run=run, why=why)
 
 
 def _launcher_pid() -> int:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from limpet.errors import LimpetError
 from limpet.machine import process_started_at
-from limpet.notices.bounded import BoundedSource, check_seconds
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice, check_seconds
 from limpet.text import to_repr
 
 Identity = tuple[int, int, int]

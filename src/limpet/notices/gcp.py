@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from limpet.notices.bounded import BoundedSource, check_seconds
 from limpet.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice, check_seconds
 from limpet.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urgent
 
 _PREEMPTED_SECONDS = 30.0

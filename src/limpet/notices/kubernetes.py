@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from limpet.errors import LimpetError
-from limpet.notices.bounded import BoundedSource
 from limpet.notices.metadata import Reply, fetch, server_url
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice
 from limpet.settings import platform_variables
 
 if TYPE_CHECKING:

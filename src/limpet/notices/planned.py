@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from limpet.notices.bounded import check_seconds
-from limpet.notices.notice import Notice
+from limpet.notices.notice import Notice, check_seconds
 
 BEFORE = 300.0
 """By default, a stop that is more than this many seconds away does not stop the training yet."""

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from limpet.errors import LimpetError
-from limpet.notices.bounded import BoundedSource, check_seconds
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice, check_seconds
 from limpet.notices.planned import BEFORE
 from limpet.settings import platform_variables
 

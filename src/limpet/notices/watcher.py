@@ -13,9 +13,8 @@ from weakref import WeakMethod, finalize
 from limpet import events
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError
-from limpet.notices.bounded import check_seconds
 from limpet.notices.exit_status import write_error
-from limpet.notices.notice import Notice, NoticeSource, check_notice
+from limpet.notices.notice import Notice, NoticeSource, check_notice, check_seconds
 from limpet.threads import start_thread
 
 _DETECTION = "the detection of the platform"

@@ -66,11 +66,12 @@ def place_copies(domain_of_rank: Sequence[str], copies: int) -> Placement:
     for rank in range(len(domain_of_rank)):
         for holder in holders[rank][1:]:
             held[holder].append(rank)
+    spread = [len({domain_of_rank[holder] for holder in ranks}) for ranks in holders.values()]
     return Placement(
-        copies,
-        tuple(holders[rank] for rank in range(len(domain_of_rank))),
-        tuple(map(tuple, held)),
-        min(len({domain_of_rank[holder] for holder in ranks}) for ranks in holders.values()),
+        copies=copies,
+        holders=tuple(holders[rank] for rank in range(len(domain_of_rank))),
+        held=tuple(map(tuple, held)),
+        domains=min(spread),
     )
 
 
@@ -136,7 +137,7 @@ class RankFacts(msgspec.Struct, frozen=True, array_like=True):
         host, boot, _ = machine.process_identity()
         name = f"{host} {boot}"
         memory = f"{name} {os.path.realpath(folder)}"
-        return cls(name, boot, memory, domain, nbytes)
+        return cls(machine=name, boot=boot, memory=memory, domain=domain, nbytes=nbytes)
 
 
 def shorten_names(facts: Sequence[RankFacts]) -> list[RankFacts]:
@@ -149,11 +150,11 @@ def shorten_names(facts: Sequence[RankFacts]) -> list[RankFacts]:
 
     return [
         RankFacts(
-            shorten(f.machine),
-            shorten(f.boot),
-            shorten(f.memory),
-            None if f.domain is None else shorten(f.domain),
-            f.nbytes,
+            machine=shorten(f.machine),
+            boot=shorten(f.boot),
+            memory=shorten(f.memory),
+            domain=None if f.domain is None else shorten(f.domain),
+            nbytes=f.nbytes,
         )
         for f in facts
     ]

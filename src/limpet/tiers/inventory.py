@@ -157,7 +157,15 @@ def describe_files(rank: int, folder: str, raw: bytes, lengths: Mapping[str, int
         return HostFiles(rank, folder, problem=str(e))
     files = files_of(manifest)
     held = _find_held(files, lengths)
-    return HostFiles(rank, folder, digest, manifest.branch, manifest.parent, len(files), held)
+    return HostFiles(
+        rank,
+        folder,
+        digest=digest,
+        branch=manifest.branch,
+        parent=manifest.parent,
+        count=len(files),
+        held=held,
+    )
 
 
 def gather_files(collective: Collective, own: list[HostFiles]) -> list[HostFiles]:
@@ -202,13 +210,29 @@ def _make_snapshot(folder: str, states: Sequence[HostFiles], tier: TierName) -> 
         problem = next((state.problem for state in states if state.problem), "")
         version = parse_version(folder)
         branch = 0 if version is None else version.branch
-        return TierSnapshot(folder, "", branch, None, Sources(), tier, problem) if problem else None
+        if not problem:
+            return None
+        return TierSnapshot(
+            folder,
+            digest="",
+            branch=branch,
+            parent=None,
+            sources=Sources(),
+            tier=tier,
+            problem=problem,
+        )
     digest = max(sorted(counts), key=counts.__getitem__)
     equal = sorted((s for s in states if s.digest == digest), key=lambda s: s.rank)
     holders = [Holder(s.rank, s.held, s.has_manifest) for s in equal]
     first = equal[0]
-    sources = Sources(first.count, holders)
-    return TierSnapshot(folder, digest, first.branch, first.parent, sources, tier)
+    return TierSnapshot(
+        folder,
+        digest=digest,
+        branch=first.branch,
+        parent=first.parent,
+        sources=Sources(first.count, holders),
+        tier=tier,
+    )
 
 
 def find_unclear(states: Iterable[HostFiles], found: Sequence[TierSnapshot]) -> list[TierSnapshot]:

@@ -105,7 +105,8 @@ def decide(
     is_suspect = rung == Rung.NEWEST and any(r.has_nan and r.tier for r in on_rung)
     if len(on_rung) < PATIENCE and not is_suspect:
         left = [parse_version(r.skipped) for r in known if r.rung == rung and r.skipped]
-        return Plan(rung, counted, 1 + len(on_rung), left[0] if left else None)
+        skipped = left[0] if left else None
+        return Plan(rung, counted, number=1 + len(on_rung), skipped=skipped)
     if rung == Rung.NEWEST and any(r.tier is not None for r in on_rung):
         return Plan(Rung.DURABLE, counted)
     if rung < Rung.OLDER and len(versions) > 1:
@@ -225,13 +226,13 @@ class Ladder:
             return
         plan, version = self._plan, None if snapshot is None else snapshot.version
         restart = Restart(
-            plan.rung,
-            plan.goal(-1 if version is None else version.step),
-            None if version is None else str(version),
-            None if snapshot is None else snapshot.digest,
-            tier,
-            None if plan.skipped is None else str(plan.skipped),
-            utc_now(),
+            rung=plan.rung,
+            goal=plan.goal(-1 if version is None else version.step),
+            version=None if version is None else str(version),
+            digest=None if snapshot is None else snapshot.digest,
+            tier=tier,
+            skipped=None if plan.skipped is None else str(plan.skipped),
+            created=utc_now(),
         )
         earlier, self._key = self._key, restart_name(plan.rung, random_id())
         self._pid, self._watched = os.getpid(), None

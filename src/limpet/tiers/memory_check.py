@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from limpet.errors import LimpetError, NoSpace
 from limpet.types import MIB
@@ -22,17 +22,6 @@ GIB = 1024 * MIB
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _NO_LIMIT = 1 << 62
 """Version 1 of control groups shows no limit as a number of about 2**63."""
-
-
-class FileSystemSize(Protocol):
-    """The fields of ``os.statvfs_result`` that are read here."""
-
-    @property
-    def f_frsize(self) -> int: ...
-    @property
-    def f_blocks(self) -> int: ...
-    @property
-    def f_bavail(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +71,7 @@ def check_memory(
     cost: TierCost,
     *,
     root: Path = Path("/"),
-    statvfs: Callable[[str], FileSystemSize] | None = None,
+    statvfs: Callable[[str], os.statvfs_result] | None = None,
 ) -> list[MemoryLimit]:
     """Raise ``NoSpace`` unless the memory tier in ``folder`` fits into the memory of this host.
 
@@ -114,7 +103,7 @@ def find_limits(
     present_bytes: int = 0,
     *,
     root: Path = Path("/"),
-    statvfs: Callable[[str], FileSystemSize] | None = None,
+    statvfs: Callable[[str], os.statvfs_result] | None = None,
 ) -> Iterator[MemoryLimit]:
     """Yield every limit of the memory that files in ``folder`` can use (see ``check_memory``)."""
     mounts = _read_mounts(root)

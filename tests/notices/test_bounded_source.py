@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from limpet.errors import LimpetError
-from limpet.notices.bounded import BoundedSource
 from limpet.notices.call import CallNotice
-from limpet.notices.notice import Notice
+from limpet.notices.notice import BoundedSource, Notice
 from tests.notices.manual_clock import ManualClock
 
 
