@@ -76,7 +76,8 @@ class Differences:
         does on any rank; ``ranks`` lists those ranks.
         """
         if collective.size == 1:
-            self._keep_reassigned([(self, [collective.rank])])
+            if self.saved_ranks:
+                self._keep_reassigned([(self, [collective.rank])])
             return
         encoded = collective.gather(self._encode(), bytes)
         combined = None if encoded is None else self._combine(encoded)
@@ -127,8 +128,7 @@ class Differences:
         self.loaded_ranks = {key: loaded_ranks[key] for key in self.saved_ranks}
 
     def describe_reassigned(self) -> str:
-        """Describe the per-rank values that are loaded by other ranks than saved them. Return an
-        empty string if there are none."""
+        """Describe the per-rank values that are loaded by other ranks than saved them."""
         keys_by_text: dict[str, list[tuple[str, int]]] = {}
         for key, saved in self.saved_ranks.items():
             text = _describe_reassignment(saved, self.loaded_ranks[key])

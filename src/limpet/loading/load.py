@@ -174,4 +174,5 @@ def _bind(
     saved = [key for key, _ in walk(tree) if selected(key)]
     report = LoadReport.from_differences(snapshot.url, saved, binding.differences, leniency.rename)
     report = replace(report, ignored=(*report.ignored, *snapshot.left_out))
-    return finalize, report, binding.differences.describe_reassigned()
+    differences = binding.differences
+    return finalize, report, differences.describe_reassigned() if differences.saved_ranks else ""

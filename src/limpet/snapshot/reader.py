@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from limpet.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
@@ -293,4 +293,7 @@ class SnapshotReader:
 
         Raises ``NotFound`` if the snapshot was deleted.
         """
-        return pins.pin_while_reading(self.location, self.nbytes + self.referred_bytes, self.bases)
+        nbytes = self.nbytes + self.referred_bytes
+        if nbytes < pins.MIN_PINNED_BYTES:
+            return nullcontext()
+        return pins.pin_while_reading(self.location, nbytes, self.bases)
