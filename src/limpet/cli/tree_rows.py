@@ -103,7 +103,8 @@ def _walk(snapshot: SnapshotReader, node: Any, key: str, depth: int) -> Iterator
             yield from _walk(snapshot, part, k, depth + 1)
     elif tag == "tied" or tag in tree.LEAF_TAGS:
         leaf = snapshot.leaves.get(node["tied"] if tag == "tied" else key)
-        yield TreeRow(key, depth, tag, node, *(leaf or ()))
+        dtype, shape = leaf or (None, None)
+        yield TreeRow(key, depth, tag, node, dtype=dtype, shape=shape)
     else:
         yield TreeRow(key, depth, "value", node)
 

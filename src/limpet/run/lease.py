@@ -268,10 +268,16 @@ class LeaseHolder:
 
         Raises ``AlreadyExists`` if there is this number or a greater one.
         """
-        identity = machine.process_identity()
-        versions = [str(version) for version in self._versions]
+        host, boot, process = machine.process_identity()
         lease = Lease(
-            self._name, self._attempt, versions, self.seconds, machine.utc_now(), *identity
+            name=self._name,
+            attempt=self._attempt,
+            versions=[str(version) for version in self._versions],
+            seconds=self.seconds,
+            created=machine.utc_now(),
+            host=host,
+            boot=boot,
+            process=process,
         )
         own, began = lease_name(self._name, number), self._clock()
         try:

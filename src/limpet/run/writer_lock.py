@@ -57,7 +57,15 @@ class WriterLock:
         owner = None if self.id is None else find_writer(store)
         if owner is not None and owner.attempt == self.id:
             return
-        lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
+        host, boot, process = machine.process_identity()
+        lock = Pin(
+            attempt=random_id(),
+            version=None,
+            created=machine.utc_now(),
+            host=host,
+            boot=boot,
+            process=process,
+        )
         previous = None
         for _ in range(MAX_PUTS):
             try:
