@@ -39,9 +39,9 @@ from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
-from limpet.tiers.peers import files
 from limpet.tiers.peers import server as peer_server
-from limpet.tiers.peers.messages import MESSAGES, Fetch, Offer, Ready
+from limpet.tiers.peers import transfer
+from limpet.tiers.peers.transfer import MESSAGES, Fetch, Offer, Ready
 from tests.tiers.peers import (
     LIMITS,
     SECRET,
@@ -562,7 +562,7 @@ def test_a_server_that_does_not_read(source):
 )
 def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, seconds, server_seconds):
     """A long file may take long. A peer that accepts a few bytes now and then holds nobody."""
-    monkeypatch.setattr(files, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
     source, size = MemoryStore(), 6 << 20
     put(source, "v1/a", random_bytes(size))
 

@@ -11,8 +11,18 @@ from limpet.ranks.wire import connect
 from limpet.storage.store import Store
 from limpet.threads import no_op
 from limpet.tiers.peers.addresses import PeerAddress
-from limpet.tiers.peers.files import digest_file, receive_content, send_content
-from limpet.tiers.peers.messages import MESSAGES, Coming, Fetch, Hello, Offer, Ready, Stored
+from limpet.tiers.peers.transfer import (
+    MESSAGES,
+    Coming,
+    Fetch,
+    Hello,
+    Offer,
+    Ready,
+    Stored,
+    digest_file,
+    receive_content,
+    send_content,
+)
 
 
 @dataclass(frozen=True, slots=True)

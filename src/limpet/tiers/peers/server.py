@@ -16,8 +16,19 @@ from limpet.errors import AlreadyExists, Denied, LimpetError, NoSpace, NotFound
 from limpet.format.names import MANIFEST
 from limpet.ranks.wire import Channel, Connections, HandshakeLimits, Listener, Session
 from limpet.storage.store import Store, check_key
-from limpet.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
-from limpet.tiers.peers.messages import MESSAGES, Coming, Fetch, Hello, Offer, Ready, Stored
+from limpet.tiers.peers.transfer import (
+    MESSAGES,
+    Coming,
+    Fetch,
+    Hello,
+    Offer,
+    Ready,
+    Stored,
+    begin_copy,
+    digest_file,
+    receive_content,
+    send_content,
+)
 
 
 @dataclass(frozen=True, slots=True)
