@@ -10,7 +10,6 @@ import pytest
 
 import limpet
 from limpet.errors import NoSpace, StoreError
-from limpet.storage import uploads
 from limpet.storage.checks import refuse_partial
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits, check_key
@@ -82,11 +81,8 @@ def temporary_files(tmp_path, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("window", [0, 100_000, 1 << 30])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_gives_the_same_bytes(window, seed, monkeypatch, temporary_files):
-    monkeypatch.setattr(uploads, "WINDOW", window)
-    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
+def test_any_order_gives_the_same_bytes(seed, temporary_files):
     rng = random.Random(seed)
     data = rng.randbytes(500_000)
     cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(40))})
@@ -99,9 +95,7 @@ def test_any_order_gives_the_same_bytes(window, seed, monkeypatch, temporary_fil
         buffer[:] = bytes(len(buffer))  # the caller uses its buffer again
     assert upload.commit() == data
     assert not appender.is_aborted
-    assert uploads._memory._left == window
-    assert all(file.closed for file in temporary_files)
-    assert len(temporary_files) == (1 if window < 1 << 30 else 0)
+    assert [file.closed for file in temporary_files] == [True]
 
 
 def test_bytes_in_order_are_not_copied(temporary_files):
@@ -116,10 +110,7 @@ def test_bytes_in_order_are_not_copied(temporary_files):
     assert temporary_files == []
 
 
-def test_the_temporary_file_is_as_large_as_what_waits(monkeypatch, temporary_files):
-    """As in an export for PyTorch, in which each tensor waits for its header."""
-    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
-    uploads._memory.take(uploads.WINDOW)
+def test_the_temporary_file_is_as_large_as_what_waits(temporary_files):
     data = random.Random(0).randbytes(8 * MIB)
     upload, _ = begin(len(data))
     most = 0
@@ -129,19 +120,6 @@ def test_the_temporary_file_is_as_large_as_what_waits(monkeypatch, temporary_fil
             most = max(most, os.fstat(temporary_files[0].fileno()).st_blocks * 512)
     assert upload.commit() == data
     assert most < 2 * MIB
-
-
-def test_many_uploads_share_the_memory(temporary_files):
-    begun = [begin(64 * MIB)[0] for _ in range(4)]
-    for upload in begun:
-        upload.write_at(MIB, memoryview(bytes(30 * MIB)))
-    assert uploads._memory._left == 4 * MIB
-    assert len(temporary_files) == 2
-    assert sum(os.fstat(file.fileno()).st_blocks for file in temporary_files) * 512 >= 60 * MIB
-    for upload in begun:
-        upload.abort()
-    assert uploads._memory._left == 64 * MIB
-    assert all(file.closed for file in temporary_files)
 
 
 def test_a_failed_append_ends_the_upload():
@@ -155,7 +133,6 @@ def test_a_failed_append_ends_the_upload():
     upload.abort()
     upload.abort()
     assert appender.is_aborted
-    assert uploads._memory._left == 64 * MIB
 
 
 @pytest.mark.parametrize("twice", [(0, 10), (5, 10), (15, 2), (20, 10)])
@@ -173,9 +150,7 @@ def test_bytes_that_are_written_twice_are_refused(twice):
     assert appender.is_aborted
 
 
-def test_the_same_bytes_twice_in_memory_and_in_the_file(monkeypatch):
-    monkeypatch.setattr(uploads, "WINDOW", 10)
-    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
+def test_bytes_that_wait_are_refused_if_they_are_written_twice():
     upload, appender = begin(20)
     for _ in range(3):
         upload.write_at(10, memoryview(bytes(10)))
@@ -183,29 +158,9 @@ def test_the_same_bytes_twice_in_memory_and_in_the_file(monkeypatch):
     with pytest.raises(StoreError, match="twice"):
         upload.commit()
     assert appender.is_aborted
-    assert uploads._memory._left == 10
-
-
-def test_bytes_that_cannot_be_copied_return_their_memory(monkeypatch):
-    upload, _ = begin(20)
-    monkeypatch.setattr(uploads, "as_byte_view", lambda data: Uncopyable())
-    with pytest.raises(MemoryError):
-        upload.write_at(10, memoryview(bytes(10)))
-    assert uploads._memory._left == 64 * MIB
-
-
-class Uncopyable:
-    def __len__(self):
-        return 10
-
-    def __bytes__(self):
-        raise MemoryError
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(uploads, "WINDOW", 0)
-    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
-
     def fail(*_):
         raise OSError(28, "No space left on device")
 

@@ -34,7 +34,7 @@ class Traits:
     bounds what is in memory. 0: no limit.
     ``read_size``: the largest range to read with one request. A store with it has the method
     ``open_range``. ``ordered``: the store only appends. A ``write_at`` behind what
-    was written before it needs no copy; other bytes wait in memory or in a temporary file (see
+    was written before it needs no copy; other bytes wait in a temporary file (see
     ``SequentialUpload``), so a save writes with one thread. ``atomic``: of any number of concurrent
     calls of ``put_if_absent``, at most one creates the object; without it, two trainings can both
     commit. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it

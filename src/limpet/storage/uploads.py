@@ -7,7 +7,6 @@ byte to the last, and ``PartUpload`` in parts. The last two write to another ``U
 from __future__ import annotations
 
 import heapq
-import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +16,8 @@ from typing import IO
 
 from limpet.buffers import as_byte_view
 from limpet.errors import NoSpace, StoreError
-from limpet.machine import after_fork
 from limpet.storage.store import Stat, Upload
-from limpet.types import BLOCK_SIZE, MIB
-
-WINDOW = 64 * MIB
-"""The largest amount of bytes that all sequential uploads of a process keep in memory, in bytes."""
+from limpet.types import BLOCK_SIZE
 
 
 class WrittenRanges:
@@ -136,19 +131,16 @@ class SequentialUpload(_CheckedUpload):
     """Writes the ``length`` bytes of an object in order; ``write_at`` gets them in any order.
 
     A write at the end of what was written is passed on to ``target`` without a copy. One beyond it
-    is copied into memory while ``WINDOW`` allows it, and otherwise into a temporary file, whose
-    space is released when all that is in it has had its turn. ``url``: the store, for messages.
+    waits in a temporary file, whose space is released when all that is in it has had its turn.
+    ``url``: the store, for messages.
     """
 
     def __init__(self, url: str, key: str, length: int, target: Upload) -> None:
         super().__init__(url, key, length)
         self._target = target
         self._position = 0
-        # a heap: offset, size, a number (bytes and None have no order), bytes
-        self._early: list[tuple[int, int, int, bytes | None]] = []
-        self._numbers = itertools.count()
-        self._file: IO[bytes] | None = None  # has the bytes that are None above
-        self._pieces_in_file = 0
+        self._early: list[tuple[int, int]] = []  # a heap: offset and size of what waits
+        self._file: IO[bytes] | None = None  # has it, at the same offsets
         self._is_released = False
 
     def write_at(self, offset: int, *data: memoryview) -> None:
@@ -192,15 +184,7 @@ class SequentialUpload(_CheckedUpload):
         self._position += len(view)
 
     def _keep(self, offset: int, view: memoryview) -> None:
-        """Copy bytes whose turn has not come."""
-        if _memory.take(len(view)):
-            try:
-                data = bytes(view)
-            except BaseException:
-                _memory.give(len(view))
-                raise
-            heapq.heappush(self._early, (offset, len(view), next(self._numbers), data))
-            return
+        """Keep bytes whose turn has not come."""
         try:
             if self._file is None:
                 from tempfile import TemporaryFile
@@ -218,32 +202,23 @@ class SequentialUpload(_CheckedUpload):
                 key=self._key,
                 store=self._url,
             ) from e
-        heapq.heappush(self._early, (offset, len(view), next(self._numbers), None))
-        self._pieces_in_file += 1
+        heapq.heappush(self._early, (offset, len(view)))
 
     def _append_early(self) -> None:
         """Append the kept bytes whose turn has come."""
-        while self._early and self._early[0][0] <= self._position:
-            offset, size, _, data = heapq.heappop(self._early)
-            is_new = offset == self._position  # otherwise, it was written twice
-            if data is not None:
-                _memory.give(size)
-                if is_new:
-                    self._append(memoryview(data))
-            elif self._file is not None:
-                for start in range(offset, offset + size, BLOCK_SIZE) if is_new else ():
+        while self._file is not None and self._early and self._early[0][0] <= self._position:
+            offset, size = heapq.heappop(self._early)
+            if offset == self._position:  # otherwise, it was written twice
+                for start in range(offset, offset + size, BLOCK_SIZE):
                     length = min(BLOCK_SIZE, offset + size - start)
                     self._append(memoryview(os.pread(self._file.fileno(), length, start)))
-                self._pieces_in_file -= 1
-                if not self._pieces_in_file:  # an export waits for the header of each large tensor
-                    self._file.truncate(0)
+            if not self._early:
+                self._file.truncate(0)
 
     def _release(self, *, abort: bool) -> None:
         if self._is_released:
             return
         self._is_released = True
-        _memory.give(sum(size for _, size, _, data in self._early if data is not None))
-        self._early = []
         if self._file is not None:
             self._file.close()
         if abort:
@@ -339,34 +314,3 @@ class PartUpload(_CheckedUpload):
             self._require_open()
             self._is_open = not last
             self._active += 1
-
-
-class _Memory:
-    """The bytes that all sequential uploads of this process may still keep in memory."""
-
-    def __init__(self) -> None:
-        self._left = WINDOW
-        self._lock = Lock()
-
-    def take(self, size: int) -> bool:
-        with self._lock:
-            if size > self._left:
-                return False
-            self._left -= size
-            return True
-
-    def give(self, size: int) -> None:
-        with self._lock:
-            self._left += size
-
-
-_memory = _Memory()
-
-
-def _forget_parent() -> None:
-    """The uploads of a forked process are not those of its parent."""
-    global _memory
-    _memory = _Memory()
-
-
-after_fork(_forget_parent)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,11 +27,6 @@ INSTALL = "Install it: pip install 'limpet[hdfs]'"
 
 _CLOSE_PAUSES = (0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 """Seconds before each look at whether the last block of a file that is closed was reported."""
-
-_READER_SECONDS = 5.0
-"""Seconds for which the places of a file's blocks are used without asking the NameNode again."""
-
-_MAX_READERS = 64
 
 _DEFAULTS = {
     # go on with the remaining DataNodes if one fails and there is no other one
@@ -94,48 +87,6 @@ def _config_items(config: Any) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, str(value)) for name, value in config))
 
 
-class Readers:
-    """The readers of files, which know where the blocks of the files are.
-
-    Without them, each read of 4 MiB would ask the NameNode.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._readers: OrderedDict[str, tuple[Any, float]] = OrderedDict()
-
-    def forget(self, path: str) -> None:
-        with self._lock:
-            self._readers.pop(path, None)
-
-    def length(self, client: Any, path: str) -> int:
-        """Return the length of a file."""
-        return len(self._reader(client, path))
-
-    def read(self, client: Any, path: str, offset: int, length: int) -> tuple[bytes | None, int]:
-        """Return bytes of a file, None if it is too short for them, and its length."""
-        reader = self._reader(client, path)
-        file_length = len(reader)
-        if file_length < offset + length:
-            self.forget(path)  # it may have grown
-            return None, file_length
-        try:
-            return bytes(reader.read_range(offset, length)), file_length
-        except BaseException:
-            self.forget(path)
-            raise
-
-    def _reader(self, client: Any, path: str) -> Any:
-        reader, opened_at = self._readers.get(path, (None, 0.0))
-        if reader is None or time.monotonic() - opened_at > _READER_SECONDS:
-            reader = client.read(path)
-            with self._lock:
-                self._readers[path] = reader, time.monotonic()
-                while len(self._readers) > _MAX_READERS:
-                    self._readers.popitem(last=False)
-        return reader
-
-
 class HdfsServer(Server):
     """The client of one HDFS with certain options. ``step_seconds``: see ``HdfsFile``."""
 
@@ -143,7 +94,6 @@ class HdfsServer(Server):
         super().__init__(options.concurrency, options.timeout)
         self.name = server
         self.options = options
-        self.readers = Readers()
         self.step_seconds = 0.0
         self._lock = Lock()
         self._client: Any = None

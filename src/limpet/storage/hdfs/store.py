@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from limpet.deadline import CLEANUP_SECONDS, Deadline
 from limpet.errors import AlreadyExists, NotFound, StoreError, Unavailable
-from limpet.storage.checks import check_written_length, short_read_error, weak_store_error
+from limpet.storage.checks import check_written_length, weak_store_error
 from limpet.storage.hdfs.errors import translate
 from limpet.storage.hdfs.server import HdfsOptions, HdfsServer, close_file, shared_server
 from limpet.storage.retry import BlockReply, Remote, RemoteUpload, Reply, RetryStore
@@ -69,6 +69,7 @@ class HdfsFolder(Remote):
             "hdfs",
             1,
             durable=not self.options.allow_weak,
+            read_size=64 * MIB,
             ordered=True,
             upload_memory=40 * MIB,  # of HdfsFile and of hdfs-native
         )
@@ -99,19 +100,15 @@ class HdfsFolder(Remote):
 
     def open(self, key: str, offset: int, length: int | None, tag: str) -> Reply:
         path = self.path(key)
-        if length is None:
-            # another file may have taken the name since the last reader was made
-            self.server.readers.forget(path)
-            length = self.call("open", "read", key, self.server.readers.length, path)
+        # it knows where the blocks of the file are, so a read does not ask the NameNode again
+        reader = self.call("open", "read", key, lambda client: client.read(path))
+        found = max(0, len(reader) - offset)
 
         def read(deadline: Deadline, at: int, size: int) -> bytes:
             self.deadline = deadline
-            data, found = self.call("read", "read", key, self.server.readers.read, path, at, size)
-            if data is None:
-                raise short_read_error(key, self.url, at, size, max(0, found - at))
-            return data
+            return self.call("read", "read", key, lambda _: bytes(reader.read_range(at, size)))
 
-        return BlockReply(read, offset, length)
+        return BlockReply(read, offset, found if length is None else min(length, found))
 
     def page(
         self, folder: str, prefix: str, marker: Any, *, deep: bool, partial: bool
@@ -137,7 +134,6 @@ class HdfsFolder(Remote):
 
     def delete(self, key: str) -> None:
         path = self.path(key)
-        self.server.readers.forget(path)
         # first a question: of a server that does not answer, nothing is left that deletes it later
         status = self.look_up(path, key)
         if status is not None and not status.isdir:
