@@ -197,7 +197,10 @@ def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"\x10" + bytes(7) + b"{ not JSON     }")
     assert check_export(str(tmp_path)) == []
     assert run_cli("verify", tmp_path).code == 4
-    assert run_cli("verify", tmp_path / "missing").code == 4
+    for missing in (tmp_path / "missing", tmp_path / "missing" / "model.pt"):
+        assert run_cli("verify", missing).code == 4
+        with pytest.raises(NotFound):
+            limpet.import_checkpoint(missing, tmp_path / "imported")
     result = run_cli("import", tmp_path / "model.safetensors", tmp_path / "run", "--step", 1)
     assert result.code == 0
 

@@ -76,9 +76,7 @@ def check_export(path: str | Location, advance: Advance = no_op) -> list[ExportC
     """
     folder, only = _find_folder(path)
     checks, damaged = [], []
-    for name in folder.names():
-        if not name.endswith(RECORD_SUFFIX):
-            continue
+    for name in _record_names(folder, only):
         try:
             record = _read_record(folder, name)
         except FormatError as e:
@@ -91,6 +89,15 @@ def check_export(path: str | Location, advance: Advance = no_op) -> list[ExportC
         ]
     is_unclear = only is None or not checks
     return [*checks, *(damaged if is_unclear else [])]
+
+
+def _record_names(folder: ForeignFolder, only: str | None) -> list[str]:
+    """Return the names of the records in a folder; none if it does not exist."""
+    try:
+        names = folder.names()
+    except OSError:  # such as a folder that may be entered, but not listed
+        names = [] if only is None else [only + RECORD_SUFFIX]
+    return [n for n in names if n.endswith(RECORD_SUFFIX) and folder.has(n)]
 
 
 def require_intact(path: str | Location) -> None:

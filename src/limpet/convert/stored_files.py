@@ -248,6 +248,15 @@ class ForeignFolder:
     def join(self, name: str) -> str:
         return os.path.join(self.path, name)
 
+    def has(self, name: str) -> bool:
+        """Return True if there is a file of that name."""
+        if self._location is None:
+            return os.path.isfile(self.join(name))
+        with suppress(NotFound):
+            self._location.store.stat(self._location.key(name))
+            return True
+        return False
+
     def open(self, name: str) -> ForeignFile:
         """Open a file. Raises ``NotFound`` if it does not exist."""
         if self._location is None:
