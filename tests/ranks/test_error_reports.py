@@ -14,7 +14,7 @@ from limpet.ranks.error_report import decode_error, encode_error, format_with_no
 from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
-from limpet.training.warn import warn_save_failed
+from limpet.training.saver import warn_save_failed
 from tests.fakegroup import FakeGroup
 from tests.ranks.trainings import TrainingJob, TrainingRank
 

@@ -342,7 +342,7 @@ def recorded_steps() -> Iterator[None]:
         for name in ("flatten", "stage_pieces"):
             step = record(name, getattr(save, name))
             stack.enter_context(mock.patch.object(save, name, step))
-        stack.enter_context(mock.patch("limpet.training.warn.warn_save_failed", report_warning))
+        stack.enter_context(mock.patch("limpet.training.saver.warn_save_failed", report_warning))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Self
 
 from limpet import events
@@ -55,14 +54,12 @@ from limpet.training.resume_check import (
     compare_next_batches,
     record_next_batches,
 )
-from limpet.training.saver import Saver, SaveSpec
+from limpet.training.saver import Saver, SaveSpec, VersionChecks
 from limpet.training.script_options import OPTIONS, describe_changes, read_options
 from limpet.training.state_check import StateCheck
 from limpet.training.step_counter import StepCounter
 from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
 from limpet.training.takeover import take_over
-from limpet.training.version_checks import VersionChecks
-from limpet.training.warn import raise_or_warn
 
 
 class Checkpointer:
@@ -153,7 +150,6 @@ class Checkpointer:
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         self._tiers = Tiers(options.tiers, self._group)
         self._saver = self._make_saver(options)
-        self._raise_or_warn = partial(raise_or_warn, on_error=options.on_error, saver=self._saver)
         self._acquire_lock = self._saver.writer_lock.acquire
         self._cadence = Cadence(options.save, options.busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
@@ -181,19 +177,15 @@ class Checkpointer:
         return Saver(
             run=self.run,
             tiers=self._tiers,
-            keep=options.keep,
             goodput=self._goodput,
             checks=VersionChecks(self.run, options.keep, self._early_stop),
-            incremental=options.incremental,
-            overlap=options.overlap,
-            timeout=options.save_timeout,
+            options=options,
         )
 
     def _make_ending(self, options: Options) -> tuple[StepSavepoint, Ending]:
         savepoint = make_savepoint(self.state, options.save, options.preemption, self._goodput)
         return savepoint, Ending(
             policy=options.save,
-            on_error=options.on_error,
             saver=self._saver,
             cadence=self._cadence,
             lifecycle=self._lifecycle,
@@ -459,7 +451,7 @@ class Checkpointer:
             return
         self._calls.respond(agreed)
         if self._group.size == 1:  # several ranks raise together, when the next save is due
-            self._raise_or_warn(self._saver.in_flight.raise_failure)
+            self._saver.attempt(self._saver.in_flight.raise_failure)
         self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
 
     def _agree(self) -> frozenset[str]:
@@ -484,12 +476,12 @@ class Checkpointer:
         if reason is None:
             self._saver.reservation.start()
         elif not self._cadence.skip_if_busy(lambda: busy, self.run.url, self._goodput):
-            self._raise_or_warn(lambda: self._saver.wait_before_save(self._step_counter.step))
-            self._raise_or_warn(lambda: self._start_save(reason))
+            self._saver.attempt(lambda: self._saver.wait_before_save(self._step_counter.step))
+            self._saver.attempt(lambda: self._start_save(reason))
         if self._tiers.memory.is_due(self._step_counter.step, self._step_counter.epoch):
             spec = self._make_spec("memory")
             snapshot = self.state, spec.version, self._saver.make_metadata(spec)
-            self._raise_or_warn(lambda: self._tiers.memory.save(*snapshot))
+            self._saver.attempt(lambda: self._tiers.memory.save(*snapshot))
 
     def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
         version, note, last_metrics, stop = self._make_label()
@@ -508,7 +500,7 @@ class Checkpointer:
     def _add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add to the metrics of the last step, and to its version if it is saved."""
         self._metrics = {**self._metrics, **metrics}
-        self._raise_or_warn(lambda: self._add_if_saved(metrics))
+        self._saver.attempt(lambda: self._add_if_saved(metrics))
 
     def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
         if metrics and self._cadence.has_begun:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import finalize
 
 from limpet import events
@@ -17,7 +19,9 @@ from limpet.errors import (
     NotFound,
     Preempted,
     RankFailed,
+    SaveFailed,
     StoreError,
+    UnsavedSteps,
 )
 from limpet.format.records import Ended
 from limpet.ranks.agreement import Agreement, LocalAgreement
@@ -28,7 +32,7 @@ from limpet.run.policy import Never, SavePolicy
 from limpet.run.records import put_about_version
 from limpet.run.retention import undeleted_error
 from limpet.snapshot import pins
-from limpet.text import user_line
+from limpet.text import user_line, warn_user
 from limpet.threads import no_op
 from limpet.tiers.ladder import Ladder
 from limpet.training.arguments import not_entered_error
@@ -39,14 +43,6 @@ from limpet.training.preemption import Preemption
 from limpet.training.saver import Saver, SaveSpec, version_of
 from limpet.training.step_counter import StepCounter
 from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
-from limpet.training.warn import (
-    attach_secondary_errors,
-    describe_cause,
-    raise_or_warn,
-    unsaved_reason,
-    warn_collected,
-    warn_unsaved_steps,
-)
 
 JOIN_TIMEOUT = 20.0
 """Seconds within which all ranks must join a save after an exception.
@@ -67,7 +63,6 @@ class Ending:
     def __init__(
         self,
         policy: SavePolicy,
-        on_error: Literal["raise", "warn"],
         saver: Saver,
         cadence: Cadence,
         lifecycle: Lifecycle,
@@ -76,7 +71,6 @@ class Ending:
         savepoint: StepSavepoint,
     ) -> None:
         self.policy = policy
-        self._on_error = on_error
         self._group = saver.group
         self._saver = saver
         self._cadence = cadence
@@ -145,20 +139,20 @@ class Ending:
         if could_save and error is None and not is_process_ending():
             saver, end = self._saver, partial(record_end, self._saver, self._step_counter.epoch)
             for follow in () if is_leaving else (end,):
-                raise_or_warn(follow, self._on_error, saver)
-            raise_or_warn(partial(finish_retention, saver), self._on_error, saver)
+                saver.attempt(follow)
+            saver.attempt(partial(finish_retention, saver))
         if not self._lifecycle.is_closed:
             self.ladder.end(error)
         return could_save and not (at_end and error is None)
 
     def _wait(self) -> None:
         if not self._lifecycle.is_forked:
-            raise_or_warn(self._saver.wait, self._on_error, self._saver)
+            self._saver.attempt(self._saver.wait)
 
     def _save(self) -> None:
         step = self._step_counter.step
         if must_save_last_step(self._group, step, self._saver.saved_step == step):
-            raise_or_warn(partial(self._start_save, "end"), self._on_error, self._saver)
+            self._saver.attempt(partial(self._start_save, "end"))
             self._wait()
 
     def finish_after(
@@ -192,7 +186,7 @@ class Ending:
         try:
             self._exit(error, problems, release)
         except Exception as e:
-            tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
+            tolerated = self._saver.on_error == "warn" and isinstance(e, StoreError | CommitError)
             if isinstance(error, SystemExit) and not error.code and not tolerated:
                 raise  # exit code 0 would report success to the parent process
             problems.append(f"the last save failed: {format_with_notes(e)}")
@@ -442,3 +436,92 @@ def finish_retention(saver: Saver) -> None:
         saver.retention.finish()
     except LimpetError as e:
         raise undeleted_error(e, saver.newest and saver.newest.location.folder) from e
+
+
+# -- warnings at the end --------------------------------------------------------------------------
+
+
+def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> None:
+    """Report further failures when ``error`` ends the training.
+
+    Each failure becomes a note on ``error`` and a warning. The note alone is not enough: Python
+    shows neither ``SystemExit`` nor an exception that the caller catches. If warnings are errors,
+    only the note remains, and for exceptions such as ``SystemExit`` a line on stderr.
+    """
+    for message in messages:
+        error.add_note(f"In addition, {message}")
+        warning = f"The training ended with {type(error).__name__}. In addition, {message}"
+        try:
+            warn_user(warning, SaveFailed)
+        except SaveFailed:
+            if not isinstance(error, Exception):
+                with suppress(Exception):  # stderr may be missing or closed
+                    sys.stderr.write(f"limpet: {warning}\n")
+
+
+def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> None:
+    """Warn that the steps after ``last_saved_step`` are not in any version, and why."""
+    warn_user(describe_unsaved_steps(run_url, step, last_saved_step, reason), UnsavedSteps)
+
+
+def describe_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> str:
+    """Return the text of that warning."""
+    is_one = step <= last_saved_step + 1
+    steps = f"Step {step} is" if is_one else f"Steps {last_saved_step + 1} to {step} are"
+    return f"{steps} not in any version of {run_url}: {reason}"
+
+
+def warn_collected(
+    policy: SavePolicy,
+    lifecycle: Lifecycle,
+    saver: Saver,
+    step_counter: StepCounter,
+    line: tuple[str, int],
+) -> None:
+    """Warn of the unsaved steps of a Checkpointer that was never closed.
+
+    It may be collected at any moment, in any thread, and at the end of the process. Therefore
+    nothing is saved, and no sink is called, which could hold a lock. ``line``: the user's line that
+    made the first step. At the end of the process, Python would print a traceback if warnings are
+    errors; the message then is a line on stderr.
+    """
+    step, begun_step = step_counter.step, saver.begun_step
+    if not lifecycle.can_save or step == begun_step or isinstance(policy, Never):
+        return
+    ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"
+    reason = f"{ended} before close(). Use a with block, or call close()"
+    if not policy.at_end:
+        reason += f", and write save={policy} | AtEnd()"
+    message = describe_unsaved_steps(saver.run.url, step, begun_step, reason)
+    try:
+        warnings.warn_explicit(message, UnsavedSteps, *line)
+    except UnsavedSteps:
+        if not is_process_ending():
+            raise
+        with suppress(Exception):  # stderr may be missing or closed
+            sys.stderr.write(f"limpet: {message}\n")
+
+
+def describe_cause(error: BaseException) -> str:
+    """Return the class and the text of an exception that ended a training."""
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: bool) -> str:
+    """Return why the last steps were not saved, and what to do.
+
+    ``error`` is the exception that ended the training. ``skipped`` is True if a save that was due
+    was skipped.
+    """
+    if error is not None:
+        return (
+            f"the training ended with an exception ({describe_cause(error)}). Only OnException()"
+            " saves then, in a with block"
+        )
+    if policy.at_end:
+        return "the process was ending. Call close() earlier, or use a with block"
+    return (
+        'the save that was due was skipped (busy="skip").'
+        if skipped
+        else f"{policy} saves nothing at the end of the training."
+    ) + f" Write save={policy} | AtEnd(), or call ckpt.save() after the last step"

@@ -13,9 +13,21 @@ from typing import Any
 from limpet import events
 from limpet.buffers import BufferPool, page_lock
 from limpet.deadline import Deadline
-from limpet.errors import AlreadyExists, CommitError, FormatError, LimpetError, StoreError
-from limpet.format.names import Version, parse_version
+from limpet.errors import (
+    AlreadyExists,
+    CommitError,
+    FormatError,
+    LimpetError,
+    MetricMissing,
+    RankFailed,
+    SaveFailed,
+    StoreError,
+)
+from limpet.format.names import Version, parse_lease, parse_version
+from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.ranks.error_report import format_with_notes
 from limpet.ranks.group import Group, broadcast_from_first
+from limpet.run.address import merge_objectives
 from limpet.run.policy import KeepPolicy
 from limpet.run.retention import undeleted_error
 from limpet.run.run import Run
@@ -30,31 +42,31 @@ from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.state.flatten import FlatState
 from limpet.state.step_hooks import StepPreHook
 from limpet.state.walk import optimizers_in
+from limpet.storage.store import list_level
+from limpet.text import warn_user
 from limpet.tiers.local_snapshots import Promotion
 from limpet.tiers.tiers import Tiers
+from limpet.training.arguments import Options
+from limpet.training.early_stop import EarlyStop
 from limpet.training.goodput import Goodput
 from limpet.training.step_savepoint import SavepointLabel
-from limpet.training.version_checks import VersionChecks, emit_structure_change
 
 
 class Saver:
     """Saves states of a training in the background, through a ``VersionWriter``.
 
-    ``incremental`` and ``timeout`` are those of the writer. With ``overlap``, parameters and slots
-    are copied during the next step, and an optimizer's step waits for the copy. If the local tier
-    is open, a save is complete on the local disks first, and is then promoted to the run.
+    With the option ``overlap``, parameters and slots are copied during the next step, and an
+    optimizer's step waits for the copy. If the local tier is open, a save is complete on the local
+    disks first, and is then promoted to the run.
     """
 
     def __init__(
         self,
         run: Run,
         tiers: Tiers,
-        keep: KeepPolicy,
         goodput: Goodput,
         checks: VersionChecks,
-        incremental: bool | int,
-        overlap: bool,
-        timeout: float | None,
+        options: Options,
     ) -> None:
         self.run, self.url = run, run.url
         self.begun_step = 0
@@ -64,14 +76,14 @@ class Saver:
         self.writer = VersionWriter(
             run.catalog,
             self.group,
-            keep,
-            incremental=incremental,
-            timeout=timeout,
+            options.keep,
+            incremental=options.incremental,
+            timeout=options.save_timeout,
             before_deletion=checks.early_stop.before_deletion,
         )
         self.retention, self.writer_lock = self.writer.retention, self.writer.lock
         self._goodput = goodput
-        self._overlap = overlap
+        self._overlap, self.on_error = options.overlap, options.on_error
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=page_lock)
         self.reservation = BufferReservation(self._pool)
@@ -103,6 +115,15 @@ class Saver:
     def saved_step(self) -> int:
         """The step of ``newest``, or 0."""
         return 0 if self.newest is None else version_of(self.newest).step
+
+    def attempt(self, call: Callable[[], object]) -> None:
+        """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
+        try:
+            call()
+        except (StoreError, CommitError) as e:
+            if self.on_error == "raise" or not is_store_failure(e):
+                raise
+            warn_save_failed(e, self.saved_step)
 
     def wait_before_save(self, step: int) -> None:
         """Wait for the save in flight, because the save of ``step`` is due.
@@ -509,3 +530,94 @@ def version_of(snapshot: SnapshotReader) -> Version:
     This avoids a read of the manifest, which another rank may have written.
     """
     return parse_version(snapshot.location.folder) or snapshot.version
+
+
+# -- checks of saves and versions -----------------------------------------------------------------
+
+
+def is_store_failure(error: StoreError | CommitError) -> bool:
+    """Return True if a store or a commit failed, on this rank or on another one.
+
+    Other failures of one rank also reach the other ranks as ``RankFailed``. For those, the result
+    is False.
+    """
+    cause = error.__cause__ if isinstance(error, RankFailed) else None
+    reported_by_rank = cause is not None and not error.fields.get("lost")
+    return not reported_by_rank or isinstance(cause, StoreError | CommitError)
+
+
+def warn_save_failed(error: LimpetError, last_saved_step: int) -> None:
+    """Warn of a save that failed, or of a failure after the commit."""
+    message = (
+        "Old versions accumulate"
+        if error.is_after_commit
+        else f"NOTHING WAS SAVED; there is no version since step {last_saved_step}"
+    )
+    warn_user(f"{message}: {format_with_notes(error)}", SaveFailed)
+
+
+class VersionChecks:
+    """The check that warns at the end of the training, and early stopping.
+
+    ``objectives``: the metrics of the policies, which each version records.
+    """
+
+    def __init__(self, run: Run, keep: KeepPolicy, early_stop: EarlyStop) -> None:
+        self.early_stop = early_stop
+        self.objectives = merge_objectives(keep.objectives | early_stop.objectives)
+        self._run, self._needed = run, keep.metrics
+        self.evaluated = set[str]()
+        """The metrics that evaluations in this training have given, also about versions that are
+        deleted since."""
+
+    def warn_of_missing_metrics(self) -> None:
+        """Warn, at the end of a training, of metrics that policies use and nothing has given."""
+        awaited = self.early_stop.awaited_metric
+        needed = self._needed.union(() if awaited is None else (awaited,)) - self.evaluated
+        if needed and (message := find_missing_metrics(self._run, needed)):
+            warn_user(message, MetricMissing)
+
+
+def emit_structure_change(
+    run_url: str, before: SnapshotReader | None, after: SnapshotReader
+) -> None:
+    """Emit ``structure_changed`` if the leaves of a version differ from those of the one before.
+
+    A change is not an error: an optimizer creates its slots at its first step, or a layer is
+    unfrozen. The event helps a person who investigates the change later.
+    """
+    old, new = {} if before is None else before.leaves, after.leaves
+    if old and old != new:
+        events.emit(
+            "structure_changed",
+            run=run_url,
+            version=str(after.version),
+            added=sorted(new.keys() - old.keys()),
+            removed=sorted(old.keys() - new.keys()),
+            changed=sorted(k for k in new.keys() & old.keys() if new[k] != old[k]),
+        )
+
+
+def find_missing_metrics(run: Run, needed: frozenset[str]) -> str:
+    """Describe the ``needed`` metrics that nothing has given to a version; empty if there are none.
+
+    An inexact evaluation gives its metrics, too. While an evaluation of the run is at work, or if
+    the store cannot be read, nothing is concluded.
+    """
+    given = set[str]()
+    try:
+        for version, record in run.catalog.read_versions(run.listing()).items():
+            evaluations = run.catalog.evaluations.read(version, record.digest)
+            results = evaluations.of(Evaluation) + evaluations.of(InexactEvaluation)
+            given.update(record.metrics, *(result.metrics for result in results))
+        missing = needed - given
+        if not missing or any(parse_lease(e.name) for e in list_level(run.store, "", "lease-")):
+            return ""
+    except LimpetError:
+        return ""  # retention reports the failure of the store
+    return (
+        f"No version of {run.url} has {' or '.join(sorted(missing))}, which a policy uses; they"
+        f" have {', '.join(sorted(given)) or 'no metrics'}. Pass it to step(), end_epoch(), or"
+        " save(), or add it with Run.add_metrics. A metric of an epoch needs a version of its end"
+        " (save=... | limpet.EveryEpoch())"
+    )

@@ -23,11 +23,10 @@ from limpet.run.writer_lock import find_writer
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user
-from limpet.training.ending import Ending
+from limpet.training.ending import Ending, describe_unsaved_steps
 from limpet.training.lifecycle import Lifecycle
 from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
-from limpet.training.warn import describe_unsaved_steps
 
 
 class Trainer(Protocol):
