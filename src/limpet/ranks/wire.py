@@ -463,9 +463,11 @@ class Connections:
             threads = dict(self._threads)
         for channel in threads:
             channel.interrupt()
-        for thread in threads.values():
+        for channel, thread in threads.items():
             with suppress(RuntimeError):  # Ctrl-C came before it was started
                 thread.join(_CLOSE_SECONDS)
+            if not thread.is_alive():
+                self._forget(channel)  # otherwise, it does so itself
 
     def _forget(self, channel: Channel) -> None:
         with self._lock:
