@@ -22,8 +22,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from limpet.format.index import Index, ShardIndex, decode_index, encode_index
-from limpet.format.index_columns import IndexBox, IndexLeaf, SchemaCache
+from limpet.format.index import (
+    Index,
+    IndexBox,
+    IndexLeaf,
+    SchemaCache,
+    ShardIndex,
+    decode_index,
+    encode_index,
+)
 from limpet.layout.global_plan import can_reuse_plan, make_global_plan
 from limpet.layout.local_plan import LocalPlan, make_local_plan
 from limpet.layout.read_plan import ReadRequest, make_read_plan

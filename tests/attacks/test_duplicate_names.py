@@ -257,12 +257,12 @@ def test_the_message_names_the_duplicate_even_with_huge_numbers() -> None:
 
 def test_structs_of_files_have_no_optional_fields() -> None:
     """Otherwise a missing field could hide a duplicate of another one from the count."""
-    from limpet.format import index, index_columns, manifest, records, safetensors
+    from limpet.format import index, manifest, records, safetensors
     from limpet.run import save_request
 
     structs = [
         t
-        for module in (index, index_columns, manifest, records, safetensors, save_request)
+        for module in (index, manifest, records, safetensors, save_request)
         for t in vars(module).values()
         if isinstance(t, type) and issubclass(t, msgspec.Struct) and t is not Version
     ]  # files contain the names of versions as text

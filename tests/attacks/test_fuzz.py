@@ -23,7 +23,7 @@ from limpet.format.index import decode_index
 from limpet.format.manifest import decode_manifest
 from limpet.format.records import decode_branch, decode_pin
 from limpet.format.safetensors import build_header, parse_header
-from limpet.format.validate import check_tree
+from limpet.format.tree import check_tree
 from tests.forging import (
     FOLDER,
     Files,

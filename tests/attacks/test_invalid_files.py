@@ -562,7 +562,7 @@ def test_an_invalid_evaluation_is_rejected(field: str, value: Json) -> None:
 
 ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
 FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
-ENDED = {**ABOUT, "reason": "finished"}
+ENDED = {**ABOUT, "reason": "finished", "epochs": 10}
 INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9}
 LEASE = {
     "name": "val",

@@ -26,8 +26,7 @@ from limpet.format.records import (
 )
 from limpet.format.safetensors import MAX_HEADER, build_header
 from limpet.format.sealed import FORMAT
-from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
-from limpet.format.validate import check_tree
+from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, check_tree, decode
 from limpet.loading.load import load_snapshot
 from limpet.snapshot.snapshot import reader_of
 from limpet.types import ALIGNMENT, DTYPES, MIB

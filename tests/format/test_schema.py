@@ -26,7 +26,7 @@ from limpet.format.records import (
     decode_objective,
     decode_pin,
 )
-from limpet.format.validate import check_plain, check_tree
+from limpet.format.tree import check_plain, check_tree
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location

@@ -16,8 +16,7 @@ from safetensors import safe_open
 import limpet
 from limpet.errors import Unsupported
 from limpet.format import tree
-from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS
-from limpet.format.validate import check_tree
+from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, check_tree
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.forging import TORCH_DTYPES, files_of, plain_values, small_state, values_equal

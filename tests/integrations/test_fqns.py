@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from limpet.errors import PlanError
-from limpet.format.validate import check_tree
+from limpet.format.tree import check_tree
 from limpet.integrations import dcp_names as fqns
 from limpet.state.flatten import flatten
 

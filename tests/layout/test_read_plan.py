@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limpet.errors import ManifestInvalid, MissingLeaf, PlanError
-from limpet.format.index import Index, ShardIndex, decode_index, encode_index
-from limpet.format.index_columns import IndexBox, IndexLeaf
+from limpet.format.index import Index, IndexBox, IndexLeaf, ShardIndex, decode_index, encode_index
 from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
 from limpet.layout.read_plan import ReadRequest, chunk_read_items, make_read_plan

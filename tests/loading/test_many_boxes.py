@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 import limpet
 from limpet.format.digest import digest
-from limpet.format.index import Index, encode_index
-from limpet.format.index_columns import IndexBox, IndexLeaf
+from limpet.format.index import Index, IndexBox, IndexLeaf, encode_index
 from limpet.format.manifest import FileEntry, Shard, encode_manifest
 from limpet.format.names import MANIFEST, index_name, shard_name
 from limpet.snapshot.snapshot import reader_of

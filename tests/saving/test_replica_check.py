@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from limpet.buffers import BufferPool
 from limpet.errors import PlanError
 from limpet.layout.merge_trees import RankNodes, merge
-from limpet.saving.replica_check import digest_on_device, digest_values
+from limpet.saving.partition import digest_on_device, digest_values
 from limpet.state.flatten import LocalLeaf
 from limpet.state.replication import Replication
 from limpet.text import format_ranks
@@ -86,7 +86,7 @@ def test_the_device_digest_does_not_depend_on_the_step_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = digest_on_device(COUNTING)
-    monkeypatch.setattr("limpet.saving.replica_check._WORDS_PER_STEP", 7)
+    monkeypatch.setattr("limpet.saving.partition._WORDS_PER_STEP", 7)
     assert digest_on_device(COUNTING) == whole
 
 

@@ -8,13 +8,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from limpet.format.digest import digest
-from limpet.format.index import Index, encode_index
-from limpet.format.index_columns import (
+from limpet.format.index import (
+    Index,
     IndexBox,
     IndexLeaf,
     LeafColumns,
     SchemaCache,
     build_columns,
+    encode_index,
 )
 from limpet.format.manifest import FileEntry, Shard, encode_manifest
 from limpet.format.names import MANIFEST, index_name, random_id, shard_name

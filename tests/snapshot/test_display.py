@@ -19,8 +19,7 @@ from limpet.errors import StoreError
 from limpet.run.run import Run
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot, reader_of
-from limpet.snapshot.subtree import SubtreeView, missing_key
+from limpet.snapshot.snapshot import Snapshot, SubtreeView, missing_key, reader_of
 from limpet.storage.memory import MemoryStore
 from tests.docs.reference import PAGE
 from tests.trainings import trained_run

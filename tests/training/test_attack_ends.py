@@ -38,7 +38,7 @@ from limpet.run.policy import (
 from limpet.run.run import Run
 from limpet.run.save_request import put_request
 from limpet.saving import pending
-from limpet.saving.overlap import DeferredStaging
+from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer

@@ -29,7 +29,7 @@ from limpet import events
 from limpet.errors import LimpetError, SaveFailed, StoreError
 from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from limpet.run.run import Run
-from limpet.saving.overlap import DeferredStaging
+from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer

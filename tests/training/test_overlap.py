@@ -16,8 +16,8 @@ from limpet.buffers import BufferPool, page_lock
 from limpet.errors import CommitError, LimpetError, NoSpace
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
-from limpet.saving import overlap, save
-from limpet.saving.overlap import DeferredStaging
+from limpet.saving import save, staging
+from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer
@@ -127,7 +127,7 @@ def test_a_failed_copy_does_not_block_the_optimizer_and_raises_at_the_next_step(
     def fail(*args: Any) -> None:
         raise NoSpace("no memory")
 
-    monkeypatch.setattr(overlap, "stage_pieces", fail)
+    monkeypatch.setattr(staging, "stage_pieces", fail)
     train_step(state)
     ckpt.step()
     train_step(state)  # does not hang

@@ -23,8 +23,7 @@ from limpet import events
 from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NotFound
 from limpet.format import names
 from limpet.format.digest import digest
-from limpet.format.index import Index, ShardIndex, decode_index, encode_index
-from limpet.format.index_columns import IndexBox, IndexLeaf
+from limpet.format.index import Index, IndexBox, IndexLeaf, ShardIndex, decode_index, encode_index
 from limpet.format.manifest import (
     FEWER_LEAVES,
     MAX_MANIFEST,

@@ -41,7 +41,7 @@ from limpet.buffers import Buffer, BufferPool, shared_pool
 from limpet.convert.copy import Advance, full_manifest
 from limpet.format import names
 from limpet.format.digest import digest
-from limpet.format.index_columns import LeafColumns
+from limpet.format.index import LeafColumns
 from limpet.format.manifest import Manifest, Shard
 from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.read_plan import ReadRequest, make_read_plan

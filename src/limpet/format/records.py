@@ -144,7 +144,7 @@ class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
     """
 
     reason: Annotated[str, Meta(max_length=MAX_TEXT)]
-    epochs: Annotated[int, Meta(ge=0, lt=10**18)] = 0
+    epochs: Annotated[int, Meta(ge=0, lt=10**18)]
 
     kind: ClassVar[str] = "ended"
 

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from limpet.buffers import address_of
-from limpet.format.index import ShardIndex
-from limpet.format.index_columns import SchemaCache
+from limpet.format.index import SchemaCache, ShardIndex
 from limpet.layout.read_plan import (
     ReadItem,
     ReadPlan,

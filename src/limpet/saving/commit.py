@@ -30,7 +30,7 @@ from limpet.format.manifest import (
 )
 from limpet.format.names import MANIFEST
 from limpet.format.sealed import check_length
-from limpet.format.validate import check_tree
+from limpet.format.tree import check_tree
 from limpet.layout.global_plan import GlobalPlan
 from limpet.ranks.collective import Collective
 from limpet.saving.incremental import as_sibling

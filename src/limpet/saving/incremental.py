@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from limpet import events
 from limpet.errors import FormatError, ManifestInvalid, NotFound
 from limpet.format import names
-from limpet.format.chunk_refs import ChunkRefs, expand_runs
-from limpet.format.index import ShardIndex
+from limpet.format.index import ChunkRefs, ShardIndex, expand_runs
 from limpet.format.manifest import Shard, ShardReference
 from limpet.format.safetensors import build_header
 from limpet.layout import shard_layout

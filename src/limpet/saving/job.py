@@ -17,8 +17,8 @@ from limpet.layout.devices import DeviceMap, make_device_map, merge_device_maps
 from limpet.ranks.collective import Collective
 from limpet.saving.commit import NO_RESULT, CommitResult, Receipt
 from limpet.saving.image import Image, Piece, release_buffers
-from limpet.saving.overlap import DeferredStaging
 from limpet.saving.partition import Partition
+from limpet.saving.staging import DeferredStaging
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import MappedUpload

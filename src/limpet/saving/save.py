@@ -28,10 +28,9 @@ from limpet.saving.commit import (
 )
 from limpet.saving.image import make_image, split_into_pieces, synchronize_streams
 from limpet.saving.job import SaveJob, VersionMetadata
-from limpet.saving.overlap import DeferredStaging, split_pieces
 from limpet.saving.partition import partition_state
 from limpet.saving.pending import Pending
-from limpet.saving.staging import stage_pieces
+from limpet.saving.staging import DeferredStaging, split_pieces, stage_pieces
 from limpet.saving.write import put_local_shard, write_local_shard
 from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader

@@ -6,17 +6,20 @@ demand. An asynchronous save copies pieces before it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import Thread
 from typing import Any
 
 from limpet.buffers import Buffer, BufferPool
+from limpet.lazy_torch import torch_or_none
 from limpet.ranks.group import Group
-from limpet.saving.image import Image, Piece, release_buffers, synchronize_streams
+from limpet.saving.image import Image, Piece, cuda_devices, release_buffers, synchronize_streams
 from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import MappedUpload
-from limpet.threads import Workers, start_thread
+from limpet.threads import Latch, Workers, start_thread
 
 
 def stage_pieces(
@@ -98,3 +101,106 @@ class BufferReservation:
         """Wait until the thread has ended."""
         if self._thread is not None:
             self._thread.join()
+
+
+# -- overlap: stable tensors are copied in the background while the next step is computed ----------
+#
+# Parameters and optimizer slots change only when an optimizer steps (``step_hooks``). A save can
+# therefore return before it copies them, and copy them during the next forward and backward pass. A
+# hook on the optimizers waits for the copies. (The idea: DataStates-LLM, Maurya et al., 2024.)
+# It is off by default, because nothing but the optimizers may then change what is copied.
+
+
+class DeferredStaging:
+    """The pieces of a save that a background thread still has to stage, into the memory of
+    ``upload`` if there is one.
+
+    ``done`` is set once the save no longer reads the live state, even if the copy failed.
+    """
+
+    def __init__(
+        self, image: Image, pieces: Sequence[Piece], upload: MappedUpload | None = None
+    ) -> None:
+        self.done = Latch()
+        self._upload = upload
+        self._image = image
+        self._pieces = pieces
+        self._leaf_indices = _leaf_indices_in(image, pieces) if pieces else []
+        self._tensor_versions = self._read_tensor_versions()
+        if not pieces:
+            self.release()
+
+    def stage(self, workers: Workers) -> list[str]:
+        """Copy the pieces and release the live state.
+
+        Return the keys of the leaves that changed meanwhile; their copies are invalid. Changes are
+        detected by PyTorch's version counters, which miss changes through ``p.data`` and changes
+        that are still in progress.
+        """
+        try:
+            if self.done.is_set():
+                return []
+            streams = partial(_own_streams, cuda_devices(self._image.sources))
+            stage_pieces(self._image, self._pieces, workers, self._upload, streams)
+            versions = zip(
+                self._leaf_indices, self._tensor_versions, self._read_tensor_versions(), strict=True
+            )
+            return [self._image.leaf_boxes[i].key for i, old, new in versions if old != new]
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Drop the references to the live state, and set ``done``."""
+        self._image.sources.clear()  # frees temporary copies
+        self.done.set()
+
+    def _read_tensor_versions(self) -> list[tuple[int, int]]:
+        """Return, for each leaf, its address and PyTorch's count of changes to it."""
+        sources = [self._image.sources[i] for i in self._leaf_indices]
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in sources]
+
+
+def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
+    """Return the indices of the boxes that have bytes in the pieces. ``pieces`` is sorted by
+    offset."""
+    starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
+    boxes = enumerate(zip(image.box_starts, image.box_ends, strict=True))
+    return [i for i, (a, b) in boxes if b > a and _overlaps(starts, stops, a, b)]
+
+
+def split_pieces(
+    image: Image, pieces: Sequence[Piece], stable_keys: Collection[str]
+) -> tuple[list[Piece], list[Piece]]:
+    """Split the pieces into those to stage now and those to stage later. The later ones hold only
+    leaves that do not change until an optimizer steps (``stable_keys``)."""
+    if not stable_keys:
+        return list(pieces), []
+    unstable = [
+        (a, b)
+        for leaf_box, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
+        if leaf_box.key not in stable_keys and b > a
+    ]
+    starts, stops = [a for a, _ in unstable], [b for _, b in unstable]
+    now: list[Piece] = []
+    later: list[Piece] = []
+    for piece in pieces:
+        is_stable = not _overlaps(starts, stops, piece.start, piece.stop)
+        (later if is_stable and piece.start >= len(image.header) else now).append(piece)
+    return now, later
+
+
+def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> bool:
+    """Return True if any of several spans has bytes from ``start`` to ``stop``. The spans are
+    sorted, and none overlaps another."""
+    return bisect_right(stops, start) < bisect_left(starts, stop)
+
+
+@contextmanager
+def _own_streams(devices: Collection[Any]) -> Iterator[None]:
+    """Use a new CUDA stream on each device within the context, so that copies overlap the
+    computation of the training."""
+    torch: Any = torch_or_none()
+    with ExitStack() as entered:
+        for device in devices:
+            entered.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        yield

@@ -11,10 +11,9 @@ import numpy as np
 
 from limpet.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
 from limpet.format.digest import digest
-from limpet.format.index import ShardIndex, decode_index
-from limpet.format.index_columns import LeafSchema, SchemaCache
+from limpet.format.index import LeafSchema, SchemaCache, ShardIndex, decode_index
 from limpet.format.manifest import MAX_MANIFEST, Shard
-from limpet.format.validate import LeafSpecs
+from limpet.format.tree import LeafSpecs
 from limpet.ragged import Ints
 from limpet.snapshot.location import Location
 from limpet.text import VERIFY_ADVICE

@@ -11,7 +11,7 @@ from limpet.format import tree
 from limpet.format.index import ShardIndex
 from limpet.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_reference, parse_version
-from limpet.format.validate import LeafSpecs, check_plain, check_tree
+from limpet.format.tree import LeafSpecs, check_plain, check_tree
 from limpet.layout.read_plan import ReadRequest, make_read_plan
 from limpet.snapshot import pins
 from limpet.snapshot.index_files import check_indexes, check_length, read_indexes

@@ -33,10 +33,9 @@ from limpet.run.retention import undeleted_error
 from limpet.run.run import Run
 from limpet.run.writer import VersionWriter
 from limpet.saving.job import SaveJob, VersionMetadata
-from limpet.saving.overlap import DeferredStaging
 from limpet.saving.pending import Pending
 from limpet.saving.save import begin_save, finish_in_background, finish_save
-from limpet.saving.staging import BufferReservation
+from limpet.saving.staging import BufferReservation, DeferredStaging
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.state.flatten import FlatState

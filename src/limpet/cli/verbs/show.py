@@ -26,7 +26,7 @@ from limpet.cli.output import (
 from limpet.cli.resolve import resolve_newest
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.errors import FormatError, MissingLeaf
-from limpet.format.index_columns import IndexBox
+from limpet.format.index import IndexBox
 from limpet.format.names import parse_version
 from limpet.format.records import InexactEvaluation
 from limpet.run.records import EvaluationStatus, VersionEvaluations, find_statuses
