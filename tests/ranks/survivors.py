@@ -85,6 +85,7 @@ def run_rank(rank: int, port: int, folder: Path, scenario: Scenario) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    step_savepoint.SHARE = 1e9  # the steps are short
     if not scenario.has_savepoints:
         step_savepoint.SHARE, step_savepoint._MEASURED_SHARE = 0.0, 1e-9
     store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
