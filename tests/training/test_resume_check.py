@@ -244,7 +244,7 @@ def test_a_start_is_compared_if_it_is_complete(tmp_path: Path) -> None:
 def test_a_lenient_start_is_compared_if_it_has_changed_nothing(tmp_path: Path) -> None:
     save_run(tmp_path / "a", make_state())
     lenient: dict[str, Any] = {"start": f"{tmp_path / 'a'}@latest", "missing": "keep"}
-    lenient |= {"unexpected": "ignore", "mismatched": "keep", "cast": True}
+    lenient |= {"unexpected": "ignore", "mismatched": "keep"}
     ((name, _),) = resume(tmp_path / "b", make_state(), **lenient)
     assert name == "resume_checked"
     assert resume(tmp_path / "c", make_state(ema=torch.rand(3)), **lenient) == []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
+from itertools import accumulate, groupby
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from limpet import events
@@ -51,17 +51,10 @@ def compare_next_batches(snapshot: SnapshotReader, state: dict[str, Any]) -> dic
 # -- all of the state ----------------------------------------------------------------------------
 
 _BATCH = 64 << 20
-"""The bytes that are read at once, and compared."""
+"""The bytes that are compared at once; a batch of reads has at most twice as many."""
 
-_MAX_NAMED = 100
-
-
-class _Found(msgspec.Struct):
-    """What a rank has found. ``lacking``: keys of the version that its state lacks."""
-
-    differing: list[str]
-    lacking: list[str]
-    nbytes: int
+_Found = tuple[list[str], list[str], int]
+"""The keys that differ on a rank, those of the version that it lacks, and the bytes compared."""
 
 
 def check_whole_state(
@@ -80,47 +73,48 @@ def check_whole_state(
             raise
         except Exception as e:  # noqa: BLE001  (such as that of a state_dict(), or of the store)
             what = f"the state of rank {group.rank}, which cannot be compared:"
-            own = _Found([f"{what} {type(e).__name__}: {e}"[:500]], [], 0)
-        found = ranks.gather(own, _Found)
+            own = [f"{what} {type(e).__name__}: {e}"[:500]], [], 0
+        found = ranks.gather(own, tuple[list[str], list[str], int])
     if found is not None:
         # each stage of a pipeline has other keys
-        differing = set.intersection(*(set(f.lacking) for f in found))
-        differing.update(*(f.differing for f in found))
+        differing = set.intersection(*(set(lacking) for _, lacking, _ in found))
+        differing.update(*(keys for keys, _, _ in found))
         fields = {"run": run, "url": snapshot.url, "seconds": time.perf_counter() - began}
         if differing:
-            events.emit("resume_differs", **fields, differing=sorted(differing)[:_MAX_NAMED])
+            events.emit("resume_differs", **fields, differing=sorted(differing)[:100])
         else:
-            events.emit("resume_checked", **fields, bytes=sum(f.nbytes for f in found))
+            events.emit("resume_checked", **fields, bytes=sum(nbytes for _, _, nbytes in found))
 
 
 def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any) -> _Found:
-    saved, live = snapshot.nodes(), dict(_live_nodes(flat, rank))
+    saved, nbytes = snapshot.nodes(), 0
+    own = ((f"{key}/{rank}", node) for key, node in flat.per_rank.items())
+    trees = ("", flat.tree), *flat.from_first.items(), *own
+    nodes = (item for at, tree in trees for item in walk(tree, at))
+    # a node {"own": key} or {"first": key} stands for another tree
+    live = {k: n for k, n in nodes if type(n) is not dict or n.keys().isdisjoint(("own", "first"))}
     differing = {k for k, node in live.items() if not _are_equal(saved.get(k, node), node)}
     per_rank = tuple(f"{key}/" for key in flat.per_rank)
     lacking = [k for k in saved if k not in live and not k.startswith(per_rank)]
-    leaves = [leaf for leaf in flat.leaves if leaf.key in saved and leaf.key not in differing]
-    nbytes = 0
-    for batch in _batches(leaves):
-        copies = [np.empty(stop - start, np.uint8) for _, start, stop in batch]
-        reads = [read for part in zip(batch, copies, strict=True) for read in _reads(*part)]
+    parts = [
+        (leaf, start, min(start + _BATCH, length))
+        for leaf in flat.leaves
+        if leaf.key in saved and leaf.key not in differing
+        for length in [leaf.box.numel * DTYPES[leaf.dtype].itemsize]
+        for start in range(0, length, _BATCH)
+    ]
+    ends = accumulate(stop - start for _, start, stop in parts)
+    for _, numbered in groupby(zip(ends, parts, strict=True), lambda p: p[0] // _BATCH):
+        batch = [(*part, np.empty(part[2] - part[1], np.uint8)) for _, part in numbered]
+        reads = [read for part in batch for read in _reads(*part)]
         snapshot.read([request for request, _ in reads], [target for _, target in reads], advance)
-        for (leaf, start, stop), copy in zip(batch, copies, strict=True):
-            own = Buffer(stop - start)
-            copy_bytes(leaf.source, start, stop, own, 0)
-            if own.view[: stop - start] != copy.data:
+        for leaf, start, stop, copy in batch:
+            buffer = Buffer(stop - start)
+            copy_bytes(leaf.source, start, stop, buffer, 0)
+            if buffer.view[: stop - start] != copy.data:
                 differing.add(leaf.key)
             nbytes += stop - start
-    return _Found(sorted(differing), lacking, nbytes)
-
-
-def _live_nodes(flat: FlatState, rank: int) -> Iterator[tuple[str, Any]]:
-    parts = [("", flat.tree), *flat.from_first.items()]
-    parts += [(f"{key}/{rank}", node) for key, node in flat.per_rank.items()]
-    for at, tree in parts:
-        for key, node in walk(tree, at):
-            # otherwise, the value is in another one of the parts
-            if type(node) is not dict or node.keys().isdisjoint(("own", "first")):
-                yield key, node
+    return sorted(differing), lacking, nbytes
 
 
 def _are_equal(saved: Any, live: Any) -> bool:
@@ -128,30 +122,14 @@ def _are_equal(saved: Any, live: Any) -> bool:
     return repr(saved) == repr(live) or (type(saved) is dict and bool(saved == live))
 
 
-def _batches(leaves: Sequence[LocalLeaf]) -> Iterator[list[tuple[LocalLeaf, int, int]]]:
-    """Split the leaves into parts, by their bytes, and yield as many as may be read at once."""
-    batch, left = [], _BATCH
-    for leaf in leaves:
-        length = leaf.box.numel * DTYPES[leaf.dtype].itemsize
-        for start in range(0, length, _BATCH):
-            batch.append((leaf, start, min(length, start + _BATCH)))
-            left -= min(length, start + _BATCH) - start
-            if left <= 0:
-                yield batch
-                batch, left = [], _BATCH
-    yield batch
-
-
-def _reads(part: tuple[LocalLeaf, int, int], copy: Any) -> Iterator[tuple[ReadRequest, Target]]:
-    """Yield what to read for a part of a leaf, into ``copy``."""
-    (leaf, start, stop), done = part, 0
-    size = DTYPES[leaf.dtype].itemsize
+def _reads(
+    leaf: LocalLeaf, start: int, stop: int, copy: Any
+) -> Iterator[tuple[ReadRequest, Target]]:
+    """Yield what to read for the bytes of a leaf between two offsets, into ``copy``."""
+    size, done = DTYPES[leaf.dtype].itemsize, 0
     for box in contiguous_boxes(leaf.box.sizes, start // size, stop // size):
         into = copy[done : done + box.numel * size].view(f"V{size}").reshape(box.sizes)
         offsets = tuple(a + b for a, b in zip(leaf.box.offsets, box.offsets, strict=True))
-        address = into.__array_interface__["data"][0]
-        yield (
-            ReadRequest(leaf.key, Box(offsets, box.sizes)),
-            Target(leaf.dtype, box.sizes, into, address),
-        )
+        target = Target(leaf.dtype, box.sizes, into, into.__array_interface__["data"][0])
+        yield ReadRequest(leaf.key, Box(offsets, box.sizes)), target
         done += into.nbytes
