@@ -289,8 +289,9 @@ class S3Folder(Remote):
         """Raise an error of boto3 in the block as that of this store."""
         try:
             yield
-        except StoreError:
-            raise
+        except StoreError as e:  # of the credentials, or of the endpoint
+            what = f"Cannot {action} {key or 'the bucket'} in {self.url}: {e}"
+            raise type(e)(what, key=key, store=self.url) from e
         except Exception as e:  # noqa: BLE001  (raised as an error of the store)
             error = translate(e, action, key, self.url, self.server.url)
             raise error from (None if shows_credentials(e) else e)
