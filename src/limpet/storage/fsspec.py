@@ -1,9 +1,8 @@
 """A store in any file system of fsspec. What it guarantees is unknown, so it is weak.
 
 fsspec's interface has neither an atomic creation nor a way to make a file durable. An object is
-written under another name, moved, and looked up. fsspec's ``exists``, ``isfile``, ``find``, and
-``walk`` are not used: they report an error as a missing file. The text of an error may show
-credentials, so messages show only its type.
+written under another name, moved, and looked up. ``exists``, ``isfile``, ``find``, and ``walk``
+report errors as missing files. The text of an error may show credentials: messages show its type.
 """
 
 from __future__ import annotations
@@ -16,21 +15,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
-from limpet.deadline import Deadline, call_within
+from limpet.deadline import Call, Deadline, call_within
 from limpet.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
 from limpet.storage import checks
 from limpet.storage.retry import BlockReply, Remote, RemoteUpload, Reply, RetryStore, Server
 from limpet.storage.store import Entry, Stat, Traits
 from limpet.text import hide_secrets
-from limpet.types import MIB
-
-T = TypeVar("T")
 
 _PASSWORD_OR_QUERY = re.compile(r"(?![^/]*:\d+/)[^/:]*:[^@]*@|[^/]*:[^/]*@|[^?]*\?[^/?=]*=")
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _ERRORS_BY_NAME = (
     ("FileNotFound|NotADirectory|IsADirectory", NotFound),
     ("Permission|Auth", Denied),
@@ -43,47 +39,56 @@ _RMDIR_KEEPS_FILES = {f"fsspec.implementations.{n}" for n in ("local", "memory",
 class FsspecFolder(Remote):
     """A folder of a file system. Many connections serve one call at a time: each has its own."""
 
-    longest_name: ClassVar[int] = 1 << 20
     has_conditional_put: ClassVar[bool] = False
     server: Server = Server(1, 1.0)
-    traits = Traits("fsspec", 1, durable=False, ordered=True, atomic=False, upload_memory=64 * MIB)
+    traits = Traits("fsspec", 1, durable=False, ordered=True, atomic=False, upload_memory=64 << 20)
 
-    def __init__(self, url: str, top: str, connect: Any, is_allowed: bool, server: Server) -> None:
+    def __init__(self, url: str, top: str, connect: Any, is_allowed: bool, timeout: float) -> None:
         super().__init__(url if url.endswith("://") else url.rstrip("/"), "")
         self._top = top.rstrip("/") + "/" if top else ""
-        self.connect, self._is_allowed, self.server = connect, is_allowed, server
+        self.connect, self._is_allowed, self.server = connect, is_allowed, Server(32, timeout)
         self._unused: dict[int, list[Any]] = {}  # per process: a fork cannot share connections
 
     def path(self, key: str) -> str:
         return self._top + self.object_name(key)
 
-    def call(self, action: str, key: str, work: Callable[[Any], T], is_final: bool = False) -> T:
+    def call(self, action: str, key: str, work: Callable[[Any], Any], final: bool = False) -> Any:
         """Return ``work(fs)``. Raises ``StoreError``."""
-        unused = self._unused.setdefault(os.getpid(), [])
 
-        def borrow() -> T:
-            fs = unused.pop() if unused else self.connect()
-            fs.invalidate_cache()  # other processes change the files
-            if not self.deadline.seconds_left:  # a late deletion could remove what came after it
-                raise TimeoutError
+        def borrow() -> Any:
+            fs, is_intact = self.borrow(), False
             try:
-                result = work(fs)
-            except (*_MISSING, PermissionError):
-                unused.append(fs)  # any other error may have broken the connection
+                if not self.deadline.seconds_left:  # late: it could delete what came after it
+                    raise TimeoutError
+                result, is_intact = work(fs), True
+                return result
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+                is_intact = True  # any other error may have broken the connection
                 raise
-            unused.append(fs)
-            return result
+            finally:
+                self.give_back(fs, is_intact)
 
         try:
             return call_within(self.deadline, borrow)
         except Exception as e:  # noqa: BLE001  (the cause is left out: it may show credentials)
             code = errno.errorcode.get(getattr(e, "errno", None) or 0, "")
             names = " ".join([code, *(c.__name__ for c in type(e).__mro__)])
-            kind = next(
-                (kind for part, kind in _ERRORS_BY_NAME if re.search(part, names)), StoreError
-            )
+            kind = next((k for part, k in _ERRORS_BY_NAME if re.search(part, names)), StoreError)
             what = f"Cannot {action} {key} in {self.url}: {type(e).__name__} {code}".rstrip()
-            raise kind(what, key=key, store=self.url, is_final=is_final) from None
+            raise kind(what, key=key, store=self.url, is_final=final) from None
+
+    def borrow(self) -> Any:
+        unused = self._unused.setdefault(os.getpid(), [])
+        fs = unused.pop() if unused else self.connect()[0]
+        fs.invalidate_cache()  # other processes change the files
+        return fs
+
+    def give_back(self, fs: Any, is_intact: bool) -> None:
+        client = getattr(fs, "client", getattr(fs, "ftp", None))
+        if is_intact:
+            self._unused.setdefault(os.getpid(), []).append(fs)
+        elif client is not None:  # its threads and sockets would remain
+            Call(client.close, "limpet-close")
 
     def stat(self, key: str) -> Stat:
         path = self.path(key)
@@ -154,12 +159,13 @@ class _FsspecFile:
         parent, slash, name = key.rpartition("/")
         self._partial = f"{parent}{slash}.{name[:48]}.{secrets.token_hex(8)}.partial"
         self._file: Any = None
+        self._fs: Any = None  # its connection, while it is open
 
     def write(self, folder: FsspecFolder, offset: int, views: Sequence[memoryview]) -> None:
         def open_file(_: Any) -> Any:
-            fs, path = folder.connect(), folder.path(self._partial)
-            fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
-            file = fs.open(path, "wb")
+            path, self._fs = folder.path(self._partial), folder.borrow()
+            self._fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+            file = self._fs.open(path, "wb")
             if not folder.deadline.seconds_left:
                 file._closed = True  # see ``abort``
             return file
@@ -167,12 +173,13 @@ class _FsspecFile:
         if self._file is None:
             self._file = folder.call("create", self._key, open_file)
         data = b"".join(views)  # a copy: a call that is late may still read it
-        folder.call("write", self._key, lambda _: self._file.write(data), is_final=True)
+        folder.call("write", self._key, lambda _: self._file.write(data), final=True)
 
     def commit(self, folder: FsspecFolder) -> None:
         if self._file is None:
             self.write(folder, 0, ())
-        folder.call("write", self._key, lambda _: self._file.close(), is_final=True)
+        folder.call("write", self._key, lambda _: self._file.close(), final=True)
+        self._fs = folder.give_back(self._fs, is_intact=True)  # type: ignore[func-returns-value]
         written = folder.stat(self._partial).length
         checks.check_written_length(self._key, folder.url, self._length, written)
         self._require_absent(folder, self._key)
@@ -193,6 +200,8 @@ class _FsspecFile:
     def abort(self, folder: FsspecFolder) -> None:
         if self._file is not None:  # its finalizer must not write the rest, and wait for a server
             self._file._closed = True  # the name in fsspec and in paramiko
+        if self._fs is not None:
+            folder.give_back(self._fs, is_intact=False)
         folder.delete(self._partial)
 
 
@@ -220,11 +229,7 @@ def _modified(info: Any) -> float:
 def open_fsspec(
     url: str, *, allow_weak: bool = False, timeout: float = 300.0, **options: Any
 ) -> RetryStore:
-    """Return the store at ``fsspec+PROTOCOL://REST``, which is ``PROTOCOL://REST`` for fsspec.
-
-    ``allow_weak``: write although nothing is promised. ``timeout``: seconds for one call. Other
-    options are those of the file system. Raises ``StoreError``.
-    """
+    """Return the store at ``fsspec+PROTOCOL://REST``; the other ``options`` are those of fsspec."""
     checks.check_option(checks.TIMEOUT, timeout)
     checks.check_option(checks.switch("allow_weak"), allow_weak)
     shown = hide_secrets(url)
@@ -232,19 +237,14 @@ def open_fsspec(
     if not protocol or "::" in inner:
         raise StoreError(f"{shown} does not name one file system")
     if _PASSWORD_OR_QUERY.match(rest):
-        what = f"The URL (fsspec+{protocol}://...) must not contain a password or a query"
-        raise StoreError(what, todo="Pass it as an option: limpet.open_store(URL, NAME=...)")
+        raise StoreError("A URL must not contain a password or a query: pass it as an option")
     try:
         import fsspec
 
         top = fsspec.get_filesystem_class(protocol)._strip_protocol(inner)
     except (ImportError, ValueError) as e:
         todo = "Install 'limpet[fsspec]' and the package for this protocol, or check the spelling"
-        found = hide_secrets(str(e))
-        raise StoreError(f"Cannot open {shown}", found=found, todo=todo) from None
+        raise StoreError(f"Cannot open {shown}", found=hide_secrets(str(e)), todo=todo) from None
 
-    def connect() -> Any:
-        return fsspec.core.url_to_fs(inner, skip_instance_cache=True, **options)[0]
-
-    server = Server(concurrency=32, timeout=timeout)
-    return RetryStore(FsspecFolder(url, top, connect, allow_weak, server), timeout)
+    connect = partial(fsspec.core.url_to_fs, inner, skip_instance_cache=True, **options)
+    return RetryStore(FsspecFolder(url, top, connect, allow_weak, timeout), timeout)
