@@ -21,7 +21,6 @@ TESTED_COMPLETELY = "3.11"
 
 TOOLS = ("pytest", "hypothesis")
 TESTS = (
-    "tests/format/test_torchzip.py",
     "tests/storage/test_local.py",
     "tests/layout/test_select.py",
     "tests/layout/test_shard_layout.py",

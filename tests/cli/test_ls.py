@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from limpet.errors import Denied
@@ -13,7 +11,6 @@ from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
-from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit, shard_of
 
 
@@ -170,17 +167,3 @@ def test_only_metrics_are_cut_short_on_a_narrow_terminal(
         assert narrow_row[:at] == row[:at]
         assert len(narrow_row) <= max(columns, at + len("metrics"))
         assert narrow_row == row or narrow_row.endswith("\u2026")
-
-
-@pytest.mark.parametrize("value", [None, 5, "x", {"dict": {"loss": "low"}}])
-@pytest.mark.parametrize("name", ["metrics", "reason", "note", "statistics"])
-def test_any_metadata_is_listed_and_shown(store: MemoryStore, name: str, value: Any) -> None:
-    """Other programs may write it."""
-    key = f"version_20/{MANIFEST}"
-    content = sealed_content(store.get(key, 1 << 20))
-    content["metadata"]["dict"][name] = value
-    store.delete(key)
-    store.put_if_absent(key, seal(content))
-    for arguments in (("ls", store.url), ("show", f"{store.url}@20")):
-        for options in ((), ("--json",)):
-            assert run_cli(*arguments, *options).code == 0

@@ -15,13 +15,14 @@ from rich.console import Console
 import limpet as hf
 from limpet.cli.tree_rows import iter_tree_rows
 from limpet.cli.verbs.show import fitting_depth, render
-from limpet.format.names import Version
+from limpet.format.names import MANIFEST, Version
 from limpet.format.records import FailedEvaluation
 from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli
-from tests.forging import small_state
+from tests.forging import seal, sealed_content, small_state
 
 
 def test_header_and_tree(run: str) -> None:
@@ -210,3 +211,17 @@ def test_patterns_show_full_keys(run: str) -> None:
     shown = run_cli("show", f"{run}/version_20", "--keys", "**").out.splitlines()
     first = [line.split()[0] for line in shown if line]
     assert {"weights", "small/bias", "progress/step"} <= set(first)
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", {"dict": {"loss": "low"}}])
+@pytest.mark.parametrize("name", ["metrics", "reason", "note", "statistics"])
+def test_any_metadata_is_listed_and_shown(store: MemoryStore, name: str, value: Any) -> None:
+    """Other programs may write it."""
+    key = f"version_20/{MANIFEST}"
+    content = sealed_content(store.get(key, 1 << 20))
+    content["metadata"]["dict"][name] = value
+    store.delete(key)
+    store.put_if_absent(key, seal(content))
+    for arguments in (("ls", store.url), ("show", f"{store.url}@20")):
+        for options in ((), ("--json",)):
+            assert run_cli(*arguments, *options).code == 0
