@@ -78,8 +78,10 @@ def shard(m: Json) -> Json:
 
 def rename(field: str, name: str) -> Callable[[Json], None]:
     def change(m: Json) -> None:
-        part = shard(m) if field == "shard" else shard(m)["index"]
-        part["name"] = name
+        if field == "shard":
+            shard(m)["path"] = name
+        else:
+            shard(m)["index"]["name"] = name
 
     return change
 

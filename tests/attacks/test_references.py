@@ -152,7 +152,7 @@ MANIFEST_EDITS: dict[str, Change] = {
     ),
     "refers-swapped": lambda m: shard(m)["refers"].reverse(),
     "unknown-field": refer(digest="0" * 32),
-    "path-own": lambda m: refer(path=f"../version_2/{shard(m)['name']}")(m),
+    "path-own": lambda m: refer(path=f"../version_2/{shard(m)['path']}")(m),
     "path-absent": path_to(f"../version_9/{NAME}"),
     "path-up": path_to(f"../../version_0/{NAME}"),
     "path-out": path_to(f"../../../etc/{NAME}"),

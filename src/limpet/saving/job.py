@@ -13,7 +13,7 @@ from limpet.arguments import whole
 from limpet.errors import LimpetError
 from limpet.format import names, tree
 from limpet.format.manifest import Manifest, Parent, Shard
-from limpet.layout.devices import DeviceMap, make_device_map, merge_device_maps
+from limpet.layout.devices import merge_device_maps
 from limpet.ranks.collective import Collective
 from limpet.saving.commit import NO_RESULT, CommitResult, Receipt
 from limpet.saving.image import Image, Piece, release_buffers
@@ -105,10 +105,6 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         release_buffers(self.pieces, self.workers.pool)
         if self.upload is not None:
             self.upload.abort()
-
-    def device_map(self) -> DeviceMap:
-        """Return the map of the devices of this rank's tensors."""
-        return make_device_map({key: str(device) for key, device in self.devices.items()})
 
     def build_manifest(
         self, shards: Sequence[Shard], chain: int, receipts: Sequence[Receipt]

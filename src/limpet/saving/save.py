@@ -165,16 +165,16 @@ def begin_save(
         cache = group.cache if stage_now else None  # a synchronous save is not one of many
         image = make_image(partition.sources, partition.leaf_boxes, cache=cache)
         job = SaveJob(
-            location,
-            metadata,
-            base,
-            collective,
-            metadata_node,
-            partition,
-            image,
-            split_into_pieces(len(image.header), image.length),
-            workers,
-            started_at,
+            location=location,
+            metadata=metadata,
+            base=base,
+            collective=collective,
+            metadata_node=metadata_node,
+            partition=partition,
+            image=image,
+            pieces=split_into_pieces(len(image.header), image.length),
+            workers=workers,
+            started_at=started_at,
             devices=flat.devices(),
         )
         try:

@@ -18,6 +18,7 @@ from limpet.format.digest import digest, digest_parts
 from limpet.format.index import Index, IndexBox, IndexLeaf, encode_index
 from limpet.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, Shard
 from limpet.format.sealed import FORMAT, check_length
+from limpet.layout.devices import make_device_map
 from limpet.saving.commit import Receipt
 from limpet.saving.image import Image, Piece, release_buffers, split_into_pieces
 from limpet.saving.incremental import (
@@ -60,7 +61,7 @@ def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
     """
     location, collective, image = job.location, job.collective, job.image
     rank, pieces, workers = collective.rank, job.pieces, job.workers
-    devices = job.device_map()
+    devices = make_device_map({key: str(device) for key, device in job.devices.items()})
     if rank and not image.leaf_boxes:
         return Receipt(rank, None, devices=devices)
     shard_name = names.shard_name(rank, collective.size, job.partition.attempt)
