@@ -503,8 +503,8 @@ def test_a_memory_tier_captures_each_epoch_once(
     tier = limpet.MemoryTier(every=EveryEpoch(), copies=1, path=folder.name)
     training = Training(str(tmp_path / "run"), Never(), sampler=False, tiers=[tier])
     captured: list[int] = []
-    capture = training.ckpt._tiers.memory.capture
-    training.ckpt._tiers.memory.capture = (  # type: ignore[method-assign]
+    capture = training.ckpt._tiers.memory.save
+    training.ckpt._tiers.memory.save = (  # type: ignore[method-assign]
         lambda *args: (captured.append(training.progress.step), capture(*args))[1]
     )
     for _ in range(2):
