@@ -42,7 +42,7 @@ def blocks(text: str) -> list[Any]:
 
 
 MANIFEST, BRANCH, PIN, LASTING, NODES, INDEX, MANIFEST_2, INDEX_2 = blocks(TEXT)
-RECORDS = blocks((DOCS / "records.md").read_text())
+RECORDS = blocks((DOCS / "saving.md").read_text())
 EVALUATION, FAILURE, ENDED, INEXACT, LEASE, OBJECTIVE = RECORDS
 
 
