@@ -566,6 +566,9 @@ class _Upload(Upload):
     def abort(self) -> None:
         if not self.is_ended:
             self.is_ended = True
+            if self.store.traits.hidden_uploads:  # no request: the throttle would take it for an
+                self.upload.abort(self.store.remote)  # answer of the server, and wait for it anew
+                return
             deadline = Deadline.after(CLEANUP_SECONDS, f"{CLEANUP_SECONDS:g} s to abort an upload")
             with suppress(StoreError):  # the error of the upload counts; ``sweep`` finds the rest
                 store = self.store._for_cleanup().within(deadline)
