@@ -21,7 +21,7 @@ from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, SubtreeView, missing_key, reader_of
 from limpet.storage.memory import MemoryStore
-from tests.docs.reference import PAGE
+from tests.docs.reference import render
 from tests.trainings import trained_run
 from tests.unreliable_stores import HookedStore
 
@@ -266,7 +266,7 @@ def test_the_public_names_are_those_of_the_reference() -> None:
     assert [name for name in dir(Snapshot) if not name.startswith("_")] == PUBLIC_NAMES
     assert [name for name in dir(snapshot) if not name.startswith("_")] == PUBLIC_NAMES
     assert "SnapshotReader" not in limpet.__all__
-    section = PAGE.read_text().split("### `limpet.Snapshot`\n")[1].partition("\n### ")[0]
+    section = render().split("### `limpet.Snapshot`\n")[1].partition("\n### ")[0]
     listed = re.findall(r"^(?:\*\*`(\w+)`\*\* \(property\)|([a-z]\w*)\()", section, re.MULTILINE)
     assert sorted(name or method for name, method in listed) == PUBLIC_NAMES
     for name in PUBLIC_NAMES:

@@ -79,11 +79,12 @@ def check_whole_state(
         # each stage of a pipeline has other keys
         differing = set.intersection(*(set(lacking) for _, lacking, _ in found))
         differing.update(*(keys for keys, _, _ in found))
-        fields = {"run": run, "url": snapshot.url, "seconds": time.perf_counter() - began}
+        url, seconds = snapshot.url, time.perf_counter() - began
+        nbytes = sum(nbytes for _, _, nbytes in found)
         if differing:
-            events.emit("resume_differs", **fields, differing=sorted(differing)[:100])
+            events.emit("resume_differs", run=run, url=url, differing=sorted(differing)[:100])
         else:
-            events.emit("resume_checked", **fields, bytes=sum(nbytes for _, _, nbytes in found))
+            events.emit("resume_checked", run=run, url=url, bytes=nbytes, seconds=seconds)
 
 
 def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any) -> _Found:
