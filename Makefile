@@ -25,16 +25,25 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 # STORE=s3 or STORE=hdfs: with a real server, which this installs and starts.
 WITH_STORE := $(if $(STORE),-m tests.stores.with_server $(STORE))
 
-demo: $(VENV)/.ready $(if $(STORE),servers)
-	@$(RUN) $(WITH_STORE) examples/demo.py
+# The demos need PyTorch and the package only; with a real server, also the tools of the tests, which start it.
+.venv-demo/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/pip install --quiet -c constraints.txt torch safetensors -e .
+	touch $@
+
+DEMO_VENV := $(if $(STORE),$(VENV),.venv-demo)
+DEMO := $(DEMO_VENV)/bin/python $(WITH_STORE)
+
+demo: $(DEMO_VENV)/.ready $(if $(STORE),servers)
+	@$(DEMO) examples/demo.py
 
 # 4 ranks, then 2, then 3, then 1: the losses equal those of an undisturbed training.
-demo-elastic: $(VENV)/.ready $(if $(STORE),servers)
-	@$(RUN) $(WITH_STORE) examples/elastic.py
+demo-elastic: $(DEMO_VENV)/.ready $(if $(STORE),servers)
+	@$(DEMO) examples/elastic.py
 
 # Another job scores the versions of a training, which stops by itself; the best version is exported.
-demo-evaluate: $(VENV)/.ready
-	@$(RUN) examples/demo_evaluate.py
+demo-evaluate: $(DEMO_VENV)/.ready
+	@$(DEMO) examples/demo_evaluate.py
 
 # A few tests need more than Python. Where this cannot be installed, those tests are skipped with the reason.
 tools:
@@ -115,4 +124,4 @@ bench: .venv-bench/.ready
 	.venv-bench/bin/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .zoo .venv-bench .servers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-demo .zoo .venv-bench .servers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
