@@ -1,5 +1,5 @@
 #!/bin/bash
-# A training on one node. Submit it with: sbatch one-node.sh. See docs/exit-codes.md.
+# A training on one node. Submit it with: sbatch one-node.sh. See docs/preemption.md.
 #SBATCH --job-name=training
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A training on several nodes. Submit it with: sbatch several-nodes.sh. See docs/exit-codes.md.
+# A training on several nodes. Submit it with: sbatch several-nodes.sh. See docs/preemption.md.
 #SBATCH --job-name=training
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from limpet.notices.aws import AwsNotice
     from limpet.notices.azure import AzureNotice
     from limpet.notices.call import CallNotice
+    from limpet.notices.exit_status import Status, announce_worker, leave_code
     from limpet.notices.file import FileNotice
     from limpet.notices.gcp import GcpNotice
     from limpet.notices.kubernetes import KubernetesNotice
     from limpet.notices.notice import BoundedSource, Notice, NoticeSource
+    from limpet.notices.platform import detect_sources
     from limpet.notices.signals import SignalNotice, protect_worker
     from limpet.notices.slurm import SlurmNotice
     from limpet.training.guard import PreemptionGuard
@@ -36,6 +38,10 @@ __all__ = [
     "PreemptionGuard",
     "SignalNotice",
     "SlurmNotice",
+    "Status",
+    "announce_worker",
+    "detect_sources",
+    "leave_code",
     "protect_worker",
 ]
 
@@ -53,6 +59,10 @@ _LAZY_NAMES = {
     "PreemptionGuard": "training.guard",
     "SignalNotice": "notices.signals",
     "SlurmNotice": "notices.slurm",
+    "Status": "notices.exit_status",
+    "announce_worker": "notices.exit_status",
+    "detect_sources": "notices.platform",
+    "leave_code": "notices.exit_status",
     "protect_worker": "notices.signals",
 }
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 import limpet
 from limpet.errors import Preempted
 from limpet.notices.notice import NoticeSource
-from limpet.notices.platform import detect
+from limpet.notices.platform import detect_sources
 from limpet.notices.signals import SignalNotice
 from limpet.run.policy import EverySteps, KeepLast
 from tests.chaos import clouds
@@ -172,7 +172,7 @@ def train(start: Start, rank: int, trace: Trace) -> None:
     if start.memory:
         memory = limpet.MemoryTier(every=EverySteps(CAPTURE_EVERY), path=start.memory[rank])
         tiers = [memory, limpet.LocalTier(start.disks[rank])]
-    notices: list[NoticeSource] = [SignalNotice(), *detect()]
+    notices: list[NoticeSource] = [SignalNotice(), *detect_sources()]
     if start.metadata and os.environ["LOCAL_RANK"] == "0":
         account = Path(start.folder, f"account-{rank}")
         notices += clouds.other_sources(start.metadata[rank], account)

@@ -136,7 +136,7 @@ def test_two_launchers_under_one_wrapper(tmp_path: Path) -> None:
 
 
 def test_without_limpet_run_torchrun_restarts_a_worker_that_saved(tmp_path: Path) -> None:
-    """docs/exit-codes.md says that this consumes a restart, and that torchrun returns 1."""
+    """docs/preemption.md says that this consumes a restart, and that torchrun returns 1."""
     environment = {k: v for k, v in os.environ.items() if k != "LIMPET_STATUS"}
     command = torchrun(tmp_path, "now-75/now-75", restarts=1)
     done = subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=False)

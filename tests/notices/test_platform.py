@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from limpet.errors import LimpetError
-from limpet.notices.platform import detect
+from limpet.notices.platform import detect_sources
 from tests.notices.metadata_servers import AwsServer, GcpServer
 
 NITRO = {
@@ -64,7 +64,7 @@ def names(environ: dict[str, str], folder: Path, files: dict[str, str] | None = 
     account.mkdir()
     (account / "token").write_text("a-token")
     root = write_dmi(folder, files or {})
-    return [type(source).__name__ for source in detect(environ, root, str(account))]
+    return [type(source).__name__ for source in detect_sources(environ, root, str(account))]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,15 @@ def test_only_the_first_rank_of_a_host_watches_its_cloud(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
     root = write_dmi(tmp_path, files)
-    counts = [len(detect({"LOCAL_RANK": str(n), "RANK": "8"}, root, root)) for n in range(3)]
+    counts = [
+        len(detect_sources({"LOCAL_RANK": str(n), "RANK": "8"}, root, root)) for n in range(3)
+    ]
     assert counts == [1, 0, 0]
 
 
 def test_a_pod_without_a_service_account_has_only_the_signal(tmp_path: Path) -> None:
     environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
-    assert detect(environ, str(tmp_path), str(tmp_path / "none")) == []
+    assert detect_sources(environ, str(tmp_path), str(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_the_addresses_of_the_servers(
     tmp_path: Path, environ: dict[str, str], files: dict[str, str], address: str
 ) -> None:
     """The addresses of the clouds are only compared: no test sends a request there."""
-    (source,) = detect(environ, write_dmi(tmp_path, files), str(tmp_path))
+    (source,) = detect_sources(environ, write_dmi(tmp_path, files), str(tmp_path))
     assert urlsplit(source._url).hostname == address
 
 
@@ -158,7 +160,7 @@ def test_the_servers_in_the_environment_are_asked(tmp_path: Path) -> None:
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": aws.url,
             "GCE_METADATA_HOST": gcp.url.removeprefix("http://"),
         }
-        sources = detect(environ, str(tmp_path), str(tmp_path))
+        sources = detect_sources(environ, str(tmp_path), str(tmp_path))
         assert all(source.poll() is not None for source in sources)
         assert len(sources) == 2
 
@@ -166,7 +168,7 @@ def test_the_servers_in_the_environment_are_asked(tmp_path: Path) -> None:
 def test_an_invalid_address_in_the_environment_is_refused(tmp_path: Path) -> None:
     environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "169.254.169.254"}
     with pytest.raises(LimpetError, match="Invalid address of a metadata server"):
-        detect(environ, str(tmp_path), str(tmp_path))
+        detect_sources(environ, str(tmp_path), str(tmp_path))
 
 
 def test_how_often_each_platform_is_asked(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_how_often_each_platform_is_asked(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-token")
     intervals = {}
     for files in (NITRO, GCE, AZURE):
-        sources = detect(environ, write_dmi(tmp_path, files), str(tmp_path))
+        sources = detect_sources(environ, write_dmi(tmp_path, files), str(tmp_path))
         intervals.update({type(source).__name__: source.interval for source in sources})
     assert intervals == {
         "AwsNotice": 5.0,
@@ -201,5 +203,5 @@ def test_the_environment_of_the_process(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    sources = detect(dmi_root=str(tmp_path), service_account=str(tmp_path))
+    sources = detect_sources(dmi_root=str(tmp_path), service_account=str(tmp_path))
     assert [source.name for source in sources] == ["the time limit of Slurm job 12"]

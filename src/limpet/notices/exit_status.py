@@ -59,7 +59,7 @@ _SUFFIX = ".json"
 class Status:
     """Why a worker left, and what it left behind.
 
-    ``code`` is one of ``CODES``. ``step`` is the worker's last complete step, and ``saved_step``
+    ``code`` is 0, 1, 75, 76, or 93. ``step`` is the worker's last complete step, and ``saved_step``
     the step of the newest version that is committed, or None. ``run`` is the URL of the run.
     ``why`` is one line for people. ``time`` is in seconds since 1970.
 

@@ -22,12 +22,12 @@ _MAX_BYTES = 4096
 
 def detect_and_report() -> Sequence[NoticeSource]:
     """Return the sources of the platforms of this process, which an event reports."""
-    sources = detect()
+    sources = detect_sources()
     events.emit("platform_detected", sources=[s.name for s in sources])
     return sources
 
 
-def detect(
+def detect_sources(
     environ: Mapping[str, str] | None = None,
     dmi_root: str = "/sys/class/dmi/id",
     service_account: str = SERVICE_ACCOUNT,
