@@ -6,6 +6,9 @@ NumPy nor torch, and initializes no device.
 
 The generators are *isolated* while a block of ``isolated_rng`` runs, and while a save or a load
 calls code of the user (``state_dict``, ``load_state_dict``, hooks). What that code draws is undone.
+Otherwise, a save would change what the training draws next, and a load would shift the generators
+that it has restored. Sorting the members of a state, so that an ``RNG`` comes last, would not be
+enough: an object may contain an ``RNG``, and draws in ``state_dict`` would still count.
 """
 
 from __future__ import annotations

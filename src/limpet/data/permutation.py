@@ -1,4 +1,8 @@
-"""The order of the samples of an epoch: a seeded permutation that is computed per position."""
+"""The order of the samples of an epoch: a seeded permutation that is computed per position.
+
+``torch.randperm`` is no substitute: PyTorch does not promise the same result in all versions, and
+the order of 10^10 samples would take 80 GB.
+"""
 
 from __future__ import annotations
 

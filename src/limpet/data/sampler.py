@@ -6,7 +6,12 @@
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
 
 The position advances at the end of a training step, not when a loader prefetches a batch. It counts
-the samples of all ranks, so that training can continue with any number of ranks and workers.
+the samples of all ranks, so that training can continue with any number of ranks and workers. (The
+position of a loader belongs to its workers, and fits no other number of them.)
+
+``iter(DataLoader)`` draws a seed from the global generator once per pass, and a resumed pass over
+the rest of an epoch is one pass more. So the sampler records the generators when a loop begins to
+iterate, and restores them before the first batch.
 """
 
 from __future__ import annotations

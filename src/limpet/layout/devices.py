@@ -5,6 +5,8 @@ whose members are the next parts of the keys (``/model``, ``.fc``), each with a 
 member ``*`` is the map of all parts that are not listed, and the empty name is the tensor whose key
 ends here. None is a device that is not known. So the size of a map does not depend on the number
 of tensors as long as they follow a pattern, such as step counters on the CPU.
+
+The maps of ranks are merged, not listed: ``cuda:3`` of rank 3 says something about the rank.
 """
 
 from __future__ import annotations

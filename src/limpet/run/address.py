@@ -1,7 +1,8 @@
 """Addresses of versions, such as ``RUN@120``, and the public functions that accept them.
 
-``limpet.open`` and ``limpet.load`` are here because an address needs the run. The engine knows
-single snapshots only.
+``limpet.open`` and ``limpet.load`` are here because an address needs the run: the packages below
+know single snapshots. Whether a metric is minimized is recorded, and never guessed from its name: a
+wrong guess would export the worst version.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Policies are frozen and pure. A policy decides from its arguments alone and never reads a clock, a
 store, or a model. A table of inputs and results therefore tests it. Policies combine with ``|``.
+Multiples count, not the distance from the version kept before: what is kept then depends neither on
+how often retention ran, nor on a version that was lost.
 (The design follows Orbax's ``save_decision_policy`` and ``preservation_policy``.)
 """
 

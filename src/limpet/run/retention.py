@@ -4,6 +4,7 @@ A policy decides from what the catalog knows. Before anything is deleted, every 
 that are kept instead is looked up again, because the deletion relies on them. The cost can thus
 grow with the number of versions. Therefore, a training that has many does not apply retention after
 each save, but after so many saves that the cost of one does not depend on the number of versions.
+(A limit in seconds would make what a run holds depend on the speed of the machine.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The public ``Snapshot``: a committed state as a mapping. A ``SnapshotReader`` reads it."""
+"""The public ``Snapshot``: a committed state as a mapping. A ``SnapshotReader`` reads it.
+
+The packages below the public functions use readers only. So ``Snapshot`` has the names of the API
+reference and no others, and users cannot come to depend on internal ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The position of a training: its steps and epochs, and the samplers that advance with it."""
+"""The position of a training: its steps and epochs, and the samplers that advance with it.
+
+Only ``end_epoch`` counts epochs. Nothing is inferred from values of ``progress.epoch`` or from the
+passes of a sampler, because some correct loops leave a pass early, or make several per epoch.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ In a notebook, the cell that creates the Checkpointer of a run is run again and 
 Checkpointer is then closed as after an exception: its saves in flight complete, and nothing that
 may belong to no step is saved. Only a Checkpointer that the same thread has made is closed. The
 ranks of one job may share a process, in threads; a rank takes over only from itself.
+
+This happens when the new one is created. At its first step, it would be too late: ``resume`` would
+not see the version of the save in flight.
 """
 
 from __future__ import annotations

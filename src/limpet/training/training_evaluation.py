@@ -1,4 +1,9 @@
-"""``TrainingEvaluation``: evaluation inside the training loop, by the ranks that train."""
+"""``TrainingEvaluation``: evaluation inside the training loop, by the ranks that train.
+
+Rank r of k evaluates the batches r, r + k, and so on. Ranks make the same steps, so that is as even
+as a queue, without a message per batch. All evaluate equally many, because ``forward()`` may be a
+collective.
+"""
 
 from __future__ import annotations
 
