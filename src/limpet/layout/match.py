@@ -17,9 +17,9 @@ from limpet.format.names import join_key
 from limpet.layout.select import is_renamed, is_slot_key
 from limpet.text import to_printable
 
-_MAX_RENAMES = 4
-_MAX_COMPARED = 16
-"""With more parts of other names, or members, no close names are searched for."""
+_MAX_RENAMES = 16
+"""With more parts of other names, or members, no close names are searched for, and not all renames
+of a wrapper are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _match_parts(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
     both sides have as many such parts."""
     new, old = _parts(live), _parts(saved)
     renames: dict[str, str] = {}
-    if max(len(new), len(old)) > _MAX_COMPARED:
+    if max(len(new), len(old)) > _MAX_RENAMES:
         return renames
     for members in {*map(frozenset, new.values())}:
         names, fitting = ([p for p in s if s[p] == members] for s in (new, old))
@@ -127,7 +127,7 @@ def _parts(keys: Iterable[str]) -> dict[str, set[str]]:
 def _match_names(new: Sequence[str], old: Sequence[str]) -> dict[str, str]:
     """Return the renames of old names to the new ones that are close to them, at the same depth."""
     renames: dict[str, str] = {}
-    if max(len(new), len(old)) > _MAX_COMPARED:
+    if max(len(new), len(old)) > _MAX_RENAMES:
         return renames
     for name in new:
         same = [o for o in old if o.count("/") == name.count("/") and o not in renames]
