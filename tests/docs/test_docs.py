@@ -15,7 +15,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,10 +30,7 @@ COMMAND = re.compile(
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-LIBRARIES = {
-    "lightning-and-accelerate.md": ["lightning", "accelerate"],
-    "migration.md": ["lightning", "accelerate", "transformers"],
-}
+LIBRARIES = {"import-export.md": ["lightning", "accelerate", "transformers"]}
 """The libraries that a document needs, which may not be installed (the extra ``zoo``)."""
 
 
@@ -72,7 +68,6 @@ def test_code_blocks_run_without_errors(
     for library in LIBRARIES.get(document.name, []):
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
-        warnings.simplefilter("ignore")  # these libraries warn of their own and of others
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""The scripts of docs/lightning-and-accelerate.md resume exactly after a kill."""
+"""The scripts of docs/import-export.md resume exactly after a kill."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import limpet
 from tests.docs.test_docs import ROOT, blocks
 
 SCRIPTS = {
-    b.file: b.code
-    for b in blocks(ROOT / "docs" / "lightning-and-accelerate.md")
-    if b.language == "python"
+    b.file: b.code for b in blocks(ROOT / "docs" / "import-export.md") if b.language == "python"
 }
 
 KILLED = """

@@ -252,7 +252,7 @@ def import_checkpoint(
     ``path``: a file of torch.save, Lightning, or safetensors, or a folder of Hugging Face,
     Transformers' Trainer, Accelerate, or torch.distributed.checkpoint; a path or URL. No code in it
     is run, and its tensors are not held in memory. Load ``url`` afterward, as any snapshot.
-    ``docs/import.md`` says which names the members get.
+    ``docs/import-export.md`` says which names the members get.
 
     ``step``: of the snapshot; None: the one in the name of the folder, such as ``version_120``, or
     else the one that the checkpoint records. ``key``: store everything under this key of the state.

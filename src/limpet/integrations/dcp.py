@@ -2,7 +2,7 @@
 
 Pass a ``StorageWriter`` or ``StorageReader`` to DCP. It then writes ordinary snapshots and loads
 them with all digests checked. DCP makes the plans, gathers them, and reports errors; this module
-converts its plans to boxes. See ``docs/dcp.md``.
+converts its plans to boxes. See ``docs/import-export.md``.
 
 Terms: an *FQN* (fully qualified name) is DCP's name of a leaf, such as ``model.fc.weight``.
 """
