@@ -131,9 +131,9 @@ class Ladder:
     ``check`` for each version that it is about to load, and ``record`` once it has loaded one. The
     record is removed by ``end`` or ``leave``, if the training ends well.
 
-    Outside ``limpet run``, and with ``at=``, a person has decided what to resume
-    from. Then nothing is left out. ``at=`` and ``branch=`` also delete all records, because this
-    person has seen to it. Without ``saves``, progress would not be visible, so nothing is counted.
+    Outside ``limpet run``, and with ``at=``, a person has decided what to resume from. Then nothing
+    is left out. ``at=`` also deletes all records, because this person has seen to it. Without
+    ``saves``, progress would not be visible, so nothing is counted.
     """
 
     def __init__(self, run: Run, group: Group, *, saves: bool) -> None:
