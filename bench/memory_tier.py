@@ -57,7 +57,7 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
     background half. Runs in a child process."""
     from bench import states
     from limpet.buffers import BufferPool
-    from limpet.saving.job import VersionMetadata
+    from limpet.saving.commit import VersionMetadata
     from limpet.saving.save import begin_save, finish_save
     from limpet.settings import read_settings
     from limpet.snapshot.location import Location

@@ -214,13 +214,14 @@ class _Rank0:
     def commit(self, partition: Any, collective: Any, write: bool) -> dict[str, float]:
         from bench import simulated_ranks
         from limpet.saving.commit import (
+            SaveJob,
+            VersionMetadata,
             check_receipts,
             commit_collectively,
             pinned_base,
             put_manifest,
         )
         from limpet.saving.image import Image
-        from limpet.saving.job import SaveJob, VersionMetadata
         from limpet.threads import Workers
 
         none = Image(b"", [], [], [], [], np.zeros(1, np.int64), 0)

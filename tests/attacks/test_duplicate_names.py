@@ -37,7 +37,7 @@ from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
 from limpet.run.writer_lock import WriterLock
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_location

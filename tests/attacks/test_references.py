@@ -20,7 +20,7 @@ from limpet.format.manifest import ShardReference, decode_manifest
 from limpet.format.names import Version
 from limpet.loading.load import load_snapshot
 from limpet.run.run import Run
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of

@@ -12,7 +12,7 @@ import limpet as hf
 from limpet.buffers import shared_pool
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Branch, encode_branch
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of

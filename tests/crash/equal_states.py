@@ -18,7 +18,7 @@ from unittest import mock
 from limpet.storage.local.os_calls import Fs
 
 CLOCKS = ["machine.utc_now", "snapshot.pins.utc_now"]
-ROUNDED = ["saving.job.round", "training.goodput.round"]
+ROUNDED = ["saving.commit.round", "training.goodput.round"]
 """The measured seconds in a manifest are rounded."""
 
 

@@ -19,7 +19,7 @@ from limpet.format.names import MANIFEST, Version
 from limpet.loading.load import load_snapshot
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader

@@ -22,7 +22,7 @@ import limpet
 from limpet.buffers import shared_pool
 from limpet.format.names import Version
 from limpet.run.policy import EverySteps
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.storage.open import open_store
 from tests.spread_stores import spread_over

@@ -17,7 +17,7 @@ from limpet.errors import AlreadyExists, CommitError, RankFailed
 from limpet.ranks.group import current_group
 from limpet.ranks.kv import Timeouts
 from limpet.run.run import Run
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_snapshot

@@ -19,7 +19,7 @@ from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
 from limpet.ranks.group import current_group
 from limpet.saving import partition
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_location

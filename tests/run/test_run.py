@@ -23,7 +23,7 @@ from limpet.loading.load import load_snapshot
 from limpet.run.address import open_version
 from limpet.run.policy import EverySteps, KeepEvery, KeepLast
 from limpet.run.run import Run
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location

@@ -29,7 +29,7 @@ from limpet.run.save_request import (
     remove_request,
     request_and_wait,
 )
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat

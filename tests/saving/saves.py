@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from limpet.buffers import shared_pool
-from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader

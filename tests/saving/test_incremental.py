@@ -25,7 +25,7 @@ from limpet.loading.load import load_snapshot
 from limpet.ranks.group import current_group
 from limpet.run.run import Run
 from limpet.saving import image
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
@@ -353,7 +353,7 @@ MEASURE_MEMORY = """
 import sys, numpy as np, limpet
 from pathlib import Path
 from limpet.buffers import shared_pool
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.snapshot.location import locate
 from limpet.saving.save import begin_save
 from limpet.saving.save import finish_save

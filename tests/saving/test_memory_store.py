@@ -14,7 +14,7 @@ import limpet
 from limpet.buffers import BufferPool
 from limpet.errors import AlreadyExists, NoSpace, RankFailed
 from limpet.saving import save as saving
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.snapshot.location import Location
 from limpet.storage.local.tmpfs import TmpfsStore
 from tests.fakegroup import FakeGroup

@@ -18,7 +18,7 @@ from limpet.errors import AlreadyExists, CommitError, LimpetError, StoreError
 from limpet.format import names
 from limpet.format.names import MANIFEST
 from limpet.run.run import Run
-from limpet.saving.job import SaveJob
+from limpet.saving.commit import SaveJob
 from limpet.saving.save import finish_save
 from limpet.snapshot import pins
 from limpet.snapshot.reader import SnapshotReader
@@ -257,7 +257,7 @@ def test_a_save_that_begins_while_a_sweep_lists_files_is_safe() -> None:
 SAVE_THAT_HANGS = """
 import sys, time
 from limpet.snapshot import pins
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save
 from limpet.snapshot.location import Location
 from limpet.buffers import shared_pool

@@ -15,7 +15,7 @@ from limpet.errors import AlreadyExists, CommitError, LimpetError, NotFound, Una
 from limpet.format.names import MANIFEST
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of

@@ -23,7 +23,7 @@ from limpet.run.policy import (
 )
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_location

@@ -38,8 +38,7 @@ from limpet.convert.stored_files import (
 from limpet.errors import LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members
-from limpet.saving.commit import raise_if_exists
-from limpet.saving.job import VersionMetadata
+from limpet.saving.commit import VersionMetadata, raise_if_exists
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import (
     Location,

@@ -63,9 +63,14 @@ from limpet.layout.shard_layout import LeafBox
 from limpet.lazy_torch import dtype_name
 from limpet.loading.targets import LoadTargets
 from limpet.run.address import open_reader
-from limpet.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
+from limpet.saving.commit import (
+    Receipt,
+    VersionMetadata,
+    check_receipts,
+    put_manifest,
+    raise_if_exists,
+)
 from limpet.saving.image import make_image, split_into_pieces, synchronize_streams
-from limpet.saving.job import VersionMetadata
 from limpet.saving.write import write_index, write_shard
 from limpet.snapshot import pins as pin
 from limpet.snapshot.location import Location, Url, locate

@@ -25,16 +25,17 @@ _MAX_PARTS = 24
 _NEXT_PART = re.compile(r"(?=[/.])")
 
 
-def make_device_map(devices: Mapping[str, str]) -> DeviceMap:
-    """Return the map of tensors by key. None: there is no tensor."""
+def make_device_map(devices: Mapping[str, object]) -> DeviceMap:
+    """Return the map of tensors by key. None: there is no tensor. ``devices``: by key, as text or
+    as an object of PyTorch, whose text it is."""
     if len(found := {*devices.values()}) < 2:
-        return next(iter(found), None)
+        return str(found.pop()) if found else None
     root: dict[str, Any] = {}
     for key, device in devices.items():
         node = root
         for part in _split(key):
             node = node.setdefault(part, {})
-        node[""] = device
+        node[""] = str(device)
     return _fold(root, {})
 
 
@@ -44,10 +45,12 @@ def merge_device_maps(maps: Iterable[DeviceMap]) -> DeviceMap:
     Where ranks have other devices of one type, the map has the type (``cuda``): which of them a
     rank uses belongs to the rank, not to the tensor. Where the types differ, it has None.
     """
-    distinct = {msgspec.json.encode(m): m for m in maps if m is not None}
     merged: DeviceMap = None
-    for number, one in enumerate(distinct.values()):
-        merged = _merge(merged, one) if number else one
+    seen: set[bytes] = set()
+    for one in maps:
+        if one is not None and (encoded := msgspec.json.encode(one)) not in seen:
+            merged = _merge(merged, one) if seen else one
+            seen.add(encoded)
     return merged
 
 

@@ -28,7 +28,7 @@ from limpet.run.metrics import check_metrics, to_numbers
 from limpet.run.policy import KeepPolicy
 from limpet.run.retention import BeforeDeletion, Retention, undeleted_error
 from limpet.run.writer_lock import WriterLock
-from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader

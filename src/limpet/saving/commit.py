@@ -1,29 +1,36 @@
-"""The commit: pin what the save writes and refers to, later check the receipts and the files, then
-write the manifest atomically, once."""
+"""A save between its two halves, and its commit: pin what the save writes and refers to, later
+check the receipts and the files, then write the manifest atomically, once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from limpet import events
+from limpet import events, machine
+from limpet.arguments import whole
 from limpet.deadline import CLEANUP_SECONDS
 from limpet.errors import (
     AlreadyExists,
     CommitError,
     FormatError,
+    LimpetError,
     NotFound,
     RankFailed,
     StoreError,
     Unavailable,
 )
+from limpet.format import names, tree
 from limpet.format.manifest import (
     FEWER_LEAVES,
     MAX_MANIFEST,
     Manifest,
+    Parent,
     Shard,
     check_manifest,
     encode_manifest,
@@ -31,13 +38,170 @@ from limpet.format.manifest import (
 from limpet.format.names import MANIFEST
 from limpet.format.sealed import check_length
 from limpet.format.tree import check_tree
+from limpet.layout.devices import merge_device_maps
 from limpet.layout.global_plan import GlobalPlan
 from limpet.ranks.collective import Collective
+from limpet.saving.image import Image, Piece, release_buffers
 from limpet.saving.incremental import as_sibling
+from limpet.saving.partition import Partition
+from limpet.saving.staging import DeferredStaging
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, describe_run, versions_in
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.threads import look_up_each
+from limpet.storage.store import MappedUpload
+from limpet.text import to_repr
+from limpet.threads import Workers, look_up_each, no_op
+from limpet.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class VersionMetadata:
+    """The content of a manifest other than the state.
+
+    ``metrics``: numbers by name; ``note``: plain values from the user; ``training``: data that the
+    layers above the engine need when training resumes; ``objectives``: the metrics whose best
+    versions are wanted, each with its mode.
+    """
+
+    step: int | None = None
+    branch: int = 0
+    parent: Parent | None = None
+    reason: str = "request"
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    objectives: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ``LimpetError`` unless ``step`` is one, before anything is written."""
+        step = whole(self.step, 0, names.MAX_STEP)
+        if step is None and self.step is not None:
+            raise LimpetError(
+                f"step must be a whole number, 0 or more, with at most 18 digits; found"
+                f" {to_repr(self.step)[:80]}"
+            )
+        object.__setattr__(self, "step", step)
+
+    def to_node(self) -> Any:
+        """Return the manifest's ``metadata`` without the statistics. Raises ``Unsupported``."""
+        content = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
+        if self.training:
+            content["training"] = dict(self.training)
+        if self.objectives:
+            content["objectives"] = dict(self.objectives)
+        return tree.encode_root(content, "metadata", tree.reject_value)
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a rank returns once its files are durable.
+
+    ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
+    of the boxes that the shard holds or refers to; ``devices``: the map of the devices of its
+    tensors.
+    """
+
+    rank: int
+    shard: Shard | None
+    data_bytes: int = 0
+    devices: Any = None
+
+
+class CommitResult(msgspec.Struct, frozen=True):
+    """The result of a commit, broadcast by rank 0: the manifest's digest, the bytes written, and
+    the bytes referred to in earlier versions; ``manifest``: its bytes, if each host needs them."""
+
+    digest: str
+    nbytes: int
+    referred_bytes: int
+    manifest: bytes = b""
+
+
+NO_RESULT = CommitResult("", 0, 0)
+"""The result of a save that has not committed."""
+
+
+@dataclass(slots=True)
+class SaveJob(AbstractContextManager["SaveJob"]):
+    """A save between its two halves: staged, or ready to be staged piece by piece. A ``with`` block
+    releases what it holds.
+
+    ``upload``: this rank's shard, if it is staged into a store in memory; ``deferred``: the pieces
+    that remain to be staged in the background; ``staging_error``: the
+    error with which this rank failed to stage the save while other ranks may have succeeded;
+    ``devices``: those of this rank's tensors, by key (``FlatState.devices``).
+    ``copy_to_peers``: called with the ``Receipt`` of this rank's files once they are written.
+    """
+
+    location: Location
+    metadata: VersionMetadata
+    base: SnapshotReader | None
+    collective: Collective
+    metadata_node: Any
+    partition: Partition
+    image: Image
+    pieces: list[Piece]
+    workers: Workers
+    started_at: float
+    staged_at: float = 0.0
+    upload: MappedUpload | None = None
+    deferred: DeferredStaging | None = None
+    staging_error: Exception | None = None
+    devices: Mapping[str, Any] = field(default_factory=dict)
+    copy_to_peers: Callable[[Any], object] = no_op
+    result: CommitResult = NO_RESULT
+
+    def __exit__(self, *exception: object) -> None:
+        """Release the buffers and the references to the live state, and leave the collective."""
+        if self.deferred is not None:
+            self.deferred.release()
+        self.release_memory()
+        self.collective.close()
+
+    def release_memory(self) -> None:
+        """Release the buffers, and abort the upload unless it was committed."""
+        release_buffers(self.pieces, self.workers.pool)
+        if self.upload is not None:
+            self.upload.abort()
+
+    def build_manifest(
+        self, shards: Sequence[Shard], chain: int, receipts: Sequence[Receipt]
+    ) -> Manifest:
+        """Return the manifest that commits these shards.
+
+        ``chain``: the number of versions from this one back to a full one, if a shard refers to
+        another version; ``receipts``: those of all ranks.
+        """
+        metadata = self.metadata
+        version = names.parse_version(self.location.folder.rpartition("/")[2])
+        step = version.step if metadata.step is None and version is not None else metadata.step
+        nbytes, refers = 0, False
+        for shard in shards:
+            nbytes += shard.length
+            refers = refers or bool(shard.refers)
+        statistics = {
+            "bytes": nbytes,
+            "staged_seconds": round(self.staged_at - self.started_at, 6),
+            "written_seconds": round(time.perf_counter() - self.staged_at, 6),
+        }
+        added: dict[str, Any] = {"statistics": {"dict": statistics}}
+        devices = merge_device_maps(map(attrgetter("devices"), receipts))
+        if devices is not None:
+            added["devices"] = tree.encode(devices, "metadata/devices", tree.reject_value)
+        return Manifest(
+            attempt=self.partition.attempt,
+            created=machine.utc_now(),
+            writer=f"limpet {__version__}",
+            step=step,
+            branch=metadata.branch,
+            parent=metadata.parent,
+            chain=chain if refers else 0,
+            shards=shards,
+            metadata={"dict": {**self.metadata_node["dict"], **added}},
+            tree=self.partition.tree,
+        )
+
+
+# -- the pins and the commit ---------------------------------------------------------------------
 
 
 class BasePin(msgspec.Struct, frozen=True):
@@ -133,20 +297,6 @@ def _check_visible(location: Location, key: str, collective: Collective) -> None
         ) from e
 
 
-class Receipt(msgspec.Struct, frozen=True):
-    """What a rank returns once its files are durable.
-
-    ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
-    of the boxes that the shard holds or refers to; ``devices``: the map of the devices of its
-    tensors.
-    """
-
-    rank: int
-    shard: Shard | None
-    data_bytes: int = 0
-    devices: Any = None
-
-
 def check_receipts(
     location: Location,
     receipts: Sequence[Receipt],
@@ -160,46 +310,48 @@ def check_receipts(
     detects a folder that the hosts do not really share. If each host has a store of its own, each
     rank has checked its files before it sent its receipt. Raises ``CommitError`` or ``StoreError``.
     """
-    if [r.rank for r in receipts] != list(range(world_size)):
+    ranks = [receipt.rank for receipt in receipts]
+    if ranks != [*range(world_size)]:
         raise CommitError(
             f"Nothing was committed to {location.url}: receipts are missing",
             expected=f"one receipt from each of {world_size} ranks",
-            found=[r.rank for r in receipts],
+            found=ranks,
         )
-    for receipt in receipts:
-        planned = receipt.data_bytes if plan is None else int(plan.bytes_per_rank[receipt.rank])
+    shards: list[Shard] = []
+    files: list[tuple[int, str, int]] = []  # rank, path, length
+    referred: set[tuple[str, int]] = set()
+    for rank, receipt in enumerate(receipts):
+        planned = receipt.data_bytes if plan is None else int(plan.bytes_per_rank[rank])
         if receipt.data_bytes != planned:
             raise CommitError(
-                f"Nothing was committed to {location.url}: rank {receipt.rank} did not write what"
-                " was planned",
+                f"Nothing was committed to {location.url}: rank {rank} did not write what was"
+                " planned",
                 expected=f"{planned} bytes",
                 found=f"{receipt.data_bytes} bytes",
                 todo="Report this as a bug of Limpet, with the versions of Limpet on all ranks",
-                rank=receipt.rank,
+                rank=rank,
             )
-    rank_shards = [(r.rank, r.shard) for r in receipts if r.shard is not None]
+        if (shard := receipt.shard) is not None:
+            shards.append(shard)
+            files.append((rank, shard.path, shard.length))
+            files.append((rank, shard.index_path, shard.index.length))
+            for file in shard.refers:
+                referred.add((file.path, file.length))
     if location.is_per_host:
-        return [shard for _, shard in rank_shards]
-    for path, length in sorted({(f.path, f.length) for _, s in rank_shards for f in s.refers}):
+        return shards
+    for path, length in sorted(referred):
         key, what = location.file_key(path), f"{path}, which this version refers to,"
         todo = "Save again, and find out what deletes versions that a running save has pinned"
         _require_length(location, key, length, what, {"todo": todo, "file": key})
-    todo = "Check that all ranks write to the same folder"
-    files = [
-        (
-            location.file_key(path),
-            length,
-            f"{path} of rank {rank}",
-            {"todo": todo, "rank": rank, "file": path},
-        )
-        for rank, shard in rank_shards
-        for path, length in (
-            (shard.path, shard.length),
-            (shard.index_path, shard.index.length),
-        )
-    ]
-    look_up_each(files, lambda file: _require_length(location, *file))
-    return [shard for _, shard in rank_shards]
+
+    def require_file(file: tuple[int, str, int]) -> None:
+        rank, path, length = file
+        todo = "Check that all ranks write to the same folder"
+        fields = {"todo": todo, "rank": rank, "file": path}
+        _require_length(location, location.file_key(path), length, f"{path} of rank {rank}", fields)
+
+    look_up_each(files, require_file)
+    return shards
 
 
 def _require_length(
@@ -263,20 +415,6 @@ def put_manifest(
 _OUTCOME_UNKNOWN = (
     "It is unknown whether this version was committed; `limpet ls` lists it if it was"
 )
-
-
-class CommitResult(msgspec.Struct, frozen=True):
-    """The result of a commit, broadcast by rank 0: the manifest's digest, the bytes written, and
-    the bytes referred to in earlier versions; ``manifest``: its bytes, if each host needs them."""
-
-    digest: str
-    nbytes: int
-    referred_bytes: int
-    manifest: bytes = b""
-
-
-NO_RESULT = CommitResult("", 0, 0)
-"""The result of a save that has not committed."""
 
 
 def commit_collectively(

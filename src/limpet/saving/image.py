@@ -6,7 +6,7 @@ import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
@@ -44,15 +44,15 @@ def split_into_pieces(header_length: int, length: int) -> list[Piece]:
     pieces; data pieces start at multiples of ``BLOCK_SIZE`` from the start of the data."""
     header_starts = range(0, header_length, BLOCK_SIZE)
     data_starts = range(header_length, length, BLOCK_SIZE)
-    return [Piece(a, b) for a, b in pairwise([*header_starts, *data_starts, length])]
+    return list(starmap(Piece, pairwise([*header_starts, *data_starts, length])))
 
 
 def release_buffers(pieces: Iterable[Piece], pool: BufferPool) -> None:
     """Return the buffers of all staged pieces to the pool."""
     for piece in pieces:
-        if piece.buffer is not None:
-            pool.release(piece.buffer)
-            piece.buffer = None
+        buffer, piece.buffer = piece.buffer, None  # first, so that none is released twice
+        if buffer is not None:
+            pool.release(buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +174,8 @@ def make_image(
     layout = layouts.get(digest)
     if layout is None:
         order = file_order(leaf_boxes) if order is None else order
-        ordered = [leaf_boxes[i] for i in order]
-        lengths = np.array([leaf_box.nbytes for leaf_box in ordered], dtype=np.int64)
+        ordered = [*map(leaf_boxes.__getitem__, order)]
+        lengths = np.array([*map(attrgetter("nbytes"), ordered)], dtype=np.int64)
         header = build_header(full_shard_entries(ordered))
         ends = np.cumsum(lengths) + len(header)
         cuts = chunk_cuts(len(header), lengths)
@@ -187,8 +187,8 @@ def make_image(
                 del layouts[next(iter(layouts))]
     return Image(
         layout.header,
-        [leaf_boxes[i] for i in layout.order],
-        [sources[i] for i in layout.order],
+        [*map(leaf_boxes.__getitem__, layout.order)],
+        [*map(sources.__getitem__, layout.order)],
         layout.box_starts,
         layout.box_ends,
         layout.cuts,

@@ -164,14 +164,18 @@ def partition_state(
 def _partition_locally(flat: FlatState, rank: int) -> Partition:
     """Return the partition of one process, which writes all of its boxes. They must cover every
     leaf; raises ``PlanError``."""
-    leaves, tree = flat.leaves, flat.tree
-    leaf_boxes = [LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box) for leaf in leaves]
-    is_partial = any(leaf.box.sizes != leaf.shape for leaf in leaves)
+    tree, is_partial = flat.tree, False
+    sources: list[Any] = []
+    leaf_boxes: list[LeafBox] = []
+    for leaf in flat.leaves:
+        sources.append(leaf.source)
+        leaf_boxes.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box))
+        is_partial = is_partial or leaf.box.sizes != leaf.shape
     plan = make_global_plan([make_local_plan(leaf_boxes)]) if is_partial else None
     if flat.per_rank or flat.from_first:
         per_rank = {key: {rank: node} for key, node in flat.per_rank.items()}
         tree = merge([(tree, (rank,))], RankNodes(per_rank, flat.from_first))
-    return Partition(random_id(), [leaf.source for leaf in leaves], leaf_boxes, tree, plan)
+    return Partition(random_id(), sources, leaf_boxes, tree, plan)
 
 
 def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:

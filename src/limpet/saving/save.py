@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from limpet import events
@@ -19,6 +20,8 @@ from limpet.errors import CommitError
 from limpet.ranks.group import Group, GroupSpec, LocalGroup, saving_group
 from limpet.saving.commit import (
     Receipt,
+    SaveJob,
+    VersionMetadata,
     before_commit,
     check_receipts,
     commit_collectively,
@@ -27,7 +30,6 @@ from limpet.saving.commit import (
     raise_if_exists,
 )
 from limpet.saving.image import make_image, split_into_pieces, synchronize_streams
-from limpet.saving.job import SaveJob, VersionMetadata
 from limpet.saving.partition import partition_state
 from limpet.saving.pending import Pending
 from limpet.saving.staging import DeferredStaging, split_pieces, stage_pieces
@@ -159,8 +161,7 @@ def begin_save(
             raise_if_exists(location)
         metadata_node = metadata.to_node()
         flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
-        sources = [leaf.source for leaf in flat.leaves]
-        synchronize_streams(sources)
+        synchronize_streams(map(attrgetter("source"), flat.leaves))
         partition = partition_state(collective, group, flat, workers)
         cache = group.cache if stage_now else None  # a synchronous save is not one of many
         image = make_image(partition.sources, partition.leaf_boxes, cache=cache)

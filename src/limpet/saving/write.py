@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from limpet.format.index import Index, IndexBox, IndexLeaf, encode_index
 from limpet.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, Shard
 from limpet.format.sealed import FORMAT, check_length
 from limpet.layout.devices import make_device_map
-from limpet.saving.commit import Receipt
+from limpet.saving.commit import Receipt, SaveJob
 from limpet.saving.image import Image, Piece, release_buffers, split_into_pieces
 from limpet.saving.incremental import (
     BaseVersion,
@@ -27,7 +27,6 @@ from limpet.saving.incremental import (
     align_chunks,
     make_incremental_layout,
 )
-from limpet.saving.job import SaveJob
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import MappedUpload, Traits, Upload, part_length, put_mapped
@@ -61,7 +60,7 @@ def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
     """
     location, collective, image = job.location, job.collective, job.image
     rank, pieces, workers = collective.rank, job.pieces, job.workers
-    devices = make_device_map({key: str(device) for key, device in job.devices.items()})
+    devices = make_device_map(job.devices)
     if rank and not image.leaf_boxes:
         return Receipt(rank, None, devices=devices)
     shard_name = names.shard_name(rank, collective.size, job.partition.attempt)
@@ -104,34 +103,28 @@ def write_shard(
     key, head, length = shard_key(location, name), len(image.header), pieces[-1].stop
     traits = location.store.traits
 
-    def fill(piece: Piece, buffer: Buffer, is_staged: bool) -> memoryview:
-        """Return the piece's bytes, and store the digests of its chunks."""
-        start, stop = piece.start, piece.stop
-        if not is_staged:
-            image.copy_piece(piece, buffer)
-        view = buffer.view[: stop - start]
-        if start >= cuts[0]:
-            # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
-            for c in range(bisect_right(cuts, start), bisect_right(cuts, stop)):
-                digests[c] = digest(view[cuts[c - 1] - start : cuts[c] - start])
-        return view
-
     def write(group: Sequence[Piece]) -> None:
-        staged = [piece.buffer for piece in group]
-        for piece in group:
-            piece.buffer = None
-        buffers = [buffer for buffer in staged if buffer is not None]
+        """Write pieces that follow one another, and store the digests of their chunks."""
+        acquired: list[Buffer] = []
+        views: list[memoryview] = []
         try:
-            unstaged = iter(workers.acquire(staged.count(None)))
-            filled = [next(unstaged) if buffer is None else buffer for buffer in staged]
-            buffers = filled
-            views = [
-                fill(piece, buffer, was_staged is not None)
-                for piece, buffer, was_staged in zip(group, filled, staged, strict=True)
-            ]
+            # all at once: threads that each wait for one more buffer could wait forever
+            acquired = workers.acquire([*map(attrgetter("buffer"), group)].count(None))
+            for piece in group:
+                start, stop, buffer = piece.start, piece.stop, piece.buffer
+                if buffer is None:
+                    buffer = piece.buffer = acquired.pop()
+                    image.copy_piece(piece, buffer)
+                view = buffer.view[: stop - start]
+                if start >= cuts[0]:
+                    # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
+                    for c in range(bisect_right(cuts, start), bisect_right(cuts, stop)):
+                        digests[c] = digest(view[cuts[c - 1] - start : cuts[c] - start])
+                views.append(view)
             upload.write_at(group[0].start, *views)
         finally:
-            for buffer in buffers:
+            release_buffers(group, workers.pool)
+            for buffer in acquired:
                 workers.pool.release(buffer)
 
     most = workers.pool.budget // workers.pool.buffer_size

@@ -76,12 +76,16 @@ class FlatState:
     def devices(self) -> dict[str, Any]:
         """Return the devices of the tensors by key; only one tensor if all are on one device; none
         if a tensor is in a file of another library."""
-        tensors = [leaf for leaf in self.leaves if type(leaf.source) is not np.ndarray]
-        devices = {getattr(leaf.source, "device", None) for leaf in tensors}
-        if None in devices:
-            return {}
-        tensors = tensors[:1] if len(devices) < 2 else tensors
-        return {leaf.key: leaf.source.device for leaf in tensors}
+        devices: dict[str, Any] = {}
+        for leaf in self.leaves:
+            if type(leaf.source) is not np.ndarray:
+                if (device := getattr(leaf.source, "device", None)) is None:
+                    return {}
+                devices[leaf.key] = device
+        if len({*devices.values()}) == 1:
+            key, device = devices.popitem()
+            return {key: device}
+        return devices
 
 
 @gc_paused

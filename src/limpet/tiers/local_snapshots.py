@@ -26,13 +26,13 @@ from limpet.ranks.group import Group
 from limpet.run.run import Run
 from limpet.saving.commit import (
     Receipt,
+    SaveJob,
     before_commit,
     check_receipts,
     commit_collectively,
     pinned_base,
     put_manifest,
 )
-from limpet.saving.job import SaveJob
 from limpet.saving.pending import Pending
 from limpet.saving.save import finish_save
 from limpet.settings import read_settings

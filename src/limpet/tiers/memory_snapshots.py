@@ -16,8 +16,7 @@ from limpet.format.names import Version, parse_version
 from limpet.ranks.collective import Collective, await_all
 from limpet.ranks.group import Group
 from limpet.run.policy import PolicyInput
-from limpet.saving.commit import Receipt
-from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.commit import Receipt, SaveJob, VersionMetadata
 from limpet.saving.pending import Pending
 from limpet.saving.save import begin_save, finish_in_background, finish_save
 from limpet.snapshot.location import Location

@@ -32,7 +32,7 @@ from limpet.run.policy import KeepPolicy
 from limpet.run.retention import undeleted_error
 from limpet.run.run import Run
 from limpet.run.writer import VersionWriter
-from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.pending import Pending
 from limpet.saving.save import begin_save, finish_in_background, finish_save
 from limpet.saving.staging import BufferReservation, DeferredStaging
