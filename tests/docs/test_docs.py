@@ -1,10 +1,12 @@
 """Run the code blocks of the documents: every Python block, and the commands.
 
 The blocks of one document run in order, in one namespace and in one folder that is empty at first.
-``python`` marks complete code, and ``python FILE`` a script, which is written to that file. Code
-that cannot run on its own is marked ``text``. In ``console`` blocks, the lines run that begin with
-``$ limpet``, ``$ python``, or ``$ torchrun``. What follows a command is its output, and an
-``output`` block is that of the Python block before it. ``...`` in an output stands for any text.
+``python`` marks complete code, and ``python FILE`` a script, which is written to that file. A
+``diff FILE`` block has all lines of a script before and after a change: the file, if there is one,
+must be as before, and is then as after. Code that cannot run on its own is marked ``text``. In
+``console`` blocks, the lines run that begin with ``$ limpet``, ``$ python``, or ``$ torchrun``.
+What follows a command is its output, and an ``output`` block is that of the Python block before it.
+``...`` in an output stands for any text.
 """
 
 from __future__ import annotations
@@ -51,6 +53,14 @@ def blocks(document: Path) -> list[Block]:
     return found
 
 
+def sides_of_diff(code: str) -> tuple[str, str]:
+    """Return the script before and after the change."""
+    lines = code.splitlines(keepends=True)
+    assert all(line[0] in " +-\n" for line in lines)
+    before = "".join(line[1:] or line for line in lines if line[0] != "+")
+    return before, "".join(line[1:] or line for line in lines if line[0] != "-")
+
+
 def runnable(document: Path) -> bool:
     return any(b.language in ("python", "console") for b in blocks(document))
 
@@ -74,6 +84,11 @@ def test_code_blocks_run_without_errors(
     for block in blocks(document):
         if block.language == "python" and block.file:
             Path(block.file).write_text(block.code)
+        elif block.language == "diff":
+            before, after = sides_of_diff(block.code)
+            file = Path(block.file)
+            assert not file.exists() or file.read_text() == before, f"line {block.line}"
+            file.write_text(after)
         elif block.language == "python":
             # empty lines in front make tracebacks show the line of the document
             source = "\n" * (block.line - 1) + block.code
@@ -123,7 +138,7 @@ def check_output(found: str, shown: str, where: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=document_id)
 def test_code_blocks_have_known_languages(document: Path) -> None:
     """Without this test, a block with a misspelled language would be skipped silently."""
-    known = {"python", "output", "console", "text", "json", "sh", ""}
+    known = {"python", "diff", "output", "console", "text", "json", "sh", ""}
     assert {b.language for b in blocks(document)} <= known
 
 
