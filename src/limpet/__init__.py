@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from limpet.events import attach
     from limpet.generators import isolated_rng
     from limpet.loading.differences import LoadReport
+    from limpet.ranks.group import JoinedGroup as Group
     from limpet.run.address import load
     from limpet.run.address import open_version as open
     from limpet.run.policy import (
@@ -63,6 +64,7 @@ __all__ = [
     "EveryEpoch",
     "EverySeconds",
     "EverySteps",
+    "Group",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -111,6 +113,7 @@ _LAZY_NAMES = {
     "EveryEpoch": "run.policy",
     "EverySeconds": "run.policy",
     "EverySteps": "run.policy",
+    "Group": "ranks.group:JoinedGroup",
     "KeepBest": "run.policy",
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",

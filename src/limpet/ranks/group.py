@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import count
 from threading import RLock, current_thread, local
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
+from limpet.arguments import whole
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError, RankFailed, Unsupported
 from limpet.format.digest import digest
-from limpet.lazy_torch import torch_or_none
+from limpet.lazy_torch import import_torch, torch_or_none
 from limpet.ranks.collective import Collective, LocalCollective, StoreCollective
+from limpet.ranks.failure_detector import STRAGGLER_SECONDS, emit_stragglers
 from limpet.ranks.kv import KVClient, Timeouts
 from limpet.ranks.session import SessionKVClient
 from limpet.ranks.store_connection import KeyValueStore, StoreConnection
@@ -33,9 +38,15 @@ never reaches."""
 _MAX_MISSED = 10_000
 """The maximum number of operations that a rank may have missed."""
 
+_MAX_LAST = 64
+"""The number of last operations of a group that some rank may not have left yet."""
+
+_LEAVING_SECONDS = 2.0
+"""How long the end of the process that serves a store waits for ranks that still read from it."""
+
 GroupSpec = Any
 """The ranks that save or load: None for all ranks of torch.distributed, ``"alone"`` for only this
-process, or a ``torch.distributed.ProcessGroup``."""
+process, a ``torch.distributed.ProcessGroup``, or a ``limpet.Group`` (``JoinedGroup``)."""
 
 
 @dataclass(eq=False)
@@ -221,6 +232,195 @@ def failing_together(group: Group, operation: str, deadline: Deadline | None) ->
         raise
 
 
+# -- without torch.distributed -------------------------------------------------------------------
+
+
+class JoinedGroup(AbstractContextManager["JoinedGroup", None]):
+    """Processes that save and load together without ``torch.distributed``, such as Ray actors.
+
+    Each process joins, and passes the group as ``group=`` to ``limpet.save``, ``save_async``,
+    ``load``, ``Run.writer``, or ``Checkpointer``. All of them make the same calls in the same
+    order::
+
+        with limpet.Group.join("10.0.0.1:29500", rank, size=3) as group:
+            limpet.save("runs/a/version_100", state, group=group)
+
+    ``address``: ``"HOST:PORT"``, with the port that rank 0 serves; ``rank``: the number of this
+    process, from 0 to ``size - 1``.
+    """
+
+    def __init__(self, address: str, members: Group) -> None:
+        self.address = address
+        self.rank = members.rank
+        self.size = members.size
+        self._members = members
+
+    @classmethod
+    def join(cls, address: str, rank: int, size: int, *, name: str = "group") -> JoinedGroup:
+        """Become ``rank`` of the ``size`` ranks of a group.
+
+        Rank 0 serves ``address``, ``"HOST:PORT"`` with a name or number of its host that the others
+        can reach, until its process ends. With port 0, it serves a free port, which the attribute
+        ``address`` then has. The other ranks wait until rank 0 serves. No rank waits for the others
+        here: the first operation does, and raises ``RankFailed`` with the number of a rank that
+        does not join within the time limits (``LIMPET_STUCK``, ``LIMPET_SILENT``).
+
+        After the loss of a rank, the others close the group and join again under a new ``name``,
+        perhaps with another ``size`` and other ranks. The address stays the same unless rank 0 was
+        lost. Anyone who can reach the address can take part, as for ``torch.distributed``.
+
+        Raises ``LimpetError`` for an invalid argument, an address that cannot be served, a rank
+        that has joined under this name before, another ``size`` than that of an earlier rank, or if
+        PyTorch is not installed; and ``RankFailed`` if rank 0 does not serve the address.
+        """
+        host, _, text = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        host, port = host.strip("[]"), whole(int(text), 0, 65535) if text.isdecimal() else None
+        if not host or port is None:
+            raise LimpetError(f'address must be "HOST:PORT"; found {address!r}')
+        number = whole(rank)
+        ranks = None if number is None else whole(size, number + 1)
+        if number is None or ranks is None:
+            raise LimpetError(
+                f"rank must be a number from 0 to size - 1; found {rank!r} and size={size!r}"
+            )
+        if number and not port:
+            raise LimpetError("Only rank 0 can join at port 0; pass the address of its group")
+        torch = import_torch("limpet.Group uses the TCPStore of PyTorch")
+        settings = read_settings()
+        timeouts = Timeouts(settings.silent, settings.stuck)
+        server = None if number else _serve(torch, host, port, timeouts)
+        if server is None:
+            _await_server(host, port, timeouts)
+        else:
+            port = server.store.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        prefix = f"limpet/joined/{name}"
+        client = _enter(torch, host, port, prefix, number, ranks, timeouts)
+        if ranks == 1:
+            return cls(address, LocalGroup())
+        kv = KVClient(torch.distributed.PrefixStore(prefix, client), number, ranks, timeouts)
+        kv.connection = StoreConnection(repr(client))
+        members = StoreGroup(kv, ranks)
+        if server is not None:
+            server.groups.append((prefix, members._sequence_numbers))
+        kv.start()
+        return cls(address, members)
+
+    def close(self) -> None:
+        """Leave the group, after the saves in progress. The others then do not wait for this rank:
+        an operation without it fails at once."""
+        if isinstance(self._members, StoreGroup):
+            self._members.close()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@dataclass
+class _Server:
+    """The TCPStore that this process serves as rank 0, until it ends.
+
+    ``groups``: for each group, the prefix of its keys, and the numbers of its operations.
+    """
+
+    store: Any
+    pid: int
+    groups: list[tuple[str, count[int]]] = field(default_factory=list)
+
+    def await_others(self) -> None:
+        """Wait until the others have left the last operations that this rank has left.
+
+        They may still read its last value, or its error.
+        """
+        if self.pid != os.getpid():
+            return
+        end = time.monotonic() + _LEAVING_SECONDS
+        for prefix, numbers in self.groups:
+            following = next(numbers)
+            for number in range(max(1, following - _MAX_LAST), following):
+                while self.store.check([f"{prefix}/{number}/left"]) and time.monotonic() < end:
+                    time.sleep(0.005)
+
+
+_servers: dict[tuple[int, str, int], _Server] = {}
+"""The servers of this process, by process, host, and port."""
+
+
+def _serve(torch: Any, host: str, port: int, timeouts: Timeouts) -> _Server:
+    """Return the server of this process at an address. Raises ``LimpetError`` if there can be
+    none."""
+    if (server := _servers.get((os.getpid(), host, port))) is None:
+        limit = timedelta(seconds=timeouts.silent)
+        try:
+            store = torch.distributed.TCPStore(
+                host, port, None, True, limit, wait_for_workers=False
+            )
+        except RuntimeError as e:
+            raise LimpetError(
+                f"Rank 0 cannot serve {host}:{port}",
+                expected="a host name or number of this machine, and a free port",
+                found=str(e).partition("\n")[0][:200],
+            ) from e
+        server = _servers[os.getpid(), host, store.port] = _Server(store, os.getpid())
+        atexit.register(server.await_others)
+    return server
+
+
+def _await_server(host: str, port: int, timeouts: Timeouts) -> None:
+    """Wait until rank 0 serves an address. Raises ``RankFailed`` after ``timeouts.stuck``
+    seconds."""
+    began, is_reported = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as e:
+            error, waited = e, time.monotonic() - began
+        if waited > timeouts.stuck:
+            raise _unserved_error(host, port, f"it to join within {timeouts.stuck:g} s", error)
+        if waited > STRAGGLER_SECONDS and not is_reported:
+            is_reported = True
+            emit_stragglers([0], f"the group at {host}:{port}", waited, timeouts.stuck)
+        time.sleep(0.05)
+
+
+def _enter(
+    torch: Any, host: str, port: int, prefix: str, rank: int, size: int, timeouts: Timeouts
+) -> Any:
+    """Return a connection to the store, in which this process has become a rank of a group."""
+    limit = timedelta(seconds=timeouts.silent)
+    try:
+        client = torch.distributed.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        first_size = int(client.compare_set(f"{prefix}/size", "", str(size)))
+        is_taken = first_size == size and client.add(f"{prefix}/joined/{rank}", 1) > 1
+    except RuntimeError as e:
+        expected = f"a response within {timeouts.silent:g} s"
+        raise _unserved_error(host, port, expected, e) from e
+    if first_size != size:
+        raise LimpetError(
+            f"size must be {first_size}, as on the rank that joined first; found {size}"
+        )
+    if is_taken:
+        raise LimpetError(
+            f"Rank {rank} has joined this group before",
+            todo="After a loss, close the group on all ranks, and join with a new name=",
+        )
+    return client
+
+
+def _unserved_error(host: str, port: int, expected: str, error: Exception) -> RankFailed:
+    return RankFailed(
+        f"Rank 0 does not serve the group at {host}:{port}",
+        expected=expected,
+        found=str(error).partition("\n")[0][:200],
+        todo="Check the log of rank 0, and that this host can reach the address",
+        rank=0,
+        lost=True,
+    )
+
+
+# -- with torch.distributed ----------------------------------------------------------------------
+
 _groups: WeakKeyDictionary[Any, dict[tuple[int, str], StoreGroup]] = WeakKeyDictionary()
 """For each initialization of torch.distributed, by its default process group: the groups by process
 and name."""
@@ -247,9 +447,11 @@ def current_group(spec: GroupSpec = None) -> Group:
     if isinstance(spec, str) and spec != "alone":
         raise LimpetError(
             "Invalid value for group=",
-            expected='None, "alone", or a torch.distributed.ProcessGroup',
+            expected='None, "alone", a torch.distributed.ProcessGroup, or a limpet.Group',
             found=repr(spec)[:80],
         )
+    if isinstance(spec, JoinedGroup):
+        return spec._members
     if spec == "alone":
         return LocalGroup()
     simulated: Group | None = getattr(_thread_local, "group", None)

@@ -309,9 +309,9 @@ class KVClient:
         if self._error is None:
             return RankFailed(
                 "This rank has left the group of ranks",
-                expected="a call before destroy_process_group and before the end of the process",
+                expected="a call before destroy_process_group, Group.close, or the process's end",
                 found="that the client is closed",
-                todo="After init_process_group, create a new Checkpointer",
+                todo="Initialize or join a group again, and create a new Checkpointer",
                 rank=self.rank,
                 lost=True,
             )

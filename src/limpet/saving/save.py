@@ -60,8 +60,8 @@ def save(
     snapshot's ``metadata``.
 
     Under torch.distributed, all ranks make this call, and one snapshot holds the state of all of
-    them. ``group="alone"`` saves the state of this process only; a ``ProcessGroup`` saves the state
-    of its ranks.
+    them. ``group="alone"`` saves the state of this process only; a ``ProcessGroup`` or a
+    ``limpet.Group`` saves the state of its ranks.
 
     ``timeout``: the seconds after which the save fails, on all ranks. Without it, every call of a
     store on a server ends in time (see ``docs/stores.md``), but the whole save may take long.

@@ -95,8 +95,9 @@ class Checkpointer:
     saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1`` turns this off.
 
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
-    ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
-    clock of rank 0 count. All ranks act on them at a step on which they agree, without collectives.
+    ``group`` is the ``ProcessGroup`` or ``limpet.Group`` of these ranks if they are not all ranks.
+    The metrics and the clock of rank 0 count. All ranks act on them at a step on which they agree,
+    without collectives.
 
     If this process has an open Checkpointer of the same run, as after a notebook cell is run again,
     that one is closed as after an exception. An ``UnsavedSteps`` warning names its unsaved steps.
