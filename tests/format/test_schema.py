@@ -155,6 +155,20 @@ def test_a_run_that_is_spread() -> None:
     assert check(store) == {"manifest", "index", "ended"}
 
 
+@pytest.mark.parametrize("metrics", [{"loss": 0.5}, {"loss": float("nan")}])
+def test_the_record_of_an_export(tmp_path: Path, metrics: dict[str, float]) -> None:
+    run = Run(MemoryStore())
+    with run.writer() as writer:
+        version = writer.save({"model": torch.nn.Linear(2, 3)}, step=1, metrics=metrics)
+    limpet.export(version, tmp_path / "model.safetensors", to="safetensors")
+    schema = Draft202012Validator({"$ref": "#/$defs/export", "$defs": SCHEMA["$defs"]})
+    record = json.loads((tmp_path / "model.safetensors.limpet.json").read_bytes())
+    schema.validate(record)
+    assert record["origin"]["step"] == 1
+    del record["files"]["model.safetensors"]["pieces"]
+    assert not schema.is_valid(record)
+
+
 @settings(derandomize=True, max_examples=40)
 @given(values)
 def test_any_plain_value(value: Any) -> None:
