@@ -41,13 +41,11 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     Raises ``LimpetError`` for an unknown ``LIMPET_`` variable or an invalid value.
     """
     environ = os.environ if environ is None else environ
-    known = {f"LIMPET_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK", "QUIET")}
-    known |= {_STATUS, _GRACE, _SECRET}
     for name in environ:
-        if name.startswith("LIMPET_") and name not in known:
+        if name.startswith("LIMPET_") and name not in _KNOWN:
             raise LimpetError(
                 f"Unknown environment variable {name}",
-                expected=" or ".join(sorted(known)),
+                expected=" or ".join(sorted(_KNOWN)),
                 found=name,
                 todo="Correct or unset it",
             )
@@ -71,6 +69,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 _STATUS = "LIMPET_STATUS"
 _GRACE = "LIMPET_GRACE"
 _SECRET = "LIMPET_SECRET"
+_KNOWN = {
+    *("LIMPET_THREADS", "LIMPET_DIRECT", "LIMPET_SILENT", "LIMPET_STUCK", "LIMPET_QUIET"),
+    *(_STATUS, _GRACE, _SECRET),
+}
 
 MEMORY_SUFFIX = ".memory"
 """The end of the names of the files in ``status_folder`` that say where states in memory are (see

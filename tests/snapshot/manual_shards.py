@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 from msgspec.structs import replace
@@ -14,7 +15,6 @@ from limpet.format.index import (
     IndexLeaf,
     LeafColumns,
     SchemaCache,
-    build_columns,
     encode_index,
 )
 from limpet.format.manifest import FileEntry, Shard, encode_manifest
@@ -22,6 +22,7 @@ from limpet.format.names import MANIFEST, index_name, random_id, shard_name
 from limpet.format.safetensors import build_header
 from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox, chunk_cuts, full_shard_entries
+from limpet.ragged import flatten_rows
 from limpet.snapshot.location import Location
 from limpet.snapshot.read import Target
 from limpet.snapshot.reader import SnapshotReader, open_location
@@ -62,7 +63,15 @@ def _split_dim(dim: int, shards: int) -> Layout:
 def index_columns(leaves: Sequence[IndexLeaf]) -> LeafColumns:
     """Return the leaves in the form that an index uses."""
     schema = [tuple(getattr(leaf, name) for leaf in leaves) for name in ("key", "dtype", "shape")]
-    return build_columns(leaves, SchemaCache().add(*schema))
+    boxes = [box for leaf in leaves for box in leaf.boxes]
+    return LeafColumns(
+        SchemaCache().add(*schema),
+        box_counts=np.array([len(leaf.boxes) for leaf in leaves], np.int64),
+        file_offsets=np.array([box.at for box in boxes], np.int64),
+        numels=np.array([prod(box.sizes) for box in boxes], np.int64),
+        offsets=flatten_rows([box.offsets for box in boxes]),
+        sizes=flatten_rows([box.sizes for box in boxes]),
+    )
 
 
 def read_elements(snapshot: SnapshotReader, key: str) -> np.ndarray:

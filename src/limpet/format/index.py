@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -72,7 +73,7 @@ class LeafSchema:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """The number of each leaf by key."""
-        return {key: number for number, key in enumerate(self.keys)}
+        return dict(zip(self.keys, range(len(self.keys)), strict=True))
 
 
 @dataclass(slots=True)
@@ -90,12 +91,13 @@ class SchemaCache:
     ) -> LeafSchema:
         """Create and cache the schema of these leaves."""
         intern = self.interned.setdefault
-        keys, dtypes, shapes = (tuple(map(intern, c, c)) for c in (keys, dtypes, shapes))
+        keys, dtypes = tuple(map(intern, keys, keys)), tuple(map(intern, dtypes, dtypes))
+        shapes = tuple(map(intern, shapes, shapes))
         schema = self.schemas[keys, dtypes, shapes] = LeafSchema(
             keys,
             dtypes,
             shapes,
-            int_array([len(shape) for shape in shapes]),
+            int_array([*map(len, shapes)]),
             flatten_rows(shapes),
             int_array([DTYPES[dtype].itemsize for dtype in dtypes]),
         )
@@ -157,20 +159,6 @@ class LeafColumns:
         return isinstance(other, LeafColumns) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def build_columns(leaves: Sequence[IndexLeaf], schema: LeafSchema) -> LeafColumns:
-    """Convert leaves of this schema to columns."""
-    boxes = [box for leaf in leaves for box in leaf.boxes]
-    sizes = flatten_rows([box.sizes for box in boxes])
-    return LeafColumns(
-        schema,
-        box_counts=int_array([len(leaf.boxes) for leaf in leaves]),
-        file_offsets=int_array([box.at for box in boxes]),
-        numels=row_products(sizes, int_array([len(box.sizes) for box in boxes])),
-        offsets=flatten_rows([box.offsets for box in boxes]),
-        sizes=sizes,
-    )
 
 
 # -- where the chunks of an incremental shard are: in it or in earlier versions -------------------
@@ -399,9 +387,9 @@ def _check_schema(
 ) -> LeafSchema:
     """Check keys, dtypes, and shapes, unless another index with the same ones was checked."""
     schema = (
-        tuple([leaf.key for leaf in leaves]),
-        tuple([leaf.dtype for leaf in leaves]),
-        tuple([leaf.shape for leaf in leaves]),
+        tuple(map(attrgetter("key"), leaves)),
+        tuple(map(attrgetter("dtype"), leaves)),
+        tuple(map(attrgetter("shape"), leaves)),
     )
     cached = schema_cache.schemas.get(schema)
     if cached is not None:
@@ -430,12 +418,22 @@ def _check_boxes(
     load.
     """
     leaves = index.leaves
-    boxes = [box for leaf in leaves for box in leaf.boxes]
-    columns = build_columns(leaves, schema)
-    leaf_numbers, sizes = columns.leaf_numbers, columns.sizes
+    boxes_by_leaf = [*map(attrgetter("boxes"), leaves)]
+    boxes = [*chain.from_iterable(boxes_by_leaf)]
+    offset_rows = [*map(attrgetter("offsets"), boxes)]
+    size_rows = [*map(attrgetter("sizes"), boxes)]
+    sizes, size_counts = flatten_rows(size_rows), int_array([*map(len, size_rows)])
+    columns = LeafColumns(
+        schema,
+        box_counts=int_array([*map(len, boxes_by_leaf)]),
+        file_offsets=int_array([*map(attrgetter("at"), boxes)]),
+        numels=row_products(sizes, size_counts),
+        offsets=flatten_rows(offset_rows),
+        sizes=sizes,
+    )
+    leaf_numbers = columns.leaf_numbers
     ndims = schema.ndims[leaf_numbers]
-    invalid = int_array([len(b.offsets) for b in boxes]) != ndims
-    invalid |= int_array([len(b.sizes) for b in boxes]) != ndims
+    invalid = (int_array([*map(len, offset_rows)]) != ndims) | (size_counts != ndims)
     if not invalid.any():
         limits = schema.flat_shapes[ranges(exclusive_cumsum(schema.ndims)[leaf_numbers], ndims)]
         offsets = columns.offsets

@@ -115,10 +115,13 @@ def check_manifest(manifest: Manifest, file: str) -> None:
     """Check what the types of the fields do not. Raises ``ManifestInvalid``."""
     require(file, is_utc_time(manifest.created), "a time in UTC in `created`", manifest.created)
     own = manifest.step, manifest.branch
-    shard_names = [shard.name for shard in manifest.shards]
-    require(file, len({*shard_names}) == len(shard_names), "each shard only once", shard_names)
+    names: set[str] = set()
+    any_reference = False
     for shard in manifest.shards:
-        index_name = shard.name.removesuffix(".safetensors") + ".index.json"
+        name, paths = shard.name, set[str]()
+        require(file, name not in names, "each shard only once", name)
+        names.add(name)
+        index_name = name.removesuffix(".safetensors") + ".index.json"
         require(
             file, shard.index.name == index_name, f"an index named {index_name}", shard.index.name
         )
@@ -130,8 +133,8 @@ def check_manifest(manifest: Manifest, file: str) -> None:
             valid = target is not None and (target[0].step, target[0].branch) != own
             require(file, valid, "a path to another version, like ../version_1/shard-...", r.path)
             require(file, r.bytes <= r.length, "at most the file's length in bytes", r.bytes)
-        paths = [r.path for r in shard.refers]
-        require(file, len({*paths}) == len(paths), "each reference only once", paths)
-    any_reference = any(shard.refers for shard in manifest.shards)
+            require(file, r.path not in paths, "each reference only once", r.path)
+            paths.add(r.path)
+            any_reference = True
     expected = "a shard that refers to another version exactly if chain is not 0"
     require(file, any_reference == (manifest.chain > 0), expected, f"chain {manifest.chain}")

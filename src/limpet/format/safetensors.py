@@ -96,15 +96,14 @@ def build_header(
 
     Raises ``Unsupported`` if the header is longer than the safetensors library accepts.
     """
-    tensors = {
-        name: {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
-        for name, dtype, shape, start, stop in entries
-    }
-    text = msgspec.json.encode({"__metadata__": {"format": "pt", **metadata}} | tensors)
+    members: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    for name, dtype, shape, start, stop in entries:
+        members[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
+    text = msgspec.json.encode(members)
     padded_length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
     if padded_length > MAX_HEADER:
         raise Unsupported(
-            f"A shard has {len(tensors)} tensors, too many for one safetensors header",
+            f"A shard has {len(members) - 1} tensors, too many for one safetensors header",
             expected=f"at most {MAX_HEADER} bytes",
             found=f"{padded_length} bytes",
             todo="Store small values in fewer, larger tensors",

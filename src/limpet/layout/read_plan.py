@@ -356,29 +356,7 @@ class _ChunkRanges:
         self, shard: int, linear_copies: Ints, strided_copies: dict[int, list[StridedCopy]]
     ) -> list[ReadItem]:
         """Make the items with their copies; ``strided_copies`` is keyed by chunk number."""
-        linear_copies, row_bounds = self._split_linear_copies(linear_copies)
-        strided_by_item: list[list[StridedCopy]] = [[] for _ in self.first_chunk]
-        for chunk, copies in sorted(strided_copies.items()):
-            strided_by_item[int(np.searchsorted(self.first_chunk, chunk, "right")) - 1] += copies
-        rows = np.column_stack([self.first_chunk, self.end_chunk, self.start, self.stop]).tolist()
-        return [
-            ReadItem(
-                shard,
-                a,
-                b,
-                c,
-                d,
-                linear_copies[row_bounds[i] : row_bounds[i + 1]],
-                tuple(strided_by_item[i]),
-            )
-            for i, (a, b, c, d) in enumerate(rows)
-        ]
-
-    def _split_linear_copies(self, linear_copies: Ints) -> tuple[Ints, list[int]]:
-        """Split linear copies at the ends of items and sort them by offset.
-
-        Also returns the first row of each item, plus the number of rows.
-        """
+        # split the linear copies at the ends of items, and sort them by offset
         begin = linear_copies[:, 1]
         end = begin + linear_copies[:, 3]
         first = np.searchsorted(self.stop, begin, "right")
@@ -390,7 +368,18 @@ class _ChunkRanges:
         target_offset = linear_copies[row, 2] + low - begin[row]
         pieces = np.column_stack([linear_copies[row, 0], low, target_offset, high - low])
         pieces = pieces[np.argsort(low, kind="stable")]
-        return pieces, [*np.searchsorted(pieces[:, 1], self.start).tolist(), len(pieces)]
+        row_bounds = [*np.searchsorted(pieces[:, 1], self.start).tolist(), len(pieces)]
+        strided_by_item: dict[int, list[StridedCopy]] = {}
+        for chunk, copies in sorted(strided_copies.items()):
+            i = int(np.searchsorted(self.first_chunk, chunk, "right")) - 1
+            strided_by_item.setdefault(i, []).extend(copies)
+        items: list[ReadItem] = []
+        rows = np.column_stack([self.first_chunk, self.end_chunk, self.start, self.stop]).tolist()
+        for i, (first_chunk, end_chunk, start, stop) in enumerate(rows):
+            linear = pieces[row_bounds[i] : row_bounds[i + 1]]
+            strided = tuple(strided_by_item.get(i, ()))
+            items.append(ReadItem(shard, first_chunk, end_chunk, start, stop, linear, strided))
+        return items
 
 
 def _strided_copies_by_chunk(
@@ -506,7 +495,8 @@ class _OverlapSearch:
         hits = np.flatnonzero(equal | row_products((o < z + m) & (z < o + n), dims))
         if not len(hits):
             return False
-        pair, box, begins, dims, equal = (c[hits] for c in (pair, box, begins, dims, equal))
+        pair, box, begins = pair[hits], box[hits], begins[hits]
+        dims, equal = dims[hits], equal[hits]
         request, at, size = (
             requested.request_id[pair],
             columns.file_offsets[box],
@@ -518,7 +508,7 @@ class _OverlapSearch:
             # If several boxes match a request, use the first.
             _, first = np.unique(request[equal], return_index=True)
             linear = (request, at, np.zeros_like(at), columns.numels[box] * size)
-            copies = np.column_stack([c[equal][first] for c in linear])
+            copies = np.column_stack(linear)[equal][first]
             shard_copies.linear.frombytes(copies.tobytes())
             self.exact_matches[request[equal]] = True
         if not equal.all():
@@ -550,9 +540,8 @@ class _OverlapSearch:
         """
         leaves, request_ids = [], []
         # a read of one leaf of many looks only at that leaf
-        for leaf in sorted(
-            schema.numbers[key] for key in self._requests_by_key.keys() & schema.numbers.keys()
-        ):
+        common = self._requests_by_key.keys() & schema.numbers.keys()
+        for leaf in sorted(map(schema.numbers.__getitem__, common)):
             key = schema.keys[leaf]
             matching = self._requests_by_key[key]
             self._check_type(key, (schema.dtypes[leaf], schema.shapes[leaf]), file)
@@ -579,8 +568,11 @@ class _OverlapSearch:
         """
         leaf, request_id = int_array(leaves), int_array(request_ids)
         dims = schema.ndims[leaf]
-        offsets = [self.requests[n][1].offsets for n in request_ids]
-        sizes = [self.requests[n][1].sizes for n in request_ids]
+        offsets, sizes = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for number in request_ids:
+            box = self.requests[number][1]
+            offsets.append(box.offsets)
+            sizes.append(box.sizes)
         if not [*map(len, offsets)] == [*map(len, sizes)] == dims.tolist():
             raise ValueError
         begins, itemsize = exclusive_cumsum(dims), schema.itemsizes[leaf]

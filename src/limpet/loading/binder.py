@@ -109,11 +109,11 @@ def _bind_dict(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         live_keys = tree.child_keys(list(value), key)
     except ValueError as e:
         raise unsupported(value, key, f"a key cannot be converted to text: {e}") from e
-    finalizers = {
+    finalizers: dict[Any, Finalize] = {}
+    for name, live_key in zip(value, live_keys, strict=True):
         # prefer the snapshot's key, which is unique even if two names have the same text
-        name: bind(binding, value[name], *members.pop(name, (ABSENT, live_key)))
-        for name, live_key in zip(value, live_keys, strict=True)
-    }
+        child_node, child_key = members.pop(name, (ABSENT, live_key))
+        finalizers[name] = bind(binding, value[name], child_node, child_key)
     binding.note_unexpected(members.values())
 
     def finalize() -> Any:

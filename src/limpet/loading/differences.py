@@ -152,12 +152,12 @@ class Differences:
         """
         lacking, surplus = self.missing * missing, self.unexpected * unexpected
         shapes = self.shapes if mismatched else {}
+        others = self.dtypes | self.kinds
+        if not (lacking or surplus or shapes or others):
+            return
         # a parameter stands for its slots
         shapes = {k: t for k, t in shapes.items() if not t.startswith(SLOT_OF)} or shapes
-        others = self.dtypes | self.kinds
         misfits = [*shapes, *others]
-        if not (lacking or surplus or misfits):
-            return
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
         kinds: list[tuple[type[PlanError], str, str]] = [
@@ -346,10 +346,9 @@ class LoadReport:
     ) -> LoadReport:
         """Return the report of a load whose differences were tolerated. ``saved``: the selected
         keys of the snapshot, after ``renames``."""
-        shapes = {
-            key: text if text.startswith(SLOT_OF) else f"saved {text}"
-            for key, text in differences.shapes.items()
-        }
+        shapes: dict[str, str] = {}
+        for key, text in differences.shapes.items():
+            shapes[key] = text if text.startswith(SLOT_OF) else f"saved {text}"
         left_out = {*differences.unexpected, *shapes}
         if left_out:  # a sparse tensor is kept as a whole, but saved in parts
             saved = [key for key in saved if left_out.isdisjoint(key_prefixes(key))]

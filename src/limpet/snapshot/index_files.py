@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, groupby
 from math import prod
 
 import numpy as np
@@ -34,7 +33,8 @@ def read_index(location: Location, shard: Shard) -> ShardIndex:
     Raises ``FormatError`` or ``StoreError``.
     """
     check_length(location, shard.index_path, shard.index.length)
-    return parse_index(location, shard, _get_index(location, shard))
+    raw = location.store.get(location.file_key(shard.index_path), MAX_MANIFEST)
+    return parse_index(location, shard, raw)
 
 
 def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex]:
@@ -43,18 +43,18 @@ def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex
     indexes, raw = list[ShardIndex](), dict[str, bytes]()
 
     def read(shard: Shard) -> None:
-        raw[shard.name] = _get_index(location, shard)
+        raw[shard.name] = location.store.get(location.file_key(shard.index_path), MAX_MANIFEST)
 
-    ends = accumulate(shard.index.length for shard in shards)
-    for _, part in groupby(zip(ends, shards, strict=True), lambda e: e[0] // _BYTES_AT_ONCE):
-        group = [shard for _, shard in part]
-        look_up_each(group, read)
-        indexes += [parse_index(location, s, raw.pop(s.name), schema_cache) for s in group]
+    group, nbytes = list[Shard](), 0
+    for number, shard in enumerate(shards, 1):
+        group.append(shard)
+        nbytes += shard.index.length
+        if nbytes >= _BYTES_AT_ONCE or number == len(shards):
+            look_up_each(group, read)
+            for each in group:
+                indexes.append(parse_index(location, each, raw.pop(each.name), schema_cache))
+            group, nbytes = [], 0
     return indexes
-
-
-def _get_index(location: Location, shard: Shard) -> bytes:
-    return location.store.get(location.file_key(shard.index_path), MAX_MANIFEST)
 
 
 def parse_index(

@@ -12,7 +12,7 @@ from limpet.deadline import Deadline
 from limpet.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from limpet.format.names import MANIFEST, Version, parse_version, spread_path
 from limpet.storage.local.store import LocalStore
-from limpet.storage.open import check_url, has_authority, open_store
+from limpet.storage.open import check_url, open_store
 from limpet.storage.store import Store, list_level, within
 from limpet.text import hide_secrets
 
@@ -123,8 +123,8 @@ def locate(url: Url) -> Location:
         scheme, separator, path = "", "", open_store(text).url
     path = path.rstrip("/")  # not the whole text: of "s3://", "s3:" would remain, a local folder
     root, _, folder = path.rpartition("/")
-    if has_authority(scheme) and not root:
-        return Location(open_store(f"{scheme}{separator}{path}"), "")  # it is a whole bucket
+    if scheme and not root:  # a whole bucket: the first level is a folder only in a local path
+        return Location(open_store(f"{scheme}{separator}{path}"), "")
     if folder in ("", ".", ".."):
         raise StoreError(
             f"{hide_secrets(text)!r} is not the URL of a snapshot", expected="RUN/version_120"
@@ -165,13 +165,12 @@ def versions_in(location: Location) -> list[Version]:
     """
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
-    entries = list_level(location.store, location.folder, "version_")
-    versions = [parse_version(entry.name) for entry in entries if entry.kind != "object"]
-    return sorted(
-        v
-        for v in versions
-        if v is not None and is_snapshot(Location(location.store, location.key(str(v))))
-    )
+    versions: list[Version] = []
+    for entry in list_level(location.store, location.folder, "version_"):
+        version = None if entry.kind == "object" else parse_version(entry.name)
+        if version is not None and is_snapshot(Location(location.store, location.key(entry.name))):
+            versions.append(version)
+    return sorted(versions)
 
 
 def is_snapshot(location: Location) -> bool:

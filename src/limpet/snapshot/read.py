@@ -22,7 +22,7 @@ from limpet.format.index import ShardIndex
 from limpet.format.names import parse_reference
 from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.read_plan import ReadItem, ReadPlan, StridedCopy
-from limpet.lazy_torch import dtype_name
+from limpet.lazy_torch import dtype_name, torch_or_none
 from limpet.machine import count_processors
 from limpet.snapshot.location import Location
 from limpet.text import VERIFY_ADVICE, format_list
@@ -115,12 +115,10 @@ def increment_tensor_versions(targets: Sequence[Target]) -> None:
     raises an error. The increment comes before the write, because a load that fails partway has
     changed tensors too.
     """
-    tensors = [t.into for t in targets if t.address and not isinstance(t.into, np.ndarray)]
-    if tensors:
-        import torch
-
-        for tensor in tensors:  # torch 2.6 accepts only one tensor per call
-            torch.autograd.graph.increment_version(tensor)
+    torch = torch_or_none()
+    for target in targets:
+        if torch is not None and target.address and not isinstance(target.into, np.ndarray):
+            torch.autograd.graph.increment_version(target.into)  # torch 2.6: one tensor per call
 
 
 def copy_to_targets(

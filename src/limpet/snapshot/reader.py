@@ -172,7 +172,10 @@ class SnapshotReader:
     @property
     def nbytes(self) -> int:
         """The total size of the snapshot's own shards, in bytes."""
-        return sum(s.length for s in self.manifest.shards)
+        nbytes = 0
+        for shard in self.manifest.shards:
+            nbytes += shard.length
+        return nbytes
 
     @property
     def bases(self) -> frozenset[Version]:
@@ -183,7 +186,11 @@ class SnapshotReader:
     @property
     def referred_bytes(self) -> int:
         """The number of bytes in files of base versions that this version refers to."""
-        return sum(f.bytes for s in self.manifest.shards for f in s.refers)
+        nbytes = 0
+        for shard in self.manifest.shards:
+            for file in shard.refers:
+                nbytes += file.bytes
+        return nbytes
 
     @gc_paused
     def nodes(self) -> dict[str, Any]:
@@ -228,15 +235,12 @@ class SnapshotReader:
 
     def check_lengths(self, shards: Sequence[Shard]) -> None:
         """Check the lengths of some shards' files. Raises ``FormatError`` or ``StoreError``."""
-        files = dict.fromkeys(
-            (file, length)
-            for shard in shards
-            for file, length in (
-                (shard.path, shard.length),
-                (shard.index_path, shard.index.length),
-                *((f.path, f.length) for f in shard.refers),
-            )
-        )
+        files: dict[tuple[str, int], None] = {}  # in order, each once
+        for shard in shards:
+            files[shard.path, shard.length] = None
+            files[shard.index_path, shard.index.length] = None
+            for file in shard.refers:
+                files[file.path, file.length] = None
         look_up_each([*files], lambda file: check_length(self.location, *file))
 
     def read(

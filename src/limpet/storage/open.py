@@ -86,7 +86,7 @@ def check_url(url: str | os.PathLike[str]) -> str:
         )
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return expand_home(text)
+        return expand_home(text) if text.startswith("~") else text
     levels = text[scheme.end() :]
     if scheme[1] in (*_BUILT_IN, "memory") and scheme[1] != "file" and _EMPTY_LEVEL.search(levels):
         raise StoreError(
@@ -142,11 +142,6 @@ def register_store(scheme: str, function: OpenStore) -> None:
 def is_built_in(scheme: str) -> bool:
     """Return True if a scheme is one of Limpet's own."""
     return scheme in (*_BUILT_IN, "memory") or scheme.startswith(_FSSPEC)
-
-
-def has_authority(scheme: str) -> bool:
-    """Return True if the first level of a URL is not a folder: a bucket, a host, or a name."""
-    return scheme not in ("", "file")
 
 
 def _find_function(scheme: str, url: str) -> OpenStore:

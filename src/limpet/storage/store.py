@@ -300,8 +300,7 @@ def upload_memory(traits: Traits, length: int) -> int:
 
 def check_key(key: str, store: str) -> str:
     """Return the key if it is valid in every store. Raises ``StoreError`` otherwise."""
-    segments = key.split("/")
-    if not key or len(key) > 900 or any(s in ("", ".", "..") or "\0" in s for s in segments):
+    if len(key) > 900 or "\0" in key or not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise StoreError(
             f"Invalid key {key[:200]!r} for {store}",
             expected="at most 900 characters: segments joined by '/', none of them empty, '.',"

@@ -117,6 +117,7 @@ class LocalStore:
         self.url = os.fspath(root)
         self.fs = Fs() if fs is None else fs
         self._root = os.path.abspath(self.url)
+        self.traits = Traits(name="local", alignment=ALIGNMENT, durable=True)
         self._direct = direct and bool(O_DIRECT)
         self._root_synced = False  # the names of the root and its parents are durable
 
@@ -353,10 +354,6 @@ class LocalStore:
             self.fs.close(fd)
         return done
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(name="local", alignment=ALIGNMENT, durable=True)
-
     def put(self, key: str, length: int, head: int = 0) -> Upload:
         return LocalUpload(self, key, length, direct=self._direct and length >= DIRECT_MIN_BYTES)
 
@@ -508,19 +505,27 @@ class LocalUpload(Upload):
         with self._using_descriptors("commit", last=True):
             try:
                 self._written.require_complete()
-                modified = self._sync()
+                # 1. Make the data durable. A failed fsync is final: the kernel may have dropped
+                # the pages, and a second fsync would then report success.
+                self._fs.fsync(self._fd)
+                file_stat = self._fs.fstat(self._fd)
+                check_written_length(self._key, self._store.url, self._length, file_stat.size)
+                self._descriptors.close()
+                # 2. Give the file its final name, unless another object has that name.
                 self._publish(accept_existing)
             except BaseException:
                 self._remove_temp()
                 raise
-        with suppress(OSError):  # the object is complete; sweep removes its second name
+        # 3. Remove its temporary name. The object is complete; sweep removes a name that remains.
+        with suppress(OSError):
             self._fs.unlink(self._temp_path)
+        # 4. Make the final name durable, and the folders above it.
         try:
             self._store.sync_folders(self._folder)
         except OSError as error:
             # The object may not be durable, and its removal may not be durable either.
             raise self._unknown_outcome("syncing its folder failed", error) from error
-        return Stat(self._key, self._length, modified)
+        return Stat(self._key, self._length, file_stat.modified)
 
     def abort(self) -> None:
         with self._lock:
@@ -565,19 +570,19 @@ class LocalUpload(Upload):
     def _create(self) -> int:
         """Create the temporary file, and return its descriptor."""
         flags = self._access | os.O_CREAT | os.O_EXCL
-        return self._in_folder(lambda: self._fs.open(self._temp_path, flags))
+        return self._in_folder(self._fs.open, self._temp_path, flags)
 
     def _reserve(self, length: int) -> None:
         """Allocate the space of the temporary file, if the file system can."""
         self._fs.fallocate(self._fd, length)
 
-    def _in_folder(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make``, which creates a name in the folder of the object."""
+    def _in_folder(self, make: Callable[..., T], *arguments: object) -> T:
+        """Call ``make``, which creates a name in the folder of the object; return its result."""
         for _ in range(_MAX_TRIES):
             with suppress(FileNotFoundError):  # a delete removed the empty folder
                 try:
                     self._store.make_folders(self._folder)
-                    return make()
+                    return make(*arguments)
                 except (FileNotFoundError, NotADirectoryError):
                     self._store.refuse_obstacle(self._key, self._folder, "folder")
                     raise
@@ -604,18 +609,6 @@ class LocalUpload(Upload):
                         raise
                 self._direct_fd = None  # opened, but it cannot write: use the page cache
         return self._fs.pwrite(self._fd, data, offset)
-
-    def _sync(self) -> float:
-        """Make the data durable, close the file, and return its modification time.
-
-        A failed fsync is final: the kernel may have dropped the pages, and a second fsync would
-        then report success.
-        """
-        self._fs.fsync(self._fd)
-        file_stat = self._fs.fstat(self._fd)
-        check_written_length(self._key, self._store.url, self._length, file_stat.size)
-        self._descriptors.close()
-        return file_stat.modified
 
     def _publish(self, accept_existing: bytes | None) -> None:
         """Give the file its final name, unless another object has that name."""

@@ -176,6 +176,7 @@ class TmpfsStore(LocalStore):
         fs: Fs | None = None,
     ) -> None:
         super().__init__(root, fs=fs, direct=False)
+        self.traits = Traits(name="tmpfs", alignment=ALIGNMENT, durable=False, in_memory=True)
         self.on_map, self._max_spares = on_map, spare_files
         self.close()
         _in_use.add(self)
@@ -185,10 +186,6 @@ class TmpfsStore(LocalStore):
         self._lock = Lock()
         self._committed: dict[str, MappedFile] = {}
         self._spares: dict[str, MappedFile] = {}
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(name="tmpfs", alignment=ALIGNMENT, durable=False, in_memory=True)
 
     @property
     def spare_bytes(self) -> int:
@@ -380,7 +377,7 @@ class TmpfsUpload(LocalUpload):
 
     def _create(self) -> int:
         def move(path: str) -> None:
-            self._in_folder(lambda: self._fs.rename_noreplace(path, self._temp_path))
+            self._in_folder(self._fs.rename_noreplace, path, self._temp_path)
 
         self._file = self._tmpfs.take(self._length, move)
         if self._file is None:
