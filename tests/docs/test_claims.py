@@ -72,7 +72,7 @@ def training_thread_calls(store: HookedStore) -> list[tuple[str, str]]:
 
 
 def test_a_step_that_does_not_save_does_not_access_the_store() -> None:
-    """With the policies of the section on long training runs."""
+    """With policies of every kind, early stopping, and incremental versions."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "progress": limpet.Progress()}
