@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,47 @@ def test_the_ranks_of_a_group_write_one_version() -> None:
     assert newest is not None
     assert (newest.step, newest.verify().ok) == (4, True)
     assert versions(store)[-1] == "version_4"
+
+
+@pytest.mark.parametrize("call", [0, 5, 15, 25, 35, 45, 55])
+def test_a_writer_that_was_taken_over_by_one_that_has_ended_deletes_nothing_of_it(
+    call: int,
+) -> None:
+    """For example, a process was stopped for hours. ``call``: of the store, before which."""
+    store, calls = HookedStore(MemoryStore()), list[str]()
+
+    def take_over(method: str, key: str) -> None:
+        calls.append(method)
+        if len(calls) == call + 1:
+            with limpet.Run(store.inner).writer() as second:
+                last = second.latest.step or 0  # type: ignore[union-attr]
+                second.save(state(100), step=last + 4)
+
+    with limpet.Run(store).writer(keep=limpet.KeepLast(1), incremental=True) as first:
+        first.save(state(1), step=1)
+        store.before = take_over
+        for step in (2, 3):
+            with suppress(LimpetError):  # from the moment of the takeover
+                first.save(state(step), step=step)
+        with pytest.raises(LimpetError, match="taken this run over, and has ended"):
+            first.save(state(9), step=9)
+    run = limpet.Run(store.inner)
+    newest = run.latest()
+    assert newest is not None
+    assert (newest["note"], newest.verify().ok) == ("value 100", True)
+
+
+def test_a_lock_that_was_removed_by_hand_is_written_again() -> None:
+    store = MemoryStore()
+    with limpet.Run(store).writer() as writer:
+        for step in (1, 2):
+            store.delete("writer.json")
+            writer.save(state(step), step=step)
+        assert "writer.json" in keys(store)
+        limpet.Run(store).delete(1)
+        store.delete("writer.json")
+        writer.save(state(3), step=3)
+    with limpet.Run(store).writer() as writer:
+        store.delete("writer.json")
+        writer.save(state(4), step=4)
+    assert versions(store) == ["version_2", "version_3", "version_4"]

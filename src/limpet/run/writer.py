@@ -76,7 +76,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self._catalog = catalog
         self._full_every = 20 if incremental is True else int(incremental)
         self._timeout = timeout
-        self._sessions = [random_id()]
+        self.lock.sessions = [random_id()]
         self._branch: int | None = None  # None: not in a ``with`` block
 
     # -- without a training loop ---------------------------------------------------------------
@@ -188,7 +188,8 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
 
     def continue_from(self, newest: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
         """Continue from the version ``newest``, and from the work of earlier ``sessions``."""
-        self._sessions = [*dict.fromkeys([self._sessions[0], *sessions])][:_MAX_SESSIONS]
+        own = self.lock.sessions[0]
+        self.lock.sessions = [*dict.fromkeys([own, *sessions])][:_MAX_SESSIONS]
         self.newest, self.attempt = newest, ""
 
     def locate(self, version: Version, deadline: Deadline | None = None) -> Location:
@@ -216,7 +217,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
             reason=reason,
             metrics=to_numbers(metrics),
             note=note,
-            training={**(training or {}), "sessions": self._sessions},
+            training={**(training or {}), "sessions": self.lock.sessions},
             objectives=objectives or {},
         )
 

@@ -4,13 +4,15 @@ At its first step, a training writes ``writer.json`` into its run. It removes th
 ends. Another training on the same machine is refused while the process that wrote the file is
 alive. A process on another machine cannot be checked and may be gone together with its machine.
 The other training therefore takes the lock over. If the previous process is still alive, it finds
-at its next save that it no longer owns the file, and it saves nothing more. The protocol uses no
+at its next save that it no longer owns the file, and it saves nothing more. If the other training
+has ended by then, there is no file, but its versions say that it has written. The protocol uses no
 clock. (Fencing, as in M. Kleppmann, "How to do distributed locking", 2016.)
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 from limpet import machine
@@ -25,6 +27,8 @@ from limpet.errors import (
 )
 from limpet.format.names import WRITER_LOCK, random_id
 from limpet.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
+from limpet.run.catalog import Catalog, read_sessions
+from limpet.run.lineage import last_written
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, get_bounded
 from limpet.storage.checks import MAX_PUTS, contended_error
@@ -38,6 +42,8 @@ class WriterLock:
         self._store = store
         self.id: str | None = None
         """The id under which this process holds the lock, or None if it does not."""
+        self.sessions: Sequence[str] = ()
+        """The session of this writer, and those that it continues; none: unknown."""
         self._observed_id: str | None = None
 
     def observe(self) -> None:
@@ -116,10 +122,28 @@ class WriterLock:
         owner = find_writer(store)
         if owner is None and self.id is None:
             return  # its owner has ended
-        if owner is None:  # removed by hand, or damaged: no other training holds the lock
+        if owner is None:  # removed by hand, damaged, or of another training that has ended
+            self._check_last_version(store)
             self.acquire(store)
         elif owner.attempt != expected:
             raise self._lock_error(owner, "Another training has taken this run over")
+
+    def _check_last_version(self, store: Store) -> None:
+        """Raise ``LimpetError`` if a training has saved that this one does not continue.
+
+        A version without a session, which no training has saved, says nothing.
+        """
+        catalog = Catalog(store)
+        last = last_written(catalog.listing())
+        with suppress(FormatError, NotFound):
+            sessions = [] if last is None else read_sessions(catalog.open(last))
+            if self.sessions and sessions and sessions[0] not in self.sessions:
+                raise LimpetError(
+                    f"Another training has taken this run over, and has ended: {self._store.url}",
+                    expected="a last version that this training has saved or continues",
+                    found=f"{last} of the other training",
+                    todo="Start this training again: it continues from the newest version",
+                )
 
     def release(self, seconds: float = CLEANUP_SECONDS) -> None:
         """Release the lock. Errors of the store are ignored, because the process is ending, and so
