@@ -23,12 +23,11 @@ from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher, put_request, request_and_wait
 from limpet.run.writer_lock import WriterLock
-from limpet.storage.checks import MAX_PUTS
 from limpet.storage.local import store as local_store
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Stat
+from limpet.storage.store import MAX_PUTS, Stat
 from tests.cli.invoke import run_cli
 from tests.trainings import initial_state, train, training
 

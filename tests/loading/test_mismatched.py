@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import limpet
 from limpet.errors import DTypeMismatch, PlanError, ShapeMismatch
-from limpet.layout.match import Match
+from limpet.loading.differences import Match
 from tests.states import Stateful, assert_same, clone, save_state
 
 ADAM_SLOTS = ("step", "exp_avg", "exp_avg_sq")

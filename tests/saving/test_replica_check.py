@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from limpet.buffers import BufferPool
 from limpet.errors import PlanError
-from limpet.layout.merge_trees import RankNodes, merge
-from limpet.saving.partition import digest_on_device, digest_values
+from limpet.saving.partition import RankNodes, digest_on_device, digest_values, merge_trees
 from limpet.state.flatten import LocalLeaf
 from limpet.state.replication import Replication
 from limpet.text import format_ranks
@@ -129,7 +128,7 @@ def test_digests_compare_minus_zero_and_nans_by_their_bits() -> None:
 def test_keys_that_only_some_ranks_have_are_added_in_order() -> None:
     one = {"dict": {"a": 1, "m": {"dict": {"x": {"tensor": ["float32", [2]]}}}}}
     two = {"dict": {"m": {"dict": {"y": None, "x": {"tensor": ["float32", [2]]}}}, "b": "s"}}
-    assert merge([(one, (0,)), (two, (1,))], RankNodes()) == {
+    assert merge_trees([(one, (0,)), (two, (1,))], RankNodes()) == {
         "dict": {
             "a": 1,
             "m": {"dict": {"x": {"tensor": ["float32", [2]]}, "y": None}},
@@ -159,9 +158,9 @@ def test_a_value_that_differs_between_ranks_raises_an_error_that_names_the_ranks
 ) -> None:
     trees = [({"dict": {"k": one, "same": 2}}, (0, 2)), ({"dict": {"k": two, "same": 2}}, (1,))]
     with pytest.raises(PlanError, match=r"k: .* on ranks 0, 2, .* on rank 1") as e:
-        merge(trees, RankNodes())
+        merge_trees(trees, RankNodes())
     assert e.value.leaves == ("k",)
-    assert merge([(one, (0,)), (one, (1,))], RankNodes()) == one
+    assert merge_trees([(one, (0,)), (one, (1,))], RankNodes()) == one
 
 
 def test_lists_of_parameters_are_merged_and_a_rank_may_have_more_groups() -> None:
@@ -171,15 +170,15 @@ def test_lists_of_parameters_are_merged_and_a_rank_may_have_more_groups() -> Non
 
     unions = frozenset({"groups", "groups/0/params", "groups/1/params"})
     trees = [(groups("ab"), (0,)), (groups("bc", "d"), (1,))]
-    assert merge(trees, RankNodes(merged_lists=unions)) == groups("abc", "d")
+    assert merge_trees(trees, RankNodes(merged_lists=unions)) == groups("abc", "d")
     with pytest.raises(PlanError):
-        merge(trees, RankNodes())
+        merge_trees(trees, RankNodes())
 
 
 def test_per_rank_values_and_values_of_the_first_rank_are_inserted() -> None:
     tree = {"dict": {"r": {"own": "r"}, "f": {"first": "f"}}}
     rank_nodes = RankNodes({"r": {2: "two", 0: None}}, {"f": {"list": [1]}})
-    assert merge([(tree, (0, 1, 2))], rank_nodes) == {
+    assert merge_trees([(tree, (0, 1, 2))], rank_nodes) == {
         "dict": {"r": {"dict": {"0": None, "2": "two"}}, "f": {"list": [1]}}
     }
 

@@ -10,9 +10,8 @@ import pytest
 
 import limpet
 from limpet.errors import NoSpace, StoreError
-from limpet.storage.checks import refuse_partial
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Traits, check_key
+from limpet.storage.store import Traits, check_key, refuse_partial
 from limpet.storage.uploads import SequentialUpload
 from limpet.testing import StoreContract
 

@@ -23,8 +23,7 @@ from limpet.format.names import Version, lease_name, parse_lease, random_id
 from limpet.format.records import MAX_RECORD, Lease, decode_lease, encode_lease
 from limpet.snapshot.location import get_bounded
 from limpet.snapshot.pins import is_holder_alive
-from limpet.storage.checks import contended_error
-from limpet.storage.store import Store, list_level
+from limpet.storage.store import Store, contended_error, list_level
 from limpet.threads import Latch, start_thread
 
 LEASE_SECONDS = 10.0

@@ -27,7 +27,7 @@ from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import Mode, Record, best_first
 from limpet.snapshot.reader import SnapshotReader
-from limpet.storage.checks import MAX_PUTS, contended_error
+from limpet.storage.store import MAX_PUTS, contended_error
 from limpet.text import format_list
 
 _MAX_LISTINGS = 10

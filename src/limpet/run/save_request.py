@@ -38,8 +38,7 @@ from limpet.format.strict_json import StrictDecoder
 from limpet.run.lineage import lineage_folders
 from limpet.run.run import Run
 from limpet.snapshot.location import get_bounded
-from limpet.storage.checks import MAX_PUTS, contended_error
-from limpet.storage.store import Store
+from limpet.storage.store import MAX_PUTS, Store, contended_error
 from limpet.threads import Latch, no_op, start_thread
 
 _MAX_BYTES = 1 << 16

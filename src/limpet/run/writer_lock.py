@@ -31,8 +31,7 @@ from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.lineage import last_written
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, get_bounded
-from limpet.storage.checks import MAX_PUTS, contended_error
-from limpet.storage.store import Store, within
+from limpet.storage.store import MAX_PUTS, Store, contended_error, within
 
 
 class WriterLock:

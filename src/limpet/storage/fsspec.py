@@ -20,9 +20,18 @@ from typing import Any, ClassVar
 
 from limpet.deadline import Call, Deadline, call_within
 from limpet.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
-from limpet.storage import checks
 from limpet.storage.retry import BlockReply, Remote, RemoteUpload, Reply, RetryStore, Server
-from limpet.storage.store import Entry, Stat, Traits
+from limpet.storage.store import (
+    TIMEOUT,
+    Entry,
+    Stat,
+    Traits,
+    check_option,
+    check_written_length,
+    exists_error,
+    switch,
+    weak_store_error,
+)
 from limpet.text import hide_secrets
 
 _PASSWORD_OR_QUERY = re.compile(r"(?![^/]*:\d+/)[^/:]*:[^@]*@|[^/]*:[^/]*@|[^?]*\?[^/?=]*=")
@@ -148,7 +157,7 @@ class FsspecFolder(Remote):
     def _refuse_weak(self, key: str) -> None:
         if not self._is_allowed:
             found = "fsspec, which guarantees none of this"
-            raise checks.weak_store_error(key, self.url, "durable files, one writer each", found)
+            raise weak_store_error(key, self.url, "durable files, one writer each", found)
 
 
 class _FsspecFile:
@@ -181,7 +190,7 @@ class _FsspecFile:
         folder.call("write", self._key, lambda _: self._file.close(), final=True)
         self._fs = folder.give_back(self._fs, is_intact=True)  # type: ignore[func-returns-value]
         written = folder.stat(self._partial).length
-        checks.check_written_length(self._key, folder.url, self._length, written)
+        check_written_length(self._key, folder.url, self._length, written)
         self._require_absent(folder, self._key)
         source, target = folder.path(self._partial), folder.path(self._key)
         try:
@@ -195,7 +204,7 @@ class _FsspecFile:
     def _require_absent(self, folder: FsspecFolder, key: str) -> None:
         with suppress(NotFound):
             folder.stat(key)
-            raise checks.exists_error(self._key, folder.url)
+            raise exists_error(self._key, folder.url)
 
     def abort(self, folder: FsspecFolder) -> None:
         if self._file is not None:  # its finalizer must not write the rest, and wait for a server
@@ -230,8 +239,8 @@ def open_fsspec(
     url: str, *, allow_weak: bool = False, timeout: float = 300.0, **options: Any
 ) -> RetryStore:
     """Return the store at ``fsspec+PROTOCOL://REST``; the other ``options`` are those of fsspec."""
-    checks.check_option(checks.TIMEOUT, timeout)
-    checks.check_option(checks.switch("allow_weak"), allow_weak)
+    check_option(TIMEOUT, timeout)
+    check_option(switch("allow_weak"), allow_weak)
     shown = hide_secrets(url)
     protocol, _, rest = (inner := url.removeprefix("fsspec+")).partition("://")
     if not protocol or "::" in inner:

@@ -10,13 +10,17 @@ from threading import Lock
 
 from limpet.buffers import as_byte_view
 from limpet.errors import NotFound, StoreError
-from limpet.storage.checks import (
+from limpet.storage.store import (
+    Entry,
+    Stat,
+    Traits,
+    Upload,
+    check_key,
     check_range,
     exists_error,
     short_read_error,
     too_long_error,
 )
-from limpet.storage.store import Entry, Stat, Traits, Upload, check_key
 from limpet.storage.uploads import BufferedUpload
 
 Objects = dict[str, tuple[bytes, float]]

@@ -20,16 +20,22 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 from limpet.buffers import as_byte_view
 from limpet.deadline import CLEANUP_SECONDS, Deadline
 from limpet.errors import AlreadyExists, NotFound, StoreError, Unavailable
-from limpet.storage.checks import (
+from limpet.storage.store import (
+    Entry,
+    RangeReader,
+    Stat,
+    Traits,
+    Upload,
+    check_key,
     check_range,
     check_written_length,
     exists_error,
     is_partial,
+    part_length,
     refuse_partial,
     short_read_error,
     too_long_error,
 )
-from limpet.storage.store import Entry, RangeReader, Stat, Traits, Upload, check_key, part_length
 from limpet.storage.throttle import Statistics, Throttle
 from limpet.storage.uploads import BufferedUpload, PartUpload, SequentialUpload
 from limpet.types import BLOCK_SIZE

@@ -9,68 +9,14 @@ from __future__ import annotations
 import heapq
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import IO
 
 from limpet.buffers import as_byte_view
 from limpet.errors import NoSpace, StoreError
-from limpet.storage.store import Stat, Upload
+from limpet.storage.store import Stat, Upload, WrittenRanges
 from limpet.types import BLOCK_SIZE
-
-
-class WrittenRanges:
-    """The ranges of an object of ``length`` bytes that have been written.
-
-    Many threads may add ranges, because each does a single append to a list.
-    """
-
-    def __init__(self, key: str, store: str, length: int) -> None:
-        self._fields = {"key": key, "store": store}
-        self._length = length
-        self._ranges: list[tuple[int, int]] = []
-        if length < 0:
-            raise StoreError(f"Cannot write an object of {length} bytes", **self._fields)
-
-    @contextmanager
-    def adding(self, offset: int, size: int) -> Iterator[None]:
-        """Add a range when the block, which writes it, has succeeded.
-
-        Raises ``StoreError`` before the block if the range does not lie within the object.
-        """
-        self.check(offset, size)
-        yield
-        if size:
-            self._ranges.append((offset, size))
-
-    def check(self, offset: int, size: int) -> None:
-        """Raise ``StoreError`` if a range does not lie within the object."""
-        if offset < 0 or offset + size > self._length:
-            raise StoreError(
-                f"A write to {self._fields['key']} is outside the object",
-                expected=f"bytes between 0 and {self._length}",
-                found=f"bytes {offset} to {offset + size}",
-                offset=offset,
-                **self._fields,
-            )
-
-    def require_complete(self) -> None:
-        """Raise ``StoreError`` unless each byte was written exactly once.
-
-        The error names the first byte that was not written or was written twice.
-        """
-        end = 0
-        for offset, size in [*sorted(self._ranges), (self._length, 0)]:
-            if offset != end:
-                raise StoreError(
-                    f"Cannot commit {self._fields['key']}",
-                    expected=f"each of its {self._length} bytes written exactly once",
-                    found=f"byte {min(offset, end)} written {'twice' if offset < end else 'never'}",
-                    offset=min(offset, end),
-                    **self._fields,
-                )
-            end = offset + size
 
 
 class _CheckedUpload(Upload):

@@ -17,8 +17,7 @@ from limpet.deadline import Deadline
 from limpet.errors import LimpetError, NotFound, StoreError, Unavailable
 from limpet.format.manifest import MAX_MANIFEST, decode_manifest
 from limpet.format.names import MANIFEST
-from limpet.storage.checks import check_range, too_long_error
-from limpet.storage.store import Stat, Store, Traits, Upload
+from limpet.storage.store import Stat, Store, Traits, Upload, check_range, too_long_error
 from limpet.tiers.inventory import Sources, files_of
 
 T = TypeVar("T")

@@ -16,9 +16,8 @@ from limpet.format.records import MAX_RECORD
 from limpet.format.sealed import seal, unseal
 from limpet.format.strict_json import StrictDecoder
 from limpet.snapshot.location import get_bounded
-from limpet.storage.checks import MAX_PUTS, contended_error
 from limpet.storage.local.store import LocalStore
-from limpet.storage.store import Store
+from limpet.storage.store import MAX_PUTS, Store, contended_error
 
 
 class RunId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

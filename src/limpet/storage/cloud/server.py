@@ -13,7 +13,9 @@ from typing import Any, ClassVar, Self
 
 from limpet.errors import StoreError
 from limpet.settings import cloud_variables
-from limpet.storage.checks import (
+from limpet.storage.cloud.errors import translated
+from limpet.storage.retry import Server
+from limpet.storage.store import (
     ENDPOINT,
     OPTIONAL_TEXT,
     SPREAD,
@@ -23,8 +25,6 @@ from limpet.storage.checks import (
     make_options,
     switch,
 )
-from limpet.storage.cloud.errors import translated
-from limpet.storage.retry import Server
 from limpet.text import with_article
 from limpet.types import MIB
 from limpet.version import __version__

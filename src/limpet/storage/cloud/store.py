@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from limpet.deadline import Deadline, call_within
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
-from limpet.storage.checks import exists_error, replaced_error, short_read_error
 from limpet.storage.cloud.errors import translated
 from limpet.storage.cloud.server import (
     TIMEOUTS,
@@ -24,7 +23,15 @@ from limpet.storage.cloud.server import (
     shared_server,
 )
 from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
-from limpet.storage.store import Entry, Stat, Traits, part_length
+from limpet.storage.store import (
+    Entry,
+    Stat,
+    Traits,
+    exists_error,
+    part_length,
+    replaced_error,
+    short_read_error,
+)
 from limpet.text import hide_secrets
 from limpet.types import BLOCK_SIZE, MIB
 

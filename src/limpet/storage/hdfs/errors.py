@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from limpet.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
-from limpet.storage.checks import exists_error
+from limpet.storage.store import exists_error
 
 _REMOTE = re.compile(r'(?:Fatal)?RPCError\("([\w.$]+)", "(.*)"\)', re.DOTALL)
 _NOT_FOUND = "FileNotFoundException"

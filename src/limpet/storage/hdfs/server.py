@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from limpet.deadline import Call, Deadline, call_within
 from limpet.errors import StoreError
-from limpet.storage.checks import Rule, make_options, switch
 from limpet.storage.retry import Server
+from limpet.storage.store import Rule, make_options, switch
 
 T = TypeVar("T")
 

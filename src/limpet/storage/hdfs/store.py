@@ -18,11 +18,10 @@ from typing import Any, ClassVar, TypeVar
 
 from limpet.deadline import CLEANUP_SECONDS, Deadline
 from limpet.errors import AlreadyExists, NotFound, StoreError, Unavailable
-from limpet.storage.checks import check_written_length, weak_store_error
 from limpet.storage.hdfs.errors import translate
 from limpet.storage.hdfs.server import HdfsOptions, HdfsServer, close_file, shared_server
 from limpet.storage.retry import BlockReply, Remote, RemoteUpload, Reply, RetryStore
-from limpet.storage.store import Entry, Stat, Traits
+from limpet.storage.store import Entry, Stat, Traits, check_written_length, weak_store_error
 from limpet.text import hide_secrets
 from limpet.types import BLOCK_SIZE, MIB
 

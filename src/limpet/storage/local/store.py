@@ -32,14 +32,6 @@ from limpet.errors import (
     Unavailable,
 )
 from limpet.settings import read_settings
-from limpet.storage.checks import (
-    check_range,
-    check_written_length,
-    is_partial,
-    refuse_partial,
-    short_read_error,
-    too_long_error,
-)
 from limpet.storage.local.os_calls import (
     INVALID_OR_UNSUPPORTED,
     O_DIRECT,
@@ -48,8 +40,20 @@ from limpet.storage.local.os_calls import (
     UNSUPPORTED,
     Fs,
 )
-from limpet.storage.store import Entry, Stat, Traits, Upload, check_key
-from limpet.storage.uploads import WrittenRanges
+from limpet.storage.store import (
+    Entry,
+    Stat,
+    Traits,
+    Upload,
+    WrittenRanges,
+    check_key,
+    check_range,
+    check_written_length,
+    is_partial,
+    refuse_partial,
+    short_read_error,
+    too_long_error,
+)
 from limpet.types import ALIGNMENT, MIB
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from limpet.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
-from limpet.storage.checks import replaced_error
+from limpet.storage.store import replaced_error
 from limpet.text import hide_secrets
 
 _THROTTLED = {

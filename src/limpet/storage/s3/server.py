@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 from limpet.deadline import Call, Deadline
 from limpet.errors import StoreError, Unavailable
 from limpet.settings import aws_variables
-from limpet.storage.checks import (
+from limpet.storage.retry import Server
+from limpet.storage.store import (
     ENDPOINT,
     OPTIONAL_TEXT,
     SPREAD,
@@ -24,7 +25,6 @@ from limpet.storage.checks import (
     make_options,
     switch,
 )
-from limpet.storage.retry import Server
 from limpet.types import MIB
 from limpet.version import __version__
 

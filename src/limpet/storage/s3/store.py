@@ -17,7 +17,6 @@ from typing import Any
 
 from limpet.deadline import Deadline
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
-from limpet.storage.checks import exists_error, is_partial, short_read_error
 from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
 from limpet.storage.s3.errors import no_tag_error, shows_credentials, stated_md5, translate
 from limpet.storage.s3.server import (
@@ -27,7 +26,15 @@ from limpet.storage.s3.server import (
     S3Server,
     shared_server,
 )
-from limpet.storage.store import Entry, Stat, Traits, part_length
+from limpet.storage.store import (
+    Entry,
+    Stat,
+    Traits,
+    exists_error,
+    is_partial,
+    part_length,
+    short_read_error,
+)
 from limpet.text import hide_secrets
 from limpet.types import BLOCK_SIZE, MIB
 
