@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+from limpet.arguments import whole
 from limpet.errors import LimpetError, PlanError
 from limpet.text import to_repr
 
@@ -23,9 +24,17 @@ class Progress:
 
     ``step`` and ``epoch`` may be set before the first step of a process. Later, that raises
     ``LimpetError``.
+
+    ``owner`` is an object that counts ``step`` and ``epoch`` itself, such as one of a framework.
+    ``Checkpointer.step`` then reads both. The step must have grown since the last call, and so must
+    the epoch at ``Checkpointer.end_epoch``. After a resume, both must equal those of the version:
+    put the object that restores them into the state, or restore it before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Any = None) -> None:
+        self.owner = owner
+        self._reported = {"step": 0, "epoch": 0}  # at the last ``step`` or ``end_epoch``
+        self._loaded: dict[str, int] = {}
         self._step = self._epoch = self._epoch_began = self.samples = 0
         self._knows_began = False  # and it is not 0
         self._is_counted = False  # a step or an epoch was counted since the last load
@@ -88,6 +97,7 @@ class Progress:
         self._epoch_began = state.get("epoch_began", self._step if self._epoch else 0)
         self._knows_began = "epoch_began" in state
         self._is_counted = False
+        self._loaded = {"step": self._step, "epoch": self._epoch}
 
     # -- for the Checkpointer ----------------------------------------------------------------------
 
@@ -104,7 +114,67 @@ class Progress:
     def resume(self, step: int | None) -> None:
         """Allow assignments until the next step. Continue at ``step``, unless it is None."""
         self._is_counted = False
-        self._step = self._step if step is None else step
+        if step is not None:
+            self._step = self._loaded["step"] = step
+
+    def begin(self) -> None:
+        """Begin with the numbers of the owner, which must be those that were loaded, if any."""
+        loaded, self._loaded = self._loaded, {}
+        if self.owner is not None:
+            self._reported = self._read_owner()
+            if loaded.items() - self._reported.items():
+                raise LimpetError(
+                    f"The loaded version and {type(self.owner).__name__} do not have the same"
+                    " position",
+                    expected=", ".join(f"{name} {count}" for name, count in loaded.items()),
+                    found=", ".join(f"{name} {count}" for name, count in self._reported.items()),
+                    todo="Put the object that restores its step and epoch into the state, or"
+                    " restore it before resume()",
+                    live_state="not valid",
+                )
+            self._accept(self._reported)
+
+    def read(self, counted: Literal["step", "epoch"] | None = None) -> int:
+        """Read the numbers of the owner, if there is one. Return by how much ``counted`` has grown
+        since the last call for it. Raises ``LimpetError`` if it has not."""
+        if self.owner is None:
+            return 0
+        now, last = self._read_owner(), {"step": self._step, "epoch": self._epoch}
+        for name in now:
+            if now[name] < last[name]:
+                raise LimpetError(
+                    f"The {name} of {type(self.owner).__name__} has gone back from {last[name]} to"
+                    f" {now[name]}",
+                    todo="To go back to an earlier version, call ckpt.resume(at=STEP)",
+                )
+        if counted is not None and now[counted] <= self._reported[counted]:
+            call = "step" if counted == "step" else "end_epoch"
+            raise LimpetError(
+                f"{call}() was called, but the {counted} of {type(self.owner).__name__} is still"
+                f" {now[counted]}: call {call}() after its {counted} has grown"
+            )
+        self._accept(now)
+        if counted is None:
+            return 0
+        grown = now[counted] - self._reported[counted]
+        self._reported[counted] = now[counted]
+        return grown
+
+    def _accept(self, now: dict[str, int]) -> None:
+        self._begin_epoch(now["epoch"])
+        self._step = now["step"]
+
+    def _read_owner(self) -> dict[str, int]:
+        counts = {}
+        for name in ("step", "epoch"):
+            value = getattr(self.owner, name, None)
+            if (count := whole(value, 0, _MAX_COUNT)) is None:
+                raise LimpetError(
+                    f"The {name} of {type(self.owner).__name__} must be an int of 0 or more, not"
+                    f" {to_repr(value)[:200]}"
+                )
+            counts[name] = count
+        return counts
 
     def _begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -113,8 +183,9 @@ class Progress:
     def _check_may_set(self, name: str, count: Any, counter: str) -> None:
         if not _is_count(count):
             raise LimpetError(f"progress.{name} must be an int of 0 or more, not {to_repr(count)}")
-        if self._is_counted:
-            raise LimpetError(f"progress.{name} cannot be set: {counter} counts the {name}s")
+        if self._is_counted or self.owner is not None:
+            who = "its owner" if self.owner is not None else counter
+            raise LimpetError(f"progress.{name} cannot be set: {who} counts the {name}s")
 
 
 def _is_count(value: Any) -> bool:

@@ -83,7 +83,7 @@ class Savepoint:
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
+        self.state = state  # may be replaced before the first capture
         self._captured: Any = None
         self._invalid_reason: str | None = _NO_SAVEPOINT
         self._memo: Memo = {}
@@ -136,7 +136,7 @@ class Savepoint:
             self._fingerprint.record()
             self._copies.recycle()
             self._memo, self._parameter_names = {}, None
-            self._captured = map_containers(self._state, self._capture_value, self._memo)
+            self._captured = map_containers(self.state, self._capture_value, self._memo)
             self._memo = {}
         self._invalid_reason = None
 
@@ -194,7 +194,7 @@ class Savepoint:
         """
         if self.invalid_reason is not None:
             return None
-        names = modules.parameter_names(self._state)
+        names = modules.parameter_names(self.state)
         try:
             return flatten(_merge_live_state(self._captured, names), rank)
         except _Invalidated:
@@ -215,8 +215,8 @@ class Savepoint:
     def _is_structure_unchanged(self) -> bool:
         """Return True if optimizers, modules, parameters, and slots are those of the last scan."""
         return (
-            optimizers_in(self._state) == self._optimizers
-            and modules_in(self._state) == self._modules
+            optimizers_in(self.state) == self._optimizers
+            and modules_in(self.state) == self._modules
             and are_same(parameters_and_slots(self._optimizers), self._owned_tensors)
             and _read_addresses(self._stable_tensors) == self._addresses
             and ModuleStructure(self._modules).is_equal(self._signature)
@@ -226,9 +226,9 @@ class Savepoint:
         """Find the stable memory again, because it changed: the first step creates the slots."""
         self._addresses = [0]  # if this scan is interrupted, the structure counts as changed
         self._step_hook.remove()
-        self._optimizers = optimizers_in(self._state)
+        self._optimizers = optimizers_in(self.state)
         self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
-        self._modules = modules_in(self._state)
+        self._modules = modules_in(self.state)
         self._owned_tensors = parameters_and_slots(self._optimizers)
         self._stable_storages = find_stable_storages(self._owned_tensors, self._modules)
         self._stable_tensors = [
@@ -275,7 +275,7 @@ class Savepoint:
             if id(value) not in self._stable_optimizer_ids:
                 self._isolation.begin()
                 if self._parameter_names is None:
-                    self._parameter_names = modules.parameter_names(self._state)
+                    self._parameter_names = modules.parameter_names(self.state)
                 state = optimizers.optimizer_state(value, self._parameter_names, "")
                 return map_containers(state, self._capture_value, self._memo, depth)
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]

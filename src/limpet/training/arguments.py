@@ -121,7 +121,12 @@ def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def check_state(state: dict[str, Any]) -> None:
+def is_function(state: object) -> bool:
+    """Return True if a state is given as a function. A module can be called, but is none."""
+    return callable(state) and not hasattr(state, "state_dict")
+
+
+def check_state(state: object) -> None:
     """Raise ``LimpetError`` unless the state is a dict.
 
     Raises ``PlanError`` if it contains the ``state_dict()`` of an optimizer or scheduler. Such a
@@ -129,7 +134,8 @@ def check_state(state: dict[str, Any]) -> None:
     optimizer or scheduler.
     """
     if type(state) is not dict:
-        raise _invalid_error("state", state, 'a dict such as {"model": model}')
+        expected = 'a dict such as {"model": model}, or a function that returns one'
+        raise _invalid_error("state", state, expected)
     for key, value in _walk_dicts(state, "", {id(state)}):
         for kind, is_copy in (
             ("optimizer", value.keys() == {"state", "param_groups"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -32,6 +32,7 @@ from limpet.training.arguments import (
     check_loadable,
     check_not_version,
     check_state,
+    is_function,
 )
 from limpet.training.cadence import Cadence
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
@@ -68,7 +69,8 @@ class Checkpointer:
     ``run`` is the URL or store that receives the versions. ``state`` is a dict as for
     ``limpet.save``. Every save reads it, and ``resume`` writes it. A ``Progress`` in the state
     counts the steps and epochs. Without one, the Checkpointer counts them. An ``ElasticSampler`` in
-    the state advances with the steps.
+    the state advances with the steps. A function that returns such a dict is called once, by
+    ``resume`` or else by the first step or save. Until then, ``Checkpointer.state`` is empty.
 
     ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
     to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
@@ -109,7 +111,7 @@ class Checkpointer:
     def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         run: Url,
-        state: dict[str, Any],
+        state: dict[str, Any] | Callable[[], dict[str, Any]],
         *,
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
@@ -124,7 +126,9 @@ class Checkpointer:
         quiet: bool = False,
         group: GroupSpec = None,
     ) -> None:
-        check_state(state)
+        check_state({} if is_function(state) else state)
+        self._state_function = None if isinstance(state, dict) else state
+        self.state = state if isinstance(state, dict) else {}
         options = Options(
             save=EverySeconds(600) | AtEnd() if save is None else save,
             keep=KeepPolicy() if keep is None else keep,
@@ -139,7 +143,7 @@ class Checkpointer:
             quiet=quiet,
         )
         self._arguments = check_arguments(options)
-        self.run, self.state = Run(run), state
+        self.run = Run(run)
         check_not_version(self.run)
         self._group = saving_group(group)
         self._make_parts(options)
@@ -170,7 +174,7 @@ class Checkpointer:
         )
         self._calls = GuardedCalls(self._preemption, self._goodput)
         is_checked = self._group.rank == 0 and not isinstance(options.save, Never)
-        self._state_check = StateCheck(self.run.url, self.state, is_checked)
+        self._state_check = StateCheck(self.run.url, is_checked)
         self._script_options = read_options(self.state)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
 
@@ -250,32 +254,50 @@ class Checkpointer:
         self._lifecycle.check_open()
         request = ResumeRequest.parse(at)
         self._preemption.watch()
+        self._ensure_state()
         self._saver.wait_on_all_ranks()
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
         check_start(start, keys, leniency, goes_back=at is not None)
         self._savepoint.discard()
-        own = leniency if start is None else STRICT
-        try:
-            parts = self._acquire_lock, self._tiers, self._ending.ladder
-            point = resume_run(self.run, self.state, self._group, request, *parts, own)
-            if point is None and start is not None:
-                point = start_from(start, self.state, self._group, keys, leniency)
-        except BaseException as e:
-            self._lifecycle.is_state_valid &= not left_state_invalid(e)
-            raise
-        finally:
-            self._step_counter.release()
+        point = self._load_version(request, start, keys, leniency)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
             self._saver.start_tiers(self.state)
         if point is None:
+            self._cadence.restart()
             events.emit("began", run=self.run.url)
             return None
         self._continue_from(point)
         if check and point.is_exact:
             check_whole_state(self.run.url, point.snapshot, self.state, self._group)
         return Snapshot(point.snapshot)
+
+    def _load_version(
+        self,
+        request: ResumeRequest,
+        start: Url | None,
+        keys: str | Sequence[str] | None,
+        leniency: Leniency,
+    ) -> ResumePoint | None:
+        """Load a version of the run, or of ``start`` if it is empty, and take over its position."""
+        own = leniency if start is None else STRICT
+        try:
+            parts = self._acquire_lock, self._tiers, self._ending.ladder
+            point = resume_run(self.run, self.state, self._group, request, *parts, own)
+            if point is None and start is not None:
+                point = start_from(start, self.state, self._group, keys, leniency)
+            if point is None:
+                self._step_counter.progress.begin()
+            else:
+                metadata = point.training_metadata
+                self._step_counter.resume_at(point.step, point.from_own_run, metadata)
+        except BaseException as e:
+            self._lifecycle.is_state_valid &= not left_state_invalid(e)
+            raise
+        finally:
+            self._step_counter.release()
+        return point
 
     # -- training ------------------------------------------------------------------------------
 
@@ -343,7 +365,8 @@ class Checkpointer:
         """Count one step, and save if a save is due. Call it after every optimizer step.
 
         ``metrics`` maps names to numbers. If this step is saved, its version stores them.
-        ``steps`` is the number of optimizer steps, if a function makes several at once.
+        ``steps`` is the number of optimizer steps, if a function makes several at once. If the
+        ``Progress`` in the state has an owner, that counts them.
         ``batches`` is the number of their batches (default: ``steps``), for accumulated gradients.
 
         When this method returns, the state may change again. The error of an earlier save is raised
@@ -352,15 +375,16 @@ class Checkpointer:
         """
         self._lifecycle.check_open()
         with self._goodput.paused():
+            self._ensure_state()
             self._metrics = {}
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._step_counter.add_steps(steps, steps if batches is None else batches)
+                self._step_counter.add_steps(steps, batches)
                 self._calls.steps += 1
                 agreed = self._agree()
             self._act(agreed)
-            self._state_check.after_step()
+            self._state_check.after_step(self.state)
 
     @exclusive
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -513,6 +537,8 @@ class Checkpointer:
         """Check the run and acquire the writer lock, at the first step or save: a run with other
         versions, or one that is not writable, must raise now."""
         self._lifecycle.check_state_valid()
+        self._ensure_state()
+        self._step_counter.progress.read()
         if self._lifecycle.is_started:
             return
         self._ending.check_entered()
@@ -526,6 +552,18 @@ class Checkpointer:
             self._watcher.start()
         self._lifecycle.is_started = True
         self._ending.warn_if_collected(self)
+
+    def _ensure_state(self) -> None:
+        """Call the function that returns the state, unless that was done."""
+        if self._state_function is None:
+            return
+        state = self._state_function()
+        check_state(state)
+        self._step_counter.attach(state)
+        self._savepoint.attach(state)
+        self.state, self._state_function = state, None
+        self._cadence.restart()
+        self._script_options = read_options(self.state)
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state)
@@ -546,6 +584,8 @@ class Checkpointer:
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
+            if error is None and self._lifecycle.can_save:
+                self._step_counter.progress.read()
             unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:
             self._release()
@@ -572,7 +612,6 @@ class Checkpointer:
     def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
-        self._step_counter.resume_at(point.step, point.from_own_run, point.training_metadata)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)

@@ -44,16 +44,16 @@ class StateCheck:
     steps, prove is reported. An object of an unknown class may hold whatever seems to be missing.
     """
 
-    def __init__(self, run_url: str, state: dict[str, Any], is_needed: bool) -> None:
-        self._run_url, self._state, self._is_needed = run_url, state, is_needed
+    def __init__(self, run_url: str, is_needed: bool) -> None:
+        self._run_url, self._is_needed = run_url, is_needed
         self._first: tuple[dict[str, bytes], dict[str, str]] | None = None
 
-    def after_step(self) -> None:
-        """Look at the state. Call this after each step."""
+    def after_step(self, state: dict[str, Any]) -> None:
+        """Look at ``state``. Call this after each step."""
         torch: Any = torch_or_none()
         if not self._is_needed or torch is None:
             return
-        members = find_members(self._state, _Stateful)
+        members = find_members(state, _Stateful)
         modules = {k: m for k, m in members.items() if isinstance(m, torch.nn.Module)}
         generators, unsaved = _read_generators(torch), _read_unsaved(modules, torch)
         if self._first is None:
@@ -68,9 +68,9 @@ class StateCheck:
         scheduler, scaler = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
         known = torch.nn.Module, torch.optim.Optimizer, scheduler, scaler, Progress, ElasticSampler
         if all(isinstance(m, (*known, RNG)) for m in members.values()):
-            if any(first_generators.get(g) not in (None, state) for g, state in generators.items()):
-                gaps += _find_random(self._state, members, torch)
-            gaps += _find_untrained(self._state, modules, torch)
+            if any(first_generators.get(g) not in (None, now) for g, now in generators.items()):
+                gaps += _find_random(state, members, torch)
+            gaps += _find_untrained(state, modules, torch)
         if gaps:
             warn_user(
                 f"A resume of {self._run_url} would not be exact, because the state lacks"

@@ -22,10 +22,19 @@ class StepCounter:
     """Counts the steps and epochs, and advances the ``ElasticSampler`` objects of a state.
 
     A ``Progress`` keeps the counts: that of the state, or one of this object if the state has none.
-    Raises ``LimpetError`` if the state has several ``Progress`` objects.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
+        self.has_counted = False
+        """True if a step has ended since the start of the process, or the last resume."""
+
+        self._block: object | None = None
+        self.attach(state)
+        self.progress.begin()
+
+    def attach(self, state: dict[str, Any]) -> None:
+        """Count in ``state`` from now on. Raises ``LimpetError`` if it has several ``Progress``
+        objects."""
         found = list(find_instances(state, Progress))
         if len(found) > 1:
             raise LimpetError(
@@ -34,49 +43,53 @@ class StepCounter:
                 found=len(found),
             )
         self._is_in_state = bool(found)
-        self._progress = found[0] if found else Progress()
-        self._progress.resume(None)
+        self.progress = found[0] if found else Progress()
+        self.progress.resume(None)
         self._samplers = list(find_instances(state, ElasticSampler))
         group = SamplerGroup()
         for sampler in self._samplers:
             sampler.join(group)
-        self.has_counted = False
-        """True if a step has ended since the start of the process, or the last resume."""
-
-        self._block: object | None = None
 
     @property
     def step(self) -> int:
         """The number of steps completed, including those before the resume."""
-        return self._progress.step
+        return self.progress.step
 
     @property
     def epoch(self) -> int:
         """The number of completed epochs, including those before the resume."""
-        return self._progress.epoch
+        return self.progress.epoch
 
     @property
     def is_within_step(self) -> bool:
         """True if a step has begun whose gradients are accumulated beyond the end of the pass."""
         return any(sampler.is_within_step for sampler in self._samplers)
 
-    def add_steps(self, steps: int, batches: int) -> None:
-        """Count ``steps`` more steps, which consist of ``batches`` batches together."""
+    def add_steps(self, steps: int, batches: int | None) -> None:
+        """Count ``steps`` more steps, which consist of ``batches`` batches together (None: of as
+        many). If the ``Progress`` has an owner, its number is read instead."""
         if (count := whole(steps, 1)) is None:
             raise LimpetError(f"steps= must be an int of 1 or more, not {to_repr(steps)[:200]}")
+        if self.progress.owner is not None and count != 1:
+            raise LimpetError("step(steps=...) is refused: the owner of the Progress counts steps")
         self._check_block()
+        count = self.progress.read("step") or count
+        batches = count if batches is None else batches
         for sampler in self._samplers:
             sampler.check(batches)  # check all samplers before any of them advances
         for sampler in self._samplers:
             sampler.advance(batches)
-        self._progress.add_steps(count)
+        if self.progress.owner is None:
+            self.progress.add_steps(count)
         self.has_counted = True
 
     def end_epoch(self) -> None:
         """Count an epoch as complete, in ``progress.epoch`` and for the samplers."""
+        self.progress.read("epoch")
         for sampler in self._samplers:
             sampler.end_epoch()
-        self._progress.end_epoch()
+        if self.progress.owner is None:
+            self.progress.end_epoch()
 
     def _check_block(self) -> None:
         """Raise ``LimpetError`` if the step before was in the same block of ``isolated_rng``.
@@ -94,13 +107,13 @@ class StepCounter:
 
     def to_metadata(self) -> dict[str, Any]:
         """Return what a version stores about the epochs if its state has no ``Progress``."""
-        is_stored = self._is_in_state or not self._progress.epoch
-        return {} if is_stored else {"progress": self._progress.state_dict()}
+        is_stored = self._is_in_state or not self.progress.epoch
+        return {} if is_stored else {"progress": self.progress.state_dict()}
 
     def release(self) -> None:
         """Let other code set the ``Progress`` of the state, after a load or at the end."""
         self.has_counted = False
-        self._progress.resume(None)
+        self.progress.resume(None)
 
     def resume_at(self, step: int, from_own_run: bool, metadata: Mapping[str, Any]) -> None:
         """Continue at ``step``.
@@ -110,6 +123,7 @@ class StepCounter:
         """
         if not self._is_in_state:
             first = {"epoch": 0, "step": 0, "samples": 0}
-            self._progress.load_state_dict(metadata.get("progress", first))
+            self.progress.load_state_dict(metadata.get("progress", first))
         if from_own_run or not self._is_in_state:
-            self._progress.resume(step)
+            self.progress.resume(step)
+        self.progress.begin()

@@ -61,6 +61,10 @@ class StepSavepoint:
         self._is_expensive = False
         self._is_failing = self._is_partial = False
 
+    def attach(self, state: dict[str, Any]) -> None:
+        """Capture ``state`` from now on."""
+        self._savepoint.state = state
+
     def mark(
         self, make_label: Callable[[], SavepointLabel], is_pending: bool, is_partial: bool = False
     ) -> None:
