@@ -22,6 +22,9 @@ _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")
 _INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.json")
 _SPREAD_FOLDER = re.compile(r"spread-[0-9a-f]{2}")
+_REFERENCE = re.compile(
+    rf"\.\./(?:{_SPREAD_FOLDER.pattern}/)?{_VERSION.pattern}/({_SHARD.pattern})"
+)
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
 _NOTICE = re.compile(rf"{NOTICES}/([0-9a-f]{{12}})\.json")
@@ -140,12 +143,8 @@ def parse_reference(path: str) -> tuple[Version, str] | None:
 
     Return None for any other path, so that no path leaves the run.
     """
-    up, _, rest = path.partition("/")
-    folder, _, shard = rest.partition("/")
-    if is_spread_folder(folder):
-        folder, _, shard = shard.partition("/")
-    version = parse_version(folder)
-    return (version, shard) if up == ".." and version is not None and is_shard_name(shard) else None
+    match = _REFERENCE.fullmatch(path)
+    return None if match is None else (Version(int(match[1]), int(match[2] or 0)), match[3])
 
 
 def branch_name(number: int) -> str:

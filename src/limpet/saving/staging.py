@@ -156,8 +156,12 @@ class DeferredStaging:
 
     def _read_tensor_versions(self) -> list[tuple[int, int]]:
         """Return, for each leaf, its address and PyTorch's count of changes to it."""
-        sources = [self._image.sources[i] for i in self._leaf_indices]
-        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in sources]
+        versions: list[tuple[int, int]] = []
+        for i in self._leaf_indices:
+            tensor = self._image.sources[i]
+            count = 0 if tensor.is_inference() else tensor._version
+            versions.append((tensor.data_ptr(), count))
+        return versions
 
 
 def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
