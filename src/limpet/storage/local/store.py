@@ -121,7 +121,6 @@ class LocalStore:
         self.url = os.fspath(root)
         self.fs = Fs() if fs is None else fs
         self._root = os.path.abspath(self.url)
-        self.traits = Traits(name="local", alignment=ALIGNMENT, durable=True)
         self._direct = direct and bool(O_DIRECT)
         self._root_synced = False  # the names of the root and its parents are durable
 
@@ -357,6 +356,10 @@ class LocalStore:
         finally:
             self.fs.close(fd)
         return done
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(name="local", alignment=ALIGNMENT, durable=True)
 
     def put(self, key: str, length: int, head: int = 0) -> Upload:
         return LocalUpload(self, key, length, direct=self._direct and length >= DIRECT_MIN_BYTES)

@@ -176,7 +176,6 @@ class TmpfsStore(LocalStore):
         fs: Fs | None = None,
     ) -> None:
         super().__init__(root, fs=fs, direct=False)
-        self.traits = Traits(name="tmpfs", alignment=ALIGNMENT, durable=False, in_memory=True)
         self.on_map, self._max_spares = on_map, spare_files
         self.close()
         _in_use.add(self)
@@ -186,6 +185,10 @@ class TmpfsStore(LocalStore):
         self._lock = Lock()
         self._committed: dict[str, MappedFile] = {}
         self._spares: dict[str, MappedFile] = {}
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(name="tmpfs", alignment=ALIGNMENT, durable=False, in_memory=True)
 
     @property
     def spare_bytes(self) -> int:
