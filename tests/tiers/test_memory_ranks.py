@@ -515,20 +515,21 @@ def test_a_rank_that_is_ended_because_another_one_has_failed_saves_the_newest_ca
 
 
 def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:
-    with pytest.warns(UserWarning, match="keeps fewer copies, because the job runs on 2 hosts"):
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         job = TrainingJob(4, cluster.run)
         cluster.folder("a"), cluster.folder("b")
 
         def work(trainer: TrainingRank) -> None:
             host = "aabb"[trainer.rank]
             tier = MemoryTier(every=EverySteps(5), copies=3, path=cluster.folder(host))
-            with trainer.make_checkpointer(save=EverySteps(20), tiers=[tier]):
+            with trainer.make_checkpointer(save=EverySteps(3), tiers=[tier]):
                 trainer.train_steps(3)
 
         with job:
             job.run(work)
             assert job.leftover_keys() == []
+    assert cluster.events_of("fewer_copies") == [{"copies": 3, "hosts": 2}]
 
 
 def test_the_end_of_the_rank_that_hosts_the_job_store_is_no_error_of_the_others(

@@ -3,6 +3,7 @@ training."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -362,17 +363,17 @@ def test_a_pending_evaluation_is_completed_when_the_training_ends() -> None:
     assert (version, first, last) == ("version_15", 10, 15)
 
 
-def test_a_loop_that_never_calls_step_is_warned_about_and_one_without_steps_is_not() -> None:
-    with training() as job, job.evaluating(every=EverySteps(1)):
-        pass
-    match = r"evaluation\.step\(\) was never called"
-    with (
-        pytest.warns(UserWarning, match=match),
-        training() as job,
-        job.evaluating(every=EverySteps(2) | AtEnd()),
-    ):
-        for _ in range(4):
-            job.ckpt.step()
+def test_a_loop_that_never_calls_step_is_reported_and_one_without_steps_is_not() -> None:
+    seen = list[str]()
+    with limpet.attach(lambda name, fields: seen.append(name)), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with training() as job, job.evaluating(every=EverySteps(1)):
+            pass
+        assert "evaluation_idle" not in seen
+        with training() as job, job.evaluating(every=EverySteps(2) | AtEnd()):
+            for _ in range(4):
+                job.ckpt.step()
+    assert seen.count("evaluation_idle") == 1
     assert [record[0] for record in exact(job.store)] == ["version_4"], "the end is evaluated"
 
 

@@ -51,7 +51,6 @@ from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import Store
-from limpet.text import format_list, warn_user
 from limpet.threads import Workers, no_op
 
 SUPPORTED_FORMATS = (
@@ -70,7 +69,6 @@ _MEMBER_FILE = re.compile(
 """The files of Accelerate (``optimizer.bin``, ``model_1.safetensors``) and of the Trainer of
 Transformers (``optimizer.pt``)."""
 
-_MAX_LISTED = 20
 _MAGIC_BYTES = (
     (b"PK\3\4", "a zip file without data.pkl"),
     (b"\x80", "a bare pickle, which can run any code"),
@@ -273,9 +271,6 @@ def import_checkpoint(
     branch = 0 if version is None else version.branch
     flat = flatten(arranged.state)
     snapshot = save_foreign_checkpoint(location, flat, checkpoint, step, branch)
-    if checkpoint.left_out:
-        names = format_list(checkpoint.left_out, _MAX_LISTED)
-        warn_user(f"Not imported from {checkpoint.path}: {names}", UserWarning)
     return Snapshot(snapshot)
 
 

@@ -31,6 +31,8 @@ _LEVELS = {
     "pin_left": logging.WARNING,
     "read_again": logging.WARNING,
     "waiting": logging.WARNING,
+    "fewer_copies": logging.WARNING,
+    "evaluation_idle": logging.WARNING,
     "request_unseen": logging.WARNING,
     "read_alone": logging.WARNING,
     "not_agreed": logging.WARNING,

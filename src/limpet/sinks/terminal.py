@@ -34,6 +34,8 @@ _STYLES = {
     "pin_left": "yellow",
     "read_again": "yellow",
     "waiting": "yellow",
+    "fewer_copies": "yellow",
+    "evaluation_idle": "yellow",
     "request_unseen": "yellow",
     "read_alone": "yellow",
     "not_agreed": "yellow",

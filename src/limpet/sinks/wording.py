@@ -100,6 +100,8 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
     if name == "finished":
         return _describe_end(fields)
+    if name in ("fewer_copies", "evaluation_idle"):
+        return _describe_less(name, fields)
     if name in ("resume_checked", "resume_differs", "options_replaced"):
         return _describe_check(name, fields)
     if name in ("notice", "preempted", "platform_detected"):
@@ -115,9 +117,8 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "deleted": f"deleted {version}",
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
         "read_again": f"read again, and it was right: {_error_without_todo(fields)}",
-        "notice_source_failed": (
-            f"could not watch {text_field(fields, 'source')} for notices: {error}"
-        ),
+        "notice_source_failed": f"could not watch {text_field(fields, 'source')} for notices:"
+        f" {error}",
         "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
         "savepoint_failed": f"could not capture or save the last step for a notice: {error}",
         "read_alone": (
@@ -200,3 +201,14 @@ def _error_without_todo(fields: Mapping[str, Any]) -> str:
     if not isinstance(error, LimpetError):
         return text_field(fields, "error")
     return f"{type(error).__name__}: {to_printable(error.brief)}"
+
+
+def _describe_less(name: str, fields: Mapping[str, object]) -> str:
+    """Describe what a training does less of than its arguments say."""
+    if name == "fewer_copies":
+        found = f"{text_field(fields, 'hosts')} instead of {text_field(fields, 'copies')} hosts"
+        return f"keeps the states in memory on {found}, because the job runs on no more"
+    return (
+        f"evaluated {text_field(fields, 'evaluation')} only at the end of the training, because"
+        " evaluation.step() was never called: call it before each mini-batch, on all ranks"
+    )

@@ -80,14 +80,9 @@ class MemorySnapshots(HostTier):
         check_memory(folder, cost)
         placement = self._hosts.placement
         if self.group.rank or self.is_open:
-            return  # ``open`` warns once
+            return  # ``open`` reports it once
         if placement.domains < placement.copies:
-            found = f"{self._hosts.count} host{'s' if self._hosts.count > 1 else ''}"
-            warn_user(
-                f"MemoryTier(copies={placement.copies}) keeps fewer copies, because the job runs on"
-                f" {found}: what is lost with a host may then be only in the durable store",
-                UserWarning,
-            )
+            events.emit("fewer_copies", copies=placement.copies, hosts=self._hosts.count)
 
     def _preallocate(self) -> None:
         """Allocate files for the next snapshots on a thread: new memory takes ten times as long as

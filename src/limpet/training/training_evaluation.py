@@ -30,7 +30,6 @@ from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import Never, SavePolicy
 from limpet.run.records import check_job_name
 from limpet.snapshot.snapshot import Snapshot, reader_of
-from limpet.text import warn_user
 from limpet.training.cadence import Cadence
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saver import version_of
@@ -285,11 +284,7 @@ class TrainingEvaluation:
             and self._ckpt._step_counter.has_counted
             and step != self._seen_step
         ):
-            warn_user(
-                f"{self!r} has evaluated nothing before the end of the training, because"
-                " evaluation.step() was never called: call it before each mini-batch, on all ranks",
-                UserWarning,
-            )
+            events.emit("evaluation_idle", run=self._ckpt.run.url, evaluation=self.name)
         # there may have been no step: after a resume from the last version
         cadence = self._start()
         self._drain(step)
