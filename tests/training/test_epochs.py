@@ -265,3 +265,21 @@ def test_an_invalid_number_of_epochs_is_refused_at_the_call(count: Any) -> None:
     ckpt = limpet.Checkpointer(MemoryStore(), initial_state(), save=Never())
     with ckpt, pytest.raises(LimpetError, match=r"epochs\(\) takes an int of 0 or more"):
         ckpt.epochs(count)
+
+
+def test_an_epoch_that_the_body_has_ended_or_left_is_not_ended_again() -> None:
+    state = Training(sampler=False).state
+    with limpet.Checkpointer(MemoryStore(), state, save=EveryEpoch()) as ckpt:
+        seen: list[Any] = []
+        for epoch in ckpt.epochs(4):
+            seen.append(epoch)
+            ckpt.step()
+            if epoch != 1:
+                ckpt.end_epoch({"val": epoch})
+            if len(seen) == 3:  # for example, the loss is not finite
+                ckpt.resume(at=1)
+        for outer in ckpt.epochs(6):  # a loop in a loop ends no epoch twice
+            for inner in ckpt.epochs(6):
+                seen.append((outer, inner))
+                ckpt.step()
+        assert seen == [0, 1, 2, 1, 2, 3, (4, 4), (4, 5)]

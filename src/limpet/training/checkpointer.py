@@ -312,7 +312,8 @@ class Checkpointer:
 
         It resumes first, as ``resume()`` does, unless the program has called that. An epoch ends,
         as by ``end_epoch``, when the body of the loop ends, also by ``continue``, but not by
-        ``break``, ``return``, or an error. No further epoch begins when ``should_stop`` is True.
+        ``break``, ``return``, or an error, nor if the body has ended the epoch or has resumed at
+        another one. No further epoch begins when ``should_stop`` is True.
 
         After a resume within an epoch, the first number is that of this epoch again. With an
         ``ElasticSampler``, the loader then yields the rest of it. If a training that has completed
@@ -334,8 +335,9 @@ class Checkpointer:
         if may_have_ended and ended_epochs(self._saver) >= count:
             return
         while counter.epoch < count and not self._is_stopping:
-            yield counter.epoch
-            self.end_epoch()
+            yield (epoch := counter.epoch)
+            if counter.epoch == epoch:  # else the body has ended it, or has resumed elsewhere
+                self.end_epoch()
 
     @exclusive
     def metrics(self, metrics: Mapping[str, Any]) -> None:
