@@ -282,9 +282,9 @@ class InexactResume(UserWarning):
     """A resume is not exact, or would not be. The message lists why, and what to add.
 
     Exactly if two looks at the state, after the first two steps of a training, prove that it lacks
-    something: modules draw random numbers and there is no ``RNG``, an optimizer changes parameters
-    that the state lacks, or the buffers of a module that saves nothing change; or if a load keeps
-    or ignores ``PerRank`` values, because other ranks have saved them.
+    something: modules draw random numbers and there is no ``RNG``, or an optimizer changes
+    parameters that the state lacks; or if a load keeps or ignores ``PerRank`` values, because other
+    ranks have saved them.
     """
 
 

@@ -255,6 +255,9 @@ class JoinedGroup(AbstractContextManager["JoinedGroup", None]):
         self.size = members.size
         self._members = members
 
+    def __repr__(self) -> str:
+        return f"<Group {self.address} rank {self.rank} of {self.size}>"
+
     @classmethod
     def join(cls, address: str, rank: int, size: int, *, name: str = "group") -> JoinedGroup:
         """Become ``rank`` of the ``size`` ranks of a group.

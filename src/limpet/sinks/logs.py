@@ -33,6 +33,7 @@ _LEVELS = {
     "waiting": logging.WARNING,
     "fewer_copies": logging.WARNING,
     "evaluation_idle": logging.WARNING,
+    "members_unsaved": logging.WARNING,
     "request_unseen": logging.WARNING,
     "read_alone": logging.WARNING,
     "not_agreed": logging.WARNING,

@@ -36,6 +36,7 @@ _STYLES = {
     "waiting": "yellow",
     "fewer_copies": "yellow",
     "evaluation_idle": "yellow",
+    "members_unsaved": "yellow",
     "request_unseen": "yellow",
     "read_alone": "yellow",
     "not_agreed": "yellow",

@@ -100,7 +100,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
     if name == "finished":
         return _describe_end(fields)
-    if name in ("fewer_copies", "evaluation_idle"):
+    if name in ("fewer_copies", "evaluation_idle", "members_unsaved"):
         return _describe_less(name, fields)
     if name in ("resume_checked", "resume_differs", "options_replaced"):
         return _describe_check(name, fields)
@@ -204,7 +204,10 @@ def _error_without_todo(fields: Mapping[str, Any]) -> str:
 
 
 def _describe_less(name: str, fields: Mapping[str, object]) -> str:
-    """Describe what a training does less of than its arguments say."""
+    """Describe what a training does or saves less of than one may expect."""
+    if name == "members_unsaved":
+        members = ", ".join(_list_field(fields, "members"))
+        return f"{members} saves nothing, but its buffers change: use persistent=True to save them"
     if name == "fewer_copies":
         found = f"{text_field(fields, 'hosts')} instead of {text_field(fields, 'copies')} hosts"
         return f"keeps the states in memory on {found}, because the job runs on no more"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from limpet import events
 from limpet.data.progress import Progress
 from limpet.data.rng import RNG
 from limpet.data.sampler import ElasticSampler
@@ -61,10 +62,9 @@ class StateCheck:
             return
         (first_generators, first_unsaved), self._first, self._is_needed = self._first, None, False
         lost = [key for key, value in first_unsaved.items() if unsaved.get(key, value) != value]
-        gaps = [
-            f"{key} saves nothing, but its buffers change. Register them with persistent=True"
-            for key in lost
-        ]
+        if lost:  # an event: non-persistent buffers may also be a cache, as of rotary embeddings
+            events.emit("members_unsaved", run=self._run_url, members=lost)
+        gaps = list[str]()
         scheduler, scaler = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
         known = torch.nn.Module, torch.optim.Optimizer, scheduler, scaler, Progress, ElasticSampler
         if all(isinstance(m, (*known, RNG)) for m in members.values()):
