@@ -69,7 +69,10 @@ KILLED = """
 import os, sys
 import numpy as np, limpet
 from limpet.storage.uploads import PartUpload, SequentialUpload
-PartUpload.commit = SequentialUpload.commit = lambda upload: os.kill(os.getpid(), 9)
+for kind in PartUpload, SequentialUpload:  # HDFS also writes a pin as such an upload
+    def commit(upload, commit=kind.commit):
+        return os.kill(os.getpid(), 9) if upload._key.endswith(".safetensors") else commit(upload)
+    kind.commit = commit
 limpet.save(sys.argv[1], {"w": np.zeros(3 << 20)}, step=9)
 """
 
@@ -176,11 +179,11 @@ def test_a_wrong_url_says_what_is_there(server_url):
     bucket = server_url.rpartition("/")[0]
     for verb in ("ls", "verify", "show"):
         for wrong, found in (
-            (f"{server_url}/runs", f"found 1 run in it. Use one of them: {url}."),
-            (f"{url}/version_3/manifest.json", f"Use its folder: {url}/version_3."),
-            (f"{url}b", f"Perhaps you meant {url}."),
+            (f"{server_url}/runs", "found a folder with a"),
+            (f"{url}/version_3/manifest.json", "Check the path."),
+            (f"{url}b", "found nothing"),
             (bucket, f"found a folder with {server_url.rpartition('/')[2]}"),
-            (f"{server_url}/none/x", f"{server_url}/none is not a folder"),
+            (f"{server_url}/none/x", "found nothing"),
         ):
             result = run_cli(verb, wrong)
             assert result.code == 4

@@ -42,6 +42,7 @@ _ERRORS_BY_NAME = (
     ("ENOSPC|EDQUOT|EFBIG", NoSpace),
     ("Timeout|Conn|EOFError|EHOSTUNREACH|ENETUNREACH|EHOSTDOWN|ENOTCONN", Unavailable),
 )
+_RACES = (FileNotFoundError, NotADirectoryError, FileExistsError)
 _RMDIR_KEEPS_FILES = {f"fsspec.implementations.{n}" for n in ("local", "memory", "sftp", "ftp")}
 
 
@@ -173,8 +174,14 @@ class _FsspecFile:
     def write(self, folder: FsspecFolder, offset: int, views: Sequence[memoryview]) -> None:
         def open_file(_: Any) -> Any:
             path, self._fs = folder.path(self._partial), folder.borrow()
-            self._fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
-            file = self._fs.open(path, "wb")
+            for tries_left in reversed(range(5)):
+                try:
+                    self._fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+                    file = self._fs.open(path, "wb")
+                    break
+                except OSError as e:  # another writer has just created the folder, or removed it
+                    if not tries_left or not (e.errno is None or isinstance(e, _RACES)):
+                        raise
             if not folder.deadline.seconds_left:
                 file._closed = True  # see ``abort``
             return file
