@@ -67,20 +67,29 @@ class _Open:
     is_rng_loaded: bool = False
 
 
-_thread = threading.local()
+class _ThreadIsolations(threading.local):
+    """The open isolations of this thread, the outermost first.
+
+    An exception of a signal handler, such as that of Ctrl-C, can come at the very beginning of
+    ``__exit__``. The isolation is then open until the call of a ``Checkpointer`` that it is in
+    ends, or until the end of an isolation around it.
+    """
+
+    def __init__(self) -> None:
+        self.isolations: list[_Open] = []
+
+
+thread = _ThreadIsolations()
 
 
 def _open_isolations() -> list[_Open]:
-    """Return the open isolations of this thread, the outermost first.
+    return thread.isolations
 
-    An exception of a signal handler, such as that of Ctrl-C, can come at the very beginning of
-    ``__exit__``. The isolation is then open until the end of one around it.
-    """
-    try:
-        found: list[_Open] = _thread.isolations
-    except AttributeError:
-        found = _thread.isolations = []
-    return found
+
+def end_interrupted(depth: int) -> None:
+    """End what an exception of a signal handler has left open in a call, which has begun within
+    ``depth`` isolations. Otherwise, every later save would have the generators of that moment."""
+    _end_at(_open_isolations(), depth)
 
 
 class Isolation:
@@ -179,6 +188,10 @@ def _end(kind: str, own: list[_Open]) -> None:
             "A block of isolated_rng() ended in another thread than it began in",
             todo="Do not pass a generator that is inside such a block to another thread",
         )
+    _end_at(found, at)
+
+
+def _end_at(found: list[_Open], at: int) -> None:
     ended = found[at]
     del found[at:]
     if ended.restores:

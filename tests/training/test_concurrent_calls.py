@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import limpet
 from limpet import events, generators
@@ -115,6 +116,37 @@ def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name: st
     check_run(store, [3, 6, 7])
     assert ckpt.statistics()["saves"] == 3
     assert ckpt.statistics()["failures"] == 0
+
+
+class LeavesOpen:
+    """Its ``state_dict`` leaves an isolation open, as an exception of a signal handler may do."""
+
+    def state_dict(self) -> dict[str, int]:
+        generators.Isolation("call").__enter__()
+        raise KeyboardInterrupt
+
+    def load_state_dict(self, state: object) -> None:
+        """Load nothing."""
+
+
+def test_an_isolation_that_an_interrupt_left_open_ends_with_the_call() -> None:
+    """Otherwise, each later version would have the random numbers of that moment."""
+    torch.manual_seed(7)
+    store, rng = MemoryStore(), limpet.RNG()
+    with Checkpointer(store, state := {"rng": rng}, save=EverySteps(1), quiet=True) as ckpt:
+        ckpt.step()
+        state["own"] = LeavesOpen()
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.step()
+        assert generators._open_isolations() == []
+        del state["own"]
+        torch.rand(3)
+        expected = torch.get_rng_state()
+        ckpt.step()
+    torch.manual_seed(8)
+    with Checkpointer(store, {"rng": rng}, quiet=True) as ckpt:
+        ckpt.resume()
+        assert torch.equal(torch.get_rng_state(), expected)
 
 
 # CPython may print that the save's thread did not start, if the handler raises while it starts

@@ -12,6 +12,7 @@ from weakref import finalize
 
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
+from limpet.generators import end_interrupted, thread
 from limpet.sinks.default_terminal import default_terminal
 from limpet.threads import no_op
 
@@ -30,7 +31,7 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
 
     ``running`` is a lock that says who holds it. ``setdefault`` takes it in one operation, and
     ``finally`` releases it wherever an exception of a signal handler comes. Python runs handlers
-    only at calls and jumps; ``finally`` has none, so that it is never interrupted itself.
+    only at calls and jumps; there is none before the release, so that it is never interrupted.
     """
 
     name = method.__name__.lstrip("_")
@@ -38,6 +39,7 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         running, own = self._lifecycle.running, (name, get_ident())
+        depth = len(thread.isolations)
         try:
             if running.setdefault(_CALL, own) is not own:
                 raise self._lifecycle.refusal(name)
@@ -45,6 +47,8 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
         finally:
             if running and running[_CALL] is own:
                 del running[_CALL]
+            if len(thread.isolations) > depth:
+                end_interrupted(depth)
 
     return call
 
