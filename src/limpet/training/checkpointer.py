@@ -336,7 +336,8 @@ class Checkpointer:
             return
         while counter.epoch < count and not self._is_stopping:
             yield (epoch := counter.epoch)
-            if counter.epoch == epoch:  # else the body has ended it, or has resumed elsewhere
+            # else the body has ended it, or has resumed elsewhere; an owner counts in the body
+            if counter.epoch == epoch or counter.progress.owner is not None:
                 self.end_epoch()
 
     @exclusive
