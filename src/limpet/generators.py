@@ -76,20 +76,16 @@ class _ThreadIsolations(threading.local):
     """
 
     def __init__(self) -> None:
-        self.isolations: list[_Open] = []
+        self.open: list[_Open] = []
 
 
-thread = _ThreadIsolations()
-
-
-def _open_isolations() -> list[_Open]:
-    return thread.isolations
+isolations = _ThreadIsolations()
 
 
 def end_interrupted(depth: int) -> None:
     """End what an exception of a signal handler has left open in a call, which has begun within
     ``depth`` isolations. Otherwise, every later save would have the generators of that moment."""
-    _end_at(_open_isolations(), depth)
+    _end_at(isolations.open, depth)
 
 
 class Isolation:
@@ -160,7 +156,7 @@ class DeferredIsolation:
 def _begin(kind: Literal["block", "call", "load"], own: list[_Open]) -> None:
     """Begin an isolation, which is appended to ``own``."""
     is_main = threading.current_thread() is threading.main_thread()
-    begun, found = _Open(capture_states(), kind, is_main or kind == "block"), _open_isolations()
+    begun, found = _Open(capture_states(), kind, is_main or kind == "block"), isolations.open
     try:
         own.append(begun)
         found.append(begun)
@@ -177,7 +173,7 @@ def _end(kind: str, own: list[_Open]) -> None:
     Generators and coroutines may leave blocks of the user in another order than they entered them:
     each end is that of the innermost block.
     """
-    found = _open_isolations()
+    found = isolations.open
     blocks = [at for at, isolation in enumerate(found) if isolation.kind == "block"]
     if kind != "block":
         at = found.index(own.pop())
@@ -201,7 +197,7 @@ def _end_at(found: list[_Open], at: int) -> None:
 
 def open_block() -> object | None:
     """Return the outermost block of ``isolated_rng`` that this thread is in, or None."""
-    found = _open_isolations()
+    found = isolations.open
     return found[0] if found and found[0].kind == "block" else None
 
 
@@ -214,7 +210,7 @@ def training_states() -> States:
     Those are the current ones or, while the generators are isolated, those at the beginning of the
     outermost isolation.
     """
-    frames = _open_isolations()
+    frames = isolations.open
     if not frames:
         return capture_states()
     for frame in frames:
@@ -255,7 +251,7 @@ def keep_restored(loaded: Any) -> None:
 
 def _loads() -> Iterator[_Open]:
     """Yield the isolations of the load in progress, the innermost first."""
-    for frame in reversed(_open_isolations()):
+    for frame in reversed(isolations.open):
         if frame.kind != "load":
             return
         yield frame

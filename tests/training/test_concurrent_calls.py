@@ -138,7 +138,7 @@ def test_an_isolation_that_an_interrupt_left_open_ends_with_the_call() -> None:
         state["own"] = LeavesOpen()
         with pytest.raises(KeyboardInterrupt):
             ckpt.step()
-        assert generators._open_isolations() == []
+        assert generators.isolations.open == []
         del state["own"]
         torch.rand(3)
         expected = torch.get_rng_state()
@@ -186,7 +186,7 @@ def test_a_real_signal_during_steps_changes_nothing(
             signal.signal(signal.SIGALRM, previous)
         assert errors
         assert all("SignalNotice" in str(e) for e in errors), errors
-        assert generators._open_isolations() == [], "an isolation is still open"
+        assert generators.isolations.open == [], "an isolation is still open"
         ckpt.save()
         last = ckpt.current_step
     deadline = time.monotonic() + 20

@@ -670,7 +670,7 @@ def test_an_interrupt_leaves_no_isolation_open(
                 limpet.save(MemoryStore(), state)
             else:
                 ckpt.save()
-    assert generators._open_isolations() == []
+    assert generators.isolations.open == []
 
     expected = upcoming()
     stored = MemoryStore()

@@ -12,7 +12,7 @@ from weakref import finalize
 
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
-from limpet.generators import end_interrupted, thread
+from limpet.generators import end_interrupted, isolations
 from limpet.sinks.default_terminal import default_terminal
 from limpet.threads import no_op
 
@@ -39,7 +39,7 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         running, own = self._lifecycle.running, (name, get_ident())
-        depth = len(thread.isolations)
+        depth = len(isolations.open)
         try:
             if running.setdefault(_CALL, own) is not own:
                 raise self._lifecycle.refusal(name)
@@ -47,7 +47,7 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
         finally:
             if running and running[_CALL] is own:
                 del running[_CALL]
-            if len(thread.isolations) > depth:
+            if len(isolations.open) > depth:
                 end_interrupted(depth)
 
     return call
