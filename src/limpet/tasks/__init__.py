@@ -10,49 +10,28 @@ Each public name is imported on first use, as in ``limpet``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from limpet.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from limpet.tasks.batches import TaskBatches
-    from limpet.tasks.queue import Job, Queue
-    from limpet.tasks.remote import RemoteQueue, TaskServer
-    from limpet.tasks.task import EvaluationSide, EvaluationTask, Task, TrainingSide, TrainingTask
+    from limpet.tasks.batches import TaskBatches as TaskBatches
+    from limpet.tasks.queue import Job as Job, Queue as Queue
+    from limpet.tasks.remote import RemoteQueue as RemoteQueue, TaskServer as TaskServer
+    from limpet.tasks.task import (
+        EvaluationSide as EvaluationSide,
+        EvaluationTask as EvaluationTask,
+        Task as Task,
+        TrainingSide as TrainingSide,
+        TrainingTask as TrainingTask,
+    )
 
-__all__ = [
-    "EvaluationSide",
-    "EvaluationTask",
-    "Job",
-    "Queue",
-    "RemoteQueue",
-    "Task",
-    "TaskBatches",
-    "TaskServer",
-    "TrainingSide",
-    "TrainingTask",
-]
-
-_LAZY_NAMES = {
-    "EvaluationSide": "task",
-    "EvaluationTask": "task",
-    "Job": "queue",
-    "Queue": "queue",
-    "RemoteQueue": "remote",
-    "Task": "task",
-    "TaskBatches": "batches",
-    "TaskServer": "remote",
-    "TrainingSide": "task",
-    "TrainingTask": "task",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY_NAMES:
-        raise AttributeError(f"module 'limpet.tasks' has no attribute {name!r}")
-    value = getattr(import_module(f"limpet.tasks.{_LAZY_NAMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "tasks.batches": "TaskBatches",
+        "tasks.queue": "Job Queue",
+        "tasks.remote": "RemoteQueue TaskServer",
+        "tasks.task": "EvaluationSide EvaluationTask Task TrainingSide TrainingTask",
+    },
+)
