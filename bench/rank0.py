@@ -104,7 +104,7 @@ class _Rank0:
     def __init__(self, port: int, ranks: int, shape: str, folder: Path, processes: Any) -> None:
         from bench import simulated_ranks
         from limpet.buffers import shared_pool
-        from limpet.ranks.group import StoreGroup
+        from limpet.ranks.group import Group
         from limpet.ranks.kv import KVClient, Timeouts
         from limpet.snapshot.location import locate
 
@@ -112,7 +112,7 @@ class _Rank0:
         self.command_store = simulated_ranks.connect(port, counted=False)
         self.store = simulated_ranks.connect(port)
         self.kv = KVClient(self.store, 0, ranks, Timeouts())
-        self.group = StoreGroup(self.kv, ranks)
+        self.group = Group(self.kv, ranks)
         self.location = locate(folder)
         self.pool = shared_pool()
         self.number = 0

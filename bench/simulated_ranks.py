@@ -123,12 +123,12 @@ class _SimulatedRank:
     """One simulated rank. Holds only its encoded messages."""
 
     def __init__(self, rank: int, ranks: int, shape: str, kv: Any) -> None:
-        from limpet.ranks.group import StoreGroup
+        from limpet.ranks.group import Group
         from limpet.saving.partition import _LocalRank
         from limpet.threads import Workers
 
         self.rank = rank
-        self.group = StoreGroup(kv, ranks)
+        self.group = Group(kv, ranks)
         flat, leaves = flatten_state(rank, ranks, shape)
         local: Any = _LocalRank(flat, leaves, Workers.create())
         self.header = local.make_summary([])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from limpet.ranks.group import StoreGroup, use_group
+from limpet.ranks.group import Group, use_group
 from limpet.ranks.kv import KVClient, Timeouts
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class FakeGroup:
         self.store = FakeStore()
         self.views = [StoreView(self.store) for _ in range(size)]
         clients = [KVClient(v, r, size, timeouts) for r, v in enumerate(self.views)]
-        self.groups = [StoreGroup(client, size) for client in clients]
+        self.groups = [Group(client, size) for client in clients]
 
     def outcomes(self, work: Callable[[int], T]) -> list[T | BaseException]:
         """Call ``work(rank)`` on all ranks concurrently, and return each result or exception."""

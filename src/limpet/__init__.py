@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from limpet.events import attach as attach
     from limpet.generators import isolated_rng as isolated_rng
     from limpet.loading.differences import LoadReport as LoadReport
-    from limpet.ranks.group import JoinedGroup as Group  # noqa: F401
+    from limpet.ranks.group import Group as Group
     from limpet.run.address import (
         load as load,
         open_version as open,  # noqa: F401  (as in the table below)
@@ -69,7 +69,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "events": "attach",
         "generators": "isolated_rng",
         "loading.differences": "LoadReport",
-        "ranks.group": "JoinedGroup=Group",
+        "ranks.group": "Group",
         "run.address": "load open_version=open",
         "run.policy": "AtEnd AtSteps EveryEpoch EverySeconds EverySteps KeepBest KeepEvery KeepLast"
         " KeepSteps Never OnException StopWhen",

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from limpet.errors import RankFailed
-from limpet.ranks.group import _own_connection
+from limpet.ranks.group import _interrupter_of_own
 from limpet.ranks.kv import KVClient, Timeouts
 
 ROUNDS = [
@@ -55,7 +55,8 @@ def use_store(name: str, port: int, host: int) -> None:
     own = dist.PrefixStore("own", store.clone())
     silent = 2.0 if kind == ["no connection"] else 0.5
     kv = KVClient(own, 0, 2, Timeouts(silent, 60))
-    kv.connection = None if kind == ["no connection"] else _own_connection(own, store)
+    if kind != ["no connection"]:
+        kv.interrupt = _interrupter_of_own(own, store)
     kv.has_all(["a"])
     if state == "random":
         draw = random.Random(int(end))

@@ -12,7 +12,7 @@ from typing import Any
 
 from limpet.errors import RankFailed
 from limpet.ranks.agreement import Agreement
-from limpet.ranks.group import StoreGroup
+from limpet.ranks.group import Group
 from limpet.ranks.kv import KVClient, Timeouts
 from limpet.ranks.rounds import RoundDeadline
 from tests.fakegroup import FakeStore
@@ -116,7 +116,7 @@ class SimulatedRank:
         self.number = number
         self.store = FaultyStoreView(self)
         self.kv = DirectKVClient(self.store, number, world.size, TIMEOUTS, lambda: world.now)
-        group = StoreGroup(self.kv, world.size)
+        group = Group(self.kv, world.size)
         self.observed = Observations()
         self.agreement = ManualAgreement(group, "run", observer=self.observed)
         self.agreement._thread.join()

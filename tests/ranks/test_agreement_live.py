@@ -19,16 +19,16 @@ import pytest
 import limpet
 from limpet.errors import RankFailed
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
-from limpet.ranks.group import LocalGroup, StoreGroup, current_group
+from limpet.ranks.group import Group, current_group
 from limpet.ranks.kv import Timeouts
 from tests.fakegroup import FakeGroup
 
 FAST_POLL = (0.0005, 0.002)
 
 
-def store_group() -> StoreGroup:
+def store_group() -> Group:
     group = current_group()
-    assert isinstance(group, StoreGroup)
+    assert group.kv is not None
     return group
 
 
@@ -215,7 +215,7 @@ def test_two_agreements_of_one_group_are_independent() -> None:
 
 
 def test_a_single_process_agrees_with_itself(failed_proposals: Any) -> None:
-    agreement = make_agreement(LocalGroup(), "run")
+    agreement = make_agreement(Group(), "run")
     assert isinstance(agreement, LocalAgreement)
     assert agreement.step() == frozenset()
     agreement.propose("save")

@@ -14,7 +14,6 @@ from limpet.errors import RankFailed
 from limpet.ranks.collective import StoreCollective
 from limpet.ranks.failure_detector import FailureDetector
 from limpet.ranks.kv import KVClient, Timeouts
-from limpet.ranks.session import SessionKVClient
 from tests.fakegroup import FakeStore
 
 WHAT = "the save of version_5"
@@ -178,7 +177,7 @@ def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises() -> None:
         return now[0]
 
     reports: list[Any] = []
-    kv = SessionKVClient(FakeStore(), 1, 2, Timeouts(60, 300), lambda prefix: FakeStore(), clock)
+    kv = KVClient(FakeStore(), 1, 2, Timeouts(60, 300), clock, lambda prefix: FakeStore())
     with (
         limpet.attach(lambda name, fields: reports.append((name, fields))),
         pytest.raises(RankFailed, match="Rank 0"),

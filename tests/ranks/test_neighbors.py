@@ -18,8 +18,7 @@ import torch.distributed as dist
 import limpet
 from limpet import machine
 from limpet.errors import RankFailed
-from limpet.ranks.failure_detector import Neighbors
-from limpet.ranks.kv import CLOSED_HEARTBEAT, Timeouts
+from limpet.ranks.kv import CLOSED_HEARTBEAT, Neighbors, Timeouts
 from tests.fakegroup import FakeGroup, FakeStore
 from tests.fork_server import FORK_SERVER
 

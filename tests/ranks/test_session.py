@@ -13,10 +13,8 @@ import pytest
 from limpet.deadline import Deadline
 from limpet.errors import RankFailed
 from limpet.ranks import collective as collective_module
-from limpet.ranks.group import StoreGroup
-from limpet.ranks.kv import CLOSED_HEARTBEAT, KVClient, Timeouts
-from limpet.ranks.session import SessionKVClient
-from limpet.ranks.store_connection import KeyValueStore
+from limpet.ranks.group import Group
+from limpet.ranks.kv import CLOSED_HEARTBEAT, KeyValueStore, KVClient, Timeouts
 from tests.fakegroup import FakeStore, StoreView
 
 SOON = Timeouts(silent=1.5, stuck=8.0)
@@ -47,12 +45,12 @@ class Clients:
 
     def connect(self, store: Any, rank: int, size: int, timeouts: Timeouts = SOON) -> KVClient:
         make_session_store: Any = partial(Prefixed, store)
-        self.opened.append(SessionKVClient(store, rank, size, timeouts, make_session_store))
+        self.opened.append(KVClient(store, rank, size, timeouts, with_prefix=make_session_store))
         return self.opened[-1]
 
-    def start_job(self, store: KeyValueStore, size: int) -> list[StoreGroup]:
+    def start_job(self, store: KeyValueStore, size: int) -> list[Group]:
         """Return the groups of the ranks of a job that starts now."""
-        return [StoreGroup(self.connect(StoreView(store), r, size), size) for r in range(size)]  # type: ignore[arg-type]
+        return [Group(self.connect(StoreView(store), r, size), size) for r in range(size)]  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -63,11 +61,11 @@ def clients() -> Iterator[Clients]:
         kv.close()
 
 
-def run_on_ranks(groups: list[StoreGroup], work: Any) -> list[Any]:
+def run_on_ranks(groups: list[Group], work: Any) -> list[Any]:
     """Run ``work(group)`` in one thread per group. Return the results or exceptions by rank."""
     outcomes: list[Any] = [None] * groups[-1].size
 
-    def run(group: StoreGroup) -> None:
+    def run(group: Group) -> None:
         try:
             outcomes[group.rank] = work(group)
         except Exception as e:
@@ -81,7 +79,7 @@ def run_on_ranks(groups: list[StoreGroup], work: Any) -> list[Any]:
     return outcomes
 
 
-def gather_words(group: StoreGroup, word: str, failing_rank: int = -1) -> Any:
+def gather_words(group: Group, word: str, failing_rank: int = -1) -> Any:
     """Gather a word from each rank. Return the words of all ranks, on all ranks.
 
     If a rank fails, no rank returns, because all of them wait for it in the second round.
@@ -132,7 +130,7 @@ def test_a_rank_may_start_much_later(clients: Clients, late: int) -> None:
     """The delay exceeds ``silent``, which does not apply before the first heartbeat of a rank."""
     groups = clients.start_job(FakeStore(), 3)
 
-    def work(group: StoreGroup) -> Any:
+    def work(group: Group) -> Any:
         if group.rank == late:
             time.sleep(SOON.silent * 1.2)
         return gather_words(group, "a")
@@ -156,7 +154,7 @@ def test_the_deadline_of_an_operation_also_ends_the_wait_for_the_first_call_of_r
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective_module, "late_seconds", lambda *_: 0.1)
-    group = StoreGroup(clients.connect(StoreView(FakeStore()), 1, 2, Timeouts(60, 60)), 2)
+    group = Group(clients.connect(StoreView(FakeStore()), 1, 2, Timeouts(60, 60)), 2)
     began = time.monotonic()
     with pytest.raises(RankFailed, match="in the time for the save") as failed:
         group.collective("the save", deadline=Deadline.after(0.3, "the save: 0.3 s"))

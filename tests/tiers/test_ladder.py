@@ -29,7 +29,7 @@ from limpet.format.names import Version
 from limpet.notices import exit_status
 from limpet.notices.exit_status import DONE, GIVE_UP, SAVED, UNSAVED, read_records
 from limpet.notices.notice import Notice
-from limpet.ranks.group import LocalGroup
+from limpet.ranks.group import Group
 from limpet.run.policy import AtEnd, EverySteps, Never
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
@@ -485,7 +485,7 @@ def test_a_training_with_an_exit_function_that_returns(statuses: Status) -> None
 def test_a_rank_that_is_stopped_because_another_one_failed_keeps_the_record() -> None:
     """torchrun stops it by SIGTERM. It leaves with 75 if it has made no step since the resume."""
     store = MemoryStore()
-    ladder = Ladder(Run(store), LocalGroup(), saves=True)
+    ladder = Ladder(Run(store), Group(), saves=True)
     ladder._key = "restart-0-0123456789ab.json"
     store.put_if_absent(ladder._key, b"x")
     deadline = Deadline.after(60, "the exit")

@@ -28,10 +28,7 @@ from limpet.loading.differences import LoadReport, no_match_error
 from limpet.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from limpet.loading.targets import Finalize, LoadTargets, device_chooser
 from limpet.ranks.collective import Collective, await_all
-from limpet.ranks.group import (
-    Group,
-    LocalGroup,
-)
+from limpet.ranks.group import Group
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state import modules
 from limpet.text import warn_user, with_article
@@ -51,7 +48,7 @@ def load_snapshot(
 
     Without a ``group``, this process loads alone.
     """
-    group = LocalGroup() if group is None or into is None else group
+    group = Group() if group is None or into is None else group
     limit = snapshot.location.deadline
     collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)
     targets = LoadTargets(snapshot, device_chooser(snapshot, device))

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from limpet.errors import RankFailed
 from limpet.events import emit
 from limpet.ranks.error_report import decode_raised, encode_raised, is_from_torch
-from limpet.ranks.group import Group, StoreGroup
+from limpet.ranks.group import Group
 from limpet.ranks.rounds import Observer, RoundDeadline, RoundParticipant
 from limpet.ranks.step_gate import StepGate
 
@@ -57,12 +57,14 @@ class Agreement:
 
     def __init__(
         self,
-        group: StoreGroup,
+        group: Group,
         name: str,
         idle_poll: tuple[float, float] = IDLE_POLL,
         observer: Observer | None = None,
     ) -> None:
-        self._kv = kv = group.kv
+        if (kv := group.kv) is None:
+            raise ValueError("An agreement needs several ranks")
+        self._kv = kv
         self._gate = StepGate(kv.timeouts.stuck + 4 * kv.timeouts.silent, kv.clock)
         self._participant = RoundParticipant(
             kv,
@@ -236,8 +238,6 @@ def make_agreement(
     group: Group, name: str, observer: Observer | None = None
 ) -> Agreement | LocalAgreement:
     """Create the ``Agreement`` of a group. All ranks of the group must call this function."""
-    return (
-        Agreement(group, name, observer=observer)
-        if isinstance(group, StoreGroup) and group.size > 1
-        else LocalAgreement()
-    )
+    if group.kv is None or group.size == 1:
+        return LocalAgreement()
+    return Agreement(group, name, observer=observer)

@@ -27,8 +27,8 @@ from limpet.ranks.error_report import (
     encode_error,
     encode_json,
 )
-from limpet.ranks.failure_detector import FailureDetector, emit_stragglers
-from limpet.ranks.kv import MAX_BATCH_KEYS, KVClient
+from limpet.ranks.failure_detector import FailureDetector
+from limpet.ranks.kv import MAX_BATCH_KEYS, KVClient, emit_stragglers
 
 T = TypeVar("T")
 

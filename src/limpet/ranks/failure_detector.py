@@ -1,66 +1,12 @@
-"""Detect which of the ranks that a rank waits for have failed, and which are stragglers.
-
-A rank that is killed sends no last heartbeat. Without a report, the others wait for one for
-``Timeouts.silent`` seconds. The system knows at once that a process has ended, and ranks with
-consecutive numbers usually share a host: the ranks next to it report it (``Neighbors``).
-"""
+"""Detect which of the ranks that a rank waits for have failed, and which are stragglers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from limpet import machine
 from limpet.errors import RankFailed
-from limpet.events import emit
-from limpet.ranks.store_connection import KeyValueStore
+from limpet.ranks.kv import STRAGGLER_SECONDS, Heartbeat, KVClient, WaitPosition
 from limpet.text import format_ranks
-
-STRAGGLER_SECONDS = 30.0
-"""Seconds without progress after which waiting ranks report a rank as a straggler."""
-
-_MAX_SHOWN = 8
-
-
-WaitPosition = tuple[int, ...]
-"""The numbers of a collective, of an operation within it, and of a wait within that operation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The last heartbeat of a rank.
-
-    ``count``: the number of heartbeats so far; ``progress``: a counter that increases with the
-    rank's progress; ``host``: the name of its host; ``waiting_at``: the earliest position at which
-    it waits for others.
-    """
-
-    count: int
-    progress: int
-    host: str
-    waiting_at: WaitPosition | None = None
-
-
-class Limits(Protocol):
-    """``silent`` and ``stuck`` of ``Timeouts``."""
-
-    @property
-    def silent(self) -> float: ...
-    @property
-    def stuck(self) -> float: ...
-
-
-class Heartbeats(Protocol):
-    """The client from which the heartbeats of other ranks are read."""
-
-    clock: Callable[[], float]
-
-    @property
-    def timeouts(self) -> Limits: ...
-
-    def heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]: ...
 
 
 class FailureDetector:
@@ -77,7 +23,7 @@ class FailureDetector:
 
     def __init__(
         self,
-        kv: Heartbeats,
+        kv: KVClient,
         operation: str,
         stuck: float | None = None,
         position: WaitPosition = (0, 0),
@@ -180,62 +126,3 @@ class FailureDetector:
             rank=rank,
             lost=True,
         )
-
-
-def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout: float) -> None:
-    """Emit the event that this rank waits, and for which ranks.
-
-    ``waited``: the seconds so far; ``timeout``: the seconds after which this rank gives up if the
-    ranks make no progress.
-    """
-    emit(
-        "ranks_awaited",
-        what=operation,
-        ranks=list(ranks[:_MAX_SHOWN]),
-        count=len(ranks),
-        seconds=waited,
-        longest=timeout,
-    )
-
-
-class Neighbors:
-    """The ranks before and after this one, if they are on this host.
-
-    All calls are made in the thread that owns the connection.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._unknown = [r for r in (rank - 1, rank + 1) if 0 <= r < size]
-        self._processes: dict[int, tuple[int, str]] = {}
-        self._host = ""
-
-    def report(self, store: KeyValueStore, closed: bytes) -> None:
-        """Make the last heartbeat of a neighbor whose process has ended say so. Call it after each
-        heartbeat of this rank.
-
-        ``closed``: the heartbeat of a process that has ended regularly, which stays.
-        """
-        if not self._host:
-            self._announce(store)
-        for rank in list(self._unknown):
-            if store.check([f"heartbeat/{rank}/process"]):
-                self._unknown.remove(rank)
-                host, _, process = store.get(f"heartbeat/{rank}/process").decode().rpartition("\n")
-                if host == self._host:
-                    self._processes[rank] = int(process.partition(":")[0]), process
-        for rank, (pid, process) in self._processes.items():
-            if pid != os.getpid() and machine.pid_and_start_time(pid) != process:
-                key = f"heartbeat/{rank}"
-                last = bytes(store.get(key))
-                # a message that is still on its way may replace this one, which is then repeated
-                if last != closed and not last.startswith(b"-1 "):
-                    name = last.decode().split(" ")[2]
-                    store.set(key, f"-1 0 {name}".encode())
-
-    def _announce(self, store: KeyValueStore) -> None:
-        """Tell the neighbors which process this is."""
-        host, boot, process = machine.process_identity()
-        self._host = f"{host}\n{boot}"
-        if not process.endswith(":gone"):  # the system does not tell
-            store.set(f"heartbeat/{self._rank}/process", f"{self._host}\n{process}".encode())

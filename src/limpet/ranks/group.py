@@ -21,10 +21,14 @@ from limpet.errors import LimpetError, RankFailed, Unsupported
 from limpet.format.digest import digest
 from limpet.lazy_torch import import_torch, torch_or_none
 from limpet.ranks.collective import Collective, LocalCollective, StoreCollective
-from limpet.ranks.failure_detector import STRAGGLER_SECONDS, emit_stragglers
-from limpet.ranks.kv import KVClient, Timeouts
-from limpet.ranks.session import SessionKVClient
-from limpet.ranks.store_connection import KeyValueStore, StoreConnection
+from limpet.ranks.kv import (
+    STRAGGLER_SECONDS,
+    KeyValueStore,
+    KVClient,
+    Timeouts,
+    emit_stragglers,
+    interrupter_of,
+)
 from limpet.settings import read_settings
 from limpet.threads import no_op
 
@@ -46,41 +50,89 @@ _LEAVING_SECONDS = 2.0
 
 GroupSpec = Any
 """The ranks that save or load: None for all ranks of torch.distributed, ``"alone"`` for only this
-process, a ``torch.distributed.ProcessGroup``, or a ``limpet.Group`` (``JoinedGroup``)."""
+process, a ``torch.distributed.ProcessGroup``, or a ``limpet.Group``."""
 
 
-@dataclass(eq=False)
-class LocalGroup:
-    """The group of one process, with the interface of ``StoreGroup``."""
+class Group(AbstractContextManager["Group", None]):
+    """The ranks that save and load together. One process is a group of one.
 
-    rank = 0
-    size = 1
-    cache: dict[str, Any] = field(default_factory=dict)
+    Processes without ``torch.distributed``, such as Ray actors, join one, and pass it as ``group=``
+    to ``limpet.save``, ``save_async``, ``load``, ``Run.writer``, or ``Checkpointer``. All of them
+    make the same calls in the same order::
 
-    def collective(
-        self,
-        operation: str,
-        timeout: float | None = None,
-        cause: str = "",
-        deadline: Deadline | None = None,
-    ) -> Collective:
-        return LocalCollective(deadline)
+        with limpet.Group.join("10.0.0.1:29500", rank, size=3) as group:
+            limpet.save("runs/a/version_100", state, group=group)
 
-
-class StoreGroup:
-    """A group of several ranks, which communicate over a key-value store.
-
-    ``cache``: the data that a save keeps for the next save.
+    ``address``: ``"HOST:PORT"``, with the port that rank 0 serves; ``rank``: the number of this
+    process, from 0 to ``size - 1``. ``join`` and ``close`` are for programs; the other methods are
+    for Limpet. All ranks call ``collective`` in the same order from the training thread. The
+    collective may then continue in any thread.
     """
 
-    def __init__(self, kv: KVClient, size: int) -> None:
+    # ``kv``: how several ranks communicate. ``cache``: the data that a save keeps for the next one.
+    def __init__(self, kv: KVClient | None = None, size: int = 1, address: str = "") -> None:
         self.kv = kv
-        self.rank = kv.rank
+        self.rank = 0 if kv is None else kv.rank
         self.size = size
+        self.address = address
         self.cache: dict[str, Any] = {}
         self._sequence_numbers = count(1)
         self._missed_last = False
         self._collectives: WeakSet[StoreCollective] = WeakSet()
+
+    def __repr__(self) -> str:
+        return f"<Group {self.address} rank {self.rank} of {self.size}>"
+
+    @classmethod
+    def join(cls, address: str, rank: int, size: int, *, name: str = "group") -> Group:
+        """Become ``rank`` of the ``size`` ranks of a group.
+
+        Rank 0 serves ``address``, ``"HOST:PORT"`` with a name or number of its host that the others
+        can reach, until its process ends. With port 0, it serves a free port, which the attribute
+        ``address`` then has. The other ranks wait until rank 0 serves. No rank waits for the others
+        here: the first operation does, and raises ``RankFailed`` with the number of a rank that
+        does not join within the time limits (``LIMPET_STUCK``, ``LIMPET_SILENT``).
+
+        After the loss of a rank, the others close the group and join again under a new ``name``,
+        perhaps with another ``size`` and other ranks. The address stays the same unless rank 0 was
+        lost. Anyone who can reach the address can take part, as for ``torch.distributed``.
+
+        Raises ``LimpetError`` for an invalid argument, an address that cannot be served, a rank
+        that has joined under this name before, another ``size`` than that of an earlier rank, or if
+        PyTorch is not installed; and ``RankFailed`` if rank 0 does not serve the address.
+        """
+        host, _, text = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        host, port = host.strip("[]"), whole(int(text), 0, 65535) if text.isdecimal() else None
+        if not host or port is None:
+            raise LimpetError(f'address must be "HOST:PORT"; found {address!r}')
+        number = whole(rank)
+        ranks = None if number is None else whole(size, number + 1)
+        if number is None or ranks is None:
+            raise LimpetError(
+                f"rank must be a number from 0 to size - 1; found {rank!r} and size={size!r}"
+            )
+        if number and not port:
+            raise LimpetError("Only rank 0 can join at port 0; pass the address of its group")
+        torch = import_torch("limpet.Group uses the TCPStore of PyTorch")
+        settings = read_settings()
+        timeouts = Timeouts(settings.silent, settings.stuck)
+        server = None if number else _serve(torch, host, port, timeouts)
+        if server is None:
+            _await_server(host, port, timeouts)
+        else:
+            port = server.store.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        prefix = f"limpet/joined/{name}"
+        client = _enter(torch, host, port, prefix, number, ranks, timeouts)
+        if ranks == 1:
+            return cls(address=address)
+        kv = KVClient(torch.distributed.PrefixStore(prefix, client), number, ranks, timeouts)
+        kv.interrupt = interrupter_of(repr(client))
+        group = cls(kv, ranks, address)
+        if server is not None:
+            server.groups.append((prefix, group._sequence_numbers))
+        kv.start()
+        return group
 
     def collective(
         self,
@@ -96,20 +148,19 @@ class StoreGroup:
         the default; ``cause``: the reason why this rank started the operation; ``deadline``: that
         of the operation.
         """
-        if self.size == 1:
+        kv = self.kv
+        if kv is None or self.size == 1:
             return LocalCollective(deadline)
-        self.kv.start()
+        kv.start()
         for _ in range(_MAX_MISSED):
             collective = StoreCollective(
-                self.kv, self.size, self.next_sequence_number(), operation, timeout, cause, deadline
+                kv, self.size, self.next_sequence_number(), operation, timeout, cause, deadline
             )
             try:
-                if isinstance(self.kv, SessionKVClient):
-                    self.kv.await_session(collective.exceeded)
+                kv.await_session(collective.exceeded)
                 missed_operation = collective.missed_operation()
             except RankFailed as error:
-                if isinstance(self.kv, SessionKVClient):  # rank 0 must not wait for this rank later
-                    self.kv.set_when_joined(*collective.encode_failure(error))
+                kv.set_when_joined(*collective.encode_failure(error))  # rank 0 must not wait later
                 raise
             if missed_operation is None or (
                 missed_operation == operation and not self._missed_last
@@ -136,21 +187,24 @@ class StoreGroup:
         """
         return next(self._sequence_numbers)
 
-    def twin(self) -> StoreGroup:
+    def twin(self) -> Group:
         """Return a group of the same ranks, whose operations another thread begins.
 
         All ranks call this in the same order from the training thread.
         """
-        twin = StoreGroup(self.kv, self.size)
+        twin = Group(self.kv, self.size)
         twin._sequence_numbers = count(self.next_sequence_number() * _TWIN_NUMBERS)
         return twin
 
     def close(self) -> None:
-        """Wait for the collectives in progress, such as that of a save, and close the client.
+        """Leave the group, after the saves in progress. The others then do not wait for this rank:
+        an operation without it fails at once.
 
         The wait ends when this rank makes no progress for ``timeouts.silent`` seconds.
         """
         kv = self.kv
+        if kv is None:
+            return
         progress, progress_at = kv.progress, kv.clock()
         try:
             # A thread of Limpet must not wait for itself: the garbage collector may call this.
@@ -165,13 +219,8 @@ class StoreGroup:
         finally:
             kv.close()
 
-
-Group = LocalGroup | StoreGroup
-"""Ranks that act together.
-
-All ranks call ``collective`` in the same order from the training thread. The collective may then
-continue in any thread.
-"""
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def all_reduce(
@@ -232,91 +281,7 @@ def failing_together(group: Group, operation: str, deadline: Deadline | None) ->
         raise
 
 
-# -- without torch.distributed -------------------------------------------------------------------
-
-
-class JoinedGroup(AbstractContextManager["JoinedGroup", None]):
-    """Processes that save and load together without ``torch.distributed``, such as Ray actors.
-
-    Each process joins, and passes the group as ``group=`` to ``limpet.save``, ``save_async``,
-    ``load``, ``Run.writer``, or ``Checkpointer``. All of them make the same calls in the same
-    order::
-
-        with limpet.Group.join("10.0.0.1:29500", rank, size=3) as group:
-            limpet.save("runs/a/version_100", state, group=group)
-
-    ``address``: ``"HOST:PORT"``, with the port that rank 0 serves; ``rank``: the number of this
-    process, from 0 to ``size - 1``.
-    """
-
-    def __init__(self, address: str, members: Group) -> None:
-        self.address = address
-        self.rank = members.rank
-        self.size = members.size
-        self._members = members
-
-    def __repr__(self) -> str:
-        return f"<Group {self.address} rank {self.rank} of {self.size}>"
-
-    @classmethod
-    def join(cls, address: str, rank: int, size: int, *, name: str = "group") -> JoinedGroup:
-        """Become ``rank`` of the ``size`` ranks of a group.
-
-        Rank 0 serves ``address``, ``"HOST:PORT"`` with a name or number of its host that the others
-        can reach, until its process ends. With port 0, it serves a free port, which the attribute
-        ``address`` then has. The other ranks wait until rank 0 serves. No rank waits for the others
-        here: the first operation does, and raises ``RankFailed`` with the number of a rank that
-        does not join within the time limits (``LIMPET_STUCK``, ``LIMPET_SILENT``).
-
-        After the loss of a rank, the others close the group and join again under a new ``name``,
-        perhaps with another ``size`` and other ranks. The address stays the same unless rank 0 was
-        lost. Anyone who can reach the address can take part, as for ``torch.distributed``.
-
-        Raises ``LimpetError`` for an invalid argument, an address that cannot be served, a rank
-        that has joined under this name before, another ``size`` than that of an earlier rank, or if
-        PyTorch is not installed; and ``RankFailed`` if rank 0 does not serve the address.
-        """
-        host, _, text = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        host, port = host.strip("[]"), whole(int(text), 0, 65535) if text.isdecimal() else None
-        if not host or port is None:
-            raise LimpetError(f'address must be "HOST:PORT"; found {address!r}')
-        number = whole(rank)
-        ranks = None if number is None else whole(size, number + 1)
-        if number is None or ranks is None:
-            raise LimpetError(
-                f"rank must be a number from 0 to size - 1; found {rank!r} and size={size!r}"
-            )
-        if number and not port:
-            raise LimpetError("Only rank 0 can join at port 0; pass the address of its group")
-        torch = import_torch("limpet.Group uses the TCPStore of PyTorch")
-        settings = read_settings()
-        timeouts = Timeouts(settings.silent, settings.stuck)
-        server = None if number else _serve(torch, host, port, timeouts)
-        if server is None:
-            _await_server(host, port, timeouts)
-        else:
-            port = server.store.port
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        prefix = f"limpet/joined/{name}"
-        client = _enter(torch, host, port, prefix, number, ranks, timeouts)
-        if ranks == 1:
-            return cls(address, LocalGroup())
-        kv = KVClient(torch.distributed.PrefixStore(prefix, client), number, ranks, timeouts)
-        kv.connection = StoreConnection(repr(client))
-        members = StoreGroup(kv, ranks)
-        if server is not None:
-            server.groups.append((prefix, members._sequence_numbers))
-        kv.start()
-        return cls(address, members)
-
-    def close(self) -> None:
-        """Leave the group, after the saves in progress. The others then do not wait for this rank:
-        an operation without it fails at once."""
-        if isinstance(self._members, StoreGroup):
-            self._members.close()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+# -- groups without torch.distributed ------------------------------------------------------------
 
 
 @dataclass
@@ -422,9 +387,9 @@ def _unserved_error(host: str, port: int, expected: str, error: Exception) -> Ra
     )
 
 
-# -- with torch.distributed ----------------------------------------------------------------------
+# -- groups with torch.distributed ---------------------------------------------------------------
 
-_groups: WeakKeyDictionary[Any, dict[tuple[int, str], StoreGroup]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, dict[tuple[int, str], Group]] = WeakKeyDictionary()
 """For each initialization of torch.distributed, by its default process group: the groups by process
 and name."""
 _groups_lock = RLock()  # the garbage collector may end a group in the thread that creates one
@@ -453,10 +418,10 @@ def current_group(spec: GroupSpec = None) -> Group:
             expected='None, "alone", a torch.distributed.ProcessGroup, or a limpet.Group',
             found=repr(spec)[:80],
         )
-    if isinstance(spec, JoinedGroup):
-        return spec._members
+    if isinstance(spec, Group):
+        return spec
     if spec == "alone":
-        return LocalGroup()
+        return Group()
     simulated: Group | None = getattr(_thread_local, "group", None)
     if simulated is not None:
         return simulated
@@ -466,7 +431,7 @@ def current_group(spec: GroupSpec = None) -> Group:
         or not torch.distributed.is_available()
         or not torch.distributed.is_initialized()
     ):
-        return LocalGroup()
+        return Group()
     ranks = torch.distributed.get_process_group_ranks(spec)
     if torch.distributed.get_rank() not in ranks:
         raise LimpetError(
@@ -475,7 +440,7 @@ def current_group(spec: GroupSpec = None) -> Group:
             found=f"rank {torch.distributed.get_rank()}",
             todo="Make this call only on the ranks of the group",
         )
-    return LocalGroup() if len(ranks) == 1 else _torch_group(torch, ranks)
+    return Group() if len(ranks) == 1 else _torch_group(torch, ranks)
 
 
 def saving_group(spec: GroupSpec = None) -> Group:
@@ -502,7 +467,7 @@ def saving_group(spec: GroupSpec = None) -> Group:
     return group
 
 
-def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
+def _torch_group(torch: Any, ranks: Sequence[int]) -> Group:
     """Return the group of these ranks, created once per initialization of torch.distributed.
 
     Nothing of Limpet keeps the store for longer than the default process group, which has it too.
@@ -519,22 +484,22 @@ def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
         if group is None:
             settings = read_settings()
             connection: KeyValueStore = _connect_store(torch, store, name)
-            kv = SessionKVClient(
+            kv = KVClient(
                 connection,
                 list(ranks).index(torch.distributed.get_rank()),
                 len(ranks),
                 Timeouts(settings.silent, settings.stuck),
-                lambda prefix: torch.distributed.PrefixStore(prefix, connection),
+                with_prefix=lambda prefix: torch.distributed.PrefixStore(prefix, connection),
             )
-            kv.connection = _own_connection(connection, store)
+            kv.interrupt = _interrupter_of_own(connection, store)
             kv.start()  # from its first call on, a rank sends heartbeats, such as during imports
-            group = groups[os.getpid(), name] = StoreGroup(kv, len(ranks))
+            group = groups[os.getpid(), name] = Group(kv, len(ranks))
             # destroy_process_group ends the default group, and with it this group
             finalize(default_group, _close_group, group, store, os.getpid()).atexit = False
         return group
 
 
-def _close_group(group: StoreGroup, store: Any, pid: int) -> None:
+def _close_group(group: Group, store: Any, pid: int) -> None:
     """Close a group. Until then, its finalizer keeps the ``store`` for the saves in progress."""
     if pid == os.getpid():
         group.close()
@@ -554,11 +519,11 @@ def _connect_store(torch: Any, store: Any, name: str) -> Any:
     return torch.distributed.PrefixStore(name, store if clone is None else clone())
 
 
-def _own_connection(connection: Any, store: Any) -> StoreConnection | None:
-    """Return the connection if it is a separate one, not that of the training's ``store``."""
+def _interrupter_of_own(connection: Any, store: Any) -> Callable[[], bool]:
+    """Return ``interrupter_of`` a connection that is not that of the training's ``store``."""
     while hasattr(connection, "underlying_store"):
         connection = connection.underlying_store
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     own = repr(connection)
-    return None if own == repr(store) else StoreConnection(own)
+    return interrupter_of("" if own == repr(store) else own)

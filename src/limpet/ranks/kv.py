@@ -3,13 +3,25 @@
 One thread of this process owns the connection and never blocks in the store; waiters poll. If the
 host of the store dies or hangs, only that thread is blocked, and callers time out. The thread also
 sends a heartbeat at a regular interval (1 second for up to 2000 ranks), by which other ranks
-distinguish a slow rank from a dead one.
+distinguish a slow rank from a dead one. A rank that is killed sends no last heartbeat. The system
+knows at once that a process has ended, and ranks with consecutive numbers usually share a host: the
+ranks next to it report it (``Neighbors``).
+
+**Sessions.** torchrun keeps its TCPStore when it restarts the ranks, and gives them no value that
+is common to all ranks and differs between starts (each agent has its own restart count). Therefore
+each rank sends a random token, and rank 0 replies with the session, which is a prefix of all other
+keys. Keys that an earlier start has left, or that a leftover process of it still sets, are never
+read. Until all ranks have joined, each rank repeats its greeting with the time of day. So a rank
+that dies after its first call, but before the others make theirs, is detected like any other. A
+greeting from before the start of this process may be from an earlier start, and is ignored.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +31,12 @@ from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from limpet import machine
 from limpet.errors import RankFailed
-from limpet.ranks.failure_detector import Heartbeat, Neighbors, WaitPosition
-from limpet.ranks.store_connection import KeyValueStore, StoreConnection, host_of
+from limpet.events import emit
+from limpet.threads import Latch
 from limpet.types import MIB
 
 T = TypeVar("T")
@@ -40,6 +53,24 @@ NO_VALUE = "-"
 MAX_BATCH_KEYS = 64
 """The maximum number of values that the thread reads for one request."""
 
+STRAGGLER_SECONDS = 30.0
+"""Seconds without progress after which waiting ranks report a rank as a straggler."""
+
+_MAX_SHOWN = 8
+
+_POLL_SECONDS = 0.01
+
+_BEFORE_JOINING = b"0 0 "
+"""The heartbeat that rank 0 sets for a rank that has greeted but not joined."""
+
+_CLIENT = re.compile(r"SocketImpl\(fd=(\d+), .*?remote=.*?:(\d+)\)")
+
+WaitPosition = tuple[int, ...]
+"""The numbers of a collective, of an operation within it, and of a wait within that operation."""
+
+_last_closed_at = 0.0
+"""The time of day at which this process last closed a client: an earlier initialization ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -53,15 +84,74 @@ class Timeouts:
     stuck: float = 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The last heartbeat of a rank.
+
+    ``count``: the number of heartbeats so far; ``progress``: a counter that increases with the
+    rank's progress; ``host``: the name of its host; ``waiting_at``: the earliest position at which
+    it waits for others.
+    """
+
+    count: int
+    progress: int
+    host: str
+    waiting_at: WaitPosition | None = None
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Heartbeat:
+        if raw == CLOSED_HEARTBEAT:
+            return cls(-1, 0, "")
+        count, progress, host, *position = raw.decode().split(" ")
+        return cls(int(count), int(progress), host, tuple(map(int, position)) or None)
+
+
+class Greeting(NamedTuple):
+    """What a rank writes for the other ranks until all have joined.
+
+    ``token`` is empty if there is no greeting; ``sent_at``: the time of day.
+    """
+
+    token: str = ""
+    sent_at: float = 0.0
+    is_closed: bool = False
+
+    @classmethod
+    def decode(cls, text: str) -> Greeting:
+        token, _, rest = text.partition(" ")
+        try:
+            sent_at, _, closed = rest.partition(" ")
+            return cls(token, float(sent_at), bool(closed))
+        except ValueError:
+            return cls(token)
+
+
+class KeyValueStore(Protocol):
+    """The methods of ``torch.distributed.Store`` that Limpet uses.
+
+    They are called such that none of them waits for a key.
+    """
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def add(self, key: str, number: int) -> int: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
 class KVClient:
     """A client of one rank for the store.
 
     Every method may be called from any thread. A method raises ``RankFailed`` if the store does not
-    respond within ``timeouts.silent`` seconds. ``connection``: the connection of ``store``, if only
-    this client uses it.
+    respond within ``timeouts.silent`` seconds. ``with_prefix``: returns a view of the store with a
+    prefix before all keys, if the store outlives this start of the job. The first request of a rank
+    then waits for the session, for at most ``timeouts.stuck`` seconds: rank 0 replies as soon as
+    its own client has started. ``interrupt``: ends the call of ``store`` in progress (see
+    ``interrupter_of``), if only this client uses its connection.
     """
-
-    connection: StoreConnection | None = None
 
     def __init__(
         self,
@@ -70,13 +160,15 @@ class KVClient:
         size: int,
         timeouts: Timeouts,
         clock: Callable[[], float] = time.monotonic,
+        with_prefix: Callable[[str], KeyValueStore] | None = None,
     ) -> None:
+        self.interrupt: Callable[[], bool] = lambda: False
         self.rank = rank
         self.timeouts = timeouts
         self.clock = clock
         self._store = store
         self.store_host = host_of(store)
-        self._heartbeat_interval = min(timeouts.silent / 5, max(1.0, size / 2000))
+        self._normal_interval = min(timeouts.silent / 5, max(1.0, size / 2000))
         self._progress = 0
         self._heartbeat_count = 0
         self._waiting_at: list[WaitPosition] = []
@@ -99,6 +191,20 @@ class KVClient:
 
         self._error: BaseException | None = None
         """Without its traceback, which would keep this client and its connection alive."""
+
+        self._root_store = store
+        self._with_prefix = with_prefix
+        self._token = secrets.token_hex(8)
+        is_replying = rank == 0 and with_prefix is not None
+        self._unjoined_ranks = dict.fromkeys(range(1, size) if is_replying else (), "")
+        self._joined = Latch()
+        self._stragglers_reported = False
+        self._started_at = max(machine.process_started_at(), _last_closed_at)
+        self._coordinator = Greeting()
+        self._unsent: dict[str, str] = {}
+        self._heartbeat_interval = self._normal_interval if with_prefix is None else _POLL_SECONDS
+        if with_prefix is None or rank == 0:
+            self._join(self._token)
 
     def raise_peer_error(self) -> None:
         """Raise ``peer_error``, once, in the training thread: saves in the background go on."""
@@ -176,13 +282,13 @@ class KVClient:
             return None, []  # another rank is deleting it
         return b"".join([value, *(part[1:] for part in extra_parts if part)]), [key, *extra_keys]
 
-    def _get_or_none(self, key: str) -> bytes | None:
+    def _get_or_none(self, key: str, store: KeyValueStore | None = None) -> bytes | None:
         """Return the value of a key, or None, in one request.
 
         This uses a ``compare_set`` that changes nothing, because ``get`` would wait for a key that
         has just been deleted.
         """
-        value = bytes(self._store.compare_set(key, NO_VALUE, NO_VALUE))
+        value = bytes((store or self._store).compare_set(key, NO_VALUE, NO_VALUE))
         return None if value == NO_VALUE.encode() else value
 
     def has_all(self, keys: list[str]) -> bool:
@@ -248,30 +354,144 @@ class KVClient:
             seen = [r for r in batch if r in self._ranks_seen]
             raws = self._store.multi_get([f"heartbeat/{r}" for r in seen]) if seen else []
             heartbeats.update(
-                (r, _decode_heartbeat(bytes(raw))) for r, raw in zip(seen, raws, strict=True)
+                (r, Heartbeat.decode(bytes(raw))) for r, raw in zip(seen, raws, strict=True)
             )
             for r in batch:
                 if r not in heartbeats and (raw := self._get_or_none(f"heartbeat/{r}")) is not None:
                     self._ranks_seen.add(r)
-                    heartbeats[r] = _decode_heartbeat(raw)
+                    heartbeats[r] = Heartbeat.decode(raw)
 
         for at in range(0, len(ranks), 4 * MAX_BATCH_KEYS):
             self._call(partial(read, ranks[at : at + 4 * MAX_BATCH_KEYS]))
         return [heartbeats.get(r) for r in ranks]
 
     def _send_heartbeat(self) -> None:
+        if self._unjoined_ranks:
+            self._answer_joins()
+        elif not self._joined.is_set():
+            self._request_session()
+        is_joining = self._unjoined_ranks or not self._joined.is_set()
+        faster = min(self._normal_interval, self._heartbeat_interval * 1.2)
+        self._heartbeat_interval = faster if is_joining else self._normal_interval
+        if not self._joined.is_set():
+            return
         self._heartbeat_count += 1
-        fields = [
-            self._heartbeat_count,
-            self._progress,
-            self._host,
-            *min(self._waiting_at.copy(), default=()),
-        ]
+        waiting_at = min(self._waiting_at.copy(), default=())
+        fields = [self._heartbeat_count, self._progress, self._host, *waiting_at]
         self._store.set(f"heartbeat/{self.rank}", " ".join(map(str, fields)).encode())
         self._neighbors.report(self._store, CLOSED_HEARTBEAT)
 
     def _send_closed(self) -> None:
-        self._store.set(f"heartbeat/{self.rank}", CLOSED_HEARTBEAT)
+        if self._unjoined_ranks or not self._joined.is_set():
+            self._greet(" closed")
+        if self._joined.is_set():
+            self._store.set(f"heartbeat/{self.rank}", CLOSED_HEARTBEAT)
+
+    # -- the session -----------------------------------------------------------------------------
+
+    def _join(self, session: str) -> None:
+        if self._with_prefix is not None:
+            self._store = self._with_prefix(session)
+        for key, value in list(self._unsent.items()):
+            self._store.compare_set(key, "", value)
+        self._joined.set()
+
+    def set_when_joined(self, key: str, value: str) -> None:
+        """Set the value of a key without one, now or when rank 0 replies."""
+        self._unsent[key] = value
+        if self._joined.is_set():
+            self.compare_and_set(key, value)
+
+    def _greet(self, end: str = "") -> None:
+        greeting = f"{self._token} {time.time():.3f}{end}".encode()
+        self._root_store.set(f"hello/{self.rank}", greeting)
+
+    def _answer_joins(self) -> None:
+        """Reply to ranks that request the session, until each has sent a heartbeat in it."""
+        self._greet()
+        for rank, answered_token in list(self._unjoined_ranks.items()):
+            greeting, key = self._read_greeting(rank), f"heartbeat/{rank}"
+            heartbeat = self._get_or_none(key)
+            is_current = greeting.sent_at >= self._started_at
+            if heartbeat not in (None, _BEFORE_JOINING, CLOSED_HEARTBEAT):
+                del self._unjoined_ranks[rank]
+                self._root_store.delete_key(f"hello/{rank}")
+                self._heartbeat_interval = _POLL_SECONDS
+            elif greeting.is_closed:
+                for earlier in ("", _BEFORE_JOINING.decode()) if is_current else ():
+                    self._store.compare_set(key, earlier, CLOSED_HEARTBEAT.decode())
+            elif greeting.token not in ("", answered_token):
+                reply = f"{greeting.token} {self._token}"
+                self._root_store.set(f"welcome/{rank}", reply.encode())
+                self._unjoined_ranks[rank] = greeting.token
+                if is_current:
+                    self._store.compare_set(key, "", _BEFORE_JOINING.decode())
+        if not self._unjoined_ranks:
+            self._root_store.delete_key("hello/0")
+
+    def _request_session(self) -> None:
+        welcome = f"welcome/{self.rank}"
+        self._heartbeat_count = 1
+        self._greet()
+        reply = self._get_or_none(welcome, self._root_store) or b""
+        token, _, session = reply.decode().partition(" ")
+        if token == self._token:
+            self._root_store.delete_key(welcome)
+            self._join(session)
+        else:
+            self._coordinator = self._read_greeting(0)
+
+    def _read_greeting(self, rank: int) -> Greeting:
+        text = self._get_or_none(f"hello/{rank}", self._root_store) or b""
+        return Greeting.decode(text.decode())
+
+    def await_session(self, exceeded: Callable[[float], str] = lambda waited: "") -> None:
+        """Wait for the reply of rank 0. Raises ``RankFailed`` if it has ended, died, or is late.
+
+        ``exceeded``: returns the limit that a wait of so many seconds exceeds, besides that of
+        ``Timeouts``, or an empty string.
+        """
+        if self._pid != os.getpid() or self._joined.is_set():
+            return
+        self.start()
+        silent, stuck = self.timeouts.silent, self.timeouts.stuck
+        waited = silent_for = 0.0
+        now, last_greeting = self.clock(), self._coordinator
+        while not self._joined.wait(_POLL_SECONDS):
+            if self._closed or self._error is not None:
+                raise self._unresponsive_error() from self._error
+            # in parts: a process that was suspended has lost only one part
+            passed = min(self.clock() - now, silent / 8)
+            now, greeting = self.clock(), self._coordinator
+            waited += passed
+            silent_for = 0.0 if greeting != last_greeting else silent_for + passed
+            last_greeting = greeting
+            if waited > STRAGGLER_SECONDS and not self._stragglers_reported:
+                self._stragglers_reported = True
+                emit_stragglers([0], "the first call of all ranks", waited, stuck)
+            is_current = greeting.sent_at >= self._started_at
+            # rank 0 would replace the last greeting of an earlier start in the meantime
+            if is_current and greeting.is_closed and silent_for > 2 * self._normal_interval:
+                expected = "its process to run until all ranks have made their first call"
+                raise self._no_reply_error(expected, "that the process has ended")
+            if is_current and silent_for > silent:
+                expected = f"a heartbeat within {silent:g} s"
+                raise self._no_reply_error(expected, "none: the process has died or hangs")
+            limit = f"it to join within {stuck:g} s" if waited > stuck else exceeded(waited)
+            if limit:
+                found = "no response from rank 0 since this process started"
+                raise self._no_reply_error(limit, found)
+
+    def _no_reply_error(self, expected: str, found: str) -> RankFailed:
+        return RankFailed(
+            "Rank 0 did not join the first call of all ranks",
+            expected=expected,
+            found=found,
+            todo="Check the log of rank 0, and that all ranks make this call. LIMPET_SILENT and"
+            " LIMPET_STUCK set the time limits in seconds",
+            rank=0,
+            lost=True,
+        )
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -289,6 +509,7 @@ class KVClient:
                 "A forked process cannot act for the rank that it was forked from",
                 todo="Save and load in the training process",
             )
+        self.await_session()
         self.start()
         if self._closed or self._error is not None:
             raise self._unresponsive_error() from self._error
@@ -369,13 +590,106 @@ class KVClient:
         if thread is not None and not is_current:
             self._requests.put(None)
             thread.join(2)
-        is_interrupted = self.connection is not None and self.connection.interrupt()
+        is_interrupted = self.interrupt()
         if thread is not None and not is_current:
             thread.join(2 if is_interrupted else self.timeouts.silent)
+        global _last_closed_at
+        _last_closed_at = time.time()
 
 
-def _decode_heartbeat(raw: bytes) -> Heartbeat:
-    if raw == CLOSED_HEARTBEAT:
-        return Heartbeat(-1, 0, "")
-    count, progress, host, *position = raw.decode().split(" ")
-    return Heartbeat(int(count), int(progress), host, tuple(map(int, position)) or None)
+class Neighbors:
+    """The ranks before and after this one, if they are on this host.
+
+    All calls are made in the thread that owns the connection.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._unknown = [r for r in (rank - 1, rank + 1) if 0 <= r < size]
+        self._processes: dict[int, tuple[int, str]] = {}
+        self._host = ""
+
+    def report(self, store: KeyValueStore, closed: bytes) -> None:
+        """Make the last heartbeat of a neighbor whose process has ended say so. Call it after each
+        heartbeat of this rank.
+
+        ``closed``: the heartbeat of a process that has ended regularly, which stays.
+        """
+        if not self._host:
+            self._announce(store)
+        for rank in list(self._unknown):
+            if store.check([f"heartbeat/{rank}/process"]):
+                self._unknown.remove(rank)
+                host, _, process = store.get(f"heartbeat/{rank}/process").decode().rpartition("\n")
+                if host == self._host:
+                    self._processes[rank] = int(process.partition(":")[0]), process
+        for rank, (pid, process) in self._processes.items():
+            if pid != os.getpid() and machine.pid_and_start_time(pid) != process:
+                key = f"heartbeat/{rank}"
+                last = bytes(store.get(key))
+                # a message that is still on its way may replace this one, which is then repeated
+                if last != closed and not last.startswith(b"-1 "):
+                    name = last.decode().split(" ")[2]
+                    store.set(key, f"-1 0 {name}".encode())
+
+    def _announce(self, store: KeyValueStore) -> None:
+        """Tell the neighbors which process this is."""
+        host, boot, process = machine.process_identity()
+        self._host = f"{host}\n{boot}"
+        if not process.endswith(":gone"):  # the system does not tell
+            store.set(f"heartbeat/{self._rank}/process", f"{self._host}\n{process}".encode())
+
+
+def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout: float) -> None:
+    """Emit the event that this rank waits, and for which ranks.
+
+    ``waited``: the seconds so far; ``timeout``: the seconds after which this rank gives up if the
+    ranks make no progress.
+    """
+    emit(
+        "ranks_awaited",
+        what=operation,
+        ranks=list(ranks[:_MAX_SHOWN]),
+        count=len(ranks),
+        seconds=waited,
+        longest=timeout,
+    )
+
+
+def interrupter_of(description: str) -> Callable[[], bool]:
+    """Return a function that makes the call of a TCPStore in progress, and all later ones, fail.
+
+    A call of a TCPStore does not return while the process that hosts the store is stopped, whatever
+    the timeout. If it returns after the interpreter has begun to end, PyTorch's binding ends the
+    process with "terminate called" and exit code -6. So the client ends its call before. PyTorch
+    offers no method for that, but shows the file descriptor in the ``repr`` of the store, which is
+    ``description``. The function uses a duplicate of it. It returns False if there is no
+    connection: stores of other kinds, whose calls do not wait for a process, have none.
+    """
+    match = _CLIENT.search(description)
+    fds: list[int] = []
+    if match is not None:
+        with suppress(OSError):  # no descriptor is left
+            fds.append(os.dup(int(match[1])))
+
+    def interrupt() -> bool:
+        if match is None or not fds:
+            return False
+        # A socket object for the whole lifetime could change the blocking mode of the connection.
+        with socket.socket(fileno=fds.pop()) as connection:
+            try:
+                if connection.getpeername()[1] != int(match[2]):
+                    return False
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the store has closed the connection, so no call waits for it
+                return True
+            return True
+
+    return interrupt
+
+
+def host_of(store: object) -> str:
+    """Return the host that serves a TCPStore, or this host for a store of another kind."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1"))

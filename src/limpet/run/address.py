@@ -23,7 +23,6 @@ from limpet.loading.load import load_snapshot
 from limpet.ranks.group import (
     Group,
     GroupSpec,
-    LocalGroup,
     broadcast_from_first,
     current_group,
     failing_together,
@@ -320,7 +319,7 @@ def load(  # noqa: PLR0913  (the public face)
     ``into`` is unchanged.
     """
     leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
-    ranks = LocalGroup() if into is None else current_group(group)
+    ranks = Group() if into is None else current_group(group)
     if isinstance(url, str | os.PathLike) and split_address(os.fspath(url))[1] is not None:
         snapshot = open_on_all_ranks(url, ranks, timeout)
     else:

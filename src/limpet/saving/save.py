@@ -17,7 +17,7 @@ from typing import Any
 from limpet import events
 from limpet.buffers import BufferPool, shared_pool
 from limpet.errors import CommitError
-from limpet.ranks.group import Group, GroupSpec, LocalGroup, saving_group
+from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.saving.commit import (
     Receipt,
     SaveJob,
@@ -153,7 +153,7 @@ def begin_save(
     deadline of ``location``.
     """
     started_at = time.perf_counter()
-    group = group or LocalGroup()
+    group = group or Group()
     collective = group.collective(f"the save of {location.name}", deadline=location.deadline)
     workers = Workers.create(pool, collective.advance, location.check_time)
     with collective:

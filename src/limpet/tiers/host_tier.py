@@ -18,7 +18,7 @@ from limpet.errors import Denied, LimpetError, StoreError
 from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import MANIFEST, Version, index_name, parse_version, shard_name
 from limpet.ranks.collective import Collective, await_all
-from limpet.ranks.group import Group, StoreGroup
+from limpet.ranks.group import Group
 from limpet.ranks.kv import KVClient
 from limpet.saving.staging import shard_bytes
 from limpet.settings import status_folder
@@ -163,7 +163,7 @@ class HostTier:
                     record_memory(status, record, self.name)
             self._serve(settings)
             await_all(collective)
-        if group.rank == 0 and self._prefix and isinstance(group, StoreGroup):
+        if group.rank == 0 and self._prefix and group.kv is not None:
             group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
         self.is_open = True
 
@@ -225,7 +225,7 @@ class HostTier:
     def _serve(self, settings: MemoryTier | LocalTier) -> None:
         """Let other hosts copy files to and from this one."""
         group, hosts = self.group, self._hosts
-        if not isinstance(group, StoreGroup) or hosts.count == 1:
+        if group.kv is None or hosts.count == 1:
             return
         kv = group.kv
         prefix = f"{group.next_sequence_number()}/tiers"
@@ -248,7 +248,7 @@ class HostTier:
 
     def _connect(self, rank: int, seconds: float = COPY_SECONDS) -> PeerConnection:
         group = self.group
-        if not isinstance(group, StoreGroup):
+        if group.kv is None:
             raise LimpetError("One process has no peers")
         if rank not in self._addresses:  # it is the same until the tier is closed
             (address,) = look_up(group.kv, self._prefix, [rank])

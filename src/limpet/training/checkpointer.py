@@ -14,7 +14,7 @@ from limpet.format.names import Version
 from limpet.loading.binding import STRICT, Leniency
 from limpet.loading.differences import LoadReport
 from limpet.ranks.agreement import make_agreement
-from limpet.ranks.group import GroupSpec, LocalGroup, saving_group
+from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.run.catalog import read_training_metadata
 from limpet.run.metrics import ADDED_METRICS, check_metrics
 from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, Never, SavePolicy, StopWhen
@@ -157,7 +157,7 @@ class Checkpointer:
         self._saver = self._make_saver(options)
         self._acquire_lock = self._saver.writer_lock.acquire
         self._cadence = Cadence(options.save, options.busy, self._group, self._step_counter)
-        self._agreement = make_agreement(LocalGroup(), "training")
+        self._agreement = make_agreement(Group(), "training")
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self.start_report: LoadReport | None = None  # of the last resume(), if it used start=

@@ -18,7 +18,7 @@ from limpet.deadline import Deadline
 from limpet.errors import DeadlinePassed, RankFailed
 from limpet.notices.exit_timer import exit_margin
 from limpet.ranks.collective import Collective
-from limpet.ranks.group import Group, StoreGroup, broadcast_from_first
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.threads import Claim, Latch, call_with_limit, no_op, start_thread
 from limpet.training.goodput import Goodput
 from limpet.training.saver import Saver
@@ -77,7 +77,7 @@ class SavepointSaver:
 
     def join(self) -> None:
         """Prepare for a save of several ranks. All ranks call this at their first step."""
-        if isinstance(self._group, StoreGroup):
+        if self._group.kv is not None:
             self._begun_key = f"{self._group.next_sequence_number()}/begun"
             self._own_group = self._group.twin()
 
@@ -175,7 +175,7 @@ class SavepointSaver:
                 return None
             if self._is_hastened or now >= self._needed_at(deadline, now):
                 return deadline
-            if isinstance(self._group, StoreGroup) and self._begun_key and now >= polls_at:
+            if self._group.kv is not None and self._begun_key and now >= polls_at:
                 polls_at = now + _STORE_POLL_SECONDS + self._group.size * 1e-4
                 if self._group.kv.get_text(self._begun_key) is not None:
                     return deadline  # another rank cannot wait any longer
@@ -202,7 +202,7 @@ class SavepointSaver:
         ``DeadlinePassed`` if a rank has no savepoint in the time before the save must begin.
         """
         group, limit = self._own_group, self._hold_limit(deadline)
-        if isinstance(group, StoreGroup):
+        if group.kv is not None:
             if not self._begun_key:
                 return False  # the training has made no step
             group.kv.compare_and_set(self._begun_key, "1")
