@@ -11,14 +11,9 @@ from limpet.notices import metadata
 from limpet.notices.aws import AwsNotice
 from limpet.notices.notice import Notice
 from tests.notices.manual_clock import ManualClock
-from tests.notices.metadata_servers import FAULTS, AwsServer
+from tests.notices.metadata_servers import AwsServer
 
 SPOT = "/latest/meta-data/spot"
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture
@@ -210,16 +205,6 @@ def test_a_token_that_does_not_come_names_the_hop_limit(server: AwsServer) -> No
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(OSError, match=r"Connection refused.*hop limit .* to 2 or more"):
             AwsNotice(url).poll()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_an_outage_that_ends(server: AwsServer, source: AwsNotice, fault: str) -> None:
-    server.announce()
-    server.fault, server.fault_paths = fault, (SPOT,)
-    with pytest.raises(OSError, match="instance-action"):
-        source.poll()
-    server.fault = None
-    assert source.poll() is not None
 
 
 def test_a_slow_document_hides_no_other(

@@ -9,12 +9,7 @@ import pytest
 from limpet.notices.azure import AzureNotice
 from limpet.notices.notice import Notice
 from tests.notices.manual_clock import ManualClock
-from tests.notices.metadata_servers import FAULTS, AzureServer
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+from tests.notices.metadata_servers import AzureServer
 
 
 @pytest.fixture
@@ -46,6 +41,7 @@ def test_an_event_that_stops(
     assert source.poll() == Notice(event(kind), 25.0)
     server.announce(kind, status="Started")
     assert source.poll() == Notice(event(kind), 0.0)
+    assert {method for method, _ in server.requests} == {"GET"}, "no event is approved"
 
 
 def test_a_reboot_that_is_far_away_is_first_a_risk(
@@ -63,13 +59,16 @@ def test_a_freeze_is_a_risk_that_is_reported_once(server: AzureServer, source: A
     assert source.poll() == Notice(event("Freeze") + " for 9 s", 90.0, stops=False)
     server.announce("Freeze", status="Started")
     assert source.poll() is None
+    server.events.clear()
+    assert source.poll() is None
+    server.announce("Freeze", seconds=90)
+    assert source.poll() is not None, "another one"
 
 
-def test_only_a_pause_has_its_duration_in_the_name(
-    server: AzureServer, source: AzureNotice
-) -> None:
-    server.announce("Reboot", seconds=90, duration=9)
-    assert source.poll() == Notice(event("Reboot"), 90.0)
+def test_the_earliest_stop_is_reported(server: AzureServer, source: AzureNotice) -> None:
+    for kind, seconds in (("Reboot", 200), ("Redeploy", 100), ("Terminate", 9999)):
+        server.announce(kind, seconds=seconds)
+    assert source.poll() == Notice(event("Redeploy"), 100.0)
 
 
 def test_an_event_without_a_time_has_begun(server: AzureServer, source: AzureNotice) -> None:
@@ -109,12 +108,6 @@ def test_each_event_counts_while_the_name_of_the_machine_is_unknown(
     assert source.poll() is None
 
 
-def test_no_event_is_approved(server: AzureServer, source: AzureNotice) -> None:
-    server.announce("Preempt")
-    source.poll()
-    assert {method for method, _ in server.requests} == {"GET"}
-
-
 def test_the_clock_of_this_machine_does_not_matter(server: AzureServer) -> None:
     server.announce("Preempt", seconds=30)
     assert AzureNotice(server.url, clock=lambda: 5.0).poll() == Notice(event("Preempt"), 30.0)
@@ -137,15 +130,3 @@ def test_an_event_that_is_not_understood_is_an_outage_and_not_a_notice(
     server.events[0].update(change)
     with pytest.raises(OSError, match=r"Cannot understand the reply of http.*scheduledevents"):
         source.poll()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_an_outage_that_ends(
-    server: AzureServer, source: AzureNotice, fault: str
-) -> None:
-    server.announce("Preempt")
-    server.fault = fault
-    with pytest.raises(OSError, match="http://127"):
-        source.poll()
-    server.fault = None
-    assert source.poll() is not None

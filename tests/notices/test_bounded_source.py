@@ -44,13 +44,6 @@ def test_a_poll_of_a_source_that_hangs_raises_in_time(hanging: Hanging) -> None:
     assert time.monotonic() - begin < 4
 
 
-def test_a_source_that_hangs_is_called_once_however_often_it_is_polled(hanging: Hanging) -> None:
-    for _ in range(5):
-        with pytest.raises(TimeoutError):
-            hanging.poll()
-    assert hanging.calls == 1
-
-
 def poll_until_done(source: BoundedSource) -> Notice | None:
     while True:
         try:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,8 @@ from limpet.notices.exit_status import (
 from limpet.notices.process_tree import descendants, read_process, started_at
 from limpet.settings import (
     command_environment,
-    launched_worker,
     read_settings,
     run_grace,
-    status_folder,
 )
 
 
@@ -59,21 +56,6 @@ def test_under_limpet_run_only_a_failure_is_an_exit_code(folder: str, code: int)
     (record,) = read_records(folder)
     assert record.status is not None
     assert record.status.code == code
-
-
-def test_the_record_has_everything_that_was_said(folder: str) -> None:
-    before, clock = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
-    write_status(folder, Status(SAVED, 3, step=12, saved_step=10, run="s3://b/r", why="SIGTERM"))
-    (record,) = read_records(folder)
-    status = record.status
-    assert status is not None
-    assert (status.code, status.rank, status.step, status.saved_step) == (SAVED, 3, 12, 10)
-    assert (status.run, status.why) == ("s3://b/r", "SIGTERM")
-    assert before <= status.time <= time.time()
-    assert record.pid == os.getpid()
-    assert record.left is not None
-    assert record.started <= clock <= record.left
-    assert record.launcher is None
 
 
 def test_a_status_replaces_the_announcement_and_an_announcement_the_status(folder: str) -> None:
@@ -143,25 +125,6 @@ def test_a_folder_that_does_not_exist_is_not_created(
         read_records(str(tmp_path / "none"))
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
-def test_a_full_tmpfs_does_not_keep_the_process_from_leaving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)]
-    if subprocess.run(mount, check=False).returncode != 0:
-        pytest.skip("this container may not mount")
-    try:
-        (tmp_path / "fill").write_bytes(bytes(16384))
-        monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
-        announce_worker()
-        assert leave_code(Status(SAVED)) == SAVED
-        (tmp_path / "fill").unlink()
-        assert leave_code(Status(SAVED)) == DONE
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
 def test_files_that_are_not_records_are_ignored(folder: str) -> None:
     write_status(folder, Status(SAVED))
     (record,) = Path(folder).iterdir()
@@ -209,26 +172,6 @@ def test_a_worker_of_torchrun_is_attributed_to_the_torchrun_that_started_it(fold
     assert [r.launcher for r in records] == [f"job/{os.getpid()}"] * 2
     assert [r.local_world_size for r in records] == [8, 8]
     assert [r.restart_count for r in records] == [2, 2]
-
-
-def test_the_variables_of_torchrun() -> None:
-    assert launched_worker({}) is None
-    assert launched_worker({"WORLD_SIZE": "4", "RANK": "1"}) is None, "as under mpirun"
-    worker = launched_worker(LAUNCHED)
-    assert worker is not None
-    assert (worker.job_id, worker.local_world_size, worker.restart_count) == ("job", 8, 2)
-    odd = launched_worker({"TORCHELASTIC_RUN_ID": "", "LOCAL_WORLD_SIZE": "x"})
-    assert odd is not None
-    assert (odd.job_id, odd.local_world_size, odd.restart_count) == ("", 1, 0)
-
-
-def test_the_variable_of_the_folder_is_known() -> None:
-    read_settings({"LIMPET_STATUS": "/x"})
-    with pytest.raises(LimpetError, match="LIMPET_STATE"):
-        read_settings({"LIMPET_STATE": "/x"})
-    assert status_folder({"LIMPET_STATUS": "/x"}) == "/x"
-    assert status_folder({"LIMPET_STATUS": ""}) is None
-    assert status_folder({}) is None
 
 
 def test_the_environment_of_the_command_keeps_what_the_user_has_set() -> None:

@@ -61,29 +61,6 @@ def test_a_large_file_is_not_read_completely(tmp_path: Path) -> None:
     assert FileNotice(tmp_path / "stop", started_at=long_ago).poll() is not None
 
 
-def test_a_file_that_was_created_since_the_process_started_is_a_notice(tmp_path: Path) -> None:
-    """The training may begin minutes after the process, which first imports and reads data."""
-    (tmp_path / "stop").touch()
-    assert FileNotice(tmp_path / "stop", started_at=long_ago).poll() is not None
-
-
-def test_a_file_that_is_left_over_does_not_stop_the_next_training(tmp_path: Path) -> None:
-    path = tmp_path / "stop"
-    path.touch()
-    source = FileNotice(path, started_at=later)
-    assert [source.poll() for _ in range(3)] == [None, None, None]
-
-
-def test_a_file_that_is_left_over_may_be_touched(tmp_path: Path) -> None:
-    path = tmp_path / "stop"
-    path.touch()
-    source = FileNotice(path, started_at=later)
-    assert source.poll() is None
-    wait_for_next_change_time(tmp_path)
-    path.touch()
-    assert source.poll() is not None
-
-
 def test_a_file_that_is_left_over_may_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     path.touch()
@@ -163,34 +140,10 @@ def test_a_folder_that_does_not_exist_is_an_outage_until_it_is_created(tmp_path:
     assert source.poll() is not None
 
 
-def test_a_folder_in_place_of_the_file_is_an_outage(tmp_path: Path) -> None:
-    (tmp_path / "stop").mkdir()
-    with pytest.raises(OSError, match="stop is not a file"):
-        FileNotice(tmp_path / "stop").poll()
-
-
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "stop")
     with pytest.raises(OSError, match="stop is not a file"):
         FileNotice(tmp_path / "stop").poll()
-
-
-def test_a_file_as_folder_is_an_outage(tmp_path: Path) -> None:
-    (tmp_path / "runs").touch()
-    with pytest.raises(NotADirectoryError):
-        FileNotice(tmp_path / "runs" / "stop").poll()
-
-
-def test_a_folder_that_may_not_be_read_is_an_outage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    source = FileNotice(tmp_path / "stop")
-    monkeypatch.setattr("os.lstat", refuse)
-    with pytest.raises(PermissionError):
-        source.check()
 
 
 def test_a_relative_path_is_that_of_the_folder_at_the_start(

@@ -206,18 +206,6 @@ def test_a_restart_that_torchrun_does_not_count_makes_earlier_statuses_void() ->
     assert decide(STOPPED_1, FIRST + again).code == SAVED
 
 
-def test_ranks_that_change_in_a_restart_do_not_keep_old_statuses() -> None:
-    before = [record(UNSAVED, 4), record(UNSAVED, 5)]
-    again = [record(SAVED, rank, started=30.0, left=40.0) for rank in (0, 1)]
-    assert decide(EXIT_0, before + again).code == SAVED
-
-
-def test_workers_of_one_attempt_may_leave_at_very_different_times() -> None:
-    early = record(SAVED, 0, started=10.0, left=20.0)
-    late = record(UNSAVED, 1, started=19.9, left=500.0)
-    assert decide(EXIT_0, [early, late]).code == UNSAVED
-
-
 def test_two_launchers_on_one_host_are_counted_separately() -> None:
     a = [record(SAVED, 0, launcher="job/1"), record(SAVED, 1, launcher="job/1")]
     b = [record(SAVED, 2, launcher="job/2", started=50.0, left=60.0)]

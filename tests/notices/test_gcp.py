@@ -10,17 +10,12 @@ from limpet.errors import LimpetError
 from limpet.notices.gcp import GcpNotice
 from limpet.notices.notice import Notice
 from tests.notices.manual_clock import ManualClock
-from tests.notices.metadata_servers import FAULTS, GcpServer
+from tests.notices.metadata_servers import GcpServer
 
 TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
 TERMINATION = "the termination for host maintenance by Google Cloud"
 MIGRATE = "MIGRATE_ON_HOST_MAINTENANCE"
 UPCOMING = "the host maintenance of Google Cloud"
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture
@@ -91,24 +86,17 @@ def test_a_termination_of_a_gpu_machine_leaves_an_hour(
     assert source.poll() == Notice(TERMINATION, 0.0)
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_termination_of_another_machine_leaves_a_minute(
-    server: GcpServer, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    server: GcpServer, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
-    monkeypatch.setattr("os.path.exists", lambda path: False)
+    """A GPU is found by its device."""
+    monkeypatch.setattr("os.path.exists", lambda path: has_gpu and path == "/dev/nvidiactl")
     source = GcpNotice(server.url, clock=clock)
     assert source.poll() is None
     server.announce(TERMINATE)
-    assert source.poll() == Notice(TERMINATION, 60.0)
-
-
-def test_a_gpu_is_found_by_its_device(
-    server: GcpServer, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidiactl")
-    source = GcpNotice(server.url, clock=clock)
-    assert source.poll() is None
-    server.announce(TERMINATE)
-    assert source.poll() == Notice(TERMINATION, 3600.0, stops=False)
+    seconds = 3600.0 if has_gpu else 60.0
+    assert source.poll() == Notice(TERMINATION, seconds, stops=not has_gpu)
 
 
 def test_a_termination_that_was_announced_before_does_not_stop_each_restart(
@@ -208,16 +196,6 @@ def test_a_reply_without_the_header_is_of_another_server(
     monkeypatch.setattr(GcpServer, "reply_headers", {})
     with pytest.raises(OSError, match="Expected the header 'Metadata-Flavor: Google'"):
         source.poll()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_an_outage_that_ends(server: GcpServer, source: GcpNotice, fault: str) -> None:
-    server.announce("preempted")
-    server.fault = fault
-    with pytest.raises(OSError, match="http://127"):
-        source.poll()
-    server.fault = None
-    assert source.poll() is not None
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "60"])

@@ -18,7 +18,7 @@ from limpet.notices.kubernetes import KubernetesNotice
 from limpet.notices.metadata import fetch
 from limpet.notices.notice import Notice
 from tests.notices.manual_clock import ManualClock
-from tests.notices.metadata_servers import FAULTS, KubernetesServer
+from tests.notices.metadata_servers import KubernetesServer
 
 POD = {"HOSTNAME": "trainer-0"}
 
@@ -56,11 +56,6 @@ def write_certificate(folder: Path, name: str) -> ssl.SSLContext:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def account(tmp_path: Path) -> Path:
     """The folder of a service account."""
     (tmp_path / "token").write_text("a-token\n")
@@ -84,6 +79,9 @@ def make(server: KubernetesServer, account: Path, **variables: str) -> Kubernete
 def test_a_pod_that_is_deleted(server: KubernetesServer, account: Path, clock: ManualClock) -> None:
     source = make(server, account)
     assert source.poll() is None
+    # only the metadata, from the cache of the server
+    assert server.requests == [("GET", "/api/v1/namespaces/team/pods/trainer-0?resourceVersion=0")]
+    assert server.headers[0]["Accept"].startswith("application/json;as=PartialObjectMetadata;")
     server.announce(seconds=45)
     assert source.poll() == Notice("the deletion of pod trainer-0", 45.0)
     clock.advance(40)
@@ -98,14 +96,6 @@ def test_a_deletion_without_a_time_of_the_server_is_still_a_notice(
     server.announce()
     server.has_date = False
     assert make(server, account).poll() == Notice("the deletion of pod trainer-0", None)
-
-
-def test_only_the_metadata_from_the_cache_of_the_server_is_requested(
-    server: KubernetesServer, account: Path
-) -> None:
-    make(server, account).poll()
-    assert server.requests == [("GET", "/api/v1/namespaces/team/pods/trainer-0?resourceVersion=0")]
-    assert server.headers[0]["Accept"].startswith("application/json;as=PartialObjectMetadata;")
 
 
 def test_the_names_may_come_from_the_downward_api(server: KubernetesServer, account: Path) -> None:
@@ -165,33 +155,6 @@ def test_without_a_certificate_those_of_the_system_count(server: KubernetesServe
     assert server.requests == []
 
 
-def test_a_missing_certificate_is_an_outage(server: KubernetesServer, account: Path) -> None:
-    (account / "ca.crt").unlink()
-    with pytest.raises(FileNotFoundError):
-        make(server, account).poll()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_an_outage_that_ends(
-    server: KubernetesServer, account: Path, fault: str
-) -> None:
-    server.announce()
-    source = make(server, account)
-    server.fault = fault
-    with pytest.raises(OSError, match="https://127"):
-        source.poll()
-    server.fault = None
-    assert source.poll() is not None
-
-
-def test_a_pod_that_is_not_understood_is_an_outage(
-    server: KubernetesServer, account: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "answer", lambda *_: (200, '{"metadata": []}'))
-    with pytest.raises(OSError, match="Cannot understand the reply"):
-        make(server, account).poll()
-
-
 def test_the_token_is_sent_only_over_tls_or_to_this_machine(account: Path) -> None:
     with pytest.raises(LimpetError, match="Cannot send the token of the service account"):
         KubernetesNotice(POD, base_url="http://10.0.0.1", folder=str(account))
@@ -204,8 +167,3 @@ def test_the_token_is_sent_only_over_tls_or_to_this_machine(account: Path) -> No
 def test_outside_a_pod_it_is_refused(variables: dict[str, str]) -> None:
     with pytest.raises(LimpetError, match="Cannot watch the pod"):
         KubernetesNotice(variables)
-
-
-def test_an_address_of_version_6() -> None:
-    source = KubernetesNotice({**POD, "KUBERNETES_SERVICE_HOST": "fd00::1"})
-    assert source._url == "https://[fd00::1]:443"

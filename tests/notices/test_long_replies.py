@@ -1,4 +1,4 @@
-"""Each platform is understood if the body of a reply is long, or comes after its header."""
+"""How the replies of each platform may arrive: a long body, a late body, and no usable reply."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from limpet.notices.kubernetes import KubernetesNotice
 from limpet.notices.notice import Notice, NoticeSource
 from tests.notices.manual_clock import ManualClock
 from tests.notices.metadata_servers import (
+    FAULTS,
     AwsServer,
     AzureServer,
     GcpServer,
@@ -59,7 +60,7 @@ def platform(name: str, folder: Path) -> Iterator[tuple[MetadataServer, NoticeSo
         yield server, source
 
 
-@pytest.mark.parametrize(("pause", "padding"), [(0.05, 0), (0.0, 10_000)])
+@pytest.mark.parametrize(("pause", "padding"), [(0.05, 0), (0.0, 10_000), (0.05, 10_000)])
 @pytest.mark.parametrize("name", NOTICES)
 def test_a_body_that_is_long_or_comes_later_is_read(
     name: str, pause: float, padding: int, tmp_path: Path
@@ -69,4 +70,20 @@ def test_a_body_that_is_long_or_comes_later_is_read(
         server.pause, server.padding = pause, padding
         assert source.poll() is None
         server.announce()
+        assert source.poll() == NOTICES[name]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", NOTICES)
+def test_a_fault_is_an_outage_that_ends(name: str, fault: str, tmp_path: Path) -> None:
+    with platform(name, tmp_path) as (server, source):
+        assert source.poll() is None
+        server.announce()
+        server.fault = fault
+        if name == "aws":  # its token comes before
+            server.fault_paths = ("/latest/meta-data/spot",)
+        with pytest.raises(OSError, match=r"https?://127"):
+            source.poll()
+        assert server.count("elsewhere") == 0, "a redirect is not followed"
+        server.fault = None
         assert source.poll() == NOTICES[name]

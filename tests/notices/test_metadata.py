@@ -13,10 +13,9 @@ import msgspec
 import pytest
 
 from limpet.errors import LimpetError
-from limpet.notices import metadata
 from limpet.notices.metadata import MAX_BYTES, fetch, server_url
 from limpet.notices.notice import BoundedSource, Notice
-from tests.notices.metadata_servers import FAULTS, SLOW_FAULTS, MetadataServer
+from tests.notices.metadata_servers import SLOW_FAULTS, MetadataServer
 
 
 class OneDocument(MetadataServer):
@@ -40,34 +39,6 @@ def read(server: MetadataServer) -> object:
     return fetch(f"{server.url}/x", {}).decode(ANY)
 
 
-def test_a_reply(server: OneDocument) -> None:
-    server.document = ' {"a": "é"}\n'
-    reply = fetch(server_url(server.url + "/") + "/x?y=1", {"Metadata": "true"})
-    assert (reply.status, reply.text) == (200, '{"a": "é"}')
-    assert reply.decode(ANY) == {"a": "é"}
-    assert server.requests == [("GET", "/x?y=1")]
-    assert server.headers[0]["Metadata"] == "true"
-    assert server.headers[0]["Host"] == server.url.removeprefix("http://")
-
-
-def test_the_servers_of_these_tests_close_the_connection_as_the_request_asks(
-    server: OneDocument,
-) -> None:
-    """Otherwise, these tests would not show what happens with real servers, which do."""
-    reply = fetch(f"{server.url}/x", {})
-    assert reply.headers["Connection"] == "close"
-
-
-@pytest.mark.parametrize(("pause", "padding"), [(0.05, 0), (0.0, 10_000), (0.05, 10_000)])
-def test_a_body_is_read_to_its_end_if_the_server_closes_the_connection(
-    server: OneDocument, pause: float, padding: int
-) -> None:
-    """``http.client`` closes the socket right after the header of such a reply."""
-    server.pause, server.padding = pause, padding
-    server.document = '{"a": "%s"}' % ("x" * 10_000)
-    assert read(server) == {"a": "x" * 10_000}
-
-
 def test_the_socket_is_closed_after_a_reply_and_after_an_error(
     server: OneDocument, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,24 +56,6 @@ def test_the_socket_is_closed_after_a_reply_and_after_an_error(
         with pytest.raises(OSError, match="/x"):
             read(server)
     assert [s.fileno() for s in sockets] == [-1] * 5
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_reply_that_is_not_as_documented_is_an_error(server: OneDocument, fault: str) -> None:
-    server.fault = fault
-    with pytest.raises(OSError, match=r"http://127\.0\.0\.1:\d+/x"):
-        read(server)
-
-
-def test_a_reply_that_takes_too_long_is_an_error(
-    server: OneDocument, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metadata, "REQUEST_SECONDS", 0.3)
-    server.fault = "hang"
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"/x has not answered for 0\.3 seconds"):
-        read(server)
-    assert time.monotonic() - begin < 5
 
 
 class OneServer(BoundedSource):
@@ -132,28 +85,6 @@ def test_a_poll_ends_in_time_however_slowly_the_reply_arrives(
         assert time.monotonic() - begin < 4
 
 
-def test_a_server_that_accepts_no_connection_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that is one hop too far away."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(OSError, match="Connection refused"):
-            fetch(f"{url}/x", {})
-
-
-def test_a_server_whose_queue_of_connections_is_full_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metadata, "REQUEST_SECONDS", 0.3)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(0)
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                fetch(f"{url}/x", {})
-
-
 def test_a_redirect_is_refused_and_not_followed(server: OneDocument) -> None:
     server.fault = "redirect"
     with pytest.raises(OSError, match=r"redirects to 'http://.*/elsewhere', which is refused"):
@@ -167,11 +98,6 @@ def test_the_environment_names_no_proxy(
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert read(server) == {}
-
-
-@pytest.mark.parametrize("url", ["https://10.0.0.1/a/", "http://[fd00:ec2::254]", "http://a:81"])
-def test_an_address_has_no_slash_at_the_end(url: str) -> None:
-    assert server_url(url) == url.rstrip("/")
 
 
 def test_a_body_may_be_as_long_as_the_limit(server: OneDocument) -> None:
@@ -229,12 +155,6 @@ def test_a_text_that_is_no_time_is_an_outage(server: OneDocument, when: str) -> 
         reply.seconds_until("2020-01-02T03:05:05Z")
 
 
-def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:
-    server.has_date = False
-    with pytest.raises(OSError, match="Expected a time where it has ''"):
-        fetch(f"{server.url}/x", {}).seconds_until("2020-01-02T03:05:05Z")
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -251,7 +171,3 @@ def test_an_invalid_address_is_refused(url: object) -> None:
 def test_a_host_that_is_no_host_name_is_an_error() -> None:
     with pytest.raises(OSError, match="Cannot read"):
         fetch("http://a..b/x", {})
-
-
-def test_the_address_of_the_clouds_is_link_local() -> None:
-    assert metadata.LINK_LOCAL == "http://169.254.169.254"

@@ -171,23 +171,6 @@ def test_an_invalid_address_in_the_environment_is_refused(tmp_path: Path) -> Non
         detect_sources(environ, str(tmp_path), str(tmp_path))
 
 
-def test_how_often_each_platform_is_asked(tmp_path: Path) -> None:
-    """A poll must be more frequent than the time that the platform leaves."""
-    environ = {"SLURM_JOB_ID": "5", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
-    (tmp_path / "token").write_text("a-token")
-    intervals = {}
-    for files in (NITRO, GCE, AZURE):
-        sources = detect_sources(environ, write_dmi(tmp_path, files), str(tmp_path))
-        intervals.update({type(source).__name__: source.interval for source in sources})
-    assert intervals == {
-        "AwsNotice": 5.0,
-        "GcpNotice": 2.0,
-        "AzureNotice": 2.0,
-        "SlurmNotice": 10.0,
-        "KubernetesNotice": 10.0,
-    }
-
-
 def test_detection_opens_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a connection")
@@ -195,13 +178,3 @@ def test_detection_opens_no_connection(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert names({"SLURM_JOB_ID": "5"}, tmp_path, {**NITRO, **GCE}) != []
-
-
-def test_the_environment_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KUBERNETES_SERVICE_HOST", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    sources = detect_sources(dmi_root=str(tmp_path), service_account=str(tmp_path))
-    assert [source.name for source in sources] == ["the time limit of Slurm job 12"]

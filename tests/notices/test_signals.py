@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,6 @@ import pytest
 
 from limpet.errors import LimpetError
 from limpet.notices import signals
-from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice, protect_worker, stop_signals
 from limpet.threads import no_op
 from limpet.training.preemption import Preemption
@@ -59,16 +57,6 @@ def test_a_signal_is_a_notice_and_reaches_the_previous_handler(previous: list[in
     assert notice.stops
     assert 39 < (notice.seconds or 0) <= 40
     assert source.poll() is None
-    source.close()
-
-
-def test_a_signal_without_a_known_deadline_and_one_that_does_not_stop(
-    previous: list[int],
-) -> None:
-    source = SignalNotice(USR1, stops=False)
-    source.start(lambda: None)
-    signal.raise_signal(USR1)
-    assert source.poll() == Notice("SIGUSR1", None, stops=False)
     source.close()
 
 
@@ -172,14 +160,6 @@ def test_a_handler_for_sighup_that_the_program_installs_later_keeps_it(hangup: l
     source.close()
 
 
-def test_sighup_belongs_to_the_program_under_another_source_too(hangup: list[int]) -> None:
-    handle_hangup(hangup)
-    explicit = SignalNotice(signal.SIGHUP)
-    explicit.start(no_op)
-    assert signal.SIGHUP not in stop_signals().numbers
-    explicit.close()
-
-
 def test_a_signal_that_requests_a_save_does_not_stop_another_training(hangup: list[int]) -> None:
     request = SignalNotice(signal.SIGHUP, stops=False)
     request.start(no_op)
@@ -200,37 +180,6 @@ def test_a_default_action_is_not_taken(previous: list[int], before: Any) -> None
     assert source.poll() is not None
     source.close()
     assert signal.getsignal(USR1) == before
-
-
-def test_a_source_that_nobody_closed_leaves_the_previous_handler_in_effect(
-    previous: list[int],
-) -> None:
-    source = SignalNotice(USR1)
-    source.start(lambda: None)
-    del source
-    signal.raise_signal(USR1)
-    assert previous == [USR1]
-    other = SignalNotice(USR1)
-    other.start(lambda: None)
-    other.close()
-
-
-def test_only_the_main_thread_can_start(previous: list[int]) -> None:
-    source, raised = SignalNotice(USR1), list[BaseException]()
-
-    def start() -> None:
-        try:
-            source.start(lambda: None)
-        except LimpetError as e:
-            raised.append(e)
-
-    before = signal.getsignal(USR1)
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    assert "in the main thread" in str(raised[0])
-    assert signal.getsignal(USR1) is before
-    source.close()
 
 
 def test_a_source_that_could_not_be_started_keeps_no_handler_installed(
@@ -254,20 +203,6 @@ def test_a_source_that_could_not_be_started_keeps_no_handler_installed(
     signal.raise_signal(USR1)
     assert previous == [USR1]
     assert refused.poll() is None
-
-
-def test_close_from_another_thread_leaves_a_handler_that_acts_as_the_previous_one(
-    previous: list[int],
-) -> None:
-    source = SignalNotice(USR1)
-    source.start(lambda: None)
-    thread = threading.Thread(target=source.close)
-    thread.start()
-    thread.join()
-    signal.raise_signal(USR1)
-    assert previous == [USR1]
-    source.start(lambda: None)
-    source.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
@@ -298,16 +233,6 @@ def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous: list[int]) ->
     assert bytes(got) == bytes([USR1])
     os.close(read_end)
     os.close(write_end)
-
-
-def test_an_event_loop_that_is_closed_first_is_no_error(previous: list[int]) -> None:
-    loop = asyncio.new_event_loop()
-    loop.add_signal_handler(signal.SIGUSR2, lambda: None)
-    source = SignalNotice(USR1)
-    source.start(lambda: None)
-    loop.close()
-    source.close()
-    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_file_with_the_number_of_a_closed_pipe_gets_no_byte(

@@ -38,11 +38,6 @@ class FakeSlurm:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def fake(tmp_path: Path) -> FakeSlurm:
     return FakeSlurm(tmp_path)
 
@@ -141,10 +136,6 @@ def test_a_job_without_a_limit_has_no_notice(
 def test_the_time_left(clock: ManualClock, fake: FakeSlurm, answer: str, seconds: float) -> None:
     fake.say(answer)
     assert make(clock, fake).poll() == Notice(NAME, float(seconds))
-
-
-def test_the_time_left_in_days() -> None:
-    assert slurm._parse_time_left("2-03:04:05") == 2 * 86400 + 3 * 3600 + 4 * 60 + 5
 
 
 def test_the_first_end_of_a_heterogeneous_job_counts(clock: ManualClock, fake: FakeSlurm) -> None:

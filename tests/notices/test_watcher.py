@@ -91,18 +91,6 @@ def test_notices_of_all_sources_are_passed_on() -> None:
     assert not watcher_threads()
 
 
-def test_a_source_that_is_woken_is_polled_at_once() -> None:
-    response, source = Response(), WakingSource()
-    watcher = NoticeWatcher([source], response.on_notice)
-    watcher.start()
-    wait_for(lambda: source.polls == 1)
-    source.results.append(Notice("SIGTERM"))
-    source.started[0]()
-    wait_for(lambda: response.notices)
-    watcher.close()
-    assert source.closed == 1
-
-
 def test_a_signal_that_comes_just_before_the_end_is_passed_on() -> None:
     """Its thread is not woken before the end."""
     response, source, polled = Response(), WakingSource(), Source()
@@ -145,22 +133,6 @@ def test_an_outage_is_reported_once_and_the_source_is_polled_on(
     assert failures == [("a test", "down"), ("a test", "down again")]
 
 
-def test_another_error_ends_only_that_source_and_the_end_raises_it(
-    failures: list[tuple[str, str]],
-) -> None:
-    broken, good = Source(KeyError("x"), name="broken"), Source(None, None, Notice("good"))
-    response = Response()
-    watcher = NoticeWatcher([broken, good], response.on_notice)
-    watcher.start()
-    wait_for(lambda: response.notices)
-    assert broken.polls == 1
-    watcher.close()
-    with pytest.raises(KeyError):
-        watcher.raise_error()
-    watcher.raise_error()
-    assert failures == [("broken", "'x'")]
-
-
 class Hanging(Source):
     """A source that breaks the rule: its poll does not return until it is released."""
 
@@ -197,17 +169,6 @@ def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging: Hanging) 
     assert response.notices[0].source == "SIGUSR1"
     assert seen_at - sent_at < 0.5
     assert time.monotonic() - seen_at < 2
-
-
-def test_a_source_that_is_detected_and_hangs_delays_no_other_one(hanging: Hanging) -> None:
-    response, good = Response(), WakingSource()
-    watcher = NoticeWatcher([good], response.on_notice, lambda: [hanging])
-    watcher.start()
-    wait_for(lambda: hanging.polls)
-    good.results.append(Notice("SIGTERM"))
-    good.started[0]()
-    wait_for(lambda: response.notices)
-    watcher.close()
 
 
 def test_a_notice_that_comes_after_the_end_is_dropped(hanging: Hanging) -> None:
@@ -322,23 +283,6 @@ def pass_a_notice_beside(
     return raised.value
 
 
-def test_a_source_without_a_name_is_reported_by_its_class(
-    failures: list[tuple[str, str]],
-) -> None:
-    class Nameless:
-        interval = 1.0
-
-        def poll(self) -> None:
-            raise KeyError("x")
-
-    response = Response()
-    watcher = NoticeWatcher([Nameless()], response.on_notice)  # type: ignore[list-item]
-    watcher.start()
-    wait_for(lambda: failures)
-    watcher.close()
-    assert [name.rpartition(".")[2] for name, _ in failures] == ["Nameless"]
-
-
 def test_an_error_of_the_response_ends_only_that_source(
     failures: list[tuple[str, str]],
 ) -> None:
@@ -356,24 +300,6 @@ def test_an_error_of_the_response_ends_only_that_source(
     with pytest.raises(OSError, match="no connection"):
         watcher.raise_error()
     assert failures == [("broken", "no connection")]
-
-
-def test_a_source_that_ended_is_not_polled_if_it_is_woken(
-    failures: list[tuple[str, str]],
-) -> None:
-    response, bad, good = Response(), WakingSource(True), WakingSource()
-    watcher = NoticeWatcher([bad, good], response.on_notice)
-    watcher.start()
-    wait_for(lambda: failures)
-    bad.started[0]()
-    good.results.append(Notice("SIGTERM"))
-    good.started[0]()
-    wait_for(lambda: response.notices)
-    watcher.close()
-    with pytest.raises(LimpetError):
-        watcher.raise_error()
-    assert bad.polls == 1
-    assert (bad.closed, good.closed) == (1, 1)
 
 
 def test_a_source_that_cannot_be_closed_keeps_no_other_one_open() -> None:
