@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import limpet
-from limpet.cli import VERBS, completion
+from limpet.cli import VERBS, cli, completion
 from tests.cli.invoke import run_cli
 
 LIMPET = Path(sys.executable).with_name("limpet")
@@ -30,8 +31,8 @@ def complete(shell: str, *words: str) -> list[list[str]]:
         "COMP_WORDS": " ".join(["limpet", *words]),
         "COMP_CWORD": words[-1] if shell == "fish" else str(len(words)),
     }
-    done = subprocess.run([LIMPET], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = CliRunner().invoke(cli, [], env=env, prog_name="limpet")
+    assert (done.exit_code, done.stderr) == (0, "")
     if shell == "zsh":
         lines = done.stdout.splitlines()
         return [list(pair) for pair in zip(lines[::3], lines[1::3], strict=True)]
@@ -40,7 +41,6 @@ def complete(shell: str, *words: str) -> list[list[str]]:
     return [line.split(",", 1) for line in done.stdout.splitlines() if line]
 
 
-@pytest.mark.slow
 def test_every_shell_completes_commands() -> None:
     assert complete("bash", "sh") == [["plain", "show"]]
     assert complete("zsh", "sh") == [["plain", "show"]]
@@ -49,7 +49,6 @@ def test_every_shell_completes_commands() -> None:
     assert "show" in fish
 
 
-@pytest.mark.slow
 def test_options_and_paths_are_completed() -> None:
     assert complete("bash", "show", "--de") == [["plain", "--depth"]]
     assert complete("bash", "export", "a", "--to", "s") == [["plain", "safetensors"]]
@@ -68,7 +67,6 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("run_folder")
 def test_the_steps_of_a_local_run_are_completed() -> None:
     def plain(*values: str) -> list[list[str]]:
@@ -173,17 +171,12 @@ def test_json_may_be_anywhere(run: str, arguments: list[str]) -> None:
     assert run_cli("ls", run).out.startswith(run)  # it does not stay on
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_errors_are_json_too(empty_url: str, first: bool) -> None:
-    words = ["ls", empty_url]
-    result = run_cli(*(["--json", *words] if first else [*words, "--json"]))
-    assert result.json["exit"] == result.code == 4
-
-
-def test_json_without_a_command_is_a_mistake() -> None:
+def test_errors_are_json_too(empty_url: str) -> None:
+    for arguments in (["--json", "ls", empty_url], ["ls", empty_url, "--json"]):
+        result = run_cli(*arguments)
+        assert result.json["exit"] == result.code == 4
     result = run_cli("--json")
-    assert result.code == 2
-    assert result.out == ""
+    assert (result.code, result.out) == (2, "")
 
 
 def test_show_respects_depth_in_json(tmp_path: Path) -> None:

@@ -27,10 +27,6 @@ def test_ages(seconds: float, shown: str) -> None:
     assert console.format_age(created.isoformat()) == shown
 
 
-def test_text_is_cut_with_an_ellipsis() -> None:
-    assert console.styled_text("abcdefgh", limit=5).plain == "abcd\u2026"
-
-
 @pytest.mark.parametrize("width", [console.PIPE_WIDTH, 24])
 def test_a_table_in_a_pipe_is_the_one_on_a_terminal_without_styles_and_trailing_spaces(
     width: int, capsys: pytest.CaptureFixture[str]

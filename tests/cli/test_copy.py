@@ -310,7 +310,7 @@ def test_a_copy_that_is_ahead_is_not_changed(store: MemoryStore, empty_url: str)
     assert keys(empty_url) == before
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_backup_keeps_versions_that_its_source_deletes(
     store: MemoryStore, empty_url: str, seed: int
 ) -> None:
@@ -339,7 +339,7 @@ def test_a_backup_keeps_versions_that_its_source_deletes(
     assert len(saved) > 3
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_backup_continues_without_common_versions_after_training_went_back(
     store: MemoryStore, empty_url: str, seed: int
 ) -> None:
@@ -360,7 +360,7 @@ def test_a_backup_continues_without_common_versions_after_training_went_back(
         assert set(backup.listing().versions) == saved
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_two_diverged_runs_are_always_distinguished(
     store: MemoryStore, empty_url: str, seed: int
 ) -> None:

@@ -24,6 +24,7 @@ from limpet.errors import Denied
 from limpet.run.lease import list_leases
 from limpet.run.run import Run
 from limpet.tasks import RemoteQueue
+from tests.cli.supervised import is_alive, wait_until
 
 SCORING = """
 import time
@@ -44,7 +45,11 @@ def dataset():
     return torch.utils.data.TensorDataset(inputs, torch.arange(100) % 2)
 """
 
-SLOW = SCORING.replace("    inputs, labels", "    time.sleep(0.1)\n    inputs, labels", 1)
+SLOW = "import os\n" + SCORING.replace(
+    "    inputs, labels",
+    "    open(f'evaluating.{os.getpid()}', 'w').close()\n    time.sleep(0.1)\n    inputs, labels",
+    1,
+)
 
 
 @pytest.fixture
@@ -63,7 +68,7 @@ def save(folder: Path, step: int) -> None:
 
 def command(*more: str, module: str = "scoring") -> list[str]:
     own = [sys.executable, "-m", "limpet", "evaluate", "run", "--with", module]
-    return [*own, "--data", f"{module}:dataset", "--keys", "model/**", "--workers", "1", *more]
+    return [*own, "--data", f"{module}:dataset", "--keys", "model/**", "--workers", "0", *more]
 
 
 def evaluate(folder: Path, *more: str, module: str = "scoring") -> subprocess.CompletedProcess[str]:
@@ -75,7 +80,8 @@ def evaluate(folder: Path, *more: str, module: str = "scoring") -> subprocess.Co
 def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder: Path) -> None:
     for step in (10, 20):
         save(folder, step)
-    done = evaluate(folder, "--all", "--metric", "val/loss", "--mode", "min", "--json")
+    metric = ["--metric", "val/loss", "--mode", "min"]
+    done = evaluate(folder, "--all", *metric, "--json", "--workers", "1")
     assert done.returncode == 0, done.stderr
     versions = json.loads(done.stdout)["versions"]
     assert [v["version"] for v in versions] == ["version_10", "version_20"]
@@ -107,11 +113,12 @@ with limpet.Checkpointer("run", state, save=limpet.EverySteps(5), quiet=True) as
 
 @pytest.mark.parametrize("selection", [("--all",), ("--follow",), ()])
 def test_metrics_that_the_training_adds_are_no_evaluation(
-    folder: Path, selection: tuple[str, ...]
+    folder: Path, selection: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of an epoch added its metrics to the version that was saved at its last step, under
     the name of the evaluation: it had a record of each version, and evaluated none."""
-    subprocess.run([sys.executable, "-c", TRAINING], cwd=folder, check=True)
+    monkeypatch.chdir(folder)
+    exec(TRAINING, {})
     run = Run(folder / "run")
     added = {5: {"train_acc": 0.5}, 10: {"train_acc": 0.5, "test_acc": 0.25}}
     assert {step: run.metrics(step) for step in (5, 10)} == added
@@ -176,9 +183,7 @@ def test_a_version_that_cannot_be_evaluated_at_all_is_named_once(folder: Path) -
 def test_a_command_that_waits_for_a_run_says_so(folder: Path) -> None:
     with (folder / "errors").open("w") as errors:
         own = subprocess.Popen(command("--follow"), cwd=folder, stderr=errors)
-    end = time.monotonic() + 60
-    while "waiting" not in (folder / "errors").read_text() and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: "waiting" in (folder / "errors").read_text())
     own.send_signal(signal.SIGINT)
     own.wait(30)
     lines = (folder / "errors").read_text().splitlines()
@@ -214,10 +219,7 @@ def test_an_evaluator_that_is_killed_leaves_no_workers_and_another_one_takes_ove
         command("--follow", "--workers", "2", "--batch-size", "1", module="slow"), cwd=folder
     )
     store = Run(folder / "run").store
-    end = time.monotonic() + 60
-    while not list_leases(store) and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    wait_until(lambda: [*folder.glob("evaluating.*")])
     children = _children_of(first.pid)
     first.kill()
     first.wait()
@@ -226,10 +228,7 @@ def test_an_evaluator_that_is_killed_leaves_no_workers_and_another_one_takes_ove
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 10
     assert len(children) == 2
-    end = time.monotonic() + 10
-    while any(map(_is_alive, children)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(map(_is_alive, children))
+    wait_until(lambda: not any(map(is_alive, children)))
     assert list_leases(store) == []
 
 
@@ -242,9 +241,7 @@ def test_an_interrupt_ends_it_and_its_lease(folder: Path) -> None:
         text=True,
     )
     store = Run(folder / "run").store
-    end = time.monotonic() + 60
-    while not list_leases(store) and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: list_leases(store))
     own.send_signal(signal.SIGINT)
     _, errors = own.communicate(timeout=30)
     assert own.returncode == 130
@@ -254,14 +251,6 @@ def test_an_interrupt_ends_it_and_its_lease(folder: Path) -> None:
 
 def _children_of(pid: int) -> list[int]:
     return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("address", ["run/version_10", "run@10", "run@latest"])
@@ -331,20 +320,18 @@ def test_workers_of_other_machines_connect_with_a_secret(folder: Path) -> None:
         assert address.startswith("127.0.0.1:"), line
         with pytest.raises(Denied, match="does not know the secret"):
             RemoteQueue.connect(f"tcp://{address}/{SECRET[::-1]}")
-        with (
-            started(folder, "--connect", address, LIMPET_SECRET=SECRET) as hanging,
-            started(folder, "--connect", address, LIMPET_SECRET=SECRET) as worker,
-        ):
-            for process in (hanging, worker):
-                assert process.stderr is not None
-                assert "working for the evaluation" in process.stderr.readline()
+        with started(folder, "--connect", address, LIMPET_SECRET=SECRET) as hanging:
+            wait_until((folder / f"evaluating.{hanging.pid}").exists)
             hanging.send_signal(signal.SIGSTOP)
-            output, errors = evaluation.communicate(timeout=300)
-            assert evaluation.returncode == 0, errors
-            hanging.send_signal(signal.SIGCONT)
-            for process in (hanging, worker):
-                ended = process.communicate(timeout=100)
-                assert (process.returncode, *ended) == (0, "", "limpet: the evaluation has ended\n")
+            with started(folder, "--connect", address, LIMPET_SECRET=SECRET) as worker:
+                output, errors = evaluation.communicate(timeout=300)
+                assert evaluation.returncode == 0, errors
+                hanging.send_signal(signal.SIGCONT)
+                for process in (hanging, worker):
+                    out, err = process.communicate(timeout=100)
+                    assert (process.returncode, out) == (0, "")
+                    assert "working for the evaluation" in err
+                    assert err.endswith("limpet: the evaluation has ended\n")
     assert SECRET not in line + errors + output
     assert output.startswith("version_10  val/loss ")
     assert Run(folder / "run").metrics(10).keys() == {"val/loss"}

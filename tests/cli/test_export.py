@@ -38,9 +38,8 @@ def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
         assert part in result.err
 
 
-@pytest.mark.parametrize("address", ["runs/a@latest", "runs/a@2", "runs/a/version_2"])
-def test_any_address_names_a_model(folder: Path, address: str) -> None:
-    result = run_cli("export", address, "--to", "safetensors", "out")
+def test_a_model(folder: Path) -> None:
+    result = run_cli("export", "runs/a@latest", "--to", "safetensors", "out")
     assert (result.code, result.err) == (0, "")
     assert "out/model.safetensors" in result.out
     assert "2 tensors below model, 56 B, all checked" in result.out
@@ -81,17 +80,6 @@ def test_json_keys_are_stable(folder: Path) -> None:
     assert index["metadata"]["total_size"] == 56
     report = run_cli("export", "runs/a@1", "--to", "hf", "all", "--root", "/", "--json").json
     assert (report["left_out"], report["tensors"]) == (2, 3)
-
-
-def test_export_to_torch(folder: Path) -> None:
-    import torch
-
-    result = run_cli("export", "runs/a@1", "--to", "torch", "all.pt")
-    assert "all.pt" in result.out
-    assert result.err == ""
-    loaded = torch.load("all.pt", weights_only=True)
-    assert list(loaded) == ["model", "rng", "epoch", "lr"]
-    assert loaded["lr"] == 0.1
 
 
 def test_invalid_arguments(folder: Path) -> None:

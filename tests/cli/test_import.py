@@ -231,31 +231,6 @@ def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyP
     assert not any("manifest" in s.key for s in store.list(""))
 
 
-def test_the_progress_bars_count_every_byte(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({"w": torch.ones(1 << 21), "model": {}}, "step_8.pt")
-    bars: list[tuple[str, int, list[int]]] = []
-
-    class Bar:
-        def __init__(self, what: str, total: int, *, quiet: bool) -> None:
-            assert not quiet
-            bars.append((what, total, []))
-
-        def __enter__(self) -> object:
-            return bars[-1][2].append
-
-        def __exit__(self, *exc: object) -> None:
-            pass
-
-    monkeypatch.setattr(import_, "progress_bar", Bar)
-    assert run_cli("import", "step_8.pt", "run").code == 0
-    checked, written = bars
-    assert (checked[0], checked[1]) == ("checking", os.path.getsize("step_8.pt"))
-    assert 1 << 23 <= sum(checked[2]) <= checked[1]
-    assert (written[0], written[1]) == ("importing", 1 << 23)
-    assert sum(written[2]) == hf.open("run/version_8").nbytes
-    assert len(written[2]) > 1
-
-
 def test_import_without_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
     check_error_line(run_cli("import", "step_7.pt", "run"), 1, "needs PyTorch")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,14 +26,9 @@ from limpet.errors import (
     StoreError,
     Unavailable,
 )
-from limpet.run.metrics import check_metrics
 from limpet.run.run import Run
 from limpet.storage.open import open_store
-from limpet.text import to_json_value, to_printable, with_article
 from tests.cli.invoke import CommandResult, run_cli
-
-ON_RUN = ("ls", "verify", "sweep")
-ON_SNAPSHOT = ("show",)
 
 
 @pytest.fixture
@@ -72,24 +66,6 @@ def test_show_and_export_use_the_newest_version_of_a_run(folder: Path) -> None:
     assert (found.err, found.json["step"]) == ("", 10)
     (folder / "runs/a/version_10/manifest.json").write_text("{}")  # the newest intact one
     assert run_cli("show", "runs/a", "--json").json["step"] == 2
-
-
-@pytest.mark.parametrize("verb", ["ls", "sweep"])
-def test_a_snapshot_instead_of_a_run(folder: Path, verb: str) -> None:
-    check_error_line(
-        run_cli(verb, "runs/a/version_2"), 4, "is one snapshot", "contains it: runs/a."
-    )
-
-
-@pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
-def test_a_wrong_path(folder: Path, verb: str) -> None:
-    check_error_line(run_cli(verb, "runs/aa"), 4, "at runs/aa", "Perhaps you meant runs/a")
-    check_error_line(run_cli(verb, "elsewhere/b"), 4, "found nothing. Check the path")
-    check_error_line(run_cli(verb, "zzz"), 4, "found nothing")
-
-
-def test_a_missing_version(folder: Path) -> None:
-    check_error_line(run_cli("show", "runs/a/version_3"), 4, "Perhaps you meant", "/version_")
 
 
 def test_a_version_instead_of_a_run(folder: Path) -> None:
@@ -130,22 +106,6 @@ def test_a_relative_path_of_dots_is_resolved_in_the_message(
 def test_an_empty_folder(folder: Path, verb: str) -> None:
     (folder / "empty").mkdir()
     check_error_line(run_cli(verb, "empty"), 4, "an empty folder")
-
-
-@pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
-def test_a_file_instead_of_a_folder(folder: Path, verb: str) -> None:
-    (folder / "notes.txt").write_text("hello")
-    check_error_line(run_cli(verb, "notes.txt"), 4, "found a file")
-    check_error_line(run_cli(verb, "runs/a/version_1/manifest.json"), 4, "found a file")
-
-
-def test_the_parent_folder_of_runs(folder: Path) -> None:
-    check_error_line(run_cli("ls", "runs"), 4, "found a folder with a.")
-
-
-def test_an_uncommitted_save(folder: Path) -> None:
-    (folder / "runs/a/version_2/manifest.json").unlink()
-    check_error_line(run_cli("show", "runs/a/version_2"), 4, "never committed")
 
 
 def test_a_large_folder_of_other_files_is_not_listed(
@@ -295,22 +255,17 @@ ERRORS: list[tuple[BaseException, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "code"), ERRORS, ids=lambda v: type(v).__name__)
-def test_every_kind_of_failure_has_its_exit_code(
-    run: str, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
-) -> None:
+def test_every_kind_of_failure_has_its_exit_code(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[BaseException] = []
+
     def fail(self: object) -> None:
-        raise error
+        raise raised[-1]
 
     monkeypatch.setattr(Run, "listing", fail)
-    check_error_line(run_cli("ls", run), code)
-
-
-def test_an_unexpected_exception_is_not_caught(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(Run, "listing", fail)
+    for error, code in ERRORS:
+        raised.append(error)
+        check_error_line(run_cli("ls", run), code)
+    raised.append(ZeroDivisionError())  # a mistake in Limpet is not caught
     with pytest.raises(ZeroDivisionError):
         run_cli("ls", run)
 
@@ -330,39 +285,7 @@ def test_every_command_has_help_and_json(verb: str) -> None:
     assert "--json" in result.out
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (float("nan"), "nan"),
-        ([1 << 63, 1 << 65], [1 << 63, hex(1 << 65)]),
-        ({1: (2, None)}, {"1": [2, None]}),
-        (np.float32(0.5), 0.5),
-        (b"x", "b'x'"),
-        (1j, "1j"),
-        (True, True),
-    ],
-)
-def test_json_values(value: Any, expected: Any) -> None:
-    assert to_json_value(value, limit=None) == expected
-
-
-def test_sanitized_text_is_one_printable_line() -> None:
-    assert to_printable("a\x1b[1m\nb\udcffü") == "a\\x1b[1m b\\udcffü"
-
-
 def test_the_documentation_lists_the_exit_codes() -> None:
     document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     for code, meaning in exit_codes.MEANINGS.items():
         assert f"| {code} | {meaning} |" in document
-
-
-def test_messages_use_correct_articles() -> None:
-    found = [
-        with_article(word) for word in ("dict", "int", "object", "AdamW", "OrderedDict", "UUID", "")
-    ]
-    assert found[:4] == ["a dict", "an int", "an object", "an AdamW"]
-    assert found[4:] == ["an OrderedDict", "a UUID", "a "]
-    with pytest.raises(LimpetError, match="'x' is an object that cannot"):
-        hf.save("memory://never-expected/version_1", {"x": object()})
-    with pytest.raises(LimpetError, match="found an int"):
-        check_metrics(1)  # type: ignore[arg-type]

@@ -10,26 +10,7 @@ import limpet as hf
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Stat
-from tests.cli.invoke import run_cli, train_branch
-
-
-@pytest.mark.parametrize(
-    ("address", "version"),
-    [
-        ("20", "version_20"), ("60", "version_60.1"), ("60.0", "version_60"),
-        ("latest", "version_60.1"),
-    ],
-)  # fmt: skip
-def test_every_command_accepts_an_address(store: MemoryStore, address: str, version: str) -> None:
-    train_branch(store, start=40, last_step=60)
-    address_url, version_url = f"{store.url}@{address}", f"{store.url}/{version}"
-    assert (
-        run_cli("show", address_url, "--json").json == run_cli("show", version_url, "--json").json
-    )
-    assert run_cli("verify", address_url, "--json").json["place"] == version_url
-    assert run_cli("diff", address_url, version_url).code == 0
-    assert run_cli("copy", address_url, f"{store.url}-copies/{version}").code == 0
-    assert run_cli("verify", f"{store.url}-copies/{version}").code == 0
+from tests.cli.invoke import run_cli
 
 
 def test_missing_versions_and_runs_are_reported(store: MemoryStore, empty_url: str) -> None:

@@ -36,9 +36,7 @@ def worker(folder: Path, *actions: str) -> list[str | Path]:
     return [sys.executable, WORKER, folder, *actions]
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"), [(0, 0), (1, 1), (2, 1), (75, 75), (76, 76), (93, 93), (143, 1), (255, 1)]
-)
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 1), (75, 75), (93, 93), (255, 1)])
 def test_exit_codes_of_the_command(code: int, expected: int) -> None:
     result = run_to_end("--", *sh(f"exit {code}"))
     assert result.code == expected
@@ -134,7 +132,7 @@ def test_the_folder_of_the_statuses_is_private_fresh_and_removed(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "XCPU"])
+@pytest.mark.parametrize("name", ["TERM", "INT", "QUIT", "USR2"])
 def test_a_signal_reaches_the_command(name: str, tmp_path: Path) -> None:
     script = 'trap "echo got {0}; exit 0" {0}; echo $$ > "$1"; while :; do sleep 0.01; done'
     with started("--", *sh(script.format(name), tmp_path / "up")) as process:
@@ -144,7 +142,7 @@ def test_a_signal_reaches_the_command(name: str, tmp_path: Path) -> None:
     assert (result.code, result.out) == (0, f"got {name}\n")
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1"])
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_a_command_that_a_forwarded_signal_kills_has_not_saved(name: str, tmp_path: Path) -> None:
     with started("--", *sh('echo $$ > "$1"; exec sleep 600', tmp_path / "up")) as process:
         pid = read_pid(tmp_path / "up")
@@ -155,7 +153,7 @@ def test_a_command_that_a_forwarded_signal_kills_has_not_saved(name: str, tmp_pa
     assert not is_alive(pid)
 
 
-@pytest.mark.parametrize("code", [75, 76, 93, 1, 0])
+@pytest.mark.parametrize("code", [75, 93, 1, 0])
 def test_the_status_of_a_worker_decides(code: int, tmp_path: Path) -> None:
     with started("--json", "--", *worker(tmp_path, str(code))) as process:
         read_pid(tmp_path / "0.0")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.supervised import WORKER, finish, is_alive, read_pid, run_to_end, started, wait_until
+from tests.cli.supervised import WORKER, finish, is_alive, read_pid, run_to_end, started
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +29,13 @@ def pids(folder: Path, *names: str) -> list[int]:
     return [read_pid(folder / name) for name in names]
 
 
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
 @pytest.mark.parametrize(
-    ("actions", "expected"),
-    [(["75"], 75), (["75", "76"], 76), (["75", "93"], 93), (["0"], 0), (["75", "1"], 1)],
-)
+    ("name", "actions", "expected"),
+    [
+        ("TERM", ["75"], 75), ("USR1", ["75", "76"], 76), ("TERM", ["75", "93"], 93),
+        ("USR1", ["0"], 0), ("TERM", ["75", "1"], 1),
+    ],
+)  # fmt: skip
 def test_the_statuses_decide_although_torchrun_returns_1(
     name: str, actions: list[str], expected: int, tmp_path: Path
 ) -> None:
@@ -133,26 +134,3 @@ def test_two_launchers_under_one_wrapper(tmp_path: Path) -> None:
         result = finish(process)
     assert result.code == 75
     assert sorted(s["rank"] for s in result.json["statuses"]) == [0, 1]
-
-
-def test_without_limpet_run_torchrun_restarts_a_worker_that_saved(tmp_path: Path) -> None:
-    """docs/preemption.md says that this consumes a restart, and that torchrun returns 1."""
-    environment = {k: v for k, v in os.environ.items() if k != "LIMPET_STATUS"}
-    command = torchrun(tmp_path, "now-75/now-75", restarts=1)
-    done = subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=False)
-    assert done.returncode == 1
-    assert {p.name[-1] for p in tmp_path.iterdir() if p.suffix != ".tmp"} == {"0", "1"}
-
-
-def test_without_limpet_run_torchrun_ends_at_the_third_signal_without_its_workers(
-    tmp_path: Path,
-) -> None:
-    """Why ``limpet run`` passes SIGTERM on once, and looks for processes that are left."""
-    with subprocess.Popen(torchrun(tmp_path, "ignore"), stderr=subprocess.DEVNULL) as agent:
-        workers = pids(tmp_path, "0.0", "1.0")
-        try:
-            wait_until(lambda: agent.poll() is not None or agent.send_signal(TERM))
-            assert all(is_alive(pid) for pid in workers)
-        finally:
-            for pid in workers:
-                os.kill(pid, signal.SIGKILL)

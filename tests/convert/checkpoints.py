@@ -57,11 +57,6 @@ class MaliciousPickle:
         return os.system, (f"touch {self.canary}",)
 
 
-def rewrite_file(path: Path, transform) -> None:
-    """Replace the content of a file by ``transform(content)``."""
-    path.write_bytes(transform(path.read_bytes()))
-
-
 def write_dcp_folder(folder: Path, tensors, values=None, planner_data=None) -> None:
     """Write a DCP folder by hand.
 

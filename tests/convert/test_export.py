@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickletools
 import subprocess
 import sys
 import tempfile
@@ -131,13 +130,6 @@ def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path: Path
         assert (begin + a) % model[name].dtype.itemsize == 0
 
 
-def test_the_safetensors_library_reads_what_was_saved(tmp_path: Path) -> None:
-    model = {k: v for k, v in state_of_all_dtypes()["model"].items() if v.dtype in READABLE[:-2]}
-    loaded = export_and_read({"model": model, "x": 1}, tmp_path)
-    assert list(loaded) == sorted(loaded, key=list(loaded).index)
-    assert_same({k: loaded[k] for k in model}, {k: v.contiguous() for k, v in model.items()})
-
-
 def test_tied_tensors_are_written_twice(tmp_path: Path) -> None:
     """A reader finds each tensor by its name and does not need to know the ties."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -241,21 +233,9 @@ def test_an_empty_selection_is_an_error(training: SnapshotReader) -> None:
 
 
 UNUSUAL_NAMES = [
-    "a/b",
-    "a~b",
-    "",
-    "~",
-    "~1",
-    "a.b.c",
-    "日本",
-    "🎉",
-    " ",
-    "@0,0",
-    "a\nb",
-    '"quoted"',
-    "..",
+    "a/b", "a~b", "", "~", "~1", "a.b.c", "日本", "🎉", " ", "@0,0", "a\nb", '"quoted"', "..",
     "x" * 4096,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
@@ -337,33 +317,6 @@ def test_torch_reads_the_same_state_as_load(tmp_path: Path) -> None:
     assert not any(t.data_ptr() % 64 for t in again["model"].values())
 
 
-def test_torch_reads_a_model(training: SnapshotReader, tmp_path: Path) -> None:
-    net = nn.Linear(3, 2)
-    net.load_state_dict(export_to_torch(training, tmp_path / "a", root="model"))
-    assert_same(dict(limpet.load(training.url)["model"]), dict(net.state_dict()))
-
-
-def test_the_pickle_uses_the_same_globals_as_torch_save(tmp_path: Path) -> None:
-    """Therefore any program that reads one file also reads the other, even without torch."""
-    state = {
-        "model": {k: v for k, v in state_of_all_dtypes()["model"].items() if k != "tied"},
-        "sparse": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse().coalesce()],
-        "plain": [1, 2.5, "x", None, True, (1, 2), {3}, 1j, b"ab", bytearray(b"c"), 1 << 70],
-        "ordered": OrderedDict(a=1),
-        "counter": Counter("abca"),
-    }
-    export(state, "torch", tmp_path)
-    torch.save(state, tmp_path / "theirs.pt")
-
-    def globals_of(path: Path) -> set[str]:
-        with zipfile.ZipFile(path) as found:
-            [name] = [n for n in found.namelist() if n.endswith("/data.pkl")]
-            ops = pickletools.genops(found.read(name))
-            return {arg for op, arg, _ in ops if op.name == "GLOBAL"}
-
-    assert globals_of(tmp_path / "model.pt") == globals_of(tmp_path / "theirs.pt")
-
-
 PLAIN: list[Any] = [
     None, True, 0, -1, 1 << 40, -(1 << 100), (1 << 2039) - 1, 0.1, float("inf"), -0.0, 2 + 3j, "",
     "é\n", b"\x00\xff", bytearray(), bytearray(b"\x80"), [], [1, [2]], (), (1, (2, 3)), {},
@@ -373,11 +326,9 @@ PLAIN: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "value", PLAIN, ids=[type(v).__name__ + str(i) for i, v in enumerate(PLAIN)]
-)
-def test_weights_only_reads_plain_values(value: Any, tmp_path: Path) -> None:
-    assert_same({"v": value, "w": [value]}, export_to_torch({"v": value, "w": [value]}, tmp_path))
+def test_weights_only_reads_plain_values(tmp_path: Path) -> None:
+    state = {"values": PLAIN, **{str(i): value for i, value in enumerate(PLAIN)}}
+    assert_same(state, export_to_torch(state, tmp_path))
 
 
 def test_numpy_values_become_torch_and_python_values(tmp_path: Path) -> None:
@@ -561,23 +512,6 @@ def test_few_bytes_wait_if_a_store_only_appends(monkeypatch: pytest.MonkeyPatch)
     assert store.waiting == {}
     assert store.most_waiting <= 3 * nbytes + 1000
     loaded = st.load(store.get(f"out/{file.name}", 1 << 30))
-    assert_same(dict(sorted(loaded.items())), model)
-
-
-def test_a_large_leaf_does_not_wait_for_a_small_one_that_is_assembled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nbytes = 1 << 22
-    monkeypatch.setattr(export_files, "SEGMENT", nbytes // 8)
-    model = {"a": torch.randn(4, 8), "b": torch.randn(nbytes // 4)}
-    original = limpet.save(unused_url(), {"model": model})
-    snapshot = write_resharded(
-        reader_of(original), Location(MemoryStore(), "v"), split_columns(4), 4
-    )
-    store = AppendingStore()
-    prepare_for(snapshot, store, "safetensors").write()
-    assert store.most_waiting < nbytes  # at most all segments of "b" behind its first one
-    loaded = st.load(store.get("out/model.safetensors", 1 << 30))
     assert_same(dict(sorted(loaded.items())), model)
 
 

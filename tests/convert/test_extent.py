@@ -16,8 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from limpet.convert import extent
-from limpet.convert.extent import check_extent
 from limpet.convert.import_ import read_foreign_checkpoint
 from limpet.convert.mmap_files import MappedFile, read_zip_records
 from limpet.convert.read_dcp import unflatten
@@ -156,34 +154,6 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
             opened.writestr("x/byteorder", "little")
         with pytest.raises(Unsupported, match="nested deeper than 200 levels"):
             read_foreign_checkpoint(str(path))
-
-
-def test_the_limits_grow_with_the_file(monkeypatch):
-    monkeypatch.setattr(extent, "_FREE_NODES", 0)
-    monkeypatch.setattr(extent, "_FREE_BYTES", 0)
-    check_extent([0] * 99, 100, "x")
-    with pytest.raises(Unsupported, match=r"Expected at most 100 values for 100 bytes, found 101"):
-        check_extent([0] * 100, 100, "x")
-    check_extent([b"x" * 400, b"x" * 400], 100, "x")
-    with pytest.raises(Unsupported, match=r"at most 800 bytes for 100 bytes, found 801"):
-        check_extent([b"x" * 400, b"x" * 401], 100, "x")
-    with pytest.raises(Unsupported, match="storages within it"):
-        check_extent([torch.zeros(26)], 100, "x")
-
-
-def test_the_check_visits_each_object_once(monkeypatch):
-    visited = 0
-
-    def members(value):
-        nonlocal visited
-        visited += 1
-        return value
-
-    monkeypatch.setattr(extent, "_members", members)
-    monkeypatch.setattr(extent, "_FREE_NODES", 1 << 70)
-    monkeypatch.setattr(extent, "_FREE_BYTES", 1 << 70)
-    check_extent(doubled(list, 50), 1, "x")
-    assert visited <= 2 * 51
 
 
 # -- zip files -----------------------------------------------------------------------------------

@@ -21,22 +21,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import limpet
-from limpet.convert.arrange import arrange_state
 from limpet.convert.import_ import (
     read_foreign_checkpoint,
-    save_foreign_checkpoint,
 )
 from limpet.convert.mmap_files import MappedFile, read_zip_records
-from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, Unsupported
-from limpet.snapshot.location import locate
+from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
 from limpet.snapshot.snapshot import reader_of
-from limpet.state.flatten import flatten
-from tests.convert.checkpoints import (
-    MaliciousPickle,
-    import_and_load,
-    import_checkpoint,
-    rewrite_file,
-)
+from tests.convert.checkpoints import MaliciousPickle, import_and_load, import_checkpoint
 from tests.states import TORCH_DTYPES, assert_same, random_tensor
 
 pytestmark = [
@@ -107,35 +98,14 @@ def test_the_source_is_recorded(tmp_path):
     assert imported.verify().ok
 
 
-def test_an_existing_snapshot_is_not_changed(tmp_path):
-    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
-    imported = import_checkpoint(tmp_path / "x.pt")
-    read = read_foreign_checkpoint(str(tmp_path / "x.pt"))
-    with pytest.raises(AlreadyExists):
-        save_foreign_checkpoint(
-            locate(imported.url),
-            flatten(arrange_state(read.value, None).state),
-            read,
-            1,
-        )
-
-
-def test_unsupported_values_are_named(tmp_path):
-    torch.save({"a": {"names": {torch.int8: 1}}}, tmp_path / "x.pt")
-    with pytest.raises(Unsupported, match=r"'a/names' is a torch\.dtype"):
-        import_checkpoint(tmp_path / "x.pt")
-
-
-@pytest.mark.parametrize("length", [*range(0, 60, 7), 0.3, 0.6, 0.9, -1])
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
-def test_a_truncated_file(tmp_path, zipped, length):
+def test_a_truncated_file(tmp_path, zipped):
     torch.save({"a": torch.arange(1000)}, tmp_path / "x", _use_new_zipfile_serialization=zipped)
     raw = (tmp_path / "x").read_bytes()
-    (tmp_path / "x").write_bytes(
-        raw[: int(length * len(raw)) if isinstance(length, float) else length]
-    )
-    with pytest.raises((FormatError, Unsupported)):
-        read_foreign_checkpoint(str(tmp_path / "x"))
+    for length in [*range(0, 60, 7), *(len(raw) * n // 10 for n in (3, 6, 9)), len(raw) - 1]:
+        (tmp_path / "x").write_bytes(raw[:length])
+        with pytest.raises((FormatError, Unsupported)):
+            read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @pytest.mark.slow
@@ -286,14 +256,6 @@ def test_a_lightning_file(tmp_path, canary):
     check_rejected(tmp_path / "malicious.ckpt", "posix.system")
 
 
-def test_the_model_of_a_lightning_file_can_be_loaded(tmp_path):
-    torch.save(lightning(), tmp_path / "last.ckpt")
-    imported, model = import_checkpoint(tmp_path / "last.ckpt"), nn.Linear(3, 2)
-    limpet.load(imported.url, into={"state_dict": model}, unexpected="ignore")
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    assert torch.equal(model.weight, saved["weight"])
-
-
 # -- safetensors ---------------------------------------------------------------------------------
 
 SAFE_DTYPES = [d for d in TORCH_DTYPES if d.itemsize < 16 and d != torch.complex32]
@@ -317,15 +279,15 @@ def write_safe(path, header, data=b"", pad=0):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-@pytest.mark.parametrize("pad", range(9))
-def test_unaligned_data(tmp_path, pad):
+def test_unaligned_data(tmp_path):
     data = struct.pack("<4d3b", 1, 2, 3, 4, 5, 6, 7)
     entry = {"dtype": "F64", "shape": [2, 2], "data_offsets": [3, 35]}
     small = {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}
-    write_safe(tmp_path / "x", {"big": entry, "small": small}, data[32:] + data[:32], pad)
-    loaded = import_and_load(tmp_path / "x")["model"]
-    assert loaded["big"].tolist() == [[1, 2], [3, 4]]
-    assert loaded["small"].tolist() == [5, 6, 7]
+    for pad in range(9):
+        write_safe(tmp_path / "x", {"big": entry, "small": small}, data[32:] + data[:32], pad)
+        loaded = import_and_load(tmp_path / "x")["model"]
+        assert loaded["big"].tolist() == [[1, 2], [3, 4]]
+        assert loaded["small"].tolist() == [5, 6, 7]
 
 
 def entry(dtype="F32", shape=(1,), at=(0, 4)):
@@ -590,12 +552,12 @@ with print_peak_memory():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
-def test_the_import_of_a_gibibyte_needs_little_memory(tmp_path, kind):
+def test_a_large_import_needs_little_memory(tmp_path, kind):
     if kind == "torch":
-        torch.save({str(i): torch.ones(1 << 26) for i in range(4)}, tmp_path / "x")
+        torch.save({str(i): torch.ones(1 << 25) for i in range(4)}, tmp_path / "x")
     else:
-        write_safe(tmp_path / "x", {"a": entry(shape=(1 << 28,), at=(0, 1 << 30))})
-        os.truncate(tmp_path / "x", os.path.getsize(tmp_path / "x") + (1 << 30))
+        write_safe(tmp_path / "x", {"a": entry(shape=(1 << 27,), at=(0, 1 << 29))})
+        os.truncate(tmp_path / "x", os.path.getsize(tmp_path / "x") + (1 << 29))
     done = subprocess.run(
         [sys.executable, "-c", MEASURE_MEMORY, tmp_path / "x", tmp_path / "run" / "version_1"],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
@@ -613,10 +575,3 @@ def test_a_file_larger_than_the_commit_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", fail)
     with pytest.raises(LimpetError, match="overcommit_memory=1"):
         read_foreign_checkpoint(str(tmp_path / "x"))
-
-
-def test_rewrite_file(tmp_path):
-    """Check the helper of the tests for damaged metadata."""
-    (tmp_path / "x").write_bytes(b"ab")
-    rewrite_file(tmp_path / "x", lambda raw: raw[::-1])
-    assert (tmp_path / "x").read_bytes() == b"ba"

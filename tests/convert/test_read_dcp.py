@@ -239,11 +239,6 @@ def write_valid_folder(folder):
     return {"w": w, "b": torch.tensor([1, 2]), "n": {"x": 7}}
 
 
-def test_the_valid_folder_can_be_imported(tmp_path):
-    state = write_valid_folder(tmp_path / "x")
-    assert_same(state, import_and_load(tmp_path / "x"))
-
-
 def check_rejected(folder, *texts):
     with pytest.raises(Unsupported) as e:
         read_foreign_checkpoint(str(folder))
@@ -251,7 +246,7 @@ def check_rejected(folder, *texts):
         assert expected in str(e.value)
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 2, 5])
 def test_metadata_that_would_run_code(tmp_path, canary, protocol):
     write_valid_folder(tmp_path / "x")
     malicious = pickle.dumps(MaliciousPickle(canary), protocol=protocol)

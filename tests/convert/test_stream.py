@@ -22,7 +22,6 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.layout.random_boxes import shapes, tilings
 from tests.snapshot.manual_shards import (
-    read_elements,
     split_columns,
     split_rows,
     write_resharded,
@@ -93,15 +92,6 @@ def big() -> SnapshotReader:
     return reader_of(limpet.save(f"memory://stream{next(_store_numbers)}/version_1", state))
 
 
-@pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
-@pytest.mark.parametrize("window", [1 << 20, 64 << 20])
-def test_leaves_of_many_chunks(big: SnapshotReader, layout, window, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", window)
-    snapshot = write_resharded(big, Location(MemoryStore(), "version_1"), layout, 3)
-    expected = [read_elements(big, k).tobytes() for k in "abc"]
-    assert read_streamed(snapshot, ["a", "b", "c"]) == expected
-
-
 class CountingStore(MemoryStore):
     """A store that counts the bytes read from shards."""
 
@@ -145,13 +135,3 @@ def test_a_version_that_was_deleted_is_not_damaged(big: SnapshotReader) -> None:
     with pytest.raises(NotFound, match="was deleted"):
         read_streamed(big, ["a"])
     assert big.location.key(MANIFEST)
-
-
-def test_an_exception_of_the_callback_is_raised(big: SnapshotReader) -> None:
-    def write(number: int, at: int, data: memoryview) -> None:
-        raise KeyError("from the callback")
-
-    for layout in (split_rows(2), split_columns(2)):
-        snapshot = write_resharded(big, Location(MemoryStore(), "version_1"), layout, 2)
-        with pytest.raises(KeyError, match="from the callback"):
-            stream_leaves(snapshot, ["a"], write)

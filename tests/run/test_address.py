@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import limpet
 from limpet.deadline import Deadline
 from limpet.errors import NoSnapshot, NotFound
-from limpet.format.names import split_address
 from limpet.run import address as address_module
-from limpet.run.address import merge_objectives, open_reader, open_version, read_objectives
+from limpet.run.address import open_reader, open_version, read_objectives
 from limpet.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
@@ -74,24 +71,6 @@ def test_best_uses_the_only_recorded_metric_and_ignores_nan(tmp_path: Path) -> N
     assert limpet.open(f"{tmp_path}/b@best").step == 3  # of equal values, the newest
 
 
-def test_every_command_and_resume_accept_the_best_version(tmp_path: Path) -> None:
-    train(tmp_path / "a", BEST_LOSS)
-    best, version = f"{tmp_path}/a@best:val/loss", f"{tmp_path}/a/version_4"
-    assert run_cli("show", best, "--json").json == run_cli("show", version, "--json").json
-    assert run_cli("verify", best, "--json").json["place"] == version
-    assert run_cli("diff", best, version).code == 0
-    assert run_cli("copy", best, tmp_path / "copy").code == 0
-    assert run_cli("reshard", best, tmp_path / "one", "--shards", 1).code == 0
-    result = run_cli("copy", version, best)
-    assert result.code == 8
-    assert "is the address of a version" in result.err
-    state = {"x": [0.0], "progress": limpet.Progress()}
-    with limpet.Checkpointer(tmp_path / "b", state) as ckpt:
-        snapshot = ckpt.resume(start=best)
-        assert snapshot is not None
-        assert (snapshot.step, state["x"]) == (4, [4.0])
-
-
 def test_the_current_lineage_counts(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS)
     state = {"x": [0.0], "progress": limpet.Progress()}
@@ -100,12 +79,6 @@ def test_the_current_lineage_counts(tmp_path: Path) -> None:
         ckpt.resume(at=1)
         ckpt.step({"val/loss": 2.5})
     assert reader_of(limpet.open(f"{tmp_path}/a@best")).location.folder == "version_2.1"
-
-
-def test_later_evaluations_count(tmp_path: Path) -> None:
-    train(tmp_path / "a", BEST_LOSS)
-    limpet.Run(tmp_path / "a").add_metrics(2, {"val/loss": 0.25})
-    assert limpet.open(f"{tmp_path}/a@best").step == 2
 
 
 def test_several_metrics_are_an_error_that_lists_them(tmp_path: Path) -> None:
@@ -196,28 +169,9 @@ def test_a_metric_with_any_name(tmp_path: Path) -> None:
     assert run_cli("show", f"{tmp_path}/a@best:{metric}").code == 0
 
 
-@given(run=st.text(min_size=1), metric=st.text(min_size=1))
-@settings(max_examples=200)
-def test_an_address_is_split_at_the_last_mark(run: str, metric: str) -> None:
-    if "@best:" not in metric:
-        assert split_address(f"{run}@best:{metric}") == (run, f"best:{metric}")
-
-
 def test_a_store_is_opened_as_a_snapshot(tmp_path: Path) -> None:
     train(tmp_path / "a", last=1)
     assert open_version(limpet.open_store(tmp_path / "a" / "version_1")).step == 1
-
-
-def test_objectives_of_equal_policies_are_merged() -> None:
-    assert merge_objectives([("a", "min"), ("b", "max"), ("a", "min")]) == {"a": "min", "b": "max"}
-    assert merge_objectives([("a", "max"), ("a", "min"), ("a", "max")]) == {"a": "both"}
-
-
-def test_a_load_by_address_ends_in_time(tmp_path: Path) -> None:
-    train(tmp_path / "a", BEST_LOSS, last=1)
-    assert limpet.load(f"{tmp_path}/a@best", timeout=60)["x"] == [1.0]
-    with pytest.raises(limpet.errors.LimpetError, match="Invalid deadline"):
-        limpet.load(f"{tmp_path}/a@best", timeout=0)
 
 
 class SilentStore(MemoryStore):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
+from tests.unreliable_stores import HookedStore
 
 V1, V2 = Version(1), Version(2)
 
@@ -46,7 +48,7 @@ class Clock:
             action()
 
 
-def holder(store: MemoryStore, clock: Clock, name: str = "val", **more: Any) -> LeaseHolder:
+def holder(store: Any, clock: Clock, name: str = "val", **more: Any) -> LeaseHolder:
     return LeaseHolder(store, name, 10.0, clock=clock, wait=clock.wait, **more)
 
 
@@ -263,24 +265,20 @@ def test_a_listing_that_shows_a_deleted_lease_for_long_protects_nothing() -> Non
     assert LeaseObserver(store).live([lease_name("val", 7)]) == {}
 
 
-class Failing(MemoryStore):
-    failures = 0
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        if self.failures and key.startswith("lease-"):
-            self.failures -= 1
-            raise Unavailable("503", store=self.url)
-        super().put_if_absent(key, data)
-
-
 @pytest.mark.parametrize(("failures", "is_lost"), [(2, False), (50, True)])
 def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
     failures: int, is_lost: bool
 ) -> None:
-    store, clock, lost = Failing(), Clock(), list[LimpetError]()
+    store, clock, lost = HookedStore(MemoryStore()), Clock(), list[LimpetError]()
     held = holder(store, clock, on_lost=lost.append)
     held.acquire()
-    store.failures = failures
+    remaining = iter(range(failures))
+
+    def fail(method: str, key: str) -> None:
+        if method == "put_if_absent" and next(remaining, None) is not None:
+            raise Unavailable("503", store=store.url)
+
+    store.before = fail
     clock.at(60, held._closing.set)
     held._renew_regularly()
     assert bool(lost) == is_lost
@@ -292,39 +290,17 @@ def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
         held.protect([])
 
 
-class FailingOnce(MemoryStore):
-    """The call ``fails_at`` raises; with ``takes_effect``, what it writes is written."""
-
-    fails_at, takes_effect = 0, False
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        self.fails_at -= 1
-        if self.fails_at == 0 and not self.takes_effect:
-            raise Unavailable("503", store=self.url)
-        result = getattr(super(), method)(*arguments)
-        if self.fails_at == 0:
-            raise Unavailable("503", store=self.url)
-        return result
-
-    def put_if_absent(self, key: str, data: bytes) -> Any:
-        return self._call("put_if_absent", key, data)
-
-    def get(self, key: str, limit: int) -> Any:
-        return self._call("get", key, limit)
-
-    def list_level(self, folder: str, prefix: str = "") -> Any:
-        return self._call("list_level", folder, prefix)
-
-    def delete(self, key: str) -> Any:
-        return self._call("delete", key)
-
-
 @pytest.mark.parametrize("takes_effect", [False, True])
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
     fails_at: int, takes_effect: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, clock, lost = FailingOnce(), Clock(), list[LimpetError]()
+    store, clock, lost = HookedStore(MemoryStore()), Clock(), list[LimpetError]()
+    calls = count(1)
+
+    def fail(method: str, key: str) -> None:
+        if next(calls) == fails_at:
+            raise Unavailable("503", store=store.url)
 
     def now() -> str:
         return f"2026-01-02T03:04:{int(clock.now) % 60:02}+00:00"
@@ -332,10 +308,10 @@ def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
     monkeypatch.setattr(leases.machine, "utc_now", now)  # so each renewal has other bytes
     held = holder(store, clock, on_lost=lost.append)
     held.acquire()
-    store.fails_at, store.takes_effect = fails_at, takes_effect
+    setattr(store, "after" if takes_effect else "before", fail)
     clock.at(15, held._closing.set)
     held._renew_regularly()
-    assert store.fails_at < 0
+    assert next(calls) > fails_at
     assert lost == []
     held.protect([V1])
     (lease,) = LeaseObserver(store, clock).live().values()

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import limpet
 from limpet import events
@@ -91,14 +89,6 @@ def test_every_number_is_restored_exactly(store: MemoryStore, value: float) -> N
     Run(store).add_metrics(V20, {"x": value})
     found = Run(store).metrics(V20)["x"]
     assert repr(found) == repr(value)
-
-
-@settings(derandomize=True, max_examples=60)
-@given(
-    st.dictionaries(st.text(max_size=9), st.floats() | st.integers(-(1 << 63) + 1, (1 << 63) - 1))
-)
-def test_any_metrics_can_be_encoded_and_decoded(metrics: dict[str, float]) -> None:
-    assert repr(stored(metrics).decoded_metrics()) == repr(metrics)
 
 
 def test_tensors_and_arrays_of_one_element_are_numbers(store: MemoryStore) -> None:
@@ -228,16 +218,6 @@ def test_the_best_version_is_intact_and_on_the_lineage(store: MemoryStore) -> No
     assert found.version == Version(60, 1)
 
 
-def test_keep_best_uses_evaluations(store: MemoryStore) -> None:
-    run = Run(store)
-    run.add_metrics(Version(20), {"val": 0.1})
-    run.add_metrics(Version(40), {"val": 0.2})
-    assert run.retain(KeepLast(1) | KeepBest(1, "val")) == [Version(40)]
-    run.add_metrics(Version(20), {"val": 0.9})  # evaluated again
-    run.add_metrics(Version(60), {"val": 0.5})
-    assert run.retain(KeepLast(1) | KeepBest(1, "val")) == [Version(20)]
-
-
 # -- which version -------------------------------------------------------------------------------
 
 
@@ -269,9 +249,3 @@ def test_arguments_that_name_no_version_are_rejected(store: MemoryStore, value: 
             with pytest.raises(LimpetError, match="a branch, a whole number"):
                 use(20, value)
     assert [s.key for s in store.list("")] == before
-
-
-def test_metrics_accepts_a_snapshot(store: MemoryStore) -> None:
-    run = Run(store)
-    run.add_metrics(40, {"val": 1})
-    assert run.metrics(run.open(Version(40))) == run.metrics(40)

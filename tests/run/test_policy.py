@@ -29,7 +29,6 @@ from limpet.run.policy import (
     SavePolicy,
     StopState,
     StopWhen,
-    best_first,
 )
 from limpet.run.run import Run
 
@@ -82,17 +81,6 @@ def test_every_epoch_is_due_when_one_is_completed(
 ) -> None:
     current = replace(START, step=9, epochs=epochs, last_epochs=last)
     assert EveryEpoch(every).due(current) is due
-
-
-def test_every_epoch_saves_each_epoch_once() -> None:
-    """An epoch has seven steps. Another policy also saves within epochs."""
-    policy, last, saved = EveryEpoch() | EverySteps(5), START, []
-    for step in range(1, 30):
-        now = PolicyInput(step, 0.0, step // 7, last.step, 0.0, last.epochs)
-        if policy.due(now):
-            saved.append(step)
-            last = now
-    assert saved == [5, 7, 10, 14, 15, 20, 21, 25, 28]
 
 
 def test_a_combined_policy_is_due_if_either_is() -> None:
@@ -234,13 +222,6 @@ def test_keep_best_keeps_versions_that_have_no_score_yet(
 )
 def test_keep_best(found: list[Any], count: int, mode: Any, expected: list[int]) -> None:
     assert kept_steps(KeepBest(count, "loss", mode), records(*found)) == expected
-
-
-def test_best_first_sorts_records_with_the_metric() -> None:
-    found = records((1, 0.3), (2, nan), (3, 0.1), 4, (5, 0.3))
-    assert [v.step for v in best_first(found, "loss")] == [3, 5, 1]
-    assert [v.step for v in best_first(found, "loss", "max")] == [5, 1, 3]
-    assert best_first(found, "accuracy") == []
 
 
 def test_policies_name_their_metrics() -> None:

@@ -410,15 +410,6 @@ def test_a_read_continues_without_a_pin_if_none_can_be_written(
 References = dict[Version, set[Version]]
 
 
-def test_a_base_is_kept_while_a_version_refers_to_it(references: References) -> None:
-    store = make_run(10, 20, 30, 40)
-    references[Version(30)] = {Version(10)}
-    run = Run(store)
-    assert run.retain(KeepLast(2)) == [Version(20)]
-    assert run.retain(KeepLast(2)) == []
-    assert run.retain(KeepLast(1)) == [Version(10), Version(30)]
-
-
 def test_a_chain_of_bases_is_kept_and_deleted_together(references: References) -> None:
     store = make_run(10, 20, 30, 40, 50)
     references.update({Version(20): {Version(10)}, Version(30): {Version(10), Version(20)}})
@@ -779,39 +770,6 @@ def test_the_number_of_versions_kept_as_bases(
 
 
 # -- cost ----------------------------------------------------------------------------------------
-
-
-def count_calls(inner: Store) -> tuple[HookedStore, Counter[str]]:
-    store, calls = HookedStore(inner), Counter[str]()
-    store.before = lambda method, key: calls.update([f"{method} {key.rpartition('/')[2]}"])
-    return store, calls
-
-
-def test_each_manifest_and_evaluation_is_read_once() -> None:
-    inner = make_run(*range(1, 31))
-    for step in range(1, 31):
-        Run(inner).add_metrics(Version(step), {"loss": step})
-    store, calls = count_calls(inner)
-    run = Run(store)
-    run.retain(KeepLast(40) | KeepBest(2, "loss"))
-    assert calls[f"get {MANIFEST}"] == 30
-    calls.clear()
-    limpet.save(inner.at("version_31"), state_after(1), step=31)
-    run.retain(KeepLast(30) | KeepBest(2, "loss"))
-    assert calls[f"get {MANIFEST}"] == 1
-    assert sum(n for call, n in calls.items() if call.startswith("get")) == 1
-    # a new evaluation shows only in the folder of its version
-    assert sum(n for call, n in calls.items() if call.startswith("list")) == 1 + 31
-    assert sum(n for call, n in calls.items() if call.startswith("stat")) == 1
-    calls.clear()
-    run.retain(KeepLast(30) | KeepEvery(1))
-    assert sum(n for call, n in calls.items() if call.startswith("list")) == 1
-    assert not any(call.startswith(("stat", "get")) for call in calls)
-    assert run.best("loss") is not None
-    assert run.retain(KeepLast(1)) != []
-    run.retain(KeepLast(1))
-    assert len(run.catalog._version_records) == 1, "records of deleted versions are dropped"
-    assert run.catalog.evaluations._known == {}
 
 
 def test_a_damaged_version_is_reported_once(store: MemoryStore) -> None:

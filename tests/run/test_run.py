@@ -57,8 +57,14 @@ def test_a_missing_run_has_no_versions() -> None:
     run = Run("memory://never-made")
     assert run.snapshots() == []
     assert run.latest() is None
-    assert run.line() == []
+    assert run.line() == run.line(branch=0) == []
     assert run.sweep().removed == []
+    assert run.newest(lambda s: None, branch=0) == (None, [])
+    with pytest.raises(NotFound):
+        run.find(1)
+    for at in (5, -5, 0):
+        with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Omit at="):
+            run.newest(lambda s: None, at=at)
 
 
 def test_versions_are_sorted_by_step(store: MemoryStore) -> None:
@@ -212,20 +218,16 @@ def test_the_lineage_of_each_branch(store: MemoryStore) -> None:
             run.line(branch=branch)
 
 
-@pytest.mark.parametrize(
-    ("step", "branch", "found"),
-    [
-        (20, None, "20"), (40, None, "40.1"), (60, None, "60.2"), (40, 0, "40"), (60, 1, "60.1"),
-        (20, 2, "20"), (30, None, None), (0, 0, None), (80, 1, None),
-    ],
-)  # fmt: skip
-def test_find(store: MemoryStore, step: int, branch: int | None, found: str | None) -> None:
+def test_find(store: MemoryStore) -> None:
     run = Run(make_branches(store))
-    if found is None:
+    for step, branch, found in (
+        (20, None, "20"), (40, None, "40.1"), (60, None, "60.2"), (40, 0, "40"), (60, 1, "60.1"),
+        (20, 2, "20"),
+    ):  # fmt: skip
+        assert str(run.find(step, branch)) == f"version_{found}"
+    for step, branch in ((30, None), (0, 0), (80, 1)):
         with pytest.raises(NotFound, match=f"no version of step {step} on .*found version_"):
             run.find(step, branch)
-    else:
-        assert str(run.find(step, branch)) == f"version_{found}"
 
 
 def test_the_newest_version_of_another_branch(store: MemoryStore) -> None:
@@ -246,44 +248,28 @@ def test_the_newest_version_of_another_branch(store: MemoryStore) -> None:
         run.newest(lambda s: None, branch=7)
 
 
-def test_an_empty_run_has_only_its_first_branch() -> None:
-    run = Run(MemoryStore())
-    assert run.line(branch=0) == []
-    assert run.newest(lambda s: None, branch=0) == (None, [])
-    with pytest.raises(NotFound):
-        run.find(1)
+ADDRESSES = {
+    "@20": "20", "@40": "40.1", "@latest": "60.2", "@40.0": "40", "@60.1": "60.1",
+    "/version_60.1": "60.1",
+}  # fmt: skip
+NO_ADDRESSES = [
+    "/version_60@20", "@30", "@40.7", "@latest.1", "@", "@-1", "@020", "@20@40",
+    "@9999999999999999999", "@ 20", "@20\n",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("address", "found"),
-    [
-        ("@20", "20"), ("@40", "40.1"), ("@latest", "60.2"), ("@40.0", "40"), ("@60.1", "60.1"),
-        ("/version_60.1", "60.1"), ("/version_60@20", None), ("@30", None), ("@40.7", None),
-        ("@latest.1", None), ("@", None), ("@-1", None), ("@020", None), ("@20@40", None),
-        ("@9999999999999999999", None), ("@ 20", None), ("@20\n", None),
-    ],
-)  # fmt: skip
-def test_addresses(tmp_path: Path, address: str, found: str | None) -> None:
+def test_addresses(tmp_path: Path) -> None:
     folder = tmp_path / "a@7"  # the path may contain an @
-    with training(str(folder), EverySteps(20)) as (state, ckpt):
-        train(state, ckpt, 60)
-    for at in (20, 40):
+    for at in (None, 20, 40):
         with training(str(folder), EverySteps(20)) as (state, ckpt):
             ckpt.resume(at=at)
             train(state, ckpt, 60)
-    if found is None:
-        with pytest.raises(NotFound):
-            open_version(f"{folder}{address}")
-    else:
+    for address, found in ADDRESSES.items():
         assert str(open_version(f"{folder}{address}").version) == f"version_{found}"
         assert str(open_version(Path(f"{folder}{address}")).version) == f"version_{found}"
-
-
-def test_an_existing_path_with_an_at_sign_takes_precedence(tmp_path: Path) -> None:
-    limpet.save(tmp_path / "run" / "version_5", {"n": 1})
-    assert open_version(tmp_path / "run@5").step == 5
-    limpet.save(tmp_path / "run@5", {"n": 2})
-    assert open_version(tmp_path / "run@5")["n"] == 2
+    for address in NO_ADDRESSES:
+        with pytest.raises(NotFound):
+            open_version(f"{folder}{address}")
 
 
 @pytest.mark.parametrize(
@@ -304,12 +290,6 @@ def test_the_error_for_a_missing_step_names_other_versions(
         Run(store).newest(lambda s: None, at=at, branch=branch)
     with pytest.raises(NotFound, match=message):
         Run(store).find(at, branch)
-
-
-@pytest.mark.parametrize("at", [5, -5, 0])
-def test_the_error_for_a_step_of_an_empty_run(at: int) -> None:
-    with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Omit at="):
-        Run(MemoryStore()).newest(lambda s: None, at=at)
 
 
 def test_a_lineage_whose_versions_are_all_deleted(store: MemoryStore) -> None:
@@ -353,13 +333,6 @@ def test_the_error_for_a_missing_step_lists_few_versions_all(
     assert f", {last} `limpet ls RUN` lists" in str(e.value)
 
 
-def test_an_address_of_a_missing_run(tmp_path: Path) -> None:
-    for run in ("never", "memory://never-made"):
-        for address in ("@latest", "@20", "@20.1"):
-            with pytest.raises(NotFound):
-                open_version(f"{run}{address}")
-
-
 # -- deleting ------------------------------------------------------------------------------------
 
 
@@ -369,16 +342,6 @@ def test_delete_takes_the_step_of_a_version_of_the_current_lineage(store: Memory
     with pytest.raises(NotFound, match="no version of step 60 on the current lineage"):
         Run(store).delete(60)
     assert Run(store).listing().versions == [Version(40), Version(40, 1), Version(60)]
-
-
-def test_delete_removes_the_manifest_first(store: MemoryStore) -> None:
-    order: list[str] = []
-    delete = store.delete
-    store.delete = lambda key: (order.append(key), delete(key))[1]  # type: ignore[method-assign]
-    Run(store).delete(Version(40))
-    assert order[0] == f"version_40/{MANIFEST}"
-    assert list(store.list("version_40")) == []
-    assert steps(Run(store)) == [20, 60]
 
 
 # -- sweep ---------------------------------------------------------------------------------------
@@ -435,16 +398,6 @@ def test_sweep_keeps_foreign_files(store: MemoryStore) -> None:
     for key in ("README.txt", "version_60/notes.txt", "version_60/eval-x.000000000000.json"):
         store.put_if_absent(key, b"foreign")
     assert Run(store).sweep(now=time.time() + 365 * DAY).removed == []
-
-
-def test_sweep_removes_abandoned_versions_only_on_request(store: MemoryStore) -> None:
-    branch_off(store, at=20, to=40)
-    run = Run(store)
-    assert run.sweep(now=time.time() + 365 * DAY).removed == []
-    assert run.sweep(abandoned=True, dry_run=True).removed
-    run.sweep(abandoned=True)
-    assert run.listing().versions == [Version(20), Version(40, 1)]
-    assert run.line() == [Version(20), Version(40, 1)]
 
 
 def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(

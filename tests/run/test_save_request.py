@@ -283,15 +283,6 @@ def test_a_store_error_during_the_withdrawal_does_not_hide_the_exception(
         request_and_wait(Run(store), 1, wait=wait, clock=lambda: 0)
 
 
-def test_a_read_only_folder_is_an_error_at_once(store: FailingStore) -> None:
-    class ReadOnly(MemoryStore):
-        def put_if_absent(self, key: str, data: bytes) -> Stat:
-            raise Denied("read-only")
-
-    with pytest.raises(Denied):
-        request_and_wait(Run(ReadOnly()), 1)
-
-
 def test_a_request_answered_while_another_joins_is_repeated(store: FailingStore) -> None:
     put_request(store, A)
     seen = count()
@@ -322,20 +313,6 @@ def test_any_content_of_the_file_is_a_request(raw: bytes) -> None:
     assert read_request(store) == found
     remove_request(store, found)
     assert read_request(store) is None
-
-
-def test_a_file_with_an_invalid_id_is_a_request(store: FailingStore) -> None:
-    put_request(store, "../../etc/passwd")
-    assert is_attempt(read_request(store) or "")
-
-
-def test_a_flipped_bit_makes_another_request(store: FailingStore) -> None:
-    put_request(store, A)
-    raw = store.get(SAVE_REQUEST, 1 << 16)
-    for at in range(len(raw)):
-        other = MemoryStore()
-        other.put_if_absent(SAVE_REQUEST, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-        assert read_request(other) not in (None, A)
 
 
 def test_an_empty_file_is_a_new_request_each_time(store: FailingStore) -> None:
@@ -401,18 +378,6 @@ def test_a_request_that_replaced_the_answered_one_is_kept(store: FailingStore) -
     watcher.mark_done(A)
     assert read_request(store) == B
     assert watcher.accept() == B
-
-
-def test_a_withdrawn_request_is_not_pending(store: FailingStore) -> None:
-    watcher = RequestWatcher(store)
-    put_request(store, A)
-    watcher.poll()
-    remove_request(store, A)
-    watcher.poll()
-    assert watcher.pending_request is None
-    watcher.mark_done(None)
-    watcher.mark_failed(None)
-    watcher.mark_done(A)
 
 
 @pytest.mark.parametrize("action", ["accept", "mark_done", "mark_failed"])

@@ -28,6 +28,7 @@ from tests.crash.promises import check_promises
 from tests.forging import manifest_key, save_to_files, seal, sealed_content
 from tests.spread_stores import shards_in, spread_over
 from tests.trainings import initial_state, state_after, states_equal, train
+from tests.unreliable_stores import HookedStore
 
 ATTEMPT = "0c9d1e2f3a4b"
 LATER = 2e12
@@ -251,71 +252,35 @@ def test_files_of_others_are_not_those_of_the_run(store: Store) -> None:
 # -- requests ------------------------------------------------------------------------------------
 
 
-class CountingStore(MemoryStore):
-    """A store that counts its requests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def _count(self, method: str, key: str) -> None:
-        self.counts[method] += 1
-
-    def put(self, key, length, head=0):
-        self._count("put", key)
-        return super().put(key, length, head)
-
-    def put_if_absent(self, key, data):
-        self._count("put_if_absent", key)
-        return super().put_if_absent(key, data)
-
-    def get(self, key, limit):
-        self._count("get", key)
-        return super().get(key, limit)
-
-    def get_range(self, key, offset, length, into, *more):
-        self._count("get_range", key)
-        super().get_range(key, offset, length, into, *more)
-
-    def stat(self, key):
-        self._count("stat", key)
-        return super().stat(key)
-
-    def list_level(self, folder, prefix=""):
-        self._count("list", folder)
-        return super().list_level(folder, prefix)
-
-    def list(self, prefix):
-        self._count("list", prefix)
-        return super().list(prefix)
-
-    def delete(self, key):
-        self._count("delete", key)
-        super().delete(key)
+def counting_store() -> tuple[Store, Counter[str]]:
+    """Return a store, and the number of its requests of each kind."""
+    store, counts = HookedStore(MemoryStore()), Counter[str]()
+    store.before = lambda method, key: counts.update([method])
+    return store, counts
 
 
 def test_a_training_makes_no_more_requests() -> None:
     """Saves, retention by metrics, resuming."""
     counts = []
     for count in (0, 16):
-        store = CountingStore()
+        store, found = counting_store()
         save_steps(store, 6, count, keep=KeepLast(2) | KeepBest(1, "loss"))
         save_steps(store, 8, count, keep=KeepLast(2) | KeepBest(1, "loss"))
-        counts.append(store.counts)
+        counts.append(found)
     plain, spread = counts
     assert spread <= plain
 
 
 def test_a_store_that_is_slow_lists_the_folders_only_to_sweep() -> None:
-    store = CountingStore()
+    store, counts = counting_store()
     run = save_steps(store, 3, spread=16)
-    store.counts.clear()
+    counts.clear()
     run.retain(KeepLast(1))
-    assert store.counts["list"] < 16
+    assert counts["list"] < 16
     assert len(shards_in(store)) == 2
-    store.counts.clear()
+    counts.clear()
     run.sweep()
-    assert store.counts["list"] < 10
+    assert counts["list"] < 10
 
 
 # -- the format ----------------------------------------------------------------------------------
