@@ -17,11 +17,13 @@ import pytest
 from limpet.errors import Denied, StoreError
 from limpet.ranks.wire import (
     CHALLENGE_BYTES,
+    MAGIC,
+    NONCE_BYTES,
     PROOF_BYTES,
-    ClientHandshake,
     HandshakeLimits,
     Listener,
     Session,
+    answer_challenge,
     make_secret,
 )
 from tests.tiers.peers import eventually
@@ -52,10 +54,10 @@ def shake(listener: Listener, secret: str = SECRET) -> tuple[socket.socket, Sess
     """Connect, and make the handshake."""
     connection = socket.create_connection((listener.address, listener.port), 20)
     try:
-        handshake = ClientHandshake(secret)
-        connection.sendall(handshake.hello)
+        nonce = bytes(NONCE_BYTES)
+        connection.sendall(MAGIC + nonce)
         challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
-        proof, session = handshake.answer(challenge, "the listener")
+        proof, session = answer_challenge(secret, nonce, challenge, "the listener")
         connection.sendall(proof)
     except BaseException:
         connection.close()
@@ -122,7 +124,7 @@ def test_strangers_get_no_session_and_end_nothing() -> None:
 def test_a_wrong_proof_ends_the_connection() -> None:
     with listening() as (listener, accepted):
         with socket.create_connection((listener.address, listener.port), 20) as stranger:
-            stranger.sendall(ClientHandshake(SECRET).hello)
+            stranger.sendall(MAGIC + bytes(NONCE_BYTES))
             stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
             stranger.sendall(bytes(PROOF_BYTES))
             assert stranger.recv(1) == b""

@@ -133,15 +133,14 @@ def test_a_host_without_an_address_is_an_error(host: str) -> None:
 def test_many_workers_that_connect_at_once_displace_none() -> None:
     with TaskServer(Queue()) as server:
         address = server.listen()
-        handshakes = [wire.ClientHandshake(address[-64:]) for _ in range(150)]
-        ends: list[socket.socket] = []
+        nonce, ends = bytes(wire.NONCE_BYTES), list[socket.socket]()
         try:
-            for handshake in handshakes:  # all of them begin before one of them is complete
+            for _ in range(150):  # all of them begin before one of them is complete
                 ends.append(socket.create_connection(("127.0.0.1", port_of(address)), 20))
-                ends[-1].sendall(handshake.hello)
-            for end, handshake in zip(ends, handshakes):
+                ends[-1].sendall(wire.MAGIC + nonce)
+            for end in ends:
                 challenge = end.recv(wire.CHALLENGE_BYTES, socket.MSG_WAITALL)
-                end.sendall(handshake.answer(challenge, "the owner")[0])
+                end.sendall(wire.answer_challenge(address[-64:], nonce, challenge, "owner")[0])
             wait_until(lambda: len(server._connections) == len(ends))
         finally:
             for end in ends:
@@ -187,9 +186,9 @@ def test_an_owner_that_does_not_answer_is_an_error_in_time(answers: int) -> None
                 connection, _ = stopped.accept()
                 with connection:
                     hello = connection.recv(wire.HELLO_BYTES, socket.MSG_WAITALL)
-                    challenge = wire.ServerHandshake("a" * 64).challenge(hello)
-                    assert challenge is not None
-                    connection.sendall(challenge)
+                    made = wire.make_challenge("a" * 64, hello)
+                    assert made is not None
+                    connection.sendall(made[1])
                     connection.recv(1 << 16)
                     done.wait(20)
 

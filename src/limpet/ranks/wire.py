@@ -150,51 +150,39 @@ class Session:
         return _proof(self.key, label, number.to_bytes(8, "big"), payload)
 
 
-class ClientHandshake:
-    """The side that connects: send ``hello``, then what ``answer`` returns."""
+def answer_challenge(
+    secret: str, nonce: bytes, challenge: bytes, peer: str
+) -> tuple[bytes, Session]:
+    """Return the proof of the client that has sent ``MAGIC + nonce``, and its session.
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self.hello = MAGIC + self._nonce
-
-    def answer(self, challenge: bytes, peer: str) -> tuple[bytes, Session]:
-        """Return the proof for a challenge of ``CHALLENGE_BYTES`` bytes, and the session.
-
-        Raises ``Denied`` if the server does not know the secret.
-        """
-        nonces = self._nonce + challenge[:NONCE_BYTES]
-        proof = challenge[NONCE_BYTES:]
-        if not hmac.compare_digest(_proof(self._secret, b"server", nonces), proof):
-            raise Denied(
-                f"{peer} does not know the secret of this job; nothing was sent to it",
-                expected="a process of this job",
-                todo="Another job may use the address now: look up the address again",
-            )
-        session = Session(_proof(self._secret, b"session", nonces), True)
-        return _proof(self._secret, b"client", nonces), session
+    Raises ``Denied`` if the server does not know the secret.
+    """
+    key, nonces = secret.encode(), nonce + challenge[:NONCE_BYTES]
+    if not hmac.compare_digest(_proof(key, b"server", nonces), challenge[NONCE_BYTES:]):
+        raise Denied(
+            f"{peer} does not know the secret of this job; nothing was sent to it",
+            expected="a process of this job",
+            todo="Another job may use the address now: look up the address again",
+        )
+    return _proof(key, b"client", nonces), Session(_proof(key, b"session", nonces), True)
 
 
-class ServerHandshake:
-    """The side that is connected to: call ``challenge``, then ``accept``."""
+def make_challenge(secret: str, hello: bytes) -> tuple[bytes, bytes] | None:
+    """Return both nonces, and the answer to a hello of ``HELLO_BYTES`` bytes. None: it is another
+    protocol."""
+    if hello[: len(MAGIC)] != MAGIC:
+        return None
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    nonces = hello[len(MAGIC) :] + nonce
+    return nonces, nonce + _proof(secret.encode(), b"server", nonces)
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
-        self._nonces = b""
 
-    def challenge(self, hello: bytes) -> bytes | None:
-        """Return the answer to a hello of ``HELLO_BYTES`` bytes. None: it is another protocol."""
-        if hello[: len(MAGIC)] != MAGIC:
-            return None
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._nonces = hello[len(MAGIC) :] + nonce
-        return nonce + _proof(self._secret, b"server", self._nonces)
-
-    def accept(self, proof: bytes) -> Session | None:
-        """Return the session, or None if the proof is wrong."""
-        if not hmac.compare_digest(_proof(self._secret, b"client", self._nonces), proof):
-            return None
-        return Session(_proof(self._secret, b"session", self._nonces), False)
+def accept_proof(secret: str, nonces: bytes, proof: bytes) -> Session | None:
+    """Return the session of the server, or None if the proof is wrong."""
+    key = secret.encode()
+    if not hmac.compare_digest(_proof(key, b"client", nonces), proof):
+        return None
+    return Session(_proof(key, b"session", nonces), False)
 
 
 # -- a connection --------------------------------------------------------------------------------
@@ -411,9 +399,10 @@ def connect(
     try:
         with channel._timed("connect to"):
             _prepare(connection)
-        handshake = ClientHandshake(secret)
-        channel.send_bytes(handshake.hello)
-        proof, session = handshake.answer(channel.receive_bytes(CHALLENGE_BYTES), peer)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        channel.send_bytes(MAGIC, nonce)
+        challenge = channel.receive_bytes(CHALLENGE_BYTES)
+        proof, session = answer_challenge(secret, nonce, challenge, peer)
         channel.send_bytes(proof)
     except BaseException:
         channel.close()
@@ -496,6 +485,21 @@ class HandshakeLimits:
     seconds: float = 5.0
 
 
+@dataclass(eq=False, slots=True)
+class _Handshake:
+    """A connection whose peer has not proved yet that it knows the secret.
+
+    ``received``: the bytes of the message that is arriving; ``nonces``: both, once the hello has
+    arrived.
+    """
+
+    connection: socket.socket
+    deadline: Deadline
+    received: bytes = b""
+    nonces: bytes = b""
+    has_failed: bool = False
+
+
 class Listener:
     """Listens at ``address``, an IP address of this host, on a thread of its own.
 
@@ -554,13 +558,13 @@ class Listener:
             connection.close()
 
     def _run(self) -> None:
-        pending: dict[socket.socket, _Pending] = {}  # oldest first
+        pending: dict[socket.socket, _Handshake] = {}  # oldest first
         with self._selector as selector:
             while not self._closed:
                 ready = {key.fileobj for key, _ in selector.select(_POLL_SECONDS)}
                 surplus = len(pending) - self._limits().connections
                 for number, (connection, handshake) in enumerate(list(pending.items())):
-                    session = handshake.advance() if connection in ready else None
+                    session = self._advance(handshake) if connection in ready else None
                     is_late = number < surplus or not handshake.deadline.seconds_left
                     if session is not None or handshake.has_failed or is_late:
                         selector.unregister(connection)
@@ -575,7 +579,7 @@ class Listener:
         for connection in (*pending, self._listener):
             connection.close()
 
-    def _accept(self) -> _Pending | None:
+    def _accept(self) -> _Handshake | None:
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -588,46 +592,33 @@ class Listener:
         with suppress(OSError):  # on some systems, if the peer has gone
             _prepare(connection)
         deadline = Deadline.after(self._limits().seconds, "the handshake with a peer")
-        return _Pending(connection, self._secret, deadline)
+        return _Handshake(connection, deadline)
 
-
-class _Pending:
-    """A connection whose peer has not proved yet that it knows the secret. It never waits."""
-
-    def __init__(self, connection: socket.socket, secret: str, deadline: Deadline) -> None:
-        self.connection = connection
-        self.deadline = deadline
-        self.has_failed = False
-        self._handshake = ServerHandshake(secret)
-        self._received = b""
-        self._is_challenged = False
-
-    def advance(self) -> Session | None:
-        """Read what has arrived. Return the session once the peer has proved itself."""
-        wanted = PROOF_BYTES if self._is_challenged else HELLO_BYTES
+    def _advance(self, handshake: _Handshake) -> Session | None:
+        """Read what has arrived, without a wait. Return the session once the peer has proved that
+        it knows the secret."""
+        wanted = PROOF_BYTES if handshake.nonces else HELLO_BYTES
         try:
-            data = self.connection.recv(wanted - len(self._received))
+            data = handshake.connection.recv(wanted - len(handshake.received))
         except BlockingIOError:
             return None
         except OSError:
             data = b""
-        self._received += data
-        self.has_failed = not data
-        if len(self._received) < wanted:
+        handshake.received += data
+        handshake.has_failed = not data
+        if len(handshake.received) < wanted:
             return None
-        received, self._received = self._received, b""
-        if self._is_challenged:
-            session = self._handshake.accept(received)
-            self.has_failed = session is None
+        received, handshake.received = handshake.received, b""
+        if handshake.nonces:
+            session = accept_proof(self._secret, handshake.nonces, received)
+            handshake.has_failed = session is None
             return session
-        self._is_challenged = True
-        challenge = self._handshake.challenge(received)
-        try:
-            # the first bytes of a connection: there is space for them
-            is_sent = challenge is not None and self.connection.send(challenge) == len(challenge)
-        except OSError:
-            is_sent = False
-        self.has_failed = not is_sent
+        handshake.has_failed = True
+        if (made := make_challenge(self._secret, received)) is not None:
+            handshake.nonces, challenge = made
+            with suppress(OSError):  # the first bytes of a connection: there is space for them
+                sent = handshake.connection.send(challenge)
+                handshake.has_failed = sent < len(challenge)
         return None
 
 
