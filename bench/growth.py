@@ -255,7 +255,8 @@ def make_run(path: Path, count: int, state: dict[str, Any]) -> None:
 
     import limpet
     from limpet.format import names
-    from limpet.format.manifest import decode_manifest, encode_manifest
+    from limpet.format.manifest import decode_manifest
+    from limpet.format.sealed import seal
 
     first = path / "version_1"
     with limpet.Checkpointer(path, state, save=limpet.EverySteps(1)) as ckpt:
@@ -268,7 +269,7 @@ def make_run(path: Path, count: int, state: dict[str, Any]) -> None:
         for shard in manifest.shards:
             for name in (shard.name, shard.index.name):
                 os.link(first / name, folder / name)
-        raw, _ = encode_manifest(msgspec.structs.replace(manifest, step=step))
+        raw, _ = seal(msgspec.structs.replace(manifest, step=step))
         (folder / names.MANIFEST).write_bytes(raw)
 
 

@@ -62,7 +62,7 @@ def timed_steps(timings: Timings) -> Iterator[None]:
         (chair, "encode_masks", "masks"),
         (assembly, "gather", "gather"), (assembly, "scatter", "scatter"),
         (assembly, "_wait_for_keys", "waited"),
-        (commit, "encode_manifest", "manifest"), (commit, "check_tree", "manifest"),
+        (commit, "seal", "manifest"), (commit, "check_tree", "manifest"),
     ]  # fmt: skip
     with ExitStack() as stack:
         for owner, name, said in steps:

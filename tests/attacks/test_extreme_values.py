@@ -12,7 +12,7 @@ import pytest
 
 import limpet
 from limpet.errors import LimpetError, NotFound, PlanError, Unsupported
-from limpet.format.records import Evaluation, encode_about_version
+from limpet.format.records import Evaluation, encode_record
 from limpet.run.policy import EverySteps, KeepBest
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
@@ -123,7 +123,7 @@ def put_evaluation(run: Run, created: str, **metrics: float) -> str:
     attempt = f"{len(files_of(run.store)):012x}"  # type: ignore[arg-type]
     evaluation = Evaluation("val", attempt, "version_1", digest, created, metrics)
     key = f"version_1/eval-val.{attempt}.json"
-    run.store.put_if_absent(key, encode_about_version(evaluation))
+    run.store.put_if_absent(key, encode_record(evaluation))
     return key
 
 

@@ -11,7 +11,7 @@ import pytest
 import limpet as hf
 from limpet.buffers import shared_pool
 from limpet.format.names import MANIFEST, Version
-from limpet.format.records import Branch, encode_branch
+from limpet.format.records import Branch, encode_record
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
@@ -124,7 +124,7 @@ def branch_from_deleted_version(store: MemoryStore) -> None:
 
 def branch_from_itself(store: MemoryStore) -> None:
     record = Branch(1, "version_2.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
-    store.put_if_absent("branch-1.json", encode_branch(record))
+    store.put_if_absent("branch-1.json", encode_record(record))
 
 
 @pytest.mark.parametrize(

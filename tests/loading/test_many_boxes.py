@@ -13,8 +13,9 @@ from msgspec.structs import replace
 import limpet
 from limpet.format.digest import digest
 from limpet.format.index import Index, IndexBox, IndexLeaf, encode_index
-from limpet.format.manifest import FileEntry, Shard, encode_manifest
+from limpet.format.manifest import FileEntry, Shard
 from limpet.format.names import MANIFEST, index_name, shard_name
+from limpet.format.sealed import seal
 from limpet.snapshot.snapshot import reader_of
 from limpet.types import Box
 
@@ -49,7 +50,7 @@ def write_snapshot(folder: Path) -> None:
         shards.append(Shard(name, cuts[-1], index, []))
     tree = {"dict": {key: {"tensor": ["float32", list(shape)]} for key in keys}}
     manifest = replace(reader_of(small).manifest, attempt="0" * 12, shards=shards, tree=tree)
-    (folder / MANIFEST).write_bytes(encode_manifest(manifest)[0])
+    (folder / MANIFEST).write_bytes(seal(manifest)[0])
 
 
 LOAD = """

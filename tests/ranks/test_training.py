@@ -16,7 +16,7 @@ import pytest
 import limpet
 from limpet.errors import Denied, LimpetError, PlanError, RankFailed, StoreError
 from limpet.format import names
-from limpet.format.records import Pin, encode_pin
+from limpet.format.records import Pin, encode_record
 from limpet.notices.notice import Notice
 from limpet.run.policy import (
     EveryEpoch,
@@ -521,7 +521,7 @@ def test_a_training_without_progress_and_metrics() -> None:
 def test_a_second_job_is_refused_on_all_ranks() -> None:
     with TrainingJob(3) as job:
         other = Pin("fedcba987654", None, "2026-11-21T00:00:00Z", "elsewhere x", "y", "12:34")
-        job.inner.put_if_absent(names.WRITER_LOCK, encode_pin(other))
+        job.inner.put_if_absent(names.WRITER_LOCK, encode_record(other))
         with mock.patch("limpet.snapshot.pins.is_holder_alive", return_value=True):
             outcomes = job.outcomes(lambda trainer: trainer.train(7, save=EverySteps(5)))
         assert all(isinstance(o, LimpetError) for o in outcomes), outcomes
@@ -538,7 +538,7 @@ def test_a_training_that_lost_the_writer_lock_raises_on_all_ranks() -> None:
                 job.wait_for_saves()
                 job.inner.delete(names.WRITER_LOCK)
                 other = Pin("fedcba987654", None, "2026-11-21T00:00:00Z", "else x", "y", "12:34")
-                job.inner.put_if_absent(names.WRITER_LOCK, encode_pin(other))
+                job.inner.put_if_absent(names.WRITER_LOCK, encode_record(other))
 
         job.before_step = before_step
         outcomes = job.outcomes(

@@ -15,7 +15,7 @@ import pytest
 from limpet import events
 from limpet.errors import LimpetError, Unavailable
 from limpet.format.names import Version, lease_name
-from limpet.format.records import encode_lease
+from limpet.format.records import encode_record
 from limpet.run import lease as leases
 from limpet.run.lease import LeaseHolder, LeaseObserver, list_leases, read_lease
 from limpet.run.policy import KeepLast
@@ -122,7 +122,7 @@ def test_the_lease_of_a_process_that_has_ended_on_this_machine_ends_at_once() ->
     (key,) = list_leases(store)
     dead = msgspec.structs.replace(read_lease(store, key), process="4194304:1")
     store.delete(key)
-    store.put_if_absent(key, encode_lease(dead))
+    store.put_if_absent(key, encode_record(dead))
     assert LeaseObserver(store, clock).live() == {}
     before = clock.now
     holder(store, clock).acquire()
@@ -404,6 +404,6 @@ def test_sweep_removes_the_file_of_a_lease_that_has_ended() -> None:
     (key,) = list_leases(store)
     dead = msgspec.structs.replace(read_lease(store, key), process="4194304:1")
     store.delete(key)
-    store.put_if_absent(key, encode_lease(dead))
+    store.put_if_absent(key, encode_record(dead))
     assert key in Run(store).sweep().removed
     assert list_leases(store) == []

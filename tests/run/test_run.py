@@ -18,7 +18,7 @@ from limpet.convert.copy import copy_snapshot
 from limpet.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from limpet.format.digest import digest
 from limpet.format.names import MANIFEST, Version, index_name, random_id, shard_name
-from limpet.format.records import Branch, encode_branch
+from limpet.format.records import Branch, encode_record
 from limpet.loading.load import load_snapshot
 from limpet.run.address import open_version
 from limpet.run.policy import EverySteps, KeepEvery, KeepLast
@@ -187,7 +187,7 @@ def test_a_damaged_record_of_an_empty_branch_is_ignored(store: MemoryStore) -> N
 
 def test_a_branch_from_itself_is_rejected(store: MemoryStore) -> None:
     record = Branch(1, "version_20.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
-    store.put_if_absent("branch-1.json", encode_branch(record))
+    store.put_if_absent("branch-1.json", encode_record(record))
     with pytest.raises(ManifestInvalid, match="before 1"):
         Run(store).line()
 

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 
 import limpet
 from limpet.convert.copy import copy_snapshot
-from limpet.format.manifest import decode_manifest, encode_manifest
+from limpet.format.manifest import decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
+from limpet.format.sealed import seal
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
@@ -86,7 +87,7 @@ def make_run(path: Path, count: int) -> Path:
         folder.mkdir()
         for name in shards:
             os.link(path / "version_10" / name, folder / name)
-        (folder / MANIFEST).write_bytes(encode_manifest(replace(manifest, step=10 * number))[0])
+        (folder / MANIFEST).write_bytes(seal(replace(manifest, step=10 * number))[0])
     return path
 
 

@@ -51,6 +51,7 @@ def test_each_save_is_one_line() -> None:
 def test_only_rank_0_shows_events_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines(("saved", SAVED)) == [LINE]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
     for rank, shown in enumerate([[LINE], [], []]):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         assert lines(("saved", SAVED), ("deleted", EVENTS["deleted"])) == shown
@@ -60,6 +61,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
     shown = []
     for awaited in ([3], [0], [0, 1, 3], [1, 2]):
         event = {"what": "the load of a", "ranks": awaited, "count": len(awaited)}

@@ -17,9 +17,10 @@ from limpet.format.index import (
     SchemaCache,
     encode_index,
 )
-from limpet.format.manifest import FileEntry, Shard, encode_manifest
+from limpet.format.manifest import FileEntry, Shard
 from limpet.format.names import MANIFEST, index_name, random_id, shard_name
 from limpet.format.safetensors import build_header
+from limpet.format.sealed import seal
 from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox, chunk_cuts, full_shard_entries
 from limpet.ragged import flatten_rows
@@ -99,7 +100,7 @@ def write_resharded(
         _write_shard(values, location, n, attempt, boxes_by_shard) for n in range(shards)
     ]
     manifest = replace(snapshot.manifest, attempt=attempt, shards=shard_entries)
-    location.store.put_if_absent(location.key(MANIFEST), encode_manifest(manifest)[0])
+    location.store.put_if_absent(location.key(MANIFEST), seal(manifest)[0])
     return open_location(location)
 
 

@@ -28,7 +28,7 @@ from limpet.errors import (
     StoreError,
 )
 from limpet.format.names import WRITER_LOCK, Version
-from limpet.format.records import Pin, encode_pin
+from limpet.format.records import Pin, encode_record
 from limpet.machine import utc_now
 from limpet.preemption import Preemption
 from limpet.run.policy import EverySteps
@@ -166,7 +166,7 @@ def test_a_training_that_begins_elsewhere_during_the_copy_prevents_the_commit(
     def begin(method: str, key: str) -> None:
         if (method, key.partition("/")[0]) == ("put", "version_70"):
             host.run.delete(WRITER_LOCK)
-            host.run.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
+            host.run.put_if_absent(WRITER_LOCK, encode_record(elsewhere))
 
     elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
     store.before = begin

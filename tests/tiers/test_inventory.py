@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from limpet.format.manifest import FileEntry, Manifest, Shard, encode_manifest
+from limpet.format.manifest import FileEntry, Manifest, Shard
 from limpet.format.names import MANIFEST, index_name, shard_name
+from limpet.format.sealed import seal
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.inventory import (
     HostFiles,
@@ -51,7 +52,7 @@ def states_of_hosts(hosts: int, per_host: int) -> list[HostFiles]:
     """Return what hosts hold: each the files of its ranks, and copies of those of another host."""
     count = hosts * per_host
     manifest = make_manifest(count)
-    raw, _ = encode_manifest(manifest)
+    raw, _ = seal(manifest)
     states = []
     for host in range(hosts):
         held = [r for h in (host, host ^ 1) for r in range(h * per_host, (h + 1) * per_host)]
@@ -94,7 +95,7 @@ def test_the_work_of_rank_0_grows_with_the_hosts() -> None:
 def test_the_holders_of_each_file() -> None:
     (found,) = find_snapshots(states_of_hosts(4, 2), "local")
     assert (found.folder, found.branch, found.tier) == (FOLDER, 0, "local")
-    assert found.digest == encode_manifest(make_manifest(8))[1]
+    assert found.digest == seal(make_manifest(8))[1]
     assert found.sources.with_manifest == [0, 2, 4, 6]
     assert found.sources.by_file() == [[0, 2]] * 8 + [[4, 6]] * 8
 
@@ -121,7 +122,7 @@ def test_the_first_file_that_nobody_has(held: Sequence[list[int]], missing: int 
 
 def test_a_file_of_another_length_does_not_count() -> None:
     manifest = make_manifest(2)
-    raw, _ = encode_manifest(manifest)
+    raw, _ = seal(manifest)
     lengths = lengths_of(manifest, [0, 1])
     assert describe_files(0, FOLDER, raw, lengths).held == [0, 4]
     lengths[manifest.shards[1].name] += 1
@@ -139,8 +140,8 @@ def store_of(manifest: bytes | None) -> MemoryStore:
 
 def test_the_manifest_that_most_hosts_have_counts() -> None:
     """One that is damaged does not, and a host without one may have files."""
-    raws = [encode_manifest(make_manifest(2, writer))[0] for writer in ("a", "b")]
-    digests = [encode_manifest(make_manifest(2, writer))[1] for writer in ("a", "b")]
+    raws = [seal(make_manifest(2, writer))[0] for writer in ("a", "b")]
+    digests = [seal(make_manifest(2, writer))[1] for writer in ("a", "b")]
     damaged = raws[0].replace(b'"step":30', b'"step":31')
     hosts = [raws[1], damaged, raws[0], None, raws[1], damaged, damaged]
     states = [s for rank, raw in enumerate(hosts) for s in take_inventory(store_of(raw), rank)]

@@ -28,7 +28,7 @@ from limpet.errors import (
     Unavailable,
 )
 from limpet.format.names import MANIFEST, WRITER_LOCK, Version
-from limpet.format.records import Pin, encode_pin
+from limpet.format.records import Pin, encode_record
 from limpet.machine import utc_now
 from limpet.notices.notice import Notice
 from limpet.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
@@ -601,7 +601,7 @@ def test_a_training_that_was_taken_over_saves_nothing_more_when_it_must_leave(
     ckpt = die_with_both_tiers(disk, tmp_path, monkeypatch)
     elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
     disk.durable.delete(WRITER_LOCK)
-    disk.durable.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
+    disk.durable.put_if_absent(WRITER_LOCK, encode_record(elsewhere))
     with pytest.raises(LimpetError, match="has taken this run over"):
         ckpt._saver.flush_tiers(Deadline.after(20, "the flush of a test"))
     assert disk.promoted == []

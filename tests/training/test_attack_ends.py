@@ -25,7 +25,7 @@ import limpet
 from limpet import events, machine
 from limpet.errors import LimpetError, NoSnapshot, SaveFailed, StoreError
 from limpet.format.names import MANIFEST, Version
-from limpet.format.records import Pin, encode_pin
+from limpet.format.records import Pin, encode_record
 from limpet.run.policy import (
     EverySteps,
     KeepBest,
@@ -612,7 +612,7 @@ def test_a_rejected_training_saves_and_deletes_nothing(why: str, tmp_path: Path)
         host, boot, _ = machine.process_identity()
         parent = machine.pid_and_start_time(os.getppid())
         other = Pin("0" * 12, None, machine.utc_now(), host, boot, parent)
-        store.put_if_absent("writer.json", encode_pin(other))
+        store.put_if_absent("writer.json", encode_record(other))
     before = files(store)
     state, step = network(1000)
     state["progress"].step = 7

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from limpet.errors import Denied, MetricMissing, SaveFailed, StoreError, Unavailable, UnsavedSteps
 from limpet.format.names import MANIFEST, EvaluationFile, Version, lease_name
-from limpet.format.records import Evaluation, encode_about_version
+from limpet.format.records import Evaluation, encode_record
 from limpet.run.policy import (
     EverySteps,
     KeepBest,
@@ -452,7 +452,7 @@ def test_a_damaged_record_is_skipped_and_reported() -> None:
     emitted, attached = record_events()
     with attached, training() as (state, ckpt, run):
         save_next(state, ckpt, 2)
-        raw = encode_about_version(
+        raw = encode_record(
             Evaluation("val", "a" * 12, "version_1", "0" * 32, "2026-01-01T00:00:00+00:00",
                        metrics={"val_loss": 0.1})
         )  # fmt: skip

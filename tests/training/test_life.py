@@ -36,7 +36,7 @@ from limpet.errors import (
     UnexpectedLeaf,
 )
 from limpet.format.names import Version
-from limpet.format.records import Pin, encode_pin
+from limpet.format.records import Pin, encode_record
 from limpet.notices.signals import SignalNotice
 from limpet.run.policy import (
     EverySteps,
@@ -479,9 +479,9 @@ def test_a_successor_removes_only_the_pins_of_its_predecessor(
             ("version_3", machine.process_identity()),
         ]
     ):
-        record = encode_pin(Pin(attempt, version, machine.utc_now(), *holder))
+        record = encode_record(Pin(attempt, version, machine.utc_now(), *holder))
         store.put_if_absent(f"pin-{number:012}.json", record)
-    store.put_if_absent("writer.json", encode_pin(Pin(attempt, None, machine.utc_now(), *died)))
+    store.put_if_absent("writer.json", encode_record(Pin(attempt, None, machine.utc_now(), *died)))
     with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 4)
@@ -500,7 +500,7 @@ def test_a_failure_to_remove_old_pins_does_not_stop_the_training() -> None:
 
     store = FailingDeleteStore()
     for key in ("pin-000000000000.json", "writer.json"):
-        store.put_if_absent(key, encode_pin(Pin("0" * 12, None, machine.utc_now(), *ELSEWHERE)))
+        store.put_if_absent(key, encode_record(Pin("0" * 12, None, machine.utc_now(), *ELSEWHERE)))
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 2)
     assert Run(store).line() == [Version(1), Version(2)]
@@ -510,7 +510,7 @@ def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one() ->
     store = MemoryStore()
     own_pin = Pin("0" * 12, None, machine.utc_now(), *machine.process_identity())
     for key in ("pin-000000000000.json", "writer.json"):
-        store.put_if_absent(key, encode_pin(own_pin))
+        store.put_if_absent(key, encode_record(own_pin))
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
     assert Run(store).listing().process_pins == ["pin-000000000000.json"]

@@ -31,11 +31,10 @@ from limpet.format.manifest import (
     Manifest,
     Shard,
     decode_manifest,
-    encode_manifest,
 )
 from limpet.format.names import MANIFEST, parse_version
 from limpet.format.safetensors import build_header
-from limpet.format.sealed import FORMAT, check_length
+from limpet.format.sealed import FORMAT, check_length, seal
 from limpet.layout.read_plan import ReadItem, chunk_read_items
 from limpet.layout.shard_layout import full_shard_entries, leaf_boxes_from_index
 from limpet.saving.commit import raise_if_exists
@@ -92,7 +91,7 @@ def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> Sna
     shards = [shard_copy.shard for shard_copy in copies]
     if shards != manifest.shards:
         manifest = full_manifest(snapshot, attempt=attempt_of_copy(snapshot), shards=shards)
-        raw, manifest_digest = encode_manifest(manifest)
+        raw, manifest_digest = seal(manifest)
     version = parse_version(location.folder.rpartition("/")[2])
     with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt, version):
         if version is not None:

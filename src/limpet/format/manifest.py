@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from limpet.format.digest import Digest
 from limpet.format.names import MAX_STEP, Attempt, ShardPath, VersionName, parse_reference
-from limpet.format.sealed import is_utc_time, require, seal, unseal
+from limpet.format.sealed import is_utc_time, require, unseal
 from limpet.format.strict_json import StrictDecoder
 
 MAX_MANIFEST = 1 << 30
@@ -94,11 +94,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _MANIFEST = StrictDecoder(msgspec.json.Decoder(Manifest))
-
-
-def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
-    """Return the bytes of the file and its digest."""
-    return seal(manifest)
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:

@@ -6,6 +6,7 @@ See ``docs/format.md``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -13,12 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from limpet.format.digest import Digest
-from limpet.format.names import (
-    Attempt,
-    EvaluationFile,
-    EvaluationName,
-    VersionName,
-)
+from limpet.format.names import Attempt, EvaluationFile, EvaluationName, VersionName
 from limpet.format.sealed import Int64, is_utc_time, require, seal, unseal
 from limpet.format.strict_json import StrictDecoder
 
@@ -93,39 +89,34 @@ class AboutVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return str(EvaluationFile(self.name, self.attempt, self.kind))
 
 
-class Evaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
-    """The result of one attempt to evaluate a version: numbers by name."""
+class _WithMetrics(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """A record of numbers by name."""
 
     metrics: Mapping[str, Metric]
 
     def decoded_metrics(self) -> dict[str, float]:
         """Return the metrics as numbers."""
-        return _decode_metrics(self.metrics)
+        return {
+            name: float(value["float"]) if isinstance(value, dict) else value
+            for name, value in self.metrics.items()
+        }
 
 
-class InexactEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
+class Evaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
+    """The result of one attempt to evaluate a version."""
+
+
+class InexactEvaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
     """The result of an evaluation during which the training went on. It is no score of a version.
 
     Parts of the data were evaluated with the parameters after the steps ``first_step`` up to
     ``last_step``. The version is the newest one at the end of the evaluation.
     """
 
-    metrics: Mapping[str, Metric]
     first_step: Annotated[int, Meta(ge=0, lt=10**18)]
     last_step: Annotated[int, Meta(ge=0, lt=10**18)]
 
     kind: ClassVar[str] = "inexact"
-
-    def decoded_metrics(self) -> dict[str, float]:
-        """Return the metrics as numbers."""
-        return _decode_metrics(self.metrics)
-
-
-def _decode_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    return {
-        name: float(value["float"]) if isinstance(value, dict) else value
-        for name, value in metrics.items()
-    }
 
 
 class FailedEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
@@ -174,54 +165,12 @@ class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["min", "max"]
 
 
-_Record = TypeVar("_Record", Branch, Pin, LastingPin, Lease, AboutVersion)
+_Record = TypeVar("_Record", Branch, Pin, LastingPin, Lease, AboutVersion, Objective)
 
 
-_BRANCH = StrictDecoder(msgspec.json.Decoder(Branch))
-_PIN = StrictDecoder(msgspec.json.Decoder(Pin))
-_LASTING_PIN = StrictDecoder(msgspec.json.Decoder(LastingPin))
-_LEASE = StrictDecoder(msgspec.json.Decoder(Lease))
-_OBJECTIVE = StrictDecoder(msgspec.json.Decoder(Objective))
-_ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
-    kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
-    for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation)
-}
-
-
-def _decode(raw: bytes, decoder: StrictDecoder[_Record], file: str) -> _Record:
-    """Return a record. Every field is checked. Raises the same errors as ``decode_manifest``."""
-    record = unseal(raw, decoder, file)[0]
-    require(file, is_utc_time(record.created), "a time in UTC in `created`", record.created)
-    return record
-
-
-def encode_branch(branch: Branch) -> bytes:
-    return seal(branch)[0]
-
-
-def decode_branch(raw: bytes, file: str) -> Branch:
-    return _decode(raw, _BRANCH, file)
-
-
-def encode_pin(pin: Pin) -> bytes:
-    return seal(pin)[0]
-
-
-def decode_pin(raw: bytes, file: str) -> Pin:
-    return _decode(raw, _PIN, file)
-
-
-def encode_lasting_pin(pin: LastingPin) -> bytes:
-    return seal(pin)[0]
-
-
-def decode_lasting_pin(raw: bytes, file: str) -> LastingPin:
-    return _decode(raw, _LASTING_PIN, file)
-
-
-def encode_about_version(record: AboutVersion) -> bytes:
+def encode_record(record: _Record) -> bytes:
     """Return the file content of a record. The metrics of an evaluation are ints and floats."""
-    if isinstance(record, Evaluation | InexactEvaluation):
+    if isinstance(record, _WithMetrics):
         metrics = {
             name: {"float": repr(v)} if isinstance(v, float) and not isfinite(v) else v
             for name, v in record.metrics.items()
@@ -230,23 +179,25 @@ def encode_about_version(record: AboutVersion) -> bytes:
     return seal(record)[0]
 
 
+def _decode(decoder: StrictDecoder[_Record], raw: bytes, file: str) -> _Record:
+    """Return a record. Every field is checked. Raises the same errors as ``decode_manifest``."""
+    record = unseal(raw, decoder, file)[0]
+    if not isinstance(record, Objective):
+        require(file, is_utc_time(record.created), "a time in UTC in `created`", record.created)
+    return record
+
+
+decode_branch = partial(_decode, StrictDecoder(msgspec.json.Decoder(Branch)))
+decode_pin = partial(_decode, StrictDecoder(msgspec.json.Decoder(Pin)))
+decode_lasting_pin = partial(_decode, StrictDecoder(msgspec.json.Decoder(LastingPin)))
+decode_lease = partial(_decode, StrictDecoder(msgspec.json.Decoder(Lease)))
+decode_objective = partial(_decode, StrictDecoder(msgspec.json.Decoder(Objective)))
+_ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
+    kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
+    for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation)
+}
+
+
 def decode_about_version(raw: bytes, file: str, kind: str = "") -> AboutVersion:
     """Return a record of a ``kind`` of ``EvaluationFile``: by default, a result."""
-    return _decode(raw, _ABOUT_VERSION[kind], file)
-
-
-def encode_lease(lease: Lease) -> bytes:
-    return seal(lease)[0]
-
-
-def decode_lease(raw: bytes, file: str) -> Lease:
-    return _decode(raw, _LEASE, file)
-
-
-def encode_objective(objective: Objective) -> bytes:
-    return seal(objective)[0]
-
-
-def decode_objective(raw: bytes, file: str) -> Objective:
-    """Return a checked record. Raises the same errors as ``decode_manifest``."""
-    return unseal(raw, _OBJECTIVE, file)[0]
+    return _decode(_ABOUT_VERSION[kind], raw, file)

@@ -20,7 +20,7 @@ from threading import Lock, Thread
 from limpet import events, machine
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, StoreError
 from limpet.format.names import Version, lease_name, parse_lease, random_id
-from limpet.format.records import MAX_RECORD, Lease, decode_lease, encode_lease
+from limpet.format.records import MAX_RECORD, Lease, decode_lease, encode_record
 from limpet.snapshot.location import get_bounded
 from limpet.snapshot.pins import is_holder_alive
 from limpet.storage.store import Store, contended_error, list_level
@@ -280,7 +280,7 @@ class LeaseHolder:
         )
         own, began = lease_name(self._name, number), self._clock()
         try:
-            self._store.put_if_absent(own, encode_lease(lease))
+            self._store.put_if_absent(own, encode_record(lease))
         except AlreadyExists:
             if not self._is_own(own):
                 raise

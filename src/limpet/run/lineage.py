@@ -22,7 +22,7 @@ from limpet.errors import (
 from limpet.format import names
 from limpet.format.manifest import Parent
 from limpet.format.names import Version
-from limpet.format.records import Branch, Ended, encode_branch
+from limpet.format.records import Branch, Ended, encode_record
 from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import Mode, Record, best_first
@@ -188,7 +188,7 @@ def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, r
         record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
         # if another process starts a branch at the same time, try the next number
         with suppress(AlreadyExists):
-            catalog.store.put_if_absent(names.branch_name(number), encode_branch(record))
+            catalog.store.put_if_absent(names.branch_name(number), encode_record(record))
             return number
     raise contended_error(names.branch_name(number), catalog.store.url)
 

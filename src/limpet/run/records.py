@@ -39,8 +39,7 @@ from limpet.format.records import (
     Objective,
     decode_about_version,
     decode_objective,
-    encode_about_version,
-    encode_objective,
+    encode_record,
 )
 from limpet.format.sealed import check_length
 from limpet.run.metrics import ADDED_METRICS
@@ -231,7 +230,7 @@ def put_about_version(
     file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
     created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])
     record = kind(name, file.attempt, str(version), digest, created.isoformat(), **content)
-    key, raw = f"{version}/{record.file_name}", encode_about_version(record)
+    key, raw = f"{version}/{record.file_name}", encode_record(record)
     check_length(key, raw, MAX_RECORD, "Store less in one record")
     store.put_if_absent(key, raw)
 
@@ -282,7 +281,7 @@ def record_objective(store: Store, objective: Objective) -> None:
     """Record an objective in a run, unless it is recorded. Raises ``StoreError``."""
     name = digest(f"{objective.mode} {objective.metric}".encode())
     with suppress(AlreadyExists):
-        store.put_if_absent(objective_name(name), encode_objective(objective))
+        store.put_if_absent(objective_name(name), encode_record(objective))
 
 
 def read_recorded_objectives(store: Store) -> list[Objective]:

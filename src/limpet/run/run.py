@@ -20,7 +20,7 @@ from limpet.format.records import (
     Branch,
     Evaluation,
     LastingPin,
-    encode_lasting_pin,
+    encode_record,
 )
 from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run import lineage, retention, sweep
@@ -299,7 +299,7 @@ class Run:
         version = self.find(step, branch)
         key, pin = names.pin_name(str(version)), LastingPin(str(version), machine.utc_now())
         try:
-            self.store.put_if_absent(key, encode_lasting_pin(pin))
+            self.store.put_if_absent(key, encode_record(pin))
         except AlreadyExists:
             return version
         try:

@@ -26,7 +26,7 @@ from limpet.errors import (
     StoreError,
 )
 from limpet.format.names import WRITER_LOCK, random_id
-from limpet.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
+from limpet.format.records import MAX_RECORD, Pin, decode_pin, encode_record
 from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.lineage import last_written
 from limpet.snapshot import pins
@@ -74,7 +74,7 @@ class WriterLock:
         previous = None
         for _ in range(MAX_PUTS):
             try:
-                store.put_if_absent(WRITER_LOCK, encode_pin(lock))
+                store.put_if_absent(WRITER_LOCK, encode_record(lock))
             except AlreadyExists:
                 previous = find_writer(store)
                 if (

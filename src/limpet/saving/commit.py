@@ -33,10 +33,9 @@ from limpet.format.manifest import (
     Parent,
     Shard,
     check_manifest,
-    encode_manifest,
 )
 from limpet.format.names import MANIFEST
-from limpet.format.sealed import check_length
+from limpet.format.sealed import check_length, seal
 from limpet.format.tree import check_tree
 from limpet.layout.devices import merge_device_maps
 from limpet.layout.global_plan import GlobalPlan
@@ -384,7 +383,7 @@ def put_manifest(
     # do not commit a manifest that a reader would reject
     check_manifest(manifest, MANIFEST)
     leaves = check_tree(manifest.tree, MANIFEST)
-    raw, manifest_digest = encode_manifest(manifest)
+    raw, manifest_digest = seal(manifest)
     check_length(location.key(MANIFEST), raw, MAX_MANIFEST, FEWER_LEAVES)
     if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):
         raise CommitError(
@@ -436,7 +435,7 @@ def commit_collectively(
         receipts = collective.gather(receipt, Receipt)
         if receipts is not None:
             snapshot = commit(receipts)
-            raw = encode_manifest(snapshot.manifest)[0] if location.is_per_host else b""
+            raw = seal(snapshot.manifest)[0] if location.is_per_host else b""
             result = CommitResult(snapshot.digest, snapshot.nbytes, snapshot.referred_bytes, raw)
         result = collective.broadcast(result, CommitResult)
         if collective.rank and result.manifest:

@@ -12,8 +12,8 @@ from typing import Any
 
 from limpet import events
 from limpet.settings import read_settings
-from limpet.sinks.terminal import SHOWN_EVENTS, Terminal
-from limpet.sinks.wording import text_field
+from limpet.sinks.terminal import Terminal
+from limpet.sinks.wording import STYLES, text_field
 from limpet.threads import no_op
 
 _FREQUENT = frozenset({"saved", "save_skipped"})
@@ -31,7 +31,7 @@ _OMITTED = frozenset(
         "preempted",  # the process says it as its last line
     }
 )
-_SHOWN = SHOWN_EVENTS - _OMITTED | {"deleted"}
+_SHOWN = STYLES.keys() - _OMITTED
 
 
 class DefaultTerminal:

@@ -5,42 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from limpet.sinks.wording import describe_event
+from limpet.sinks.wording import STYLES, describe_event
 
-_LEVELS = {
-    "saved": logging.INFO,
-    "save_waited": logging.INFO,
-    "began": logging.INFO,
-    "loaded": logging.INFO,
-    "resumed": logging.INFO,
-    "resume_checked": logging.INFO,
-    "resume_differs": logging.WARNING,
-    "options_replaced": logging.WARNING,
-    "stopped": logging.INFO,
-    "finished": logging.INFO,
-    "taken_over": logging.INFO,
-    "deleted": logging.INFO,
-    "structure_changed": logging.INFO,
-    "platform_detected": logging.INFO,
-    "notice": logging.WARNING,
-    "notice_source_failed": logging.WARNING,
-    "preempted": logging.WARNING,
-    "skipped": logging.WARNING,
-    "save_skipped": logging.WARNING,
-    "left_unsaved": logging.WARNING,
-    "pin_left": logging.WARNING,
-    "read_again": logging.WARNING,
-    "waiting": logging.WARNING,
-    "fewer_copies": logging.WARNING,
-    "evaluation_idle": logging.WARNING,
-    "members_unsaved": logging.WARNING,
-    "request_unseen": logging.WARNING,
-    "read_alone": logging.WARNING,
-    "not_agreed": logging.WARNING,
-    "savepoint_failed": logging.WARNING,
-    "ranks_awaited": logging.WARNING,
-    "save_failed": logging.ERROR,
-}
+_LEVELS = {"yellow": logging.WARNING, "bold red": logging.ERROR}
+"""The levels of events by their style; that of the others is INFO."""
 
 
 class Logging:
@@ -54,8 +22,8 @@ class Logging:
         self._logger = logging.getLogger(logger)
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        level = _LEVELS.get(name)
-        if level is None or not self._logger.isEnabledFor(level):
+        level = _LEVELS.get(STYLES.get(name, ""), logging.INFO)
+        if name not in STYLES or not self._logger.isEnabledFor(level):
             return
         text = describe_event(name, fields)
         if text is not None:

@@ -12,43 +12,15 @@ from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
 from limpet.generators import Isolation
-from limpet.sinks.wording import describe_event, describe_saved, number_field, text_field
+from limpet.lazy_torch import rank_and_world_size
+from limpet.sinks.wording import (
+    STYLES,
+    describe_event,
+    describe_saved,
+    number_field,
+    text_field,
+)
 
-_STYLES = {
-    "saved": "green",
-    "save_waited": "dim",
-    "structure_changed": "dim",
-    "platform_detected": "dim",
-    "began": "cyan",
-    "loaded": "cyan",
-    "resumed": "cyan",
-    "resume_checked": "cyan",
-    "resume_differs": "yellow",
-    "options_replaced": "yellow",
-    "stopped": "cyan",
-    "finished": "cyan",
-    "taken_over": "cyan",
-    "skipped": "yellow",
-    "save_skipped": "yellow",
-    "left_unsaved": "yellow",
-    "pin_left": "yellow",
-    "read_again": "yellow",
-    "waiting": "yellow",
-    "fewer_copies": "yellow",
-    "evaluation_idle": "yellow",
-    "members_unsaved": "yellow",
-    "request_unseen": "yellow",
-    "read_alone": "yellow",
-    "not_agreed": "yellow",
-    "savepoint_failed": "yellow",
-    "ranks_awaited": "yellow",
-    "notice": "yellow",
-    "notice_source_failed": "yellow",
-    "preempted": "yellow",
-    "save_failed": "bold red",
-}
-SHOWN_EVENTS = frozenset(_STYLES)
-"""The events that a ``Terminal`` shows. It also needs ``deleted``, for the line of a save."""
 _MIN_WAIT_SECONDS = 0.1
 """Shorter waits in seconds are not shown: in a fast loop every save waits."""
 _METRICS_DROP_ORDER = 5
@@ -90,14 +62,14 @@ class Terminal:
         self._shown: set[str] = set()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        if _rank() != _showing_rank(name, fields):
+        if rank_and_world_size()[0] != _showing_rank(name, fields):
             return
         with _line_lock:
             if name == "deleted":
                 self._deleted.append(text_field(fields, "version").removeprefix("version_"))
                 return
             text = describe_event(name, fields)
-            if name not in _STYLES or text is None or text in self._shown:
+            if name not in STYLES or text is None or text in self._shown:
                 return
             waited = number_field(fields, "seconds")
             if name == "save_waited" and waited is not None and waited < _MIN_WAIT_SECONDS:
@@ -111,8 +83,8 @@ class Terminal:
                 verb, _, rest = text.partition(" ")
                 failed = name == "save_failed"
                 parts = [
-                    LinePart(0, verb.upper() if failed else verb, _STYLES[name]),
-                    LinePart(0, f" {rest}", _STYLES[name] if failed else ""),
+                    LinePart(0, verb.upper() if failed else verb, STYLES[name]),
+                    LinePart(0, f" {rest}", STYLES[name] if failed else ""),
                 ]
             stream = sys.stderr if self._stream is None else self._stream
             if stream is not None:  # None if the program has no console
@@ -125,16 +97,6 @@ def _import_rich() -> None:
         import rich.cells
         import rich.console
         import rich.text  # noqa: F401
-
-
-def _rank() -> int:
-    """Return the rank of this process, or 0 if it is the only process."""
-    from limpet.lazy_torch import torch_or_none
-
-    torch: Any = torch_or_none()
-    if torch is None or not torch.distributed.is_available():
-        return 0
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _showing_rank(name: str, fields: Mapping[str, Any]) -> int:
@@ -156,7 +118,7 @@ def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[LineP
     texts = describe_saved(fields)
     versions = ", ".join(deleted) if len(deleted) <= 3 else f"{len(deleted)} versions"
     parts = [
-        LinePart(0, "saved", _STYLES["saved"]),
+        LinePart(0, "saved", STYLES["saved"]),
         LinePart(0, f" step {texts['step']:>5}"),
         LinePart(0, f"  {texts['size']:>8} in {texts['seconds']:>7}"),
         LinePart(1, f"  blocked {texts['blocked']:>7}"),

@@ -19,6 +19,26 @@ from limpet.text import (
     truncate,
 )
 
+STYLES = {
+    "saved": "green",
+    **dict.fromkeys(("save_waited", "structure_changed", "platform_detected", "deleted"), "dim"),
+    **dict.fromkeys(
+        ("began", "loaded", "resumed", "resume_checked", "stopped", "finished", "taken_over"),
+        "cyan",
+    ),
+    **dict.fromkeys(
+        (
+            *("resume_differs", "options_replaced", "skipped", "save_skipped", "left_unsaved"),
+            *("pin_left", "read_again", "waiting", "fewer_copies", "evaluation_idle"),
+            *("members_unsaved", "request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
+            *("ranks_awaited", "notice", "notice_source_failed", "preempted"),
+        ),
+        "yellow",
+    ),
+    "save_failed": "bold red",
+}
+"""The events for people, with the style of their line: yellow if attention is needed."""
+
 _MAX_METRICS = 4
 _MAX_KEYS = 5
 

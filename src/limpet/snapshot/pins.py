@@ -28,7 +28,7 @@ from limpet.format.names import (
     pin_name,
     random_id,
 )
-from limpet.format.records import MAX_RECORD, Lease, Pin, decode_pin, encode_pin
+from limpet.format.records import MAX_RECORD, Lease, Pin, decode_pin, encode_record
 from limpet.machine import CAN_SEE_PROCESSES, pid_and_start_time, process_identity, utc_now
 from limpet.snapshot.location import Location, get_bounded
 from limpet.storage.store import Store, list_level
@@ -70,7 +70,7 @@ def create_pin(
     pin = Pin(attempt, name, utc_now(), host, boot, process)
     key = location.run_key(make_name(random_id()))
     try:
-        location.store.put_if_absent(key, encode_pin(pin))
+        location.store.put_if_absent(key, encode_record(pin))
     except StoreError as e:
         # After a refusal, nothing was written, and a deletion would be refused too.
         if e.is_outcome_unknown or not isinstance(e, Denied):

@@ -32,8 +32,7 @@ from limpet.format.records import (
     MAX_RECORD,
     Ended,
     LastingPin,
-    encode_about_version,
-    encode_lasting_pin,
+    encode_record,
 )
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
@@ -198,13 +197,13 @@ def _copy_records(
         key = target.location.key(record.file_name)
         copied = replace(record, manifest_digest=target.digest)
         try:
-            target.location.store.put_if_absent(key, encode_about_version(copied))
+            target.location.store.put_if_absent(key, encode_record(copied))
             result.evaluations += not isinstance(record, Ended)
         except AlreadyExists as e:  # the other versions are copied all the same
             advice = "If `limpet verify` says that it is damaged, delete it, and copy again"
             result.damaged.append((key, e.with_advice(advice)))
     if version in listing.lasting_pins:
-        pin = encode_lasting_pin(LastingPin(str(version), utc_now()))
+        pin = encode_record(LastingPin(str(version), utc_now()))
         with suppress(AlreadyExists):
             target.location.store.put_if_absent(pin_name(str(version)), pin)
         result.pins += 1
