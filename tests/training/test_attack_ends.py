@@ -7,7 +7,6 @@ failure never hides the exception that ended the training.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -32,7 +31,6 @@ from limpet.run.policy import (
     KeepLast,
     KeepPolicy,
     OnException,
-    Record,
     StopWhen,
 )
 from limpet.run.run import Run
@@ -95,22 +93,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- partially loaded states ---------------------------------------------------------------------
 
 
-def test_a_partially_loaded_state_is_not_saved_as_the_last_step() -> None:
-    store = MemoryStore()
-    state, step = network(1000)
-    with (
-        pytest.raises(NoSnapshot),
-        Checkpointer(store, state, save=EverySteps(2) | OnException()) as ckpt,
-    ):
-        for _ in range(3):
-            step()
-            ckpt.step()
-        ckpt.wait()
-        flip_bit(store, shard_of(store, "version_2"))
-        ckpt.resume()
-    assert Run(store).line() == [Version(2)]
-
-
 def test_steps_and_saves_raise_after_a_failed_resume() -> None:
     store = MemoryStore()
     state, step = network(1000)
@@ -132,24 +114,6 @@ def test_steps_and_saves_raise_after_a_failed_resume() -> None:
     ckpt.close()
 
 
-@pytest.mark.parametrize("wrong", [{"at": 7}, {"start": "memory://never-there@1"}])
-def test_a_resume_that_found_nothing_changes_nothing(wrong: dict[str, Any]) -> None:
-    with training(MemoryStore(), EverySteps(1)) as (state, ckpt):
-        with pytest.raises(LimpetError):
-            ckpt.resume(**wrong)
-        train(state, ckpt, 1)
-
-
-def test_a_recursive_state_is_rejected() -> None:
-    inner: dict[str, Any] = {}
-    inner["a"], inner["b"] = inner, [inner]
-    ckpt = Checkpointer(MemoryStore(), {"x": inner, "y": inner}, save=OnException())
-    with pytest.raises(LimpetError, match="x"):
-        ckpt.step()
-    ckpt.close()
-    inner.clear()
-
-
 # -- partially counted steps ---------------------------------------------------------------------
 
 
@@ -167,23 +131,6 @@ def test_a_save_after_an_exception_in_step_has_the_step_of_its_state() -> None:
         ckpt.step(batches=5)
     for version in Run(store).line():
         assert limpet.load(store.at(str(version)))["progress"]["step"] == version.step
-
-
-def test_two_progress_objects_are_an_error() -> None:
-    with pytest.raises(LimpetError, match="several Progress"):
-        Checkpointer(MemoryStore(), initial_state() | {"other": [limpet.Progress()]})
-
-
-def test_a_warm_start_can_be_repeated() -> None:
-    url = "memory://ends-warm"
-    with training(url, EverySteps(10)) as (state, ckpt):
-        train(state, ckpt, 20)
-    state = initial_state() | {"head": np.zeros(3)}
-    with Checkpointer(MemoryStore(), state) as ckpt:
-        for _ in range(2):
-            ckpt.resume(start=f"{url}@20", missing="keep")
-            ckpt.step()
-            assert ckpt.current_step == 21
 
 
 # -- never a new start over existing versions ----------------------------------------------------
@@ -279,18 +226,6 @@ class FailingPolicy(KeepPolicy):
 
     def keep(self, records: Any) -> Any:
         raise KeyError("in the policy")
-
-
-def test_a_keep_policy_that_raises_affects_no_version_and_no_counter() -> None:
-    store, state = MemoryStore(), initial_state()
-    ckpt = Checkpointer(store, state, save=EverySteps(2), keep=FailingPolicy())
-    train(state, ckpt, 2)
-    with pytest.raises(KeyError):
-        ckpt.wait()
-    ckpt.close()
-    assert Run(store).line() == [Version(2)]
-    assert ckpt.statistics()["saves"] == 1
-    assert Record(Version(2)).metrics == {}
 
 
 @pytest.mark.parametrize("source", ["the savepoint", "the background"])
@@ -397,15 +332,6 @@ def test_the_save_in_progress_finishes_after_an_interrupted_close(
     assert "writer.json" not in [s.key for s in store.list("")]
 
 
-def test_a_closed_checkpointer_rejects_resume() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    ckpt = Checkpointer(MemoryStore(), initial_state())
-    ckpt.close()
-    assert signal.getsignal(signal.SIGTERM) == before
-    with pytest.raises(LimpetError, match="closed"):
-        ckpt.resume()
-
-
 # -- reports of the last save --------------------------------------------------------------------
 
 
@@ -437,7 +363,6 @@ def main():
 @pytest.mark.parametrize(
     ("end", "call", "code", "message"),
     [
-        ("sys.exit()", "main()", 1, "StoreError: a full disk"),
         ("sys.exit(0)", "main()", 1, "StoreError: a full disk"),
         ("sys.exit(75)", "main()", 75, "with SystemExit. In addition, the last save failed: a"),
         ("raise KeyboardInterrupt", "try:\n    main()\nexcept KeyboardInterrupt:\n    pass", 0,
@@ -484,32 +409,26 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(("start", "late"), [("fork", True), ("fork", False), ("spawn", True)])
 def test_a_worker_that_does_not_wait_for_its_save_exits_with_1(
     tmp_path: Path, start: str, late: bool
 ) -> None:
     """A forked process does not run atexit functions."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER_SCRIPT.format(start=start, late=late))
-    done = run_python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
-    if start == "spawn":  # the child imports the script by its path
-        command = [sys.executable, str(script)]
-        root = str(Path(__file__).parents[2])
-        done = subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": root},
-        )
+    done = subprocess.run(
+        [sys.executable, script],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     assert done.stdout == "1\n"
     assert done.stderr.count("StoreError: a full disk") == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
-def test_a_failed_save_without_stderr_exits_with_1(stderr: str) -> None:
+def test_a_failed_save_without_stderr_exits_with_1() -> None:
     script = END_SCRIPT.format(end="pass").replace("with limpet", "ckpt = limpet")
     script = script.replace(" as ckpt:\n", "; state = ckpt.state\n").replace(
         "state := fresh()", "fresh()"
@@ -517,7 +436,7 @@ def test_a_failed_save_without_stderr_exits_with_1(stderr: str) -> None:
     script = script.replace(
         "        train(state, ckpt, 3)\n        pass", "    train(state, ckpt, 3)"
     )
-    command = ["sh", "-c", f'exec "$0" -c "$1" {stderr}', sys.executable, script + "main()"]
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, script + "main()"]
     assert subprocess.run(command, check=False).returncode == 1
 
 
@@ -664,47 +583,6 @@ def test_on_exception_without_a_with_block_raises_at_the_first_step() -> None:
         ckpt.step()
 
 
-@pytest.mark.parametrize(("steps", "warns"), [(4, False), (5, True), (6, True), (7, True)])
-def test_unsaved_last_steps_cause_a_warning_at_the_end(steps: int, warns: bool) -> None:
-    """The policy lacks ``AtEnd``. From step 6 on, a save that was due was skipped too."""
-    gate = threading.Event()
-    gate.set()
-
-    class SlowStore(MemoryStore):
-        def put(self, key: str, length: int) -> Any:
-            assert gate.wait(20)
-            return super().put(key, length)
-
-    store, state = SlowStore(), initial_state()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        with Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
-            train(state, ckpt, 2)
-            ckpt.wait()
-            gate.clear()
-            train(state, ckpt, steps)  # the save of 4 is in progress, that of 6 is skipped
-            gate.set()
-    assert Run(store).line() == [Version(2), Version(4)]
-    message = "Step 5 is" if steps == 5 else f"Steps 5 to {steps} are"
-    assert [str(w.message).startswith(f"{message} not in any version") for w in found] == (
-        [True] * warns
-    )
-    assert ["was skipped" in str(w.message) for w in found] == [steps > 5] * warns
-
-
-def test_a_forked_child_reports_no_unsaved_steps() -> None:
-    state, emitted = initial_state(), list[str]()
-    with (
-        events.attach(lambda name, fields: emitted.append(name)),
-        Checkpointer(MemoryStore(), state, save=EverySteps(3)) as ckpt,
-    ):
-        train(state, ckpt, 1)
-        ckpt._lifecycle._pid += 1  # as in a forked child
-    assert "left_unsaved" not in emitted
-    ckpt._lifecycle._pid -= 1
-    ckpt.close()
-
-
 # -- metrics -------------------------------------------------------------------------------------
 
 
@@ -783,17 +661,6 @@ def test_metrics_of_a_second_save_of_a_step_are_added() -> None:
     assert run.open(Version(7)).metadata["metrics"]["val"] == 0.9
 
 
-def test_metrics_of_several_saves_of_a_step_count_once_for_early_stopping() -> None:
-    state = initial_state()
-    with Checkpointer(MemoryStore(), state, stop=StopWhen("val", patience=2)) as ckpt:
-        for step, stops in ((1, False), (2, False), (3, True)):
-            train(state, ckpt, step - 1)
-            ckpt.step({"val": 1.0})
-            ckpt.save({"val": 1.0})
-            ckpt.save({"val": 1.0})
-            assert ckpt.should_stop == stops
-
-
 def test_early_stop_is_restored() -> None:
     """A better value after the stop changes nothing."""
     origin = "memory://stopped"
@@ -813,15 +680,6 @@ def test_early_stop_is_restored() -> None:
                 start=f"{origin}@latest", keys=keys, unexpected="ignore" if keys else "error"
             )
             assert ckpt.should_stop == stopped
-
-
-def test_a_metric_given_before_the_resume_causes_no_warning() -> None:
-    store, stop = MemoryStore(), StopWhen("val", patience=5)
-    with Checkpointer(store, initial_state(), save=EverySteps(1), stop=stop) as ckpt:
-        ckpt.step({"val": 1.0})
-    with Checkpointer(store, state := initial_state(), save=EverySteps(1), stop=stop) as ckpt:
-        ckpt.resume()
-        train(state, ckpt, 6)  # a warning would be an error here
 
 
 def test_a_repeated_step_counts_again_for_early_stopping() -> None:

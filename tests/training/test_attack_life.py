@@ -5,18 +5,14 @@ A save after an exception is compared with a save at that moment.
 
 from __future__ import annotations
 
-import gc
-import linecache
 import os
 import random
 import signal
-import sys
 import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,13 +23,13 @@ from torch import nn
 import limpet
 from limpet import events
 from limpet.errors import LimpetError, SaveFailed, StoreError
-from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
+from limpet.run.policy import EverySteps, KeepLast, OnException
 from limpet.run.run import Run
 from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer
-from tests.trainings import initial_state, state_after, threads_of_trainings, train_step
+from tests.trainings import initial_state, state_after, train_step
 
 Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
 """A state, a step, and what happens before the exception."""
@@ -294,78 +290,6 @@ def wide() -> Case:
     return state, full_step, step
 
 
-SOURCE = str(Path(limpet.__file__).parent)
-
-
-class Interrupt:
-    """A trace function that raises KeyboardInterrupt at the n-th line of Limpet.
-
-    Not at the end of a ``with`` block: there, unlike a real interrupt, it would skip ``__exit__``,
-    and leave a lock locked.
-    """
-
-    def __init__(self, at: int) -> None:
-        self.remaining_lines = at
-        self.lines = 0
-        self.previous_lines: dict[int, int] = {}
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        if event == "line":
-            line, previous = frame.f_lineno, self.previous_lines.get(id(frame), 0)
-            self.previous_lines[id(frame)] = line
-            text = linecache.getline(frame.f_code.co_filename, line)
-            if line < previous and text.lstrip().startswith("with "):
-                return self
-            self.lines += 1
-            if self.lines == self.remaining_lines:
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupt_at_line(at: int, overlap: bool) -> int:
-    """Train, interrupt the fourth step, and continue. Return the number of lines of that step."""
-    torch.manual_seed(0)
-    state, train, _ = wide()
-    state["progress"] = limpet.Progress()
-    store, seen = MemoryStore(), {}
-    trace, before = Interrupt(at), sys.gettrace()
-    with Checkpointer(store, state, save=EverySteps(2), overlap=overlap) as ckpt:
-        for step in range(1, 9):
-            train()
-            now = {k: v.clone() for k, v in state["model"].state_dict().items()}
-            try:
-                if step == 4:
-                    sys.settrace(trace)
-                ckpt.step()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(before)
-            seen[state["progress"].step] = now
-    assert not threads_of_trainings()
-    assert not state["optimizer"]._optimizer_step_pre_hooks
-    assert not [s.key for s in store.list("") if "/" not in s.key]  # no pin remains
-    assert ckpt.statistics()["saves"] == len(Run(store).snapshots()) >= 3
-    for snapshot in Run(store).snapshots():
-        loaded = limpet.load(store.at(str(snapshot.version)))
-        values = seen[snapshot.version.step]
-        assert all(torch.equal(loaded["model"][k], v) for k, v in values.items())
-        assert loaded["progress"]["step"] == snapshot.step
-    assert gc.isenabled()
-    return trace.lines
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_training_continues_after_an_interrupt_at_any_line_of_a_step(
-    overlap: bool,
-) -> None:
-    lines = interrupt_at_line(0, overlap)
-    for part in range(1, 8):
-        interrupt_at_line(lines * part // 8, overlap)
-
-
 # -- a store that fails --------------------------------------------------------------------------
 
 
@@ -475,29 +399,3 @@ def test_a_fork_during_a_save_affects_neither_process(
     assert [s.step for s in Run(tmp_path / "a").snapshots()] == [1, 2]
     loaded = limpet.load(tmp_path / "a" / "version_2")
     assert torch.equal(loaded["model"]["wide"], expected)
-
-
-def test_the_state_of_early_stopping_comes_from_the_resumed_version() -> None:
-    store = MemoryStore()
-
-    def training() -> tuple[Checkpointer, dict[str, Any]]:
-        state = initial_state()
-        stop = StopWhen("loss", patience=2)
-        return Checkpointer(store, state, save=EverySteps(1), stop=stop), state
-
-    ckpt, state = training()
-    for loss in (1.0, 0.5, 0.6, float("nan")):
-        train_step(state)
-        ckpt.step({"loss": loss})
-    assert ckpt.should_stop
-    ckpt.close()
-    for at, stopped in ((None, True), (3, False), ("4", True), ("1.0", False)):
-        ckpt, state = training()
-        ckpt.resume(at=at)
-        assert ckpt.should_stop is stopped
-        if not stopped:
-            for _ in range(2 if at == "1.0" else 1):
-                train_step(state)
-                ckpt.step({"loss": float("inf")})
-            assert ckpt.should_stop
-        ckpt.close()

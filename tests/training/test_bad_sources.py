@@ -115,17 +115,6 @@ def test_an_error_of_the_training_is_raised_with_the_other_one_as_a_note(way: st
     assert train_on(store) == 0
 
 
-def test_in_an_except_block_the_error_of_a_source_is_raised_too() -> None:
-    """The exception that is handled there does not end the training."""
-    training = Training(MemoryStore())
-    with pytest.raises(LimpetError, match="something else than a notice"):
-        try:
-            raise ZeroDivisionError
-        except ZeroDivisionError:
-            training.train()
-            training.ckpt.close()
-
-
 SCRIPT = """
 import sys, time
 import numpy as np

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -22,7 +20,6 @@ from limpet.errors import LimpetError
 from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from limpet.training import lifecycle
 from limpet.training.checkpointer import Checkpointer
 from tests.trainings import (
     initial_state,
@@ -204,48 +201,6 @@ def test_a_real_signal_during_steps_changes_nothing(
         assert weights.tobytes() == expected["weights"].tobytes()
 
 
-def test_an_ended_call_is_not_kept_alive() -> None:
-    """Neither a call nor its arguments wait for the garbage collector."""
-
-    class Metric(float):
-        pass
-
-    with training(MemoryStore(), EverySteps(100)) as (state, ckpt):
-        ckpt.step()
-        gc.collect()
-        gc.disable()
-        try:
-            metric = Metric(1.0)
-            alive = weakref.ref(metric)
-            ckpt.step({"loss": metric})
-            ckpt.step()
-            del metric
-            assert alive() is None
-        finally:
-            gc.enable()
-        assert state["progress"].step == 3
-        assert ckpt._lifecycle.running == {}
-
-
-def test_a_step_costs_one_more_python_call() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self._lifecycle = lifecycle.Lifecycle()
-
-        @lifecycle.exclusive
-        def step(self) -> None: ...
-
-    calls: list[str] = []
-    plain = Plain()
-    sys.setprofile(lambda frame, event, arg: calls.append(event))
-    try:
-        plain.step()
-    finally:
-        sys.setprofile(None)
-    assert calls.count("call") == 2
-    assert calls.count("c_call") <= 5  # of these, one is sys.setprofile
-
-
 # -- threads --------------------------------------------------------------------------------------
 
 
@@ -255,40 +210,6 @@ def tiny_switch_interval() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("tiny_switch_interval")
-def test_at_most_one_thread_is_in_an_exclusive_method() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self._lifecycle = lifecycle.Lifecycle()
-            self.entries = self.most_inside = 0
-            self.inside: list[int] = []
-
-        @lifecycle.exclusive
-        def step(self) -> None:
-            self.inside.append(1)
-            self.most_inside = max(self.most_inside, len(self.inside))
-            self.entries += 1
-            self.inside.pop()
-
-    plain, errors = Plain(), []
-
-    def work() -> None:
-        for _ in range(6000):
-            try:
-                plain.step()
-            except LimpetError as e:
-                errors.append(e)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert plain.most_inside == 1
-    assert plain.entries + len(errors) == 8 * 6000
-    assert plain._lifecycle.running == {}
 
 
 @pytest.mark.usefixtures("tiny_switch_interval")

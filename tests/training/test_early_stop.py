@@ -33,7 +33,7 @@ from limpet.snapshot import pins
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.early_stop import MAX_VERSIONS, VERSIONS_PER_POLL, ScoreHistory
+from limpet.training.early_stop import MAX_VERSIONS, ScoreHistory
 from tests.training.test_life import record_events
 from tests.trainings import initial_state, train
 from tests.unreliable_stores import HookedStore
@@ -95,16 +95,6 @@ def test_four_worsening_scores_of_a_separate_job_stop_the_training() -> None:
         assert state["progress"].step == 6
 
 
-def test_a_patience_beyond_what_is_kept_stops_the_training() -> None:
-    with training(keep=KeepLast(3), stop=StopWhen("val_loss", patience=5)) as (state, ckpt, run):
-        while not ckpt.should_stop:
-            step = save_next(state, ckpt)
-            assert step < 12
-            record(run, **{f"v{step}": float(step)})
-        assert len(run.line()) <= 4
-        assert ckpt._early_stop._history.state == StopState(1.0, 5, True)
-
-
 def test_a_score_that_comes_when_no_save_is_near_stops_the_training() -> None:
     with training(save=Never(), stop=StopWhen("val_loss", patience=1)) as (state, ckpt, run):
         for step in (1, 2):
@@ -116,21 +106,6 @@ def test_a_score_that_comes_when_no_save_is_near_stops_the_training() -> None:
         ckpt._watcher.poll()
         train(state, ckpt, 4)
         assert ckpt.should_stop
-
-
-def test_polls_read_all_of_the_newest_versions_in_turn() -> None:
-    store, count = HookedStore(MemoryStore()), 2 * VERSIONS_PER_POLL + 3
-    with training(store) as (state, ckpt, _):
-        save_next(state, ckpt, count)
-        polled: list[str] = []
-        ckpt._early_stop._recorded._polled = 0
-        read = ckpt.run.catalog.evaluations._entries
-        ckpt.run.catalog.evaluations._entries = lambda v: (polled.append(str(v)), read(v))[1]
-        for _ in range(3):
-            ckpt._watcher.poll()
-        assert polled == [str(Version(s)) for s in range(count, 0, -1)]
-        ckpt._watcher.poll()
-        assert polled[count:] == polled[:VERSIONS_PER_POLL]
 
 
 def test_each_save_reads_a_bounded_number_of_versions() -> None:

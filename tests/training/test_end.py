@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 
-import limpet
 from limpet import events
 from limpet.errors import LimpetError, NoSpace, SaveFailed, StoreError, UnsavedSteps
 from limpet.run.policy import (
     AtEnd,
-    EveryEpoch,
     EverySeconds,
     EverySteps,
     KeepBest,
@@ -28,7 +26,6 @@ from limpet.run.policy import (
     Never,
     OnException,
     SavePolicy,
-    StopWhen,
 )
 from limpet.run.run import Run
 from limpet.run.save_request import put_request
@@ -82,16 +79,6 @@ def test_the_default_saves_the_last_step() -> None:
     assert saved(store) == [(25, "end")]  # a training that only resumes saves nothing
 
 
-def test_close_saves_the_last_step_once() -> None:
-    store = MemoryStore()
-    ckpt = Checkpointer(store, state := initial_state())
-    train(state, ckpt, 3)
-    ckpt.close()
-    ckpt.close()
-    assert saved(store) == [(3, "end")]
-    assert Run(store).snapshots()[0].metadata["metrics"].keys() == {"loss"}
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -137,17 +124,6 @@ def test_a_training_that_goes_back_saves_its_last_step_on_the_branch() -> None:
     assert [str(v) for v in Run(store).line()] == ["version_2", "version_4.1"]
 
 
-def test_a_failed_resume_saves_nothing_at_the_end() -> None:
-    """The live state may be invalid."""
-    store = MemoryStore()
-    with training(store, AtEnd()) as (state, ckpt):
-        train(state, ckpt, 2)
-        ckpt.save()
-        ckpt._lifecycle.is_state_valid = False  # as after a load that failed in the middle
-        train_only = state["progress"].step
-    assert saved(store) == [(train_only, "request")]
-
-
 def test_the_save_waits_for_the_one_in_flight_also_with_skip() -> None:
     store = FailingStore()
     state = initial_state()
@@ -179,17 +155,6 @@ def test_the_last_save_has_its_metrics_and_applies_retention() -> None:
     best = Run(store).best("loss", mode="max")
     assert best is not None
     assert best.step == 5
-
-
-def test_an_early_stop_saves_its_state() -> None:
-    store, state, stop = MemoryStore(), initial_state(), StopWhen("loss", patience=2)
-    with Checkpointer(store, state, stop=stop) as ckpt:
-        while not ckpt.should_stop:
-            ckpt.step({"loss": 1.0})
-    assert saved(store) == [(3, "end")]
-    with Checkpointer(store, initial_state(), stop=stop) as ckpt:
-        ckpt.resume()
-        assert ckpt.should_stop
 
 
 # -- failures ------------------------------------------------------------------------------------
@@ -254,36 +219,6 @@ def test_a_state_from_before_a_resume_is_not_saved_after_an_exception() -> None:
         assert snapshot.step == 3
         raise ValueError("NaN")
     assert saved(store) == [(3, "cadence")]
-
-
-def test_the_last_step_is_saved_again_if_its_save_failed() -> None:
-    store = FailingStore()
-    with (
-        pytest.raises(StoreError, match="temporary"),
-        training(store, EverySteps(2) | AtEnd()) as (
-            state,
-            ckpt,
-        ),
-    ):
-        store.errors.append(StoreError("A temporary error"))
-        train(state, ckpt, 2)
-    assert saved(store) == [(2, "end")]
-
-
-def test_retention_that_fails_at_the_end_raises() -> None:
-    class Undeletable(MemoryStore):
-        def delete(self, key: str) -> None:
-            if "version_" in key and key.endswith("manifest.json"):
-                raise StoreError("Cannot delete")
-            super().delete(key)
-
-    store, state = Undeletable(), initial_state()
-    with (
-        pytest.raises(StoreError, match="Cannot delete"),
-        Checkpointer(store, state, save=EverySteps(2) | AtEnd(), keep=KeepLast(1)) as ckpt,
-    ):
-        train(state, ckpt, 3)
-    assert saved(store)[-1] == (3, "end")
 
 
 def test_an_interrupt_during_the_last_save_releases_everything() -> None:
@@ -438,22 +373,6 @@ def test_nothing_is_warned_of_if_nothing_is_lost(policy: SavePolicy | None, step
     assert unsaved_warnings(policy, steps) == []
 
 
-def test_the_last_of_the_unsaved_steps_is_named_alone() -> None:
-    [message] = unsaved_warnings(EverySteps(5), 6)
-    assert message.startswith("Step 6 is not in any version of ")
-
-
-def test_an_error_of_the_last_save_is_not_hidden_by_the_warning() -> None:
-    store = FailingStore()
-    with pytest.raises(NoSpace), training(store, EverySteps(2)) as (state, ckpt):
-        train(state, ckpt, 2)
-        ckpt.wait()
-        store.errors.append(no_space())
-        store.open.clear()
-        train(state, ckpt, 5)
-        threading.Timer(0.05, store.open.set).start()
-
-
 # -- a Checkpointer that is never closed ---------------------------------------------------------
 
 UNCLOSED = """
@@ -478,14 +397,11 @@ def run_script(folder: Path, arguments: str, end: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     ("arguments", "end", "expected"),
     [
-        ("", "", "Steps 1 to 3 are not in any version"),
         (", save=hf.AtEnd()", "", "Steps 1 to 3 are not in any version"),
         (", save=hf.EverySteps(2)", "", "Step 3 is not in any version"),
         ("", "import atexit; atexit.register(ckpt.close)", "Steps 1 to 3 are not in any version"),
         ("", "import os; os.fork() or sys.exit()", "Steps 1 to 3 are not in any version"),
         (", save=hf.EverySteps(3)", "", ""),  # the save in flight is completed first
-        (", save=hf.Never()", "", ""),
-        ("", "ckpt.save()", ""),
     ],
 )
 def test_the_end_of_the_process_only_warns(
@@ -525,17 +441,6 @@ def test_a_checkpointer_that_is_garbage_collected_warns_once() -> None:
     assert saved(store) == []
 
 
-@pytest.mark.parametrize("policy", [None, EverySteps(5)])
-def test_a_closed_checkpointer_is_collected_silently(policy: SavePolicy | None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnsavedSteps)
-        ckpt = Checkpointer(MemoryStore(), state := initial_state(), save=policy)
-        train(state, ckpt, 3)
-        ckpt.close()
-    del ckpt
-    gc.collect()
-
-
 # -- Never, and combinations ---------------------------------------------------------------------
 
 
@@ -566,30 +471,3 @@ def test_never_saves_only_on_request() -> None:
 def test_never_cannot_be_combined(combine: Callable[[], SavePolicy]) -> None:
     with pytest.raises(LimpetError, match=r"Never\(\) cannot be combined.*Use Never\(\) alone"):
         combine()
-
-
-def test_policies_combine_only_with_or() -> None:
-    with pytest.raises(TypeError):
-        AtEnd() & EverySteps(5)  # type: ignore[operator]
-    with pytest.raises(TypeError):
-        AtEnd() | 5  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("policy", "text", "at_end"),
-    [
-        (AtEnd(), "AtEnd()", True),
-        (Never(), "Never()", False),
-        (EverySteps(5) | AtEnd(), "EverySteps(steps=5) | AtEnd()", True),
-        (EveryEpoch() | OnException(), "EveryEpoch(epochs=1) | OnException()", False),
-        (EverySteps(5) | (EveryEpoch() | AtEnd()), None, True),
-    ],
-)
-def test_attributes_of_end_policies(policy: SavePolicy, text: str | None, at_end: bool) -> None:
-    assert policy.at_end is at_end
-    assert text is None or repr(policy) == text
-
-
-def test_the_new_policies_are_public() -> None:
-    assert limpet.AtEnd() == AtEnd()
-    assert limpet.Never() == Never()

@@ -24,7 +24,7 @@ from limpet.errors import (
     Unavailable,
 )
 from limpet.preemption import Preemption, PreemptionGuard
-from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
+from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.notices.announced import Announced
@@ -158,30 +158,6 @@ def test_two_calls_in_a_row_count_two_epochs() -> None:
     training.ckpt.close()
 
 
-def test_an_epoch_before_the_first_step_saves_nothing() -> None:
-    store = MemoryStore()
-    training = Training(store, EveryEpoch(), sampler=False)
-    training.ckpt.end_epoch({"val": 1.0})
-    assert training.progress.epoch == 1
-    assert training.versions() == []
-    training.epoch()
-    training.ckpt.end_epoch()
-    assert training.versions() == [4]
-    training.ckpt.close()
-
-
-def test_end_epoch_stops_a_training_early() -> None:
-    training = Training(
-        MemoryStore(), Never(), sampler=False, stop=StopWhen("val", patience=1, mode="min")
-    )
-    for value in (0.5, 0.6):
-        assert not training.ckpt.should_stop
-        training.epoch()
-        training.ckpt.end_epoch({"val": value})
-    assert training.ckpt.should_stop
-    training.ckpt.close()
-
-
 # -- with an ElasticSampler ----------------------------------------------------------------------
 
 
@@ -209,25 +185,6 @@ def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after: int, e
     second = Training(store, Never(), sampler=True)
     loop(second)
     assert first.seen + second.seen == expected.seen
-
-
-def test_every_epoch_saves_at_the_end_of_an_epoch_of_the_sampler() -> None:
-    store = MemoryStore()
-    training = Training(store, EveryEpoch(), sampler=True)
-    for _ in range(3):
-        training.epoch()
-        training.ckpt.end_epoch({"val": 1.0})
-    assert training.versions() == [4, 8, 12]
-    assert [training.metrics(s)["val"] for s in (4, 8, 12)] == [1.0] * 3
-    training.ckpt.close()
-    resumed = Training(store, EveryEpoch(), sampler=True)
-    assert (resumed.progress.epoch, resumed.progress.step_in_epoch) == (3, 0)
-    resumed.epoch()
-    assert len(resumed.seen) == BATCHES
-    resumed.ckpt.end_epoch({"val": 2.0})
-    assert resumed.versions() == [4, 8, 12, 16]
-    assert resumed.metrics(16)["val"] == 2.0
-    resumed.ckpt.close()
 
 
 def test_an_epoch_that_ends_early_counts_and_the_sampler_continues() -> None:
@@ -313,16 +270,6 @@ def test_a_sampler_never_resumes_into_an_empty_pass(at: int) -> None:
     assert second.progress.step == 3 * BATCHES
 
 
-def test_without_the_option_such_a_loop_ends_early() -> None:
-    store = MemoryStore()
-    training = Training(store, AtEnd(), sampler=True)
-    training.epoch()
-    training.ckpt.close()
-    second = Training(store, AtEnd(), sampler=True)
-    second.epoch()
-    assert second.seen == []
-
-
 class RandomTraining:
     """A training with dropout, whose loader draws a seed whenever an iterator is created.
 
@@ -376,16 +323,6 @@ def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(skip_empty: b
 
 
 # -- several steps at once -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("steps", "saved"), [(300, [600, 1200, 1500, 2100]), (500, [500, 1000])])
-def test_a_multiple_that_is_passed_over_is_saved(steps: int, saved: list[int]) -> None:
-    store = MemoryStore()
-    with limpet.Checkpointer(store, initial_state(), save=EverySteps(500)) as ckpt:
-        while ckpt.current_step < saved[-1]:
-            ckpt.step(steps=steps)
-        ckpt.wait()
-    assert [v.step for v in Run(store).line()] == saved
 
 
 def test_batches_are_as_many_as_steps() -> None:
@@ -486,15 +423,6 @@ def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted() -> None
     training.ckpt.close()
 
 
-def test_the_metrics_of_a_step_whose_save_is_in_flight_are_added_to_it() -> None:
-    store = MemoryStore()
-    training = Training(store, EverySteps(4), sampler=True)
-    training.epoch()
-    training.ckpt.end_epoch({"val": 0.5})
-    assert training.metrics(4) == {"val": 0.5, "loss": training.metrics(4)["loss"]}
-    training.ckpt.close()
-
-
 def test_a_memory_tier_captures_each_epoch_once(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -572,14 +500,6 @@ def test_invalid_metrics_change_nothing(metrics: Any) -> None:
     training.ckpt.close()
 
 
-def test_end_epoch_after_close_is_refused() -> None:
-    training = Training(MemoryStore(), EveryEpoch(), sampler=False)
-    training.ckpt.close()
-    with pytest.raises(LimpetError, match="closed"):
-        training.ckpt.end_epoch()
-    assert training.progress.epoch == 0
-
-
 # -- preemption ----------------------------------------------------------------------------------
 
 
@@ -644,19 +564,6 @@ def test_an_exception_after_end_epoch_saves_the_new_epoch(tmp_path: Path) -> Non
 # -- the state of Progress -----------------------------------------------------------------------
 
 
-def test_the_step_within_the_epoch_survives_a_resume() -> None:
-    store = MemoryStore()
-    training = Training(store, EverySteps(6), sampler=False)
-    training.epoch()
-    training.ckpt.end_epoch()
-    training.epoch()
-    assert training.progress.step_in_epoch == 4
-    assert training.versions() == [6]
-    training.ckpt.close()
-    resumed = Training(store, Never(), sampler=False)
-    assert (resumed.progress.step, resumed.progress.step_in_epoch) == (6, 2)
-
-
 @pytest.mark.parametrize(("epoch", "expected"), [(0, 7), (3, 0)])
 def test_a_progress_of_an_earlier_release_loads(epoch: int, expected: int) -> None:
     progress = limpet.Progress()
@@ -719,18 +626,3 @@ def test_a_metric_of_epochs_that_are_not_saved_is_reported_at_the_end() -> None:
     for part in ("has val, which", "they have loss", "| limpet.EveryEpoch()"):
         assert part in message
     assert warned_metrics(EverySteps(3) | EveryEpoch(), 2) == []
-
-
-@pytest.mark.parametrize(
-    "save", [EverySteps(1) | EveryEpoch(), EveryEpoch(), EverySteps(99) | AtEnd()]
-)
-@pytest.mark.parametrize("stop", [None, StopWhen("val", patience=99)])
-def test_a_metric_of_epochs_that_are_saved_causes_no_warning(
-    save: Any, stop: StopWhen | None
-) -> None:
-    assert warned_metrics(save, 2, stop=stop) == []
-
-
-def test_a_misspelled_metric_of_epochs_is_reported() -> None:
-    [message] = warned_metrics(EverySteps(1) | EveryEpoch(), epochs=1, name="vla")
-    assert "has val, which a policy uses; they have loss, vla" in message

@@ -123,18 +123,6 @@ def test_more_epochs_continue_where_fewer_ended(save: Any) -> None:
     assert first.log + second.log == [*first.log, *repeated, *UNINTERRUPTED.log[BATCHES + 1 :]]
 
 
-def test_more_epochs_in_one_process() -> None:
-    store, state = MemoryStore(), initial_state()
-    seen = []
-    with limpet.Checkpointer(store, state, save=EveryEpoch()) as ckpt:
-        for count in (2, 2, 5):
-            for epoch in ckpt.epochs(count):
-                seen.append(epoch)
-                ckpt.step()
-    assert seen == [0, 1, 2, 3, 4]
-    assert versions(store) == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("progress", [True, False])
 def test_every_epoch_saves_with_the_metrics_of_the_epoch(progress: bool) -> None:
     store = MemoryStore()

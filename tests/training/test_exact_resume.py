@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import limpet
-from limpet.data.sampler import SamplerGroup
 from limpet.errors import LimpetError, PlanError
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
@@ -751,62 +750,6 @@ def test_two_samplers_with_workers_resume_exactly(workers: tuple[int, int]) -> N
         pair.check_exact_resume()
     pair.draws = False
     pair.check_exact_resume()
-
-
-def test_generators_recorded_before_another_resume_are_not_restored() -> None:
-    sampler = limpet.ElasticSampler(8, 2)
-    next(iter(sampler))
-    sampler.advance()
-    sampler.load_state_dict(sampler.state_dict())
-    iter(sampler)
-    sampler.load_state_dict(sampler.state_dict())
-    seed_all(5)
-    restored = generators()
-    assert len(list(sampler)) == 3
-    assert generators() == restored
-
-
-def test_generators_recorded_for_a_finished_pass_are_not_restored() -> None:
-    """Otherwise, random numbers drawn after the pass would be drawn again."""
-    old, group = limpet.ElasticSampler(4, 2), SamplerGroup()
-    for _ in old:
-        old.advance()
-    first, second = limpet.ElasticSampler(4, 2), limpet.ElasticSampler(4, 2)
-    for sampler in (first, second):
-        sampler.join(group)
-        sampler.load_state_dict(old.state_dict())
-    assert list(first) == []  # with workers, as soon as the iteration of its loader begins
-    iter(second)
-    seed_all(5)
-    drawn = generators()
-    assert next(iter(first)) == next(iter(old))
-    assert generators() == drawn
-    assert len(list(second)) == 2
-    assert generators() == drawn
-
-
-def test_three_samplers_resume_exactly() -> None:
-    """The pass ends with the second sampler. The third is also at its end."""
-
-    def run(store: Store, stop: int = -1) -> list[Any]:
-        samplers = [limpet.ElasticSampler(n, 2, seed=n) for n in (10, 6, 5)]
-        progress, seen = limpet.Progress(), []
-        state = {"samplers": samplers, "progress": progress}
-        with limpet.Checkpointer(store, state, save=limpet.EverySteps(1)) as ckpt:
-            ckpt.resume()
-            while progress.epoch < 4:
-                for batches in zip(*samplers):
-                    seen.append(batches)
-                    ckpt.step()
-                    if ckpt.current_step == stop:
-                        return seen
-                ckpt.end_epoch()
-        return seen
-
-    reference = run(MemoryStore())
-    for stop in range(1, len(reference)):
-        store = MemoryStore()
-        assert run(store, stop) + run(store) == reference, f"stopped at step {stop}"
 
 
 def test_a_step_that_one_sampler_cannot_count_advances_none() -> None:

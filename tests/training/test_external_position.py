@@ -83,13 +83,6 @@ def test_a_policy_fires_once_if_a_multiple_lies_in_the_jump(
         assert loaded["progress"]["step"] == loaded["trainer"]["step"] == step
 
 
-def test_a_first_step_that_is_far_ahead_saves() -> None:
-    store, trainer = MemoryStore(), Trainer()
-    with Checkpointer(store, lambda: make(trainer), save=EverySteps(100)) as ckpt:
-        run_steps(ckpt, trainer, 100, 150, 200)
-    assert versions(store) == [100, 200]
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_the_intervals_begin_where_the_owner_does(is_late: bool) -> None:
     store, trainer = MemoryStore(), Trainer(150)
@@ -179,11 +172,6 @@ def test_a_position_that_is_no_count_raises(name: str, number: Any) -> None:
             ckpt.step()
         trainer.epoch = 0
         run_steps(ckpt, trainer, 3)
-
-
-def test_an_object_without_the_numbers_raises() -> None:
-    with pytest.raises(LimpetError, match=r"The step of object .* not None"):
-        Checkpointer(MemoryStore(), make(object()) | {"trainer": 0})
 
 
 def test_only_the_owner_counts() -> None:

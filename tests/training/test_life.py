@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -37,7 +35,6 @@ from limpet.errors import (
 )
 from limpet.format.names import Version
 from limpet.format.records import Pin, encode_record
-from limpet.notices.signals import SignalNotice
 from limpet.run.policy import (
     EverySteps,
     KeepBest,
@@ -59,7 +56,6 @@ from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.goodput import Goodput
-from limpet.training.preemption import Preemption
 from tests.forging import seal, sealed_content
 from tests.trainings import (
     initial_state,
@@ -67,7 +63,6 @@ from tests.trainings import (
     states_equal,
     threads_of_trainings,
     train,
-    train_step,
     trained_run,
     training,
 )
@@ -116,23 +111,6 @@ def test_a_due_save_waits_for_the_pending_one_and_emits_an_event() -> None:
     assert [s.step for s in Run(store).snapshots()] == [2, 4, 6]
 
 
-def test_a_due_save_can_be_skipped_while_another_is_pending() -> None:
-    store = GatedStore()
-    emitted, attached = record_events()
-    state = initial_state()
-    with attached, Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
-        train(state, ckpt, 2)
-        ckpt.wait()
-        store.open.clear()
-        train(state, ckpt, 7)  # 4 is pending; 6 is due and skipped, and still pending at 7
-        assert [f["step"] for n, f in emitted if n == "save_skipped"] == [6]
-        assert ckpt.statistics()["skipped"] == 1
-        store.open.set()
-        ckpt.wait()
-        train(state, ckpt, 8)  # saved as soon as possible
-    assert [s.step for s in Run(store).snapshots()] == [2, 4, 8]
-
-
 # -- store failures ------------------------------------------------------------------------------
 
 
@@ -166,31 +144,6 @@ def test_a_full_disk_with_warn_stops_no_step_and_warns() -> None:
     assert all(s.verify().ok for s in Run(store).snapshots())
 
 
-@pytest.mark.parametrize("choice", ["raise", "warn"])
-def test_the_error_for_undeletable_versions_says_that_the_save_succeeded(choice: Any) -> None:
-    class UndeletableStore(MemoryStore):
-        def delete(self, key: str) -> None:
-            if "manifest" in key:
-                raise Denied(f"Cannot delete {key}")
-            super().delete(key)
-
-    store, state = UndeletableStore(), initial_state()
-    ckpt = Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), on_error=choice)
-    train(state, ckpt, 2)
-    with pytest.raises(Denied, match=r"version_2 was saved.*old versions"):
-        ckpt.wait()
-    train(state, ckpt, 3)
-    assert ckpt._saver.in_flight.newest is not None
-    ckpt._saver.in_flight.newest._thread.join()
-    if choice == "warn":
-        with pytest.warns(SaveFailed, match="Old versions accumulate.*version_3 was saved"):
-            ckpt.close()
-    else:
-        with pytest.raises(Denied, match="version_3 was saved"):
-            ckpt.close()
-    assert Run(store).line() == [Version(1), Version(2), Version(3)]
-
-
 def test_an_explicit_save_raises_despite_warn() -> None:
     store = GatedStore()
     state = initial_state()
@@ -207,14 +160,6 @@ def test_an_explicit_save_raises_despite_warn() -> None:
         ckpt.close()
 
 
-def test_an_unsupported_state_raises_despite_warn() -> None:
-    state = initial_state() | {"unsupported": object()}
-    ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1), on_error="warn")
-    with pytest.raises(PlanError, match="unsupported"):
-        ckpt.step()
-    ckpt.close()
-
-
 def test_a_read_only_folder_raises_at_the_first_step() -> None:
     class ReadOnly(MemoryStore):
         def put_if_absent(self, key: str, data: bytes) -> Any:
@@ -222,15 +167,6 @@ def test_a_read_only_folder_raises_at_the_first_step() -> None:
 
     ckpt = Checkpointer(ReadOnly(), initial_state(), save=EverySteps(1000))
     with pytest.raises(Denied, match="Read-only"):
-        ckpt.step()
-    ckpt.close()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can write to every folder")
-def test_a_read_only_local_folder_raises_at_the_first_step(tmp_path: Any) -> None:
-    (tmp_path / "runs").mkdir(mode=0o555)
-    ckpt = Checkpointer(tmp_path / "runs" / "a", initial_state(), save=EverySteps(1000))
-    with pytest.raises(Denied, match="runs"):
         ckpt.step()
     ckpt.close()
 
@@ -342,17 +278,6 @@ def test_a_snapshot_is_not_a_run(tmp_path: Any) -> None:
         ckpt.close()
 
 
-def test_changing_progress_during_training_raises() -> None:
-    with training(MemoryStore(), EverySteps(10**6)) as (state, ckpt):
-        state["progress"].step = 7  # permitted before the first step
-        ckpt.step()
-        assert ckpt.current_step == 8
-        with pytest.raises(LimpetError, match=r"progress.step cannot be set: ckpt.step\(\)"):
-            state["progress"].step += 1
-        assert ckpt.current_step == 8
-    state["progress"].step = 0  # permitted after the training
-
-
 def test_a_save_right_after_a_step_has_its_metrics() -> None:
     with training(MemoryStore(), EverySteps(10**6)) as (state, ckpt):
         train(state, ckpt, 3)
@@ -361,13 +286,6 @@ def test_a_save_right_after_a_step_has_its_metrics() -> None:
         assert ckpt.save().metadata["metrics"] == {}
         ckpt.step({"loss": 2.0})
         assert ckpt.save({"other": 1.0}).metadata["metrics"] == {"loss": 2.0, "other": 1.0}
-
-
-def test_a_resume_at_an_invalid_step() -> None:
-    with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
-        for wrong in ("x", "8.0.1", "-8", 8.0, True, "version_", ""):
-            with pytest.raises(LimpetError, match="at= must be a step, or the name of a version"):
-                ckpt.resume(at=wrong)  # type: ignore[arg-type]
 
 
 def test_events_of_the_start_and_of_unsaved_steps() -> None:
@@ -690,36 +608,6 @@ def test_an_exception_right_after_a_save_saves_nothing_more() -> None:
     assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]
 
 
-def test_an_exception_before_the_first_step_or_without_the_policy_saves_nothing() -> None:
-    for policy in (OnException(), EverySteps(100)):
-        store = MemoryStore()
-        state, step = network()
-        with pytest.raises(ZeroDivisionError), Checkpointer(store, state, save=policy) as ckpt:
-            ckpt.resume()
-            if policy == EverySteps(100):
-                step()
-                ckpt.step()
-            step("forward")
-        assert Run(store).latest() is None
-
-
-def test_a_failed_save_on_exception_does_not_hide_the_exception() -> None:
-    store = GatedStore()
-    state, step = network()
-    with (
-        pytest.warns(
-            SaveFailed, match="No space"
-        ),  # a program that catches the exception may not print the note
-        pytest.raises(ZeroDivisionError) as e,
-        Checkpointer(store, state, save=OnException()) as ckpt,
-    ):
-        step()
-        ckpt.step()
-        store.broken = no_space()
-        step("forward")
-    assert "No space" in "".join(e.value.__notes__)
-
-
 # -- save requests -------------------------------------------------------------------------------
 
 
@@ -766,24 +654,6 @@ def test_a_request_whose_save_fails_is_answered_by_a_later_one(
             while read_request(store) is not None:
                 train(state, ckpt, state["progress"].step + 1)
     assert len(Run(store).snapshots()) == 1
-
-
-def test_a_signal_requests_a_save() -> None:
-    store, state = MemoryStore(), initial_state()
-    before = signal.getsignal(signal.SIGUSR1)
-    preemption = Preemption(notices=[SignalNotice(signal.SIGUSR1, stops=False)])
-    save = EverySteps(10**6)
-    with Checkpointer(store, state, save=save, preemption=preemption) as ckpt:
-        train(state, ckpt, 3)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        step = 3
-        while ckpt._saver.begun_step == 0:  # the thread of the watcher has not seen it yet
-            step += 1
-            train(state, ckpt, step)
-    assert signal.getsignal(signal.SIGUSR1) == before
-    (snapshot,) = Run(store).snapshots()
-    assert snapshot.step == step
-    assert snapshot.metadata["reason"] == "request"
 
 
 # -- going back, and starting from another run ---------------------------------------------------
@@ -884,13 +754,6 @@ def test_start_cannot_be_combined_with_at(at: Any) -> None:
         assert states_equal(state, initial_state())
 
 
-def test_unexpected_requires_start() -> None:
-    with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
-        with pytest.raises(LimpetError, match="start="):
-            ckpt.resume(unexpected="ignore")
-        ckpt.resume()
-
-
 def test_the_error_for_another_training_lists_all_differences() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
@@ -902,24 +765,6 @@ def test_the_error_for_another_training_lists_all_differences() -> None:
     for key in ("model", "weights", "small", "history"):
         assert key in str(e.value)
     assert "new run" in str(e.value)  # with the advice
-
-
-def test_the_error_for_a_sampler_of_other_data_has_advice() -> None:
-    store = MemoryStore()
-    for length in (10, 12):
-        sampler = limpet.ElasticSampler(length, 2)
-        state = initial_state() | {"sampler": sampler}
-        ckpt = Checkpointer(store, state, save=EverySteps(1))
-        if length == 12:
-            with pytest.raises(PlanError, match=r"length=10.*length=12.*keys=") as e:
-                ckpt.resume()
-            del state["sampler"]
-            assert states_equal(state, initial_state())  # checked before anything is changed
-            assert "overwritten" not in str(e.value)
-            continue
-        next(iter(sampler))
-        train(state, ckpt, 1)
-        ckpt.close()
 
 
 def test_a_changed_structure_is_saved_and_reported() -> None:
@@ -945,29 +790,6 @@ def test_a_changed_structure_is_saved_and_reported() -> None:
 
 
 # -- when to stop --------------------------------------------------------------------------------
-
-
-def test_early_stop_continues_after_restarts() -> None:
-    store = MemoryStore()
-    losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0]
-    seen = 0
-    for stopped_at in (2, 3, 5):  # the training is restarted twice
-        state = initial_state()
-        with Checkpointer(
-            store, state, save=EverySteps(1), stop=StopWhen("val_loss", patience=3)
-        ) as ckpt:
-            ckpt.resume()
-            while seen < stopped_at and not ckpt.should_stop:
-                train_step(state)
-                ckpt.step({"val_loss": torch.tensor(losses[seen]), "loss": 1.0})
-                ckpt.step({"loss": 1.0})  # a step without the metric does not count
-                seen += 1
-            assert ckpt.should_stop == (seen == 5)
-    assert seen == 5
-    with Checkpointer(store, initial_state(), stop=StopWhen("val_loss", patience=3)) as ckpt:
-        assert not ckpt.should_stop
-        ckpt.resume()
-        assert ckpt.should_stop
 
 
 BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
@@ -997,28 +819,6 @@ def test_a_metric_that_is_never_given_causes_one_warning(
     assert re.search(message, str(caught[0].message))
 
 
-def test_a_missing_metric_causes_no_warning_without_saves() -> None:
-    arguments: dict[str, Any] = {"save": Never(), "keep": BEST, "stop": STOP}
-    with Checkpointer(MemoryStore(), state := initial_state(), **arguments) as ckpt:
-        train(state, ckpt, 3)
-
-
-def test_a_metric_of_evaluations_causes_no_warning() -> None:
-    store, state = MemoryStore(), initial_state()
-    with Checkpointer(
-        store, state, save=EverySteps(1), keep=KeepLast(1) | KeepBest(1, "acc", mode="max")
-    ) as ckpt:
-        for step in range(1, 9):
-            train(state, ckpt, step)
-            newest = ckpt.wait()
-            assert newest is not None
-            Run(store).add_metrics(newest, {"acc": step % 5})
-    assert Run(store).line() == [Version(4), Version(8)]
-    best = Run(store).best("acc", "max")
-    assert best is not None
-    assert best.step == 4
-
-
 # -- statistics ----------------------------------------------------------------------------------
 
 
@@ -1040,23 +840,6 @@ def test_the_saved_event() -> None:
     assert statistics["saves"] == 2
     assert statistics["failures"] == statistics["skipped"] == 0
     assert 0 < statistics["goodput"] <= 1
-
-
-def test_goodput_excludes_the_time_of_saves() -> None:
-    now = [0.0]
-    goodput = Goodput(lambda: now[0], lambda: now[0])
-    now[0] += 3
-    with goodput.paused():
-        now[0] += 5
-    now[0] += 1
-    goodput.add_blocked(2.0)  # within a step
-    now[0] += 2
-    with goodput.paused():
-        now[0] += 7
-    goodput.mark_committed(goodput.to_metadata()["trained_seconds"])
-    assert goodput.statistics()["goodput"] == pytest.approx(4 / 18)
-    assert goodput.statistics()["blocked_seconds"] == 5 + 2 + 7
-    assert goodput.statistics()["last_blocked_seconds"] == 2
 
 
 def test_the_slowdown_of_steps_is_the_ratio_of_medians() -> None:
@@ -1083,19 +866,6 @@ def test_the_slowdown_of_steps_is_the_ratio_of_medians() -> None:
     assert goodput.statistics()["step_slowdown"] == 3.0
 
 
-def test_the_slowdown_counts_the_steps_between_a_save_and_its_commit() -> None:
-    store = GatedStore()
-    store.open.clear()
-    with Checkpointer(store, initial_state(), save=EverySteps(12)) as ckpt:
-        for _ in range(12):
-            ckpt.step()
-        assert "step_slowdown" not in ckpt.statistics()
-        for _ in range(6):
-            ckpt.step()
-        assert ckpt.statistics()["step_slowdown"] > 0
-        store.open.set()
-
-
 def test_goodput_counts_the_saved_steps_of_all_processes() -> None:
     now = [1000.0]
     first = Goodput(lambda: now[0], lambda: now[0])
@@ -1119,10 +889,3 @@ def test_goodput_counts_the_saved_steps_of_all_processes() -> None:
     assert second.statistics()["goodput"] == pytest.approx(25 / 100)
     now[0] = 10.0  # the wall clock jumps back
     assert 0 <= second.statistics()["goodput"] <= 1
-
-
-@pytest.mark.parametrize("value", [None, "x", float("nan"), True, [1], 10**400])
-def test_invalid_seconds_in_a_manifest_are_ignored(value: Any) -> None:
-    goodput = Goodput()
-    goodput.resume_from({"began": value, "trained_seconds": value})
-    assert 0 <= goodput.statistics()["goodput"] <= 1

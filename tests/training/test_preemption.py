@@ -185,15 +185,6 @@ def test_a_training_that_ends_first_does_not_leave() -> None:
     assert no_threads()
 
 
-def test_a_notice_during_the_last_step_does_not_change_the_end() -> None:
-    store = MemoryStore()
-    training = Training(store, AtEnd())
-    with training.ckpt:
-        training.train(20)
-        training.source.announce()
-    assert reasons(store) == ["end"]
-
-
 def test_a_notice_before_the_first_step_saves_one_of_the_first_two() -> None:
     store = MemoryStore()
     training = Training(store)
@@ -248,33 +239,6 @@ def test_a_later_notice_never_gives_more_time() -> None:
     assert left == pytest.approx([600, 600, 300, 300, 300], abs=30)
 
 
-@pytest.mark.slow
-def test_a_second_notice_changes_nothing_unless_it_is_earlier() -> None:
-    """20, 32"""
-    store = MemoryStore()
-    training = Training(store, grace=3600)
-    seen: list[float] = []
-
-    def announce(seconds: float) -> Callable[[], object]:
-        return lambda: (training.source.announce(seconds), seen.append(time.monotonic()))
-
-    left = leave(
-        training, at={5: announce(3600), 30: announce(7200), 60: announce(3600), 90: announce(8)}
-    )
-    assert left.code == 75
-    assert time.monotonic() - seen[-1] < 8
-    assert left.step > 90
-    assert reasons(store) == ["preemption"] * 2
-
-
-def test_a_cadence_save_at_the_same_step_is_the_save_before_leaving() -> None:
-    store = MemoryStore()
-    training = Training(store, EverySteps(1))
-    left = leave(training, at={5: training.source.announce})
-    assert left.saved_step == left.step
-    assert [s.step for s in Run(store).snapshots()] == list(range(1, left.step + 1))
-
-
 @pytest.mark.parametrize("save", [EverySteps(7), OnException(), AtEnd(), None])
 @pytest.mark.parametrize("block", [True, False])
 def test_any_policy_saves_when_preempted(save: SavePolicy | None, block: bool) -> None:
@@ -314,16 +278,6 @@ def test_preemption_can_be_turned_off() -> None:
         assert not [t for t in threading.enumerate() if t.name == "limpet-notices"]
     with pytest.raises(LimpetError, match="Invalid value for preemption="):
         Checkpointer(MemoryStore(), initial_state(), preemption=True)  # type: ignore[arg-type]
-
-
-def test_a_notice_that_does_not_stop_saves_and_goes_on() -> None:
-    store = MemoryStore()
-    training = Training(store)
-    with training.ckpt:
-        training.train(200, at={5: lambda: training.source.announce(stops=False)})
-    (snapshot,) = Run(store).snapshots()
-    assert 5 < snapshot.step < 200
-    assert snapshot.metadata["reason"] == "request"
 
 
 @pytest.mark.parametrize("stops", [True, False])

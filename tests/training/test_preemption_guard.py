@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -266,47 +265,6 @@ def test_a_scope_notes_the_notice_and_leaves_at_its_end(monkeypatch: pytest.Monk
     assert left.value.saved_step == 3
 
 
-def test_a_scope_without_a_notice_does_nothing_but_synchronize(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    training, calls = GuardedTraining(MemoryStore(), AtEnd()), list[int]()
-    monkeypatch.setattr(guard, "synchronize_device", lambda: calls.append(1))
-    with training.ckpt:
-        for _ in range(3):
-            with training.guard.watch_scope():
-                training.guard.run(training.train_step)
-    assert calls == [1] * 3
-    assert (training.ckpt.current_step, training.guard.total_run_calls) == (3, 3)
-
-
-def test_a_notice_at_the_last_step_of_a_scope_is_answered_at_its_end() -> None:
-    training = GuardedTraining(MemoryStore())
-    with pytest.raises(Preempted) as left, training.ckpt, training.guard.watch_scope():
-        training.guard.run(training.train_step)
-        training.announce()
-    assert left.value.saved_step == 1
-
-
-def test_a_scope_without_steps_marks_no_state() -> None:
-    store = MemoryStore()
-    training = GuardedTraining(store, OnException())
-    with pytest.raises(ZeroDivisionError), training.ckpt:
-        with training.guard.watch_scope():
-            pass
-        _ = 1 / 0
-    assert Run(store).snapshots() == []
-
-
-def test_nested_scopes_leave_at_the_end_of_the_outer_one() -> None:
-    training, order = GuardedTraining(MemoryStore()), list[str]()
-    with pytest.raises(Preempted), training.ckpt, training.guard.watch_scope():
-        with training.guard.watch_scope():
-            training.announce()
-            training.guard.run(training.train_step)
-        order.append("after the inner one")
-    assert order == ["after the inner one"]
-
-
 def test_a_scope_that_does_not_end_is_left_in_time(process_ends: list[int]) -> None:
     training = GuardedTraining(MemoryStore())
     with pytest.raises(Preempted) as left, training.ckpt, training.guard.watch_scope():
@@ -410,9 +368,3 @@ def test_the_accelerator_in_use_is_synchronized_once(
     monkeypatch.setattr(guard, "torch_or_none", lambda: torch)
     guard.synchronize_device()
     assert torch.calls == synchronized
-
-
-def test_without_an_accelerator_nothing_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard.synchronize_device()  # the real torch of this process, or none
-    monkeypatch.setitem(sys.modules, "torch", None)
-    guard.synchronize_device()

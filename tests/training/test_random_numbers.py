@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import count, permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import limpet
-from limpet import generators
-from limpet.errors import LimpetError, MemberFailed, PlanError, Unsupported
-from limpet.generators import DeferredIsolation, capture_states, restore_states
+from limpet.errors import LimpetError, PlanError, Unsupported
+from limpet.generators import capture_states, restore_states
 from limpet.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -267,20 +265,6 @@ def test_a_save_after_an_exception(make: Callable[[], Any]) -> None:
         assert upcoming() == expected
 
 
-def test_a_load_that_fails_in_user_code() -> None:
-    class Failing(Methods):
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            draw_here()
-            raise ZeroDivisionError
-
-    store = MemoryStore()
-    limpet.save(store, {"x": Failing()})
-    expected = upcoming()
-    with pytest.raises(MemberFailed):
-        limpet.load(store, into={"x": Failing()})
-    assert upcoming() == expected
-
-
 # -- the order of the state ----------------------------------------------------------------------
 
 
@@ -360,21 +344,6 @@ def test_a_part_without_the_rng_changes_no_generator_and_a_part_with_it_restores
     assert upcoming() == saved
 
 
-def test_resume_from_another_run(tmp_path: Path) -> None:
-    first, state = str(tmp_path / "a"), {"rng": limpet.RNG(), "x": Methods()}
-    seed_all(7)
-    with limpet.Checkpointer(first, state) as ckpt:
-        ckpt.step()
-        saved = upcoming()
-        ckpt.save()
-    for keys, restores in ((None, True), ("x", False)):
-        seed_all(8)
-        live = upcoming()
-        with limpet.Checkpointer(str(tmp_path / f"b{restores}"), state) as ckpt:
-            ckpt.resume(start=f"{first}@latest", keys=keys)
-            assert upcoming() == (saved if restores else live)
-
-
 @pytest.mark.parametrize("form", ["torch", "tuples", "numpy dict"])
 @pytest.mark.parametrize("thread", [False, True])
 def test_an_object_may_restore_the_generators_itself(form: str, thread: bool) -> None:
@@ -449,24 +418,6 @@ def test_a_save_or_load_in_another_thread_does_not_rewind_the_training() -> None
     assert upcoming() == after_save
     seed_all(14)
     assert upcoming() == after_load
-
-
-def test_a_training_in_another_thread_is_exact() -> None:
-    store, state = MemoryStore(), {"rng": limpet.RNG(), "x": Methods()}
-    results: list[list[float]] = []
-
-    def train() -> None:
-        with limpet.Checkpointer(store, state, save=limpet.EverySteps(2)) as ckpt:
-            ckpt.resume()
-            for _ in range(ckpt.current_step, 3):
-                results.append(draw())
-                ckpt.step()
-
-    seed_all(15)
-    run_in_thread(train, True)
-    seed_all(16)
-    run_in_thread(train, True)
-    assert results[3:] == results[2:3]
 
 
 # -- blocks and the training ---------------------------------------------------------------------
@@ -640,44 +591,6 @@ def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training() ->
         resumed.resume()
         assert resumed.current_step == 2
         assert draw() == expected
-
-
-@pytest.mark.parametrize(
-    ("operation", "method"),
-    [
-        (operation, method)
-        for operation in ("save", "checkpointer")
-        for method in ("__enter__", "begin")
-    ],
-)
-def test_an_interrupt_leaves_no_isolation_open(
-    monkeypatch: pytest.MonkeyPatch, operation: str, method: str
-) -> None:
-    """The signal handler raises when an isolation has begun."""
-    original = getattr(DeferredIsolation, method)
-    state = {"x": Methods(), "rng": limpet.RNG()}
-
-    def interrupted(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(DeferredIsolation, method, original)
-        original(self)
-        raise KeyboardInterrupt
-
-    with limpet.Checkpointer(MemoryStore(), state, save=limpet.Never()) as ckpt:
-        ckpt.step()
-        monkeypatch.setattr(DeferredIsolation, method, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            if operation == "save":
-                limpet.save(MemoryStore(), state)
-            else:
-                ckpt.save()
-    assert generators.isolations.open == []
-
-    expected = upcoming()
-    stored = MemoryStore()
-    limpet.save(stored, {"rng": limpet.RNG()})
-    draw()
-    limpet.load(stored, into={"rng": limpet.RNG()})
-    assert upcoming() == expected, "the save did not record the current states"
 
 
 def test_a_failed_save_inside_of_a_save_leaves_the_outer_isolation_open() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import limpet
 from limpet.buffers import shared_pool
 from limpet.errors import Denied, SaveFailed
 from limpet.format.names import MANIFEST, Version
@@ -227,14 +226,6 @@ def test_versions_are_kept_by_the_seconds_of_training_across_restarts() -> None:
     assert [v.step for v in Run(store).line()] == [6, 10, 16, 20, 24]
     # 8 is deleted, because 6 stands for the second 5; 16 is the first one after second 15
     assert [r.trained_seconds for r in Run(store).records()] == [6, 10, 16, 20, 24]
-
-
-def test_versions_that_record_no_time_are_kept_by_seconds() -> None:
-    store = MemoryStore()
-    for step in (1, 2, 3):
-        limpet.save(store.at(f"version_{step}"), {"x": [step]}, step=step)
-    assert Run(store).retain(KeepEvery(seconds=60)) == []
-    assert Run(store).retain(KeepEvery(steps=2)) == [Version(1)]
 
 
 def test_versions_wait_for_their_score() -> None:

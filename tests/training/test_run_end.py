@@ -15,7 +15,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
 from tests.fakegroup import FakeGroup
 from tests.training.test_preemption import Training
-from tests.trainings import delete_version, initial_state, train, training
+from tests.trainings import initial_state, train, training
 from tests.unreliable_stores import HookedStore
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.MetricMissing")
@@ -190,15 +190,6 @@ def test_a_damaged_record_of_the_end_is_no_end() -> None:
     store.delete(key)
     store.put_if_absent(key, raw.replace(b"finished", b"finishes"))
     assert Run(store).ended() is None
-
-
-def test_a_version_that_was_deleted_gets_no_record() -> None:
-    store = MemoryStore()
-    with training(store, EverySteps(1)) as (state, ckpt):
-        train(state, ckpt, 1)
-        ckpt.wait()
-        delete_version(store, 1)
-    assert list(store.list("version_1")) == []
 
 
 def test_rank_0_alone_records_the_end() -> None:

@@ -16,7 +16,7 @@ from limpet.errors import Preempted
 from limpet.notices.notice import Notice
 from limpet.preemption import PreemptionGuard
 from limpet.run.catalog import read_training_metadata
-from limpet.run.policy import EverySteps, Never, OnException, SavePolicy
+from limpet.run.policy import EverySteps, Never, SavePolicy
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -234,17 +234,6 @@ def test_a_part_of_a_call_of_a_guard_is_not_saved() -> None:
     assert read_training_metadata(reader_of(snapshot))["run_calls"] == 2
 
 
-def test_a_training_that_comes_back_first_saves_itself() -> None:
-    store = MemoryStore()
-    training = TorchTraining(store)
-    with pytest.raises(Preempted) as left, training.ckpt:
-        training.step()
-        training.notice(30.0)
-        training.step()
-    assert (left.value.code, left.value.saved_step) == (75, 2)
-    assert [s.step for s in Run(store).snapshots()] == [2]
-
-
 def test_a_step_that_is_known_to_be_too_long_is_not_awaited() -> None:
     store = MemoryStore()
     training = TorchTraining(store)
@@ -281,20 +270,6 @@ def test_nothing_is_captured_if_nothing_would_be_saved(save: SavePolicy | None) 
         training.notice(5.0)
         training.step()
         assert training.ckpt._savepoint.label is None
-
-
-def test_an_exception_after_a_notice_saves_as_before() -> None:
-    """One savepoint serves both kinds of saves."""
-    store = MemoryStore()
-    training = TorchTraining(store, OnException())
-    with pytest.raises(ZeroDivisionError), training.ckpt:
-        training.step()
-        expected = training.copy()
-        training.forward_and_backward()
-        raise ZeroDivisionError
-    (snapshot,) = Run(store).snapshots()
-    assert snapshot.metadata["reason"] == "exception"
-    assert all(torch.equal(snapshot[f"model/{k}"].read(), v) for k, v in expected.items())
 
 
 def test_a_state_that_cannot_be_captured_does_not_end_the_training() -> None:

@@ -100,12 +100,6 @@ def test_a_start_from_another_run_replaces_options_too(tmp_path: Path) -> None:
     assert text.startswith("lr: the script has 0.3, had 0.1")
 
 
-@pytest.mark.parametrize("record", [None, 1, {"optimizer": [3]}, {"optimizer": {"lr": 1}}])
-def test_a_record_of_another_program_is_not_compared(record: Any) -> None:
-    live = script_options.read_options({"optimizer": adam(lr=0.1)})
-    assert script_options.describe_changes(live, record, live) == []
-
-
 class Composite(torch.optim.SGD):
     """Has its own kind of groups."""
 

@@ -80,17 +80,14 @@ def test_sighup_under_nohup_stays_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path: Path) -> None:
     with (
         start(tmp_path / "undisturbed") as undisturbed,
         start(tmp_path / "run", "stop") as training,
     ):
         assert training.stdout is not None
         assert training.stdout.readline() == "in a step\n"
-        training.send_signal(number)
+        training.send_signal(signal.SIGTERM)
         assert training.wait(60) == 75
         expected = undisturbed.communicate(timeout=60)[0]
         assert undisturbed.returncode == 0

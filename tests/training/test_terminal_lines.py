@@ -102,24 +102,6 @@ def test_without_a_terminal_rich_is_not_imported(tmp_path: Path) -> None:
     assert (done.stdout.strip(), done.stderr) == (b"False", b"")
 
 
-@pytest.mark.slow
-def test_only_rank_0_shows_lines(tmp_path: Path) -> None:
-    program = (
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "train('a', 3)\n"
-        "dist.destroy_process_group()\n"
-    )
-    launcher = "-m", "torch.distributed.run", "--nproc-per-node", "2"
-    code, lines = run_on_terminal(program, tmp_path, *launcher, OMP_NUM_THREADS="1")
-    assert code == 0
-    assert [without_figures(line) for line in lines] == [
-        "started a new training in a: it has no version yet",
-        "saved step 2",
-        "finished at step 3: the newest version is of step 3",
-    ]
-
-
 def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
     code, lines = run_on_terminal("train('a', 5, failing_step=3)", tmp_path)
     assert code == 1
@@ -159,12 +141,6 @@ def test_the_lines_can_be_turned_off(
     program: str, variables: dict[str, str], tmp_path: Path
 ) -> None:
     assert run_on_terminal(program, tmp_path, **variables) == (0, [])
-
-
-def test_only_a_terminal_gets_lines(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TRAINING + "train('a', 5)"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
-    assert done.stderr == b""
 
 
 # -- the sink ----------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from limpet.training.training_evaluation import TrainingEvaluation
 from tests.evaluation.functions import data, evaluate, expected, make_model
 from tests.unreliable_stores import HookedStore
 
-BATCHES = 20
 DATA = torch.utils.data.Subset(data(), range(100))
 PER_BATCH = 5  # 20 batches
 
@@ -317,21 +316,6 @@ def test_seconds_start_an_evaluation() -> None:
             job.step()
             now[0] += 25
     assert [version for version, _ in exact(job.store)] == ["version_3", "version_6"]
-
-
-def test_the_last_step_is_evaluated_if_it_is_due() -> None:
-    with training() as job, job.evaluating():
-        for _ in range(20):
-            job.step()
-    assert [version for version, _ in exact(job.store)] == ["version_10", "version_20"]
-
-
-def test_at_end_evaluates_the_last_step_once() -> None:
-    with training() as job, job.evaluating(every=AtEnd()) as evaluation:
-        for _ in range(3):
-            job.step()
-        evaluation.step()
-    assert exact(job.store) == [("version_3", {"weight": job.weight(3)})]
 
 
 def test_a_loader_that_reads_ahead_does_not_evaluate() -> None:
