@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +17,9 @@ threads then fit into the last-level cache: with 8 MiB each, copying took twice 
 ALIGNMENT = 4096
 """The alignment in bytes of addresses, offsets, and lengths that satisfies O_DIRECT on every disk
 that we know."""
+
+Advance = Callable[[int], object]
+"""Called with a number of bytes that were read or written, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import limpet
 from limpet.convert.copy import copy_snapshot
+from limpet.convert.export import prepare_export, write_files
 from limpet.convert.reshard import reshard
-from limpet.convert.stream import stream_leaves
 from limpet.errors import DigestMismatch, SkippedVersion
 from limpet.integrations.dcp import StorageReader
 from limpet.loading import shared_read
@@ -27,6 +27,7 @@ from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.memory import MemoryStore
+from limpet.threads import no_op
 from limpet.types import BLOCK_SIZE, MIB
 from tests.fakegroup import FakeGroup
 from tests.forging import Files, files_of, save_to_files, shard_key, store_of
@@ -86,6 +87,11 @@ def read_by_dcp(store: Any) -> None:
         raise error.failures[0][0] from error
 
 
+def export_all(snapshot: SnapshotReader) -> None:
+    plan = prepare_export(snapshot, "memory://headers/out", "safetensors", root="/")
+    list(write_files(snapshot, plan.files, Location(MemoryStore(), "out"), no_op))
+
+
 def compare(store: Any) -> None:
     other = limpet.save(MemoryStore().at("x"), zeros())
     compare_bytes(open_in(store), reader_of(other), [(key, key) for key in state()])
@@ -98,7 +104,7 @@ USES: dict[str, Callable[[Any], object]] = {
     "load on ranks": load_on_ranks,
     "shared load": lambda store: load_on_ranks(store, 0),
     "whole leaf": lambda store: Snapshot(open_in(store))["c"].read(),
-    "export": lambda store: stream_leaves(open_in(store), list(state()), lambda *_: None),
+    "export": lambda store: export_all(open_in(store)),
     "copy": lambda store: copy_snapshot(open_in(store), Location(MemoryStore(), "x")),
     "reshard": lambda store: reshard(open_in(store), Location(MemoryStore(), "x"), 2),
     "diff": compare,
@@ -211,7 +217,7 @@ def test_a_full_load_reads_the_header_with_the_first_block(large: MemoryStore) -
     last = (index.header + 2 * BLOCK_SIZE, index.length - index.header - 2 * BLOCK_SIZE)
     for use in (
         lambda: load_snapshot(open_in(recorded)),
-        lambda: stream_leaves(open_in(recorded), ["v", "w"], lambda *_: None),
+        lambda: export_all(open_in(recorded)),
         lambda: copy_snapshot(open_in(recorded), Location(MemoryStore(), "x")),
     ):
         shard_reads(recorded)
@@ -285,7 +291,7 @@ def test_boxes_that_are_assembled_in_memory_check_the_headers_too() -> None:
         raw = files[key]
         damaged = store_of({**files, key: DAMAGE["other padding"](raw[:4096]) + raw[4096:]})
         with pytest.raises(DigestMismatch, match=shard.name):
-            stream_leaves(open_in(damaged), ["w"], lambda *_: None)
+            export_all(open_in(damaged))
 
 
 def test_only_own_shards_of_an_incremental_version_are_checked(tmp_path: Path) -> None:

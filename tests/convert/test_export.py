@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 import safetensors.torch as st
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st_
 from torch import nn
 
 import limpet
-from limpet.convert import export_files
+from limpet.convert import windows
 from limpet.convert.export import PreparedExport, locate_export, prepare_export
 from limpet.errors import (
     AlreadyExists,
@@ -43,6 +45,7 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits, Upload
 from limpet.testing.faults import Fault, FaultFs
+from tests.layout.random_boxes import shapes, tilings
 from tests.snapshot.manual_shards import split_columns, split_rows, write_resharded
 from tests.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
 from tests.trainings import flip_bit
@@ -192,7 +195,7 @@ def test_the_model_is_exported_unless_another_part_is_selected(
 ) -> None:
     def selected(**options: Any) -> tuple[list[str], str]:
         plan = prepare_export(training, "memory://x/y", "safetensors", **options)
-        return [k for f in plan.files for k in f.keys], plan.root
+        return [t.key for f in plan.files for t in f.tensors], plan.root
 
     model = ["model/bias", "model/weight"]
     assert selected() == (model, "model")
@@ -438,6 +441,64 @@ def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path:
             ).read_bytes()
 
 
+@st_.composite
+def sharded_models(draw):
+    """Draw arrays, and for each a tiling whose boxes are assigned to one or two of three shards."""
+    model, layout = {}, {}
+    for i in range(draw(st_.integers(1, 4))):
+        shape = draw(shapes)
+        dtype = draw(st_.sampled_from(["uint8", "int16", "float32", "complex64"]))
+        raw = np.random.default_rng(i).integers(0, 256, (*shape, np.dtype(dtype).itemsize), "u1")
+        model[f"a{i}"] = raw.view(dtype).reshape(shape)
+        layout[f"model/a{i}"] = [
+            (n, box)
+            for box in draw(tilings(shape))
+            for n in draw(st_.sets(st_.integers(0, 2), min_size=1, max_size=2))
+        ]
+    return model, layout
+
+
+@settings(max_examples=30)
+@given(sharded_models(), st_.sampled_from([1, 48, 400, 64 << 20]), st_.booleans())
+@pytest.mark.slow
+def test_any_layout(sharded_model: Any, window: int, ordered: bool) -> None:
+    model, layout = sharded_model
+    original = limpet.save(unused_url(), {"model": model})
+    location = Location(MemoryStore(), "version_1")
+    snapshot = write_resharded(reader_of(original), location, lambda key, _: layout[key], 3)
+    store = AppendingStore() if ordered else MemoryStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "WINDOW_BYTES", window)
+        prepare_for(snapshot, store, "safetensors").write()
+    loaded = st.load(store.get("out/model.safetensors", 1 << 30))
+    assert {k: v.numpy().tobytes() for k, v in loaded.items()} == {
+        k: a.tobytes() for k, a in model.items()
+    }
+
+
+@pytest.mark.parametrize(("layout", "limit"), [(split_rows(4), 1.3), (split_columns(4), 1.5)])
+def test_few_bytes_are_read_twice(
+    layout: Any, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {f"w{i}": np.zeros((1024, 1024 * i), np.float32) for i in (1, 2, 3)}
+    model |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
+    read: list[int] = []
+
+    class CountingStore(MemoryStore):
+        def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+            read.append(length if key.endswith(".safetensors") else 0)
+            super().get_range(key, offset, length, into)
+
+    original = limpet.save(unused_url(), {"model": model})
+    location = Location(CountingStore(), "version_1")
+    snapshot = write_resharded(reader_of(original), location, layout, 4)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 16 << 20)
+    read.clear()
+    prepare_for(snapshot, MemoryStore(), "safetensors").write()
+    headers = sum(index.header for index in snapshot.indexes())
+    assert sum(read) < limit * sum(a.nbytes for a in model.values()) + headers
+
+
 def test_an_incremental_version(tmp_path: Path) -> None:
     state = {"model": {"a": torch.randn(100_000), "b": torch.randn(1000)}}
     store = MemoryStore()
@@ -502,13 +563,13 @@ def prepare_for(snapshot: SnapshotReader, store: MemoryStore, kind: str) -> Prep
 
 def test_few_bytes_wait_if_a_store_only_appends(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = 1 << 16
-    monkeypatch.setattr(export_files, "SEGMENT", 2 * nbytes)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 2 * nbytes)
     model = {f"w{i:02}": torch.full((nbytes // 4,), i, dtype=torch.float32) for i in range(20)}
     snapshot, store = limpet.save(unused_url(), {"model": model}), AppendingStore()
     plan = prepare_for(reader_of(snapshot), store, "safetensors")
     plan.write()
     [file] = plan.files
-    assert store.position == file.length
+    assert store.position == store.stat(f"out/{file.name}").length
     assert store.waiting == {}
     assert store.most_waiting <= 3 * nbytes + 1000
     loaded = st.load(store.get(f"out/{file.name}", 1 << 30))

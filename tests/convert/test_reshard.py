@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import limpet
 from limpet.buffers import shared_pool
 from limpet.convert import reshard as reshard_module
+from limpet.convert import windows
 from limpet.convert.reshard import reshard
 from limpet.errors import (
     AlreadyExists,
@@ -68,10 +69,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 1 KiB and windows of 4 KiB, so that small states have many."""
     for name in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{name}.BLOCK_SIZE", 1024)
-    for name in ("layout.shard_layout", "convert.reshard"):
+    for name in ("layout.shard_layout", "convert.windows"):
         monkeypatch.setattr(f"limpet.{name}.SMALL_BOX_BYTES", 64)
         monkeypatch.setattr(f"limpet.{name}.MAX_SHARED_CHUNK_BYTES", 256)
-    monkeypatch.setattr(reshard_module, "WINDOW_BYTES", 4096)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 4096)
     monkeypatch.setenv("LIMPET_THREADS", "3")
 
 
@@ -143,7 +144,7 @@ def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
     whole = limpet.save(url(), {**state, "n": 1})
     old = write_resharded(reader_of(whole), new_location(), lambda key, shape: layout[key], 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard_module, "WINDOW_BYTES", window)
+        patch.setattr(windows, "WINDOW_BYTES", window)
         patch.setattr(reshard_module, "MAX_OPEN_SHARDS", at_a_time)
         copied: list[int] = []
         new = reshard(old, new_location(), shards, split, copied.append)
@@ -324,10 +325,10 @@ def test_few_bytes_are_read_twice(
     unit = 16 << 10
     for name in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{name}.BLOCK_SIZE", unit)
-    for name in ("layout.shard_layout", "convert.reshard"):
+    for name in ("layout.shard_layout", "convert.windows"):
         monkeypatch.setattr(f"limpet.{name}.SMALL_BOX_BYTES", unit // 64)
         monkeypatch.setattr(f"limpet.{name}.MAX_SHARED_CHUNK_BYTES", unit // 4)
-    monkeypatch.setattr(reshard_module, "WINDOW_BYTES", 24 * unit)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 12 * unit)
     state = {"large": np.zeros((512, 544), np.float32)}
     state |= {f"w{i}": np.zeros((256, 32), np.float32) for i in range(64)}
     state |= {f"b{i}": np.zeros(60, np.float32) for i in range(50)}

@@ -45,9 +45,7 @@ from limpet.snapshot.read import group_items, read_group
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import upload_memory
 from limpet.threads import Workers, no_op
-from limpet.types import MIB
-
-Advance = Callable[[int], object]
+from limpet.types import MIB, Advance
 
 MAX_UPLOAD_BYTES = 256 * MIB
 """How many bytes of parts the threads of a copy collect at most, unless one thread needs more. On

@@ -6,41 +6,46 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
+import numpy as np
+
 from limpet.arguments import real
-from limpet.convert.export_files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    UNSUPPORTED_DTYPES,
-    OutputFile,
-    OutputTensor,
-    plan_hf_files,
-    plan_safetensors_file,
-    write_file,
-)
 from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record
 from limpet.convert.export_torch import TorchState, convert_state, require_torch, write_torch_file
-from limpet.convert.mmap_files import Advance
+from limpet.convert.windows import (
+    OrderedLeaf,
+    add_cuts,
+    group_leaves,
+    locate_leaves,
+    make_reader,
+    write_images,
+)
 from limpet.errors import AlreadyExists, LimpetError, MissingLeaf, NotFound, StoreError, Unsupported
 from limpet.format import tree
 from limpet.format.names import join_key, parse_version
 from limpet.format.numpy_dtypes import from_descr
+from limpet.format.safetensors import build_header
 from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
+from limpet.layout.shard_layout import chunk_cuts
 from limpet.loading.load import load_snapshot
 from limpet.run.address import open_reader
 from limpet.run.metrics import select_numbers
 from limpet.run.run import Run
+from limpet.saving.image import Image
 from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.text import format_list
 from limpet.threads import no_op
+from limpet.types import DTYPES, Advance
 from limpet.version import __version__
 
 SUFFIXES = {
@@ -52,6 +57,21 @@ SUFFIXES = {
 
 MODEL_KEY = "model"
 """The part of a state that is exported to ``safetensors`` and ``hf`` by default."""
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+UNSUPPORTED_DTYPES = ("complex32", "complex128")
+"""The dtypes that safetensors has no code for."""
+
+# Codes of the safetensors library for dtypes that Limpet's shards store as another dtype.
+_DTYPE_CODES = {
+    "complex64": "C64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Maximum bytes of tensors in one Hugging Face file: the default of its libraries."""
@@ -77,6 +97,29 @@ class ExportResult:
     tensors: int
     nbytes: int
     left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor to export: its ``name`` in the file, and the ``key`` of the leaf with its bytes."""
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file of an export: what it begins with, and the tensors that follow, in order."""
+
+    name: str
+    head: bytes
+    tensors: tuple[OutputTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +161,10 @@ class PreparedExport:
         written: dict[str, ExportedFile] = {}
         try:
             with self.snapshot.pin_while_reading():
-                for file in self.files:
-                    written[file.name] = write_file(self.snapshot, file, location, advance)
-                if self.torch is not None:
+                if self.torch is None:
+                    for name, file in write_files(self.snapshot, self.files, location, advance):
+                        written[name] = file
+                else:
                     name, state = self.torch
                     written[name] = write_torch_file(state, location, name, advance)
             record = encode_record(origin, written)
@@ -373,7 +417,9 @@ def _select_tensors(
         elif (dtype := snapshot.leaves[source][0]) in UNSUPPORTED_DTYPES:
             refused[key] = dtype
         else:
-            tensor = OutputTensor(name.removeprefix(prefix), source, *snapshot.leaves[source])
+            tensor = OutputTensor(
+                name.removeprefix(prefix), source, dtype, snapshot.leaves[source][1]
+            )
             if tensor.name in tensors or tensor.name == "__metadata__":
                 refused[key] = f"its name {tensor.name} is taken"
             tensors[tensor.name] = tensor
@@ -441,3 +487,96 @@ def _nothing_selected_error(snapshot: SnapshotReader, root: str) -> MissingLeaf:
         todo="`limpet show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
         " across levels",
     )
+
+
+# -- the files -------------------------------------------------------------------------------------
+
+
+def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    """Plan a safetensors file. Larger elements come first, so that all tensors are aligned.
+
+    Raises ``Unsupported`` if there are so many tensors that the library would refuse the header.
+    """
+    ordered = sorted(tensors, key=lambda t: (-DTYPES[t.dtype].itemsize, t.name))
+    rows, at = [], 0
+    for tensor in ordered:
+        code = _DTYPE_CODES.get(tensor.dtype, DTYPES[tensor.dtype].stored_dtype)
+        shape = tensor.shape
+        if code == "F4":  # two elements per byte
+            shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+        rows.append((tensor.name, code, shape, at, at + tensor.nbytes))
+        at += tensor.nbytes
+    return OutputFile(name, build_header(rows), tuple(ordered))
+
+
+def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: float) -> list[OutputFile]:
+    """Plan the files of a Hugging Face checkpoint; if there are several, the index comes last."""
+    shards = list(_split_into_files(tensors, max_shard_size))
+    if len(shards) == 1:
+        return [plan_safetensors_file(SINGLE_FILE, shards[0])]
+    total = len(shards)
+    names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    file_of = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors)},
+        "weight_map": {t.name: file_of[t.name] for t in tensors},
+    }
+    files = [plan_safetensors_file(*pair) for pair in zip(names, shards, strict=True)]
+    return [*files, OutputFile(INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())]
+
+
+def _split_into_files(
+    tensors: Sequence[OutputTensor], max_shard_size: float
+) -> Iterator[list[OutputTensor]]:
+    """Split tensors into files, in the order of the state, as ``huggingface_hub`` does.
+
+    A tensor that is larger than ``max_shard_size`` gets its own file.
+    """
+    shard: list[OutputTensor] = []
+    used = 0
+    for tensor in tensors:
+        if tensor.nbytes > max_shard_size:
+            yield [tensor]
+            continue
+        if used + tensor.nbytes > max_shard_size:
+            yield shard
+            shard, used = [], 0
+        shard.append(tensor)
+        used += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def write_files(
+    snapshot: SnapshotReader, files: Sequence[OutputFile], location: Location, advance: Advance
+) -> Iterator[tuple[str, ExportedFile]]:
+    """Write the files, and yield each with its name: in ascending order if a store uploads parts or
+    only appends. (A tile takes parts of many leaves, see ``windows.py``.)
+
+    Raises ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, and ``StoreError``.
+    """
+    store = location.store
+    with snapshot.not_found_if_deleted():
+        locations = locate_leaves(snapshot)
+        for file in files:
+            lengths = np.array([tensor.nbytes for tensor in file.tensors], np.int64)
+            ends, cuts = np.cumsum(lengths) + len(file.head), chunk_cuts(len(file.head), lengths)
+            leaves = [OrderedLeaf(t.key, t.dtype, t.shape, t.nbytes) for t in file.tensors]
+            leaves = group_leaves(snapshot, leaves, locations)
+            if store.traits.part_size or store.traits.ordered:
+                leaves = [leaf._replace(tile_ends=()) for leaf in leaves]
+            image = Image(
+                file.head,
+                leaf_boxes=[],
+                sources=[(number, 0) for number in range(len(leaves))],
+                box_starts=(ends - lengths).tolist(),
+                box_ends=ends.tolist(),
+                cuts=cuts,
+                length=int(cuts[-1]),
+            )
+            image = add_cuts(image, leaves)
+            read = make_reader(snapshot, leaves, locations)
+            key = location.key(file.name)
+            [digests] = write_images(store, [key], [image], leaves, read, advance)
+            pieces = zip(np.diff(image.cuts, prepend=0).tolist(), digests, strict=True)
+            yield file.name, ExportedFile(image.length, [*pieces])

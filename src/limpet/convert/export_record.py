@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-from limpet.convert.mmap_files import Advance
 from limpet.convert.stored_files import ForeignFolder, locate_foreign
 from limpet.errors import DigestMismatch, FormatError, NotFound, StoreError
 from limpet.format.digest import Digest
@@ -22,7 +21,7 @@ from limpet.format.sealed import seal, unseal
 from limpet.format.strict_json import StrictDecoder
 from limpet.snapshot.location import Location
 from limpet.threads import Workers, no_op
-from limpet.types import BLOCK_SIZE
+from limpet.types import BLOCK_SIZE, Advance
 
 RECORD_SUFFIX = ".limpet.json"
 _MAX_RECORD = 1 << 28

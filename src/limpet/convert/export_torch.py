@@ -9,7 +9,6 @@ from typing import IO, Any, cast
 import numpy as np
 
 from limpet.convert.export_record import ExportedFile
-from limpet.convert.mmap_files import Advance
 from limpet.errors import LimpetError
 from limpet.format.digest import digest
 from limpet.format.names import join_key
@@ -17,7 +16,7 @@ from limpet.format.tree import child_keys
 from limpet.snapshot.location import Location
 from limpet.storage.store import Upload
 from limpet.text import with_article
-from limpet.types import BLOCK_SIZE
+from limpet.types import BLOCK_SIZE, Advance
 
 _MAX_INT_BITS = 255 * 8 - 1
 """Bits of the longest integer that ``weights_only`` accepts."""

@@ -24,7 +24,7 @@ from limpet.convert.arrange import (
     step_from_state,
 )
 from limpet.convert.export_record import require_intact
-from limpet.convert.mmap_files import Advance, MappedFile
+from limpet.convert.mmap_files import MappedFile
 from limpet.convert.read_dcp import load_dcp
 from limpet.convert.read_safetensors import load_huggingface_folder, load_safetensors
 from limpet.convert.read_torch import load_torch_file
@@ -52,6 +52,7 @@ from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import Store
 from limpet.threads import Workers, no_op
+from limpet.types import Advance
 
 SUPPORTED_FORMATS = (
     "a file of torch.save, Lightning, or safetensors, a folder of Hugging Face"

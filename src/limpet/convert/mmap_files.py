@@ -17,7 +17,7 @@ import sys
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -27,10 +27,7 @@ from limpet.errors import FormatError, NotFound, Unsupported
 from limpet.machine import IS_LINUX, OPEN_FLAGS, find_libc
 from limpet.text import with_article
 from limpet.threads import no_op
-from limpet.types import MIB
-
-Advance = Callable[[int], object]
-"""Called with a number of bytes that were processed, from any thread."""
+from limpet.types import MIB, Advance
 
 _LIBC = find_libc()
 if _LIBC is not None:

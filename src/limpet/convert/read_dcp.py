@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from limpet.convert.extent import check_bytes, check_extent
-from limpet.convert.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
+from limpet.convert.mmap_files import MappedFile, ZipRecord, check_crc, read_zip_records
 from limpet.convert.read_torch import ZIP_MAGIC, torch_load
 from limpet.convert.stored_files import ForeignFile, ForeignFolder, require_space
 from limpet.errors import FormatError, NotFound, PlanError, Unsupported
@@ -25,7 +25,7 @@ from limpet.layout.local_plan import make_local_plan
 from limpet.layout.shard_layout import LeafBox
 from limpet.state.sharding import LocalBoxes
 from limpet.threads import Workers, no_op
-from limpet.types import DTYPES, Box
+from limpet.types import DTYPES, Advance, Box
 
 METADATA_FILE = ".metadata"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from limpet.convert.mmap_files import Advance
 from limpet.convert.read_torch import LoadedFile, load_torch_file
 from limpet.convert.stored_files import (
     ForeignFile,
@@ -20,7 +19,7 @@ from limpet.errors import FormatError, NotFound, Unsupported
 from limpet.format.safetensors import HeaderEntry, decode_entries
 from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
 from limpet.format.tree import is_valid_shape
-from limpet.types import DTYPES
+from limpet.types import DTYPES, Advance
 
 SAFE_WEIGHTS_NAME, WEIGHTS_NAME = "model.safetensors", "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"

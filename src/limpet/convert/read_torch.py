@@ -17,11 +17,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from limpet.convert.extent import check_extent
-from limpet.convert.mmap_files import Advance, MappedFile, check_crc, read_zip_records
+from limpet.convert.mmap_files import MappedFile, check_crc, read_zip_records
 from limpet.convert.stored_files import ForeignFile
 from limpet.errors import FormatError, LimpetError, Unsupported
 from limpet.text import format_list
 from limpet.threads import Workers, no_op
+from limpet.types import Advance
 
 ZIP_MAGIC = b"PK\3\4"
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")

@@ -18,7 +18,7 @@ from math import prod
 from threading import Lock
 from typing import Any, Protocol
 
-from limpet.convert.mmap_files import Advance, MappedFile, format_error
+from limpet.convert.mmap_files import MappedFile, format_error
 from limpet.errors import FormatError, NoSpace, NotFound, StoreError
 from limpet.format.safetensors import MAX_HEADER
 from limpet.snapshot.location import Location, locate
@@ -28,7 +28,7 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.open import expand_home
 from limpet.storage.store import Stat, list_level
 from limpet.threads import Workers, no_op
-from limpet.types import BLOCK_SIZE, DTYPES
+from limpet.types import BLOCK_SIZE, DTYPES, Advance
 
 _SMALL = 64 * 1024
 """Tensors of fewer bytes are read together with their neighbors: a request takes as long."""

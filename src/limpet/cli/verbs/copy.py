@@ -20,7 +20,7 @@ from limpet.cli.resolve import (
     resolve_run_or_snapshot,
 )
 from limpet.cli.verbs.verify import bytes_to_read
-from limpet.convert.copy import Advance, attempt_of_copy, copy_snapshot
+from limpet.convert.copy import attempt_of_copy, copy_snapshot
 from limpet.errors import AlreadyExists, FormatError, FormatTooNew, LimpetError, NotFound
 from limpet.format.names import (
     MANIFEST,
@@ -43,6 +43,7 @@ from limpet.saving.commit import raise_if_exists
 from limpet.snapshot.location import Location, get_bounded, is_snapshot, locate
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.text import format_count, format_size
+from limpet.types import Advance
 
 
 @dataclass(frozen=True, slots=True)
