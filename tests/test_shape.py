@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import limpet
+import limpet.storage
 
 ROOT = Path(limpet.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -26,7 +27,7 @@ def test_public_names_are_sorted_and_exist() -> None:
         _ = limpet.Manager
 
 
-@pytest.mark.parametrize("package", [limpet.preemption, limpet.tasks])
+@pytest.mark.parametrize("package", [limpet.preemption, limpet.storage, limpet.tasks])
 def test_the_names_of_a_public_package_are_sorted_and_exist(package: Any) -> None:
     assert package.__all__ == sorted(package.__all__)
     for name in package.__all__:
