@@ -74,7 +74,7 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
             ckpt = start(place, tiers)
             began = time.perf_counter()
             ckpt.step()
-            ckpt._saver.in_flight.wait_for_turn()
+            ckpt._saver.wait_for_turn()
             safe = time.perf_counter() - began
             ckpt.wait()
             committed = time.perf_counter() - began

@@ -58,6 +58,19 @@ def states_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @contextmanager
+def missing_metrics() -> Iterator[list[tuple[list[str], list[str]]]]:
+    """Collect the fields ``metrics`` and ``given`` of the events ``metric_missing``."""
+    found: list[tuple[list[str], list[str]]] = []
+
+    def collect(name: str, fields: dict[str, Any]) -> None:
+        if name == "metric_missing":
+            found.append((fields["metrics"], fields["given"]))
+
+    with limpet.attach(collect):
+        yield found
+
+
+@contextmanager
 def training(
     store: Store | str, save: SavePolicy, keep: KeepPolicy | None = None
 ) -> Iterator[tuple[dict[str, Any], limpet.Checkpointer]]:

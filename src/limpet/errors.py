@@ -269,15 +269,6 @@ class UnsavedSteps(UserWarning):
     """
 
 
-class MetricMissing(UserWarning):
-    """A training has ended, and a metric that ``KeepBest`` or ``StopWhen`` uses was never given.
-
-    Exactly if the training has saved a version, neither a version of the run nor an exact or
-    inexact evaluation has the metric, and no evaluation is in progress. The message lists the
-    metrics that exist.
-    """
-
-
 class InexactResume(UserWarning):
     """A resume is not exact, or would not be. The message lists why, and what to add.
 

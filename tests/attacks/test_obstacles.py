@@ -202,7 +202,7 @@ def call_request_save(root: Path) -> None:
             request = watcher.accept()
             step = Run(store).listing().versions[-1].step + 1
             limpet.save(f"{root}/version_{step}", initial_state(), step=step)
-            watcher.mark_done(request)
+            watcher.mark(request, True)
 
     answer = request_and_wait(Run(store), 5.0, wait=wait, clock=lambda: now[0])
     assert answer.version == Run(store).listing().versions[-1]

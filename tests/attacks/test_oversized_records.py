@@ -93,7 +93,7 @@ def test_a_request_is_answered_and_removed(store: MemoryStore) -> None:
     watcher = RequestWatcher(store)
     watcher.poll()
     assert watcher.pending_request == request
-    watcher.mark_done(watcher.accept())
+    watcher.mark(watcher.accept(), True)
     assert read_request(store) is None
 
 

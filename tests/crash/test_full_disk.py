@@ -37,7 +37,7 @@ def train_steps(state: dict[str, object], ckpt: limpet.Checkpointer, count: int)
     for _ in range(count):
         state["x"] += 1.0  # type: ignore[operator]
         ckpt.step()
-        ckpt._saver.in_flight.newest._ended.wait()  # type: ignore[union-attr]
+        ckpt._saver.pending._ended.wait()  # type: ignore[union-attr]
 
 
 def test_full_disk_raises_by_default_and_keeps_committed_versions(small_disk: Path) -> None:

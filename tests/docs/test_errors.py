@@ -318,17 +318,6 @@ def InexactResume() -> None:
 
 
 @causes
-def MetricMissing() -> None:
-    keep, save = limpet.KeepBest(1, "val_loss"), limpet.EverySteps(7)
-    state = {"model": linear(), "progress": limpet.Progress()}
-    with limpet.Checkpointer("runs/a", state, save=save, keep=keep) as ckpt:
-        for _ in range(2):
-            for _ in range(10):
-                ckpt.step({"loss": 1.0})
-            ckpt.end_epoch({"val_loss": 1.0})
-
-
-@causes
 def SinkFailed() -> None:
     def to_dashboard(name: str, fields: dict[str, Any]) -> None:
         raise ConnectionError("no route to host")

@@ -291,8 +291,8 @@ def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> N
 
         def work(trainer: TrainingRank) -> None:
             with trainer.make_checkpointer(save=EverySteps(5)):
-                in_flight = trainer.ckpt._saver.in_flight
-                original = in_flight.wait_for_turn_on_all_ranks
+                saver = trainer.ckpt._saver
+                original = saver.wait_for_turn
 
                 def request_and_wait() -> Any:
                     if trainer.rank == 0 and trainer.ckpt.current_step == 10:
@@ -300,7 +300,7 @@ def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> N
                         trainer.ckpt._watcher.poll()
                     return original()
 
-                with mock.patch.object(in_flight, "wait_for_turn_on_all_ranks", request_and_wait):
+                with mock.patch.object(saver, "wait_for_turn", request_and_wait):
                     trainer.train_steps(16)
 
         job.run(work)
@@ -410,7 +410,6 @@ def test_ranks_without_the_policy_stop_with_rank_0_also_after_a_restart() -> Non
             assert step < 300
 
 
-@pytest.mark.filterwarnings("ignore::limpet.errors.MetricMissing")
 def test_records_that_rank_0_cannot_read_at_the_resume_raise_on_all_ranks() -> None:
     with TrainingJob(2) as job:
         stop = StopWhen("val_loss", patience=3)

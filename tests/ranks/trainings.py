@@ -189,7 +189,7 @@ class TrainingJob:
     def wait_for_saves(self) -> None:
         """Wait for the saves in flight."""
         for trainer in self.ranks:
-            if (pending := trainer.ckpt._saver.in_flight.newest) is not None:
+            if (pending := trainer.ckpt._saver.pending) is not None:
                 pending.wait()
 
     def run(self, work: Callable[[TrainingRank], Any]) -> list[Any]:

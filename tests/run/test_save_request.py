@@ -104,7 +104,7 @@ class Trainer:
         if self.watcher.pending_request and self.saves:
             request = self.watcher.accept()
             self.save("request")
-            self.watcher.mark_done(request)
+            self.watcher.mark(request, True)
 
     def save(self, reason: str) -> None:
         metadata = VersionMetadata(
@@ -227,7 +227,7 @@ def test_a_requester_that_joined_too_late_requests_again(store: FailingStore) ->
     trainer.watcher.poll()
     trainer.watcher.accept()
     trainer.save("request")
-    trainer.before_step = lambda: trainer.watcher.mark_done(A)
+    trainer.before_step = lambda: trainer.watcher.mark(A, True)
     result = trainer.request()
     assert result == RequestedSave(Version(2), joined=False)
     assert trainer.now == 2
@@ -357,11 +357,11 @@ def test_an_accepted_request_is_pending_again_only_after_a_failure(store: Failin
     watcher.poll()
     assert watcher.pending_request is None
     assert watcher.accept() is None
-    watcher.mark_failed(A)
+    watcher.mark(A, False)
     assert watcher.pending_request is None  # not before the next poll
     watcher.poll()
     assert watcher.accept() == A
-    watcher.mark_done(A)
+    watcher.mark(A, True)
     watcher.poll()
     assert (watcher.pending_request, read_request(store)) == (None, None)
 
@@ -375,12 +375,12 @@ def test_a_request_that_replaced_the_answered_one_is_kept(store: FailingStore) -
     put_request(store, B)
     watcher.poll()
     assert watcher.pending_request == B
-    watcher.mark_done(A)
+    watcher.mark(A, True)
     assert read_request(store) == B
     assert watcher.accept() == B
 
 
-@pytest.mark.parametrize("action", ["accept", "mark_done", "mark_failed"])
+@pytest.mark.parametrize("action", ["accept", "committed", "failed"])
 def test_an_outdated_poll_is_ignored(store: FailingStore, action: str) -> None:
     watcher = RequestWatcher(store)
     put_request(store, A)
@@ -393,7 +393,7 @@ def test_an_outdated_poll_is_ignored(store: FailingStore, action: str) -> None:
         if action == "accept":
             watcher.accept()
         else:
-            getattr(watcher, action)(A)
+            watcher.mark(A, action == "committed")
 
     store.after_get = act_first
     watcher.poll()
@@ -422,7 +422,7 @@ def test_a_request_that_could_not_be_removed_is_removed_later_without_another_sa
     watcher.poll()
     watcher.accept()
     store.error = Denied("read-only now")
-    watcher.mark_done(A)
+    watcher.mark(A, True)
     watcher.poll()
     assert count_unseen(emitted) == 1
     store.error = None
@@ -439,12 +439,12 @@ def test_a_request_answered_during_an_outage_can_be_repeated(store: FailingStore
     watcher.poll()
     request = watcher.accept()
     store.error = Unavailable("x")
-    watcher.mark_done(request)
+    watcher.mark(request, True)
     store.error = None
     store.delete(SAVE_REQUEST)
     watcher.poll()
     store.put_if_absent(SAVE_REQUEST, b"")
-    watcher.mark_failed(request)
+    watcher.mark(request, False)
     watcher.poll()
     assert watcher.pending_request == request
 
@@ -454,7 +454,7 @@ def test_a_file_of_any_length_is_a_request(store: FailingStore) -> None:
     watcher = RequestWatcher(store)
     watcher.poll()
     assert watcher.pending_request is not None
-    watcher.mark_done(watcher.accept())
+    watcher.mark(watcher.accept(), True)
     assert read_request(store) is None
 
 
@@ -558,8 +558,8 @@ def test_a_watcher_is_inactive_in_a_forked_process(store: FailingStore) -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # a hang fails
-        watcher.mark_failed(A)
-        watcher.mark_done(A)
+        watcher.mark(A, False)
+        watcher.mark(A, True)
         is_inactive = watcher.accept() is None
         watcher.close()
         os._exit(0 if is_inactive and MemoryStore.stat(store, SAVE_REQUEST) else 1)

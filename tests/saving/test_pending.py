@@ -235,8 +235,8 @@ def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> N
     ckpt = limpet.Checkpointer(store, state, save=EverySteps(2))
     ckpt.step()
     ckpt.step()
-    assert ckpt._saver.in_flight.newest is not None
-    ckpt._saver.in_flight.newest._thread.join()
+    assert ckpt._saver.pending is not None
+    ckpt._saver.pending._thread.join()
     with pytest.raises(StoreError, match="no write"):
         ckpt.step()
     assert ckpt.current_step == 3
@@ -351,13 +351,13 @@ def test_a_save_is_finished_after_an_interrupted_wait() -> None:
                 interrupt.start()
                 ckpt.wait()
             finally:
-                assert ckpt._saver.in_flight.newest is not None
+                assert ckpt._saver.pending is not None
                 gate.set()
     finally:
         stopped.set()
         interrupt.join()
         signal.signal(signal.SIGINT, before)
-    assert ckpt._saver.in_flight.newest is None
+    assert ckpt._saver.pending is None
     assert check_promises(store, [1]) == [1]
 
 

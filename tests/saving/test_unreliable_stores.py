@@ -149,7 +149,7 @@ def test_saves_to_a_slow_store_succeed_after_a_wait_timed_out() -> None:
     state = initial_state()
     with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         train(state, ckpt, 1)
-        pending = ckpt._saver.in_flight.newest
+        pending = ckpt._saver.pending
         assert pending is not None
         with pytest.raises(TimeoutError, match="did not finish"):
             pending.wait(0.05)

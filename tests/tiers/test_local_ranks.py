@@ -81,7 +81,7 @@ class Cluster:
             except LimpetError as e:
                 errors[trainer.rank] = e
             finally:
-                for pending, _ in ckpt._saver.in_flight._saves:
+                for pending, _ in ckpt._saver._saves:
                     pending.wait_ended()
                     if pending.error is not None:
                         with pytest.raises(type(pending.error)):

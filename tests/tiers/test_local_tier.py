@@ -107,7 +107,7 @@ class Disk:
         """End as SIGKILL does: the promotions in flight never commit."""
         self.fails = True
         self.is_reachable.set()
-        for pending, _ in ckpt._saver.in_flight._saves:
+        for pending, _ in ckpt._saver._saves:
             pending.wait_ended()
             if pending.error is not None:
                 with pytest.raises(type(pending.error)):
@@ -123,7 +123,7 @@ class Disk:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for ckpt in self.ckpts:
-                for pending, _ in ckpt._saver.in_flight._saves:
+                for pending, _ in ckpt._saver._saves:
                     pending.wait_ended()
                 ckpt._release()
 
@@ -189,7 +189,7 @@ def test_one_save_may_begin_while_the_one_before_is_promoted(disk: Disk) -> None
     state, ckpt = disk.start(busy="skip")
     train(state, ckpt, 10)
     disk.await_captured([10])
-    ckpt._saver.in_flight.wait_for_turn()
+    ckpt._saver.wait_for_turn()
     train(state, ckpt, 20)  # the save of step 20 does not wait for the run
     disk.await_captured([10, 20])
     assert ckpt._saver.must_wait
@@ -283,7 +283,7 @@ def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) ->
         disk.is_reachable.clear()
         state, ckpt = disk.start(tiers=tiers)
         train_and_capture(state, ckpt, last)
-        ckpt._saver.in_flight.wait_for_turn()
+        ckpt._saver.wait_for_turn()
         folder = str(ckpt._tiers.memory.store.url)
         disk.die(ckpt)
         state, ckpt = disk.start(tiers=tiers)
@@ -397,7 +397,7 @@ def test_with_warnings_the_training_bridges_a_time_without_the_store(disk: Disk)
     state, ckpt = disk.start(on_error="warn")
     with pytest.warns(SaveFailed, match="The store is away"):
         train(state, ckpt, 35)
-        for pending, _ in ckpt._saver.in_flight._saves:
+        for pending, _ in ckpt._saver._saves:
             pending.wait_ended()
         train(state, ckpt, 38)  # each step raises one error
     assert disk.captured == [20, 30]

@@ -213,8 +213,8 @@ def test_an_earlier_failure_does_not_prevent_the_save_of_the_last_step(failing_c
             if number == 1:
                 ckpt.save()
         may_write.set()
-        assert ckpt._saver.in_flight.newest is not None
-        ckpt._saver.in_flight.newest._thread.join()
+        assert ckpt._saver.pending is not None
+        ckpt._saver.pending._thread.join()
         store.broken = None
         raise ZeroDivisionError
     assert "a temporary error" in "".join(e.value.__notes__)
@@ -315,7 +315,7 @@ def test_the_save_in_progress_finishes_after_an_interrupted_close(
     for _ in range(2):
         step()
         ckpt.step()
-    pending_save = ckpt._saver.in_flight.newest
+    pending_save = ckpt._saver.pending
     assert pending_save is not None
     wait = pending_save._ended.wait
 
@@ -398,7 +398,7 @@ def work():
     ckpt = limpet.Checkpointer(Broken(), state, save=limpet.EverySteps(3))
     train(state, ckpt, 3)
     if not {late}:
-        ckpt._saver.in_flight.newest._ended.wait()
+        ckpt._saver.pending._ended.wait()
 
 if __name__ == "__main__":
     worker = multiprocessing.get_context("{start}").Process(target=work)
@@ -496,7 +496,7 @@ def test_sys_exit_raises_an_earlier_failure_unless_the_last_save_succeeds() -> N
             ckpt.step()
             step()
             ckpt.step()
-            pending_save = ckpt._saver.in_flight.newest
+            pending_save = ckpt._saver.pending
             assert pending_save is not None
             pending_save._ended.wait()
             store.broken = False

@@ -373,7 +373,7 @@ def test_a_fork_during_a_save_affects_neither_process(
     step()
     expected = state["model"].wide.detach().clone()
     ckpt.step()
-    assert not ckpt._saver.in_flight.newest._staged.is_set()  # type: ignore[union-attr]
+    assert not ckpt._saver.pending._staged.is_set()  # type: ignore[union-attr]
     child = os.fork()
     if child == 0:
         raised = 0

@@ -227,8 +227,8 @@ def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
     train(state, ckpt, 9)
     train_step(state)
     ckpt.step()  # starts the save of step 10, which fails
-    assert ckpt._saver.in_flight.newest is not None
-    ckpt._saver.in_flight.newest._thread.join()
+    assert ckpt._saver.pending is not None
+    ckpt._saver.pending._thread.join()
     with pytest.raises(StoreError, match="no write"):
         getattr(ckpt, call)()
     store.broken = False

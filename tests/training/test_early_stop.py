@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -15,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limpet.errors import Denied, MetricMissing, SaveFailed, StoreError, Unavailable, UnsavedSteps
+from limpet.errors import Denied, SaveFailed, StoreError, Unavailable
 from limpet.format.names import MANIFEST, EvaluationFile, Version, lease_name
 from limpet.format.records import Evaluation, encode_record
 from limpet.run.policy import (
@@ -35,10 +33,10 @@ from limpet.storage.store import Store
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.early_stop import MAX_VERSIONS, ScoreHistory
 from tests.training.test_life import record_events
-from tests.trainings import initial_state, train
+from tests.trainings import initial_state, missing_metrics, train
 from tests.unreliable_stores import HookedStore
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.MetricMissing")
+pytestmark = pytest.mark.filterwarnings("error")
 
 STOP = StopWhen("val_loss", patience=3)
 
@@ -367,7 +365,7 @@ def test_a_store_that_fails_while_records_are_read_is_reported(choice: Any) -> N
         record(run, v1=1.0)
         store.before = fail
         train(state, ckpt, 2)
-        ckpt._saver.in_flight.newest.wait()  # type: ignore[union-attr]
+        ckpt._saver.pending.wait()  # type: ignore[union-attr]
         told = "version_2 was saved, but the scores of evaluations could not be read"
         if choice == "warn":
             with pytest.warns(SaveFailed, match=told):
@@ -440,11 +438,7 @@ def test_a_damaged_record_is_skipped_and_reported() -> None:
     assert sorted(skipped) == [f"version_1/eval-{n}.{'a' * 12}.json" for n in ("cut", "val")]
 
 
-# -- the warning of a missing metric -------------------------------------------------------------
-
-
-def warned(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in caught if w.category is MetricMissing]
+# -- the event of a missing metric ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sign", ["lease", "record", "nothing"])
@@ -452,39 +446,32 @@ def test_a_metric_that_no_evaluation_has_recorded_is_missing_unless_one_is_at_wo
     sign: str,
 ) -> None:
     keep = KeepLast(9) | KeepBest(1, "val_loss")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with training(keep=keep) as (state, ckpt, run):
-            save_next(state, ckpt)
-            if sign == "lease":
-                run.store.put_if_absent(lease_name("val", 1), b"{}")
-            elif sign == "record":
-                run.add_metrics(1, {"other": 1.0})
-            save_next(state, ckpt, 4)
-            assert not warned(caught)
-    messages = warned(caught)
-    assert len(messages) == (sign != "lease")
-    if messages:
-        found = "loss, other" if sign == "record" else "loss"
-        assert re.search(rf"has val_loss, .*they have {found}\..*Run.add_metrics", messages[0])
+    with missing_metrics() as reported, training(keep=keep) as (state, ckpt, run):
+        save_next(state, ckpt)
+        if sign == "lease":
+            run.store.put_if_absent(lease_name("val", 1), b"{}")
+        elif sign == "record":
+            run.add_metrics(1, {"other": 1.0})
+        save_next(state, ckpt, 4)
+        assert not reported
+    found = ["loss", "other"] if sign == "record" else ["loss"]
+    assert reported == ([] if sign == "lease" else [(["val_loss"], found)])
 
 
-def test_scores_that_come_after_three_saves_cause_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with training(keep=KeepEvery(1) | KeepBest(1, "val_loss")) as (state, ckpt, run):
-            save_next(state, ckpt, 2)
-            run.add_metrics(1, {"quick": 1.0})
-            save_next(state, ckpt, 3)
-            record(run, v1=1.0)
-            save_next(state, ckpt, 2)
+def test_scores_that_come_after_three_saves_are_not_missing() -> None:
+    keep = KeepEvery(1) | KeepBest(1, "val_loss")
+    with missing_metrics() as reported, training(keep=keep) as (state, ckpt, run):
+        save_next(state, ckpt, 2)
+        run.add_metrics(1, {"quick": 1.0})
+        save_next(state, ckpt, 3)
+        record(run, v1=1.0)
+        save_next(state, ckpt, 2)
+    assert not reported
 
 
-def test_a_training_that_an_exception_ends_has_no_such_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", UnsavedSteps)
-        ended = pytest.raises(ValueError, match="diverged")
-        with ended, training(keep=KeepBest(1, "val_loss")) as (state, ckpt, _):
+def test_a_training_that_an_exception_ends_has_no_such_event() -> None:
+    with missing_metrics() as reported, pytest.raises(ValueError, match="diverged"):  # noqa: SIM117
+        with training(keep=KeepBest(1, "val_loss")) as (state, ckpt, _):
             save_next(state, ckpt)
             raise ValueError("diverged")
+    assert not reported

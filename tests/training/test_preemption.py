@@ -474,7 +474,7 @@ def test_a_store_that_hangs_does_not_keep_the_training(
     assert "this process ends now, before it is killed" in why
     released.set()
     with pytest.raises(Unavailable, match="The time is over for the exit after a test"):
-        training.ckpt._saver.in_flight.newest.wait()
+        training.ckpt._saver.pending.wait()
 
 
 class LimitedStore(MemoryStore):

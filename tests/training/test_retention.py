@@ -212,7 +212,7 @@ def test_versions_are_kept_by_the_seconds_of_training_across_restarts() -> None:
         keep = KeepEvery(seconds=5)
         with Checkpointer(store, initial_state(), save=EverySteps(2), keep=keep) as ckpt:
             ckpt._goodput._clock = lambda: now[0]
-            ckpt._goodput._last_clock = now[0]
+            ckpt._goodput.step_began_at = now[0]
             ckpt.resume()
             while ckpt.current_step < last_step:
                 now[0] += 1

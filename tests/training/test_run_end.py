@@ -18,7 +18,7 @@ from tests.training.test_preemption import Training
 from tests.trainings import initial_state, train, training
 from tests.unreliable_stores import HookedStore
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.MetricMissing")
+pytestmark = pytest.mark.filterwarnings("error")
 
 STOP = StopWhen("val_loss", patience=2)
 STOPPED = f"stopped by {STOP}"

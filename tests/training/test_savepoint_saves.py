@@ -254,7 +254,7 @@ def test_the_savepoint_of_a_step_that_is_saved_is_not_saved_again(ends: Ends) ->
     with training.ckpt:
         for _ in range(3):
             training.step()
-        training.ckpt._saver.in_flight.newest.wait()  # type: ignore[union-attr]
+        training.ckpt._saver.pending.wait()  # type: ignore[union-attr]
         training.notice(5.0)
         assert training.await_save() == 3
     assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]
@@ -300,7 +300,7 @@ def test_expensive_captures_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", 0.001)
     training = TorchTraining(MemoryStore())
     training.state["average"] = torch.zeros(2_000_000)  # a copy takes 1 ms or more
-    monkeypatch.setattr(training.ckpt._savepoint, "_step_seconds", lambda: 0.01)
+    monkeypatch.setattr(training.ckpt._savepoint._step_durations, "median", lambda: 0.01)
     captures: list[int] = []
     savepoint = training.ckpt._savepoint._savepoint
     capture = savepoint.capture

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import limpet
-from limpet.training import script_options
+from limpet.training import state_check
 
 Optimizer = torch.optim.Optimizer
 
@@ -120,7 +120,7 @@ def test_only_a_bounded_number_of_plain_options_is_recorded(tmp_path: Path) -> N
     optimizer.param_groups[0] |= {f"odd {i}": value for i, value in enumerate(odd)}
     groups: Any = [{"params": nn.Linear(2, 1).parameters(), "lr": 0.1} for _ in range(1000)]
     many = [Composite(), *(adam() for _ in range(300))]
-    recorded = script_options.read_options(
+    recorded = state_check.read_options(
         {"odd": optimizer, "groups": torch.optim.AdamW(groups), "many": many}
     )
     assert recorded["odd"][0]["lr"] == 0.1

@@ -12,7 +12,7 @@ import torch
 
 import limpet
 from limpet import errors
-from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
+from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, Never
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, train, trained_run
@@ -111,44 +111,6 @@ def an_idle_checkpointer_is_replaced() -> None:
     first = limpet.Checkpointer(store, state, save=EverySteps(2))
     train(state, first, 2)
     limpet.Checkpointer(store, initial_state()).close()
-
-
-# -- MetricMissing -------------------------------------------------------------------------------
-
-BEST = {"keep": KeepLast(1) | KeepBest(1, "val"), "stop": StopWhen("val", patience=9)}
-
-
-@close_to(errors.MetricMissing)
-def the_metric_comes_with_one_epoch_only() -> None:
-    with limpet.Checkpointer(
-        MemoryStore(), initial_state(), save=EverySteps(1) | EveryEpoch(), **BEST
-    ) as ckpt:
-        for epoch in ckpt.epochs(3):
-            ckpt.step({"loss": 1.0})
-            ckpt.metrics({"val": 1.0} if epoch == 1 else {})
-
-
-@close_to(errors.MetricMissing)
-def the_metric_is_added_to_a_version() -> None:
-    store = MemoryStore()
-    with limpet.Checkpointer(store, initial_state(), save=EverySteps(1), **BEST) as ckpt:
-        ckpt.step()
-        ckpt.wait()
-        limpet.Run(store).add_metrics(1, {"val": 1.0})
-
-
-@close_to(errors.MetricMissing)
-def the_metric_is_that_of_an_earlier_process() -> None:
-    store = MemoryStore()
-    run_steps(store, 1, EverySteps(1))
-    limpet.Run(store).add_metrics(1, {"val": 1.0})
-    run_steps(store, 2, EverySteps(1), keep=KeepBest(2, "val"))
-
-
-@close_to(errors.MetricMissing)
-def nothing_was_saved() -> None:
-    with limpet.Checkpointer(MemoryStore(), initial_state(), save=Never(), **BEST) as ckpt:
-        ckpt.step()
 
 
 # -- InexactResume -------------------------------------------------------------------------------

@@ -66,7 +66,10 @@ class Retention:
 
         ``snapshot``: the version that was saved.
         """
-        if type(self._policy) is not KeepPolicy:
+        keeps_all = type(self._policy) is KeepPolicy
+        if keeps_all and not self._catalog.half_deleted:
+            return
+        if not keeps_all:
             self._catalog.add_committed(snapshot)
         self._saves += 1
         if self._saves >= self._interval:

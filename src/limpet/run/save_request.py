@@ -197,10 +197,9 @@ class RequestWatcher:
     """Polls a run for save requests on its own thread, so that training does not block.
 
     The training checks ``pending_request`` at each step. If a request is pending, the training
-    calls ``accept()`` when the save begins, and then ``mark_done(id)`` after the commit or
-    ``mark_failed(id)``. The watcher belongs to the process that created it and does nothing in a
-    forked process. If the store fails, the watcher raises nothing and emits the event
-    ``request_unseen`` once per outage.
+    calls ``accept()`` when the save begins, and then ``mark(id, is_committed)``. The watcher
+    belongs to the process that created it and does nothing in a forked process. If the store fails,
+    the watcher raises nothing and emits the event ``request_unseen`` once per outage.
 
     ``interval`` is the number of seconds between two polls. Each poll is one small read, and then a
     call of ``read_more``, which reads what else the training must learn.
@@ -224,7 +223,7 @@ class RequestWatcher:
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._lock = Lock()
-        # accept, mark_done, and mark_failed increase it; a poll that overlaps one has stale results
+        # accept and mark increase it; a poll that overlaps one has stale results
         self._generation = 0
         self.pending_request: str | None = None
         """The id of the request that waits for a save, or None."""
@@ -250,46 +249,30 @@ class RequestWatcher:
 
         The request is then no longer pending.
         """
-        if self._pid != os.getpid():
+        if self.pending_request is None or self._pid != os.getpid():
             return None
         with self._lock:
             request, self.pending_request = self.pending_request, None
-            if request is not None:
-                self._accepted = request
+            self._accepted = request
             self._generation += 1
         return request
 
-    def accept_with_callback(self) -> Callable[[bool], None]:
-        """Accept the pending request for the save that begins now, and return a callback.
+    def mark(self, request_id: str, is_committed: bool) -> None:
+        """Remove the request's file, because the save that answers the request is committed. If the
+        store fails, each poll tries the removal again.
 
-        The caller calls the callback with True if the save was committed, and with False if not.
-        """
-        request_id = self.accept()
-        return lambda committed: (self.mark_done if committed else self.mark_failed)(request_id)
-
-    def mark_done(self, request_id: str | None) -> None:
-        """Remove the request's file, because the save that answers the request is committed.
-
-        If the store fails, each poll tries the removal again.
-        """
-        if request_id is None or self._pid != os.getpid():
-            return
-        with self._lock:
-            self._to_remove = request_id
-            self._generation += 1
-        self._remove_file(request_id)
-
-    def mark_failed(self, request_id: str | None) -> None:
-        """Reopen the request, because the save that was to answer it failed.
-
-        It is pending again after the next poll.
+        If the save has failed, the request is pending again after the next poll.
         """
         if self._pid != os.getpid():
             return
         with self._lock:
-            if self._accepted == request_id:
+            if is_committed:
+                self._to_remove = request_id
+            elif self._accepted == request_id:
                 self._accepted = None
             self._generation += 1
+        if is_committed:
+            self._remove_file(request_id)
 
     def poll(self) -> None:
         """Poll the run once. The thread calls this method.

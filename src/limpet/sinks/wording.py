@@ -31,7 +31,7 @@ STYLES = {
             *("resume_differs", "options_replaced", "skipped", "save_skipped", "left_unsaved"),
             *("pin_left", "read_again", "waiting", "fewer_copies", "evaluation_idle"),
             *("members_unsaved", "request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
-            *("ranks_awaited", "notice", "notice_source_failed", "preempted"),
+            *("metric_missing", "ranks_awaited", "notice", "notice_source_failed", "preempted"),
         ),
         "yellow",
     ),
@@ -120,7 +120,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
     if name == "finished":
         return _describe_end(fields)
-    if name in ("fewer_copies", "evaluation_idle", "members_unsaved"):
+    if name in ("fewer_copies", "evaluation_idle", "members_unsaved", "metric_missing"):
         return _describe_less(name, fields)
     if name in ("resume_checked", "resume_differs", "options_replaced"):
         return _describe_check(name, fields)
@@ -227,7 +227,13 @@ def _describe_less(name: str, fields: Mapping[str, object]) -> str:
     """Describe what a training does or saves less of than one may expect."""
     if name == "members_unsaved":
         members = ", ".join(_list_field(fields, "members"))
-        return f"{members} saves nothing, but its buffers change: use persistent=True to save them"
+        return f"{members} saves nothing of its buffers: use persistent=True if they change"
+    if name == "metric_missing":
+        metrics, given = (", ".join(_list_field(fields, n)) for n in ("metrics", "given"))
+        return (
+            f"no version has {metrics}, which a policy uses; they have {given or 'no metrics'}."
+            " Save the steps that have it, such as save=... | limpet.EveryEpoch(), or evaluate them"
+        )
     if name == "fewer_copies":
         found = f"{text_field(fields, 'hosts')} instead of {text_field(fields, 'copies')} hosts"
         return f"keeps the states in memory on {found}, because the job runs on no more"

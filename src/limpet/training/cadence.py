@@ -8,8 +8,7 @@ or that a request has arrived. It proposes a save, and all ranks save at a step 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from limpet import events
 from limpet.ranks.agreement import Agreement, LocalAgreement
@@ -19,6 +18,14 @@ from limpet.training.goodput import Goodput
 from limpet.training.preemption import SAVE as PREEMPTION_SAVE
 from limpet.training.preemption import SAVE_ONLY as PREEMPTION_SAVE_ONLY
 from limpet.training.step_counter import StepCounter
+
+
+class _Moment(NamedTuple):
+    """The steps, seconds of the monotonic clock, and epochs until a moment."""
+
+    step: int
+    seconds: float
+    epochs: int
 
 
 class Cadence:
@@ -34,13 +41,15 @@ class Cadence:
         busy: Literal["wait", "skip"],
         group: Group,
         step_counter: StepCounter,
+        goodput: Goodput,
+        run_url: str,
     ) -> None:
         self._policy = policy
         self._skip_allowed = busy == "skip"
         self._group = group
         self._step_counter = step_counter
+        self._goodput, self._run_url = goodput, run_url
         self._save_number = 0
-        self._requested = False
         self._begun_step: int | None = None
         self.restart()
 
@@ -55,7 +64,7 @@ class Cadence:
 
         All ranks get the same result, also if the save has failed on one of them.
         """
-        return self._begun_step == self._step_counter.step
+        return self._begun_step == self._step_counter.progress.step
 
     def restart(self, since: tuple[int, int] | None = None, *, is_saving: bool = True) -> None:
         """Count from now on, because a save begins or training resumes from a version.
@@ -63,22 +72,11 @@ class Cadence:
         ``since``: count from this number of steps and of epochs instead. ``is_saving``: a version
         of this step exists, or will exist.
         """
-        self._renew_proposals()
-        step, seconds, epochs = self._now()
+        self._save_number += 1
+        step, epochs = self._step_counter.progress.step, self._step_counter.progress.epoch
         self._begun_step = step if is_saving and since is None else None
         step, epochs = (step, epochs) if since is None else since
-        self._last_save = self._last_skip = step, seconds, epochs
-
-    def _pass_over(self) -> None:
-        """Let neither epochs nor proposals until now cause a save: there is a version already."""
-        self._renew_proposals()
-        (step, seconds, _), epochs = self._last_save, self._step_counter.epoch
-        self._last_save = self._last_skip = step, seconds, epochs
-
-    def _renew_proposals(self) -> None:
-        self._save_number += 1
-        # the number lets a save that begins before the agreed step answer the proposal too
-        self._proposals = f"save {self._save_number}", f"request {self._save_number}"
+        self._last_save = self._last_skip = _Moment(step, time.monotonic(), epochs)
 
     def save_reason(
         self,
@@ -94,24 +92,41 @@ class Cadence:
         is in flight.
         """
         if self.has_begun:  # ``end_epoch``, or the end of a guarded call, follows the step
-            self._pass_over()
+            # neither epochs nor proposals until now cause a save: there is a version already
+            self._save_number += 1
+            last, epochs = self._last_save, self._step_counter.progress.epoch
+            self._last_save = self._last_skip = last._replace(epochs=epochs)
             return None
+        if not agreed_proposals.isdisjoint((PREEMPTION_SAVE, PREEMPTION_SAVE_ONLY)):
+            return "preemption" if PREEMPTION_SAVE in agreed_proposals else "request"
+        may_skip = self._skip_allowed
         if self._group.size == 1:
-            self._requested = requested
-            due = requested or self.is_due_on_this_rank()
+            due, may_skip = requested or self.is_due(), may_skip and not requested
         else:
-            by_clock, by_request = self._proposals
-            self._requested = not {by_clock, by_request}.isdisjoint(agreed_proposals)
+            # the number lets a save that begins before the agreed step answer the proposal too
+            by_clock, by_request = f"save {self._save_number}", f"request {self._save_number}"
+            is_agreed = not {by_clock, by_request}.isdisjoint(agreed_proposals)
             requested = requested or by_request in agreed_proposals
-            due = self._requested or self._is_due_by_count()
+            due, may_skip = is_agreed or self._is_due_by_count(), may_skip and not is_agreed
             if not due and (requested or self._is_due_by_clock(busy)):
                 agreement.propose(by_request if requested else by_clock)
-        if not agreed_proposals.isdisjoint((PREEMPTION_SAVE, PREEMPTION_SAVE_ONLY)):
-            self._requested = True  # never skipped
-            return "preemption" if PREEMPTION_SAVE in agreed_proposals else "request"
-        if not due:
+        if not due or (may_skip and self._skip_if_busy(busy)):
             return None
         return "request" if requested else "cadence"
+
+    def is_due(self, last: _Moment | None = None) -> bool:
+        """Return True if a save is due by the counts and the clock of this rank, after ``last``,
+        or after the last save."""
+        last = last or self._last_save
+        now = PolicyInput(
+            step=self._step_counter.progress.step,
+            seconds=time.monotonic(),
+            epochs=self._step_counter.progress.epoch,
+            last_step=last.step,
+            last_seconds=last.seconds,
+            last_epochs=last.epochs,
+        )
+        return self._policy.due(now)
 
     def _is_due_by_count(self) -> bool:
         """Return True if a save is due by steps or epochs.
@@ -119,36 +134,31 @@ class Cadence:
         No time is involved, so all ranks get the same result.
         """
         last = self._last_skip if self._skip_allowed else self._last_save
-        (step, _, epochs), (last_step, _, last_epochs) = self._now(), last
-        return self._policy.due(PolicyInput(step, 0.0, epochs, last_step, 0.0, last_epochs))
+        now = PolicyInput(
+            step=self._step_counter.progress.step,
+            seconds=0.0,
+            epochs=self._step_counter.progress.epoch,
+            last_step=last.step,
+            last_seconds=0.0,
+            last_epochs=last.epochs,
+        )
+        return self._policy.due(now)
 
     def _is_due_by_clock(self, busy: bool) -> bool:
         """Return True if this is rank 0 and a save is due by its clock."""
-        may_save = self._group.rank == 0 and not (self._skip_allowed and busy)
-        return may_save and self.is_due_on_this_rank()
+        return self._group.rank == 0 and not (self._skip_allowed and busy) and self.is_due()
 
-    def is_due_on_this_rank(self) -> bool:
-        """Return True if a save is due by the counts and the clock of this rank."""
-        return self._policy.due(PolicyInput(*self._now(), *self._last_save))
-
-    def skip_if_busy(self, busy: Callable[[], bool], run_url: str, goodput: Goodput) -> bool:
+    def _skip_if_busy(self, busy: bool) -> bool:
         """Return True if the due save is skipped because a save is in flight on rank 0.
 
-        Only ``busy="skip"`` allows that, and a requested save is never skipped. Of consecutive
-        steps at which the same save is due, only the first counts as skipped.
+        Of consecutive steps at which the same save is due, only the first counts as skipped.
         """
-        may_skip = self._skip_allowed and not self._requested
-        if not may_skip or not broadcast_from_first(
-            self._group, "the decision to skip a save", busy, bool
-        ):
+        operation = "the decision to skip a save"
+        if not broadcast_from_first(self._group, operation, lambda: busy, bool):
             return False
-        now = self._now()
-        if self._group.size > 1 or self._policy.due(PolicyInput(*now, *self._last_skip)):
-            self._last_skip = now
-            goodput.counts["skipped"] += 1
-            events.emit("save_skipped", run=run_url, step=self._step_counter.step)
+        if self._group.size > 1 or self.is_due(self._last_skip):
+            now = self._step_counter.progress
+            self._last_skip = _Moment(now.step, time.monotonic(), now.epoch)
+            self._goodput.counts["skipped"] += 1
+            events.emit("save_skipped", run=self._run_url, step=now.step)
         return True
-
-    def _now(self) -> tuple[int, float, int]:
-        """Return the steps, seconds, and epochs until now, as in ``PolicyInput``."""
-        return self._step_counter.step, time.monotonic(), self._step_counter.epoch

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from limpet import events
 from limpet.arguments import whole
 from limpet.deadline import Deadline
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, RankFailed
 from limpet.format.names import Version
 from limpet.loading.binding import STRICT, Leniency
 from limpet.loading.differences import LoadReport
@@ -36,9 +36,8 @@ from limpet.training.arguments import (
 )
 from limpet.training.cadence import Cadence
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
-from limpet.training.ending import Ending, ended_epochs, make_savepoint
+from limpet.training.ending import Ending, ended_epochs
 from limpet.training.goodput import Goodput
-from limpet.training.guarded_calls import GuardedCalls
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
 from limpet.training.preemption import DEFAULT, Preemption
 from limpet.training.response import PreemptionResponse
@@ -55,11 +54,16 @@ from limpet.training.resume_check import (
     compare_next_batches,
     record_next_batches,
 )
-from limpet.training.saver import Saver, SaveSpec, VersionChecks
-from limpet.training.script_options import OPTIONS, describe_changes, read_options
-from limpet.training.state_check import StateCheck
+from limpet.training.saver import Saver, SaveSpec
+from limpet.training.state_check import (
+    OPTIONS,
+    describe_changes,
+    read_generators,
+    read_options,
+    report_lacking,
+)
 from limpet.training.step_counter import StepCounter
-from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
+from limpet.training.step_savepoint import StepSavepoint
 from limpet.training.takeover import take_over
 
 
@@ -154,17 +158,39 @@ class Checkpointer:
         self._step_counter = StepCounter(self.state)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         self._tiers = Tiers(options.tiers, self._group)
-        self._saver = self._make_saver(options)
+        self._saver = Saver(self.run, self._tiers, self._goodput, self._early_stop, options)
         self._acquire_lock = self._saver.writer_lock.acquire
-        self._cadence = Cadence(options.save, options.busy, self._group, self._step_counter)
+        self._cadence = Cadence(
+            policy=options.save,
+            busy=options.busy,
+            group=self._group,
+            step_counter=self._step_counter,
+            goodput=self._goodput,
+            run_url=self.run.url,
+        )
         self._agreement = make_agreement(Group(), "training")
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
-        self._savepoint, self._ending = self._make_ending(options)
+        preemption, is_never = options.preemption, isinstance(options.save, Never)
+        self._savepoint = StepSavepoint(
+            self.state,
+            is_required=options.save.on_exception,
+            is_useful=preemption is not None and preemption.save_fn is None and not is_never,
+            step_durations=self._goodput.step_durations,
+        )
+        self._ending = Ending(
+            policy=options.save,
+            saver=self._saver,
+            cadence=self._cadence,
+            lifecycle=self._lifecycle,
+            step_counter=self._step_counter,
+            start_save=self._start_save,
+            savepoint=self._savepoint,
+        )
         self._preemption = PreemptionResponse(
-            options.preemption,
+            preemption,
             self._group,
             step_counter=self._step_counter,
             goodput=self._goodput,
@@ -172,46 +198,24 @@ class Checkpointer:
             ending=self._ending,
             savepoint=self._savepoint,
         )
-        self._calls = GuardedCalls(self._preemption, self._goodput)
-        is_checked = self._group.rank == 0 and not isinstance(options.save, Never)
-        self._state_check = StateCheck(self.run.url, is_checked)
+        self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
+        self._generators: dict[str, bytes] = {}
         self._script_options = read_options(self.state)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
 
-    def _make_saver(self, options: Options) -> Saver:
-        return Saver(
-            run=self.run,
-            tiers=self._tiers,
-            goodput=self._goodput,
-            checks=VersionChecks(self.run, options.keep, self._early_stop),
-            options=options,
-        )
-
-    def _make_ending(self, options: Options) -> tuple[StepSavepoint, Ending]:
-        savepoint = make_savepoint(self.state, options.save, options.preemption, self._goodput)
-        return savepoint, Ending(
-            policy=options.save,
-            saver=self._saver,
-            cadence=self._cadence,
-            lifecycle=self._lifecycle,
-            step_counter=self._step_counter,
-            start_save=self._start_save,
-            savepoint=savepoint,
-        )
-
     def __repr__(self) -> str:
-        return f"<Checkpointer {self.run.url} at step {self._step_counter.step}>"
+        return f"<Checkpointer {self.run.url} at step {self._step_counter.progress.step}>"
 
     @property
     def current_step(self) -> int:
         """The number of steps completed, including those before the resume."""
-        return self._step_counter.step
+        return self._step_counter.progress.step
 
     @property
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
-        return self._is_stopping
+        return self._early_stop.stopped or self._preemption.is_leaving
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -254,7 +258,8 @@ class Checkpointer:
         self._lifecycle.check_open()
         request = ResumeRequest.parse(at)
         self._preemption.watch()
-        self._ensure_state()
+        if self._state_function is not None:
+            self._call_state_function(self._state_function)
         self._saver.wait_on_all_ranks()
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
@@ -331,13 +336,13 @@ class Checkpointer:
             self.resume()
         counter = self._step_counter
         # the version may have been saved before the last epoch of the training ended
-        may_have_ended = counter.epoch < count and not counter.has_counted
+        may_have_ended = counter.progress.epoch < count and not counter.has_counted
         if may_have_ended and ended_epochs(self._saver) >= count:
             return
-        while counter.epoch < count and not self._is_stopping:
-            yield (epoch := counter.epoch)
+        while counter.progress.epoch < count and not self.should_stop:
+            yield (epoch := counter.progress.epoch)
             # else the body has ended it, or has resumed elsewhere; an owner counts in the body
-            if counter.epoch == epoch or counter.progress.owner is not None:
+            if counter.progress.epoch == epoch or counter.progress.owner is not None:
                 self.end_epoch()
 
     @exclusive
@@ -355,7 +360,8 @@ class Checkpointer:
         with self._goodput.paused():
             self._ensure_started()
             self._add_metrics(added_metrics)
-            self._early_stop.observe(added_metrics, self._step_counter.step, self._agreement, False)
+            step = self._step_counter.progress.step
+            self._early_stop.observe(added_metrics, step, self._agreement, False)
 
     @exclusive
     def step(
@@ -378,16 +384,21 @@ class Checkpointer:
         """
         self._lifecycle.check_open()
         with self._goodput.paused():
-            self._ensure_state()
-            self._metrics = {}
+            if self._state_function is not None:
+                self._call_state_function(self._state_function)
+            self._metrics, error = {}, None
             try:
                 self._metrics = check_metrics(metrics)
-            finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._step_counter.add_steps(steps, batches)
-                self._calls.steps += 1
-                agreed = self._agree()
-            self._act(agreed)
-            self._state_check.after_step(self.state)
+            except BaseException as e:  # noqa: BLE001  (the optimizer has stepped: count it)
+                error = e
+            self._step_counter.add_steps(steps, batches)
+            self._act(error)
+            if self._looks:
+                self._looks -= 1
+                if self._looks:
+                    self._generators = read_generators()
+                else:
+                    report_lacking(self.run.url, self.state, self._generators)
 
     @exclusive
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -404,7 +415,7 @@ class Checkpointer:
             self._ensure_started()
             self._step_counter.end_epoch()
             self._add_metrics(added_metrics)
-            self._act(self._agree())
+            self._act()
 
     @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
@@ -420,8 +431,9 @@ class Checkpointer:
         with self._goodput.paused():
             self._ensure_started()
             newest = self._saver.wait_on_all_ranks()
-            self._early_stop.observe(added_metrics, self._step_counter.step, self._agreement, False)
-            if newest is None or self._saver.saved_step != self._step_counter.step:
+            step = self._step_counter.progress.step
+            self._early_stop.observe(added_metrics, step, self._agreement, False)
+            if newest is None or self._saver.saved_step != step:
                 self._start_save("request", {**self._metrics, **added_metrics})
                 newest = self._saver.wait_on_all_ranks()
             else:
@@ -434,11 +446,12 @@ class Checkpointer:
     def wait(self) -> Snapshot | None:
         """Wait for the save in flight, and raise its error if it failed. Return the newest version
         that this Checkpointer saved or resumed from, or None."""
-        self._lifecycle.check_not_forked()
+        if self._lifecycle.is_closed:
+            self._lifecycle.check_not_forked()
+            return snapshot_of(self._saver.wait())
+        self._lifecycle.check_open()
         with self._goodput.paused():
-            is_closed = self._lifecycle.is_closed
-            wait = self._saver.wait if is_closed else self._saver.wait_on_all_ranks
-            return snapshot_of(wait())
+            return snapshot_of(self._saver.wait_on_all_ranks())
 
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.
@@ -470,77 +483,97 @@ class Checkpointer:
         """Do what ``step`` does, without a step, after a call that has made its own steps."""
         self._lifecycle.check_open()
         with self._goodput.paused():
-            self._act(self._agree())
+            self._act()
 
-    def _act(self, agreed: frozenset[str]) -> None:
-        """Leave if the ranks have agreed on that, and save if a save is due."""
-        self._ensure_started()
-        if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
-            return
-        self._calls.respond(agreed)
-        if self._group.size == 1:  # several ranks raise together, when the next save is due
-            self._saver.attempt(self._saver.in_flight.raise_failure)
-        self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
-
-    def _agree(self) -> frozenset[str]:
-        """Return what the ranks have agreed on for the state after the last step."""
-        agreed, step = self._calls.agree(self._agreement), self._step_counter.step
+    def _act(self, error: BaseException | None = None) -> None:
+        """Do what the ranks have agreed on for the state after the last step, and save if a save is
+        due. ``error``: an argument of the step was invalid, so do nothing, and raise it."""
+        step, preemption = self._step_counter.progress.step, self._preemption
+        if preemption.open_calls:  # a call counts once, at its end
+            self._agreement.check()
+            agreed = frozenset[str]()
+        else:
+            agreed = self._agreement.step()
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.ladder.observe(step, self._metrics)
         if not self._step_counter.is_within_step:  # an epoch may end between batches of a step
-            is_pending = self._preemption.is_pending
-            self._savepoint.mark(self._make_label, is_pending, self._calls.is_running)
-        return agreed
-
-    def _make_label(self) -> SavepointLabel:
-        version = Version(self._step_counter.step, self._branch)
-        training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
-        training[OPTIONS] = self._script_options
-        return SavepointLabel(version, self._note, self._metrics, training)
+            is_partial = preemption.open_calls > 0
+            self._savepoint.mark(self._make_spec, preemption.is_pending, is_partial)
+        if error is not None:
+            raise error
+        self._ensure_started()
+        if preemption.open_calls:  # its end does the rest, so that versions hold complete calls
+            return
+        preemption.respond(agreed)
+        if self._group.size == 1:  # several ranks raise together, when the next save is due
+            self._saver.attempt(self._saver.raise_failure)
+        try:
+            self._save_if_due(agreed)
+        except RankFailed as e:
+            if not preemption.is_pending:
+                raise
+            preemption.leave_without_ranks(e)
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
         requested, busy = self._watcher.pending_request is not None, self._saver.must_wait
         reason = self._cadence.save_reason(requested, agreed, self._agreement, busy)
         if reason is None:
             self._saver.reservation.start()
-        elif not self._cadence.skip_if_busy(lambda: busy, self.run.url, self._goodput):
-            self._saver.attempt(lambda: self._saver.wait_before_save(self._step_counter.step))
-            self._saver.attempt(lambda: self._start_save(reason))
-        if self._tiers.memory.is_due(self._step_counter.step, self._step_counter.epoch):
+        else:
+            self._saver.attempt(self._saver.wait_before_save, self._step_counter.progress.step)
+            self._saver.attempt(self._start_save, reason)
+        progress = self._step_counter.progress
+        if self._tiers.memory.is_due(progress.step, progress.epoch):
             spec = self._make_spec("memory")
-            snapshot = self.state, spec.version, self._saver.make_metadata(spec)
-            self._saver.attempt(lambda: self._tiers.memory.save(*snapshot))
+            metadata = self._saver.make_metadata(spec)
+            self._saver.attempt(self._tiers.memory.save, self.state, spec.version, metadata)
 
-    def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
-        version, note, last_metrics, stop = self._make_label()
-        metrics, training = last_metrics if metrics is None else metrics, dict(stop)
-        return SaveSpec(version, reason, metrics, note, training | record_next_batches(self.state))
+    def _make_spec(self, reason: str = "exception") -> SaveSpec:
+        training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
+        training[OPTIONS] = self._script_options
+        if reason != "exception":  # each step may call this, in case that the next one raises
+            training |= record_next_batches(self.state)
+        return SaveSpec(
+            version=Version(self._step_counter.progress.step, self._branch),
+            reason=reason,
+            metrics=self._metrics,
+            note=self._note,
+            training_metadata=training,
+        )
 
     def _start_save(
         self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
     ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
-        reason = reason if self._watcher.pending_request is None else "request"
-        done = self._watcher.accept_with_callback()
-        spec = replace(self._make_spec(reason, metrics), on_finished=done, deadline=limit)
+        request = self._watcher.accept()
+        spec = self._make_spec(reason if request is None else "request")._replace(deadline=limit)
+        if metrics is not None:
+            spec = spec._replace(metrics=metrics)
+        if request is not None:
+            spec = spec._replace(on_finished=partial(self._watcher.mark, request))
         self._saver.start(self.state, spec)
 
     def _add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add to the metrics of the last step, and to its version if it is saved."""
         self._metrics = {**self._metrics, **metrics}
-        self._saver.attempt(lambda: self._add_if_saved(metrics))
+        self._saver.attempt(self._add_if_saved, metrics)
 
     def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
         if metrics and self._cadence.has_begun:
             newest = self._saver.wait_on_all_ranks()
-            if newest is not None and self._saver.saved_step == self._step_counter.step:
+            if newest is not None and self._saver.saved_step == self._step_counter.progress.step:
                 self._saver.add_metrics(newest, metrics, ADDED_METRICS)
 
     def _ensure_started(self) -> None:
         """Check the run and acquire the writer lock, at the first step or save: a run with other
         versions, or one that is not writable, must raise now."""
-        self._lifecycle.check_state_valid()
-        self._ensure_state()
+        if not self._lifecycle.is_state_valid:
+            raise LimpetError(
+                "The last resume() failed and may have left the live state invalid",
+                todo="Resume from an intact version before you continue the training",
+            )
+        if self._state_function is not None:
+            self._call_state_function(self._state_function)
         self._step_counter.progress.read()
         if self._lifecycle.is_started:
             return
@@ -556,11 +589,9 @@ class Checkpointer:
         self._lifecycle.is_started = True
         self._ending.warn_if_collected(self)
 
-    def _ensure_state(self) -> None:
-        """Call the function that returns the state, unless that was done."""
-        if self._state_function is None:
-            return
-        state = self._state_function()
+    def _call_state_function(self, make_state: Callable[[], dict[str, Any]]) -> None:
+        """Use the state that the function returns from now on."""
+        state = make_state()
         check_state(state)
         self._step_counter.attach(state)
         self._savepoint.attach(state)
@@ -571,7 +602,7 @@ class Checkpointer:
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state)
         self._saver.reservation.measure(self.state, self._group)
-        return {**self._arguments, "current_step": str(self._step_counter.step)}
+        return {**self._arguments, "current_step": str(self._step_counter.progress.step)}
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -589,14 +620,11 @@ class Checkpointer:
         try:
             if error is None and self._lifecycle.can_save:
                 self._step_counter.progress.read()
-            unsaved = self._ending.finish(error, self._calls.is_leaving)
+            unsaved = self._ending.finish(error, self._preemption.is_leaving)
         finally:
             self._release()
         if unsaved:
             self._ending.warn_unsaved(error)
-        is_first = self._group.rank == 0 and not self._lifecycle.is_forked
-        if error is None and is_first and self._goodput.counts["saves"]:
-            self._saver.checks.warn_of_missing_metrics()
 
     def __enter__(self) -> Self:
         self._ending.enter()
@@ -618,8 +646,9 @@ class Checkpointer:
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)
-        self._cadence.restart(is_saving=self._saver.saved_step == self._step_counter.step)
-        self._tiers.memory.restart(self._step_counter.step, self._step_counter.epoch)
+        progress = self._step_counter.progress
+        self._cadence.restart(is_saving=self._saver.saved_step == progress.step)
+        self._tiers.memory.restart(progress.step, progress.epoch)
         self._early_stop.resume_from(point.training_metadata, point.step)
         self._report_resume(point)
 
@@ -633,7 +662,7 @@ class Checkpointer:
             "resumed",
             run=run,
             url=url,
-            step=self._step_counter.step,
+            step=self._step_counter.progress.step,
             branch=self._branch,
             next_batch_equal=all(batches.values()) if batches else None,
         )
@@ -644,10 +673,6 @@ class Checkpointer:
         if is_first and changes:
             events.emit("options_replaced", run=run, url=url, options=changes)
 
-    @property
-    def _is_stopping(self) -> bool:
-        return self._early_stop.stopped or self._calls.is_leaving
-
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver
         self._step_counter.release()
@@ -656,7 +681,8 @@ class Checkpointer:
                 for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):
                     part.close()
                 saver.writer_lock.release(self._preemption.cleanup_seconds)
-                self._tiers.close(saver.saved_step == self._step_counter.step and not saver.busy)
+                is_saved = saver.saved_step == self._step_counter.progress.step
+                self._tiers.close(is_saved and not saver.busy)
             finally:
                 self._end_lines()
                 self._preemption.finish(self._lifecycle.interruption())

@@ -71,17 +71,14 @@ class EarlyStop:
         If a step provides two values of the metric, the first one counts. ``agreed`` is True if
         the ranks have agreed to stop at this step.
         """
-        if self._group.rank == 0:
-            self._update(metrics, step)
+        if self._stop is not None and self._group.rank == 0 and not self._is_decided:
+            self._update(self._stop, metrics, step)
         if agreed or (self._group.size == 1 and self._is_decided):
             self.stopped = True
         elif self._is_decided and not self.stopped:
             agreement.propose(STOP_PROPOSAL)
 
-    def _update(self, metrics: Mapping[str, Any], step: int) -> None:
-        stop = self._stop
-        if stop is None or self._is_decided:
-            return  # versions saved from now on store the stop, even after a better score
+    def _update(self, stop: StopWhen, metrics: Mapping[str, Any], step: int) -> None:
         for version, score in sorted(self._recorded.take().items()):
             self._history.record(version.step, score)
         if stop.metric in metrics:
@@ -114,7 +111,8 @@ class EarlyStop:
     def _read_all(self, step: int) -> bool:
         if self._stop is not None:
             self._recorded.restart()
-            self._update({}, step)
+            if not self._is_decided:
+                self._update(self._stop, {}, step)
             self._is_decided |= find_end(self._run.catalog) == self._stop_reason
         return self._is_decided
 

@@ -6,8 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from functools import partial
-from typing import Any
 from weakref import finalize
 
 from limpet import events
@@ -23,7 +21,7 @@ from limpet.errors import (
     StoreError,
     UnsavedSteps,
 )
-from limpet.format.records import Ended
+from limpet.format.records import Ended, Evaluation, InexactEvaluation
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.collective import Collective
 from limpet.ranks.error_report import Arrival, format_with_notes
@@ -37,12 +35,10 @@ from limpet.threads import no_op
 from limpet.tiers.ladder import Ladder
 from limpet.training.arguments import not_entered_error
 from limpet.training.cadence import Cadence
-from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
-from limpet.training.preemption import Preemption
 from limpet.training.saver import Saver, SaveSpec, version_of
 from limpet.training.step_counter import StepCounter
-from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
+from limpet.training.step_savepoint import StepSavepoint
 
 JOIN_TIMEOUT = 20.0
 """Seconds within which all ranks must join a save after an exception.
@@ -86,9 +82,9 @@ class Ending:
     def save_last_step(self, deadline: Deadline) -> None:
         """Save the last step on all ranks, and wait until it is committed. ``Never`` saves nothing.
         A save in flight is awaited first, but no promotion. If it fails, this one may succeed."""
-        saver, step = self._saver, self._step_counter.step
+        saver, step = self._saver, self._step_counter.progress.step
         with suppress(StoreError, CommitError):  # an event has reported it
-            saver.in_flight.wait_before_last(saver.begun_step == step, deadline)
+            saver.wait_before_last(saver.begun_step == step, deadline)
         is_saved = saver.saved_step == step
         if not is_saved and not isinstance(self.policy, Never):
             self._start_save("preemption", None, deadline)
@@ -137,10 +133,12 @@ class Ending:
         if at_end and error is None:
             self._save()
         if could_save and error is None and not is_process_ending():
-            saver, end = self._saver, partial(record_end, self._saver, self._step_counter.epoch)
-            for follow in () if is_leaving else (end,):
-                saver.attempt(follow)
-            saver.attempt(partial(finish_retention, saver))
+            saver = self._saver
+            if not is_leaving:
+                saver.attempt(record_end, saver, self._step_counter.progress.epoch)
+            saver.attempt(finish_retention, saver)
+            if self._group.rank == 0 and saver.writer.attempt:
+                report_missing_metrics(saver)
         if not self._lifecycle.is_closed:
             self.ladder.end(error)
         return could_save and not (at_end and error is None)
@@ -150,9 +148,9 @@ class Ending:
             self._saver.attempt(self._saver.wait)
 
     def _save(self) -> None:
-        step = self._step_counter.step
+        step = self._step_counter.progress.step
         if must_save_last_step(self._group, step, self._saver.saved_step == step):
-            self._saver.attempt(partial(self._start_save, "end"))
+            self._saver.attempt(self._start_save, "end")
             self._wait()
 
     def finish_after(
@@ -220,7 +218,11 @@ class Ending:
 
     def warn_unsaved(self, error: BaseException | None) -> None:
         """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
-        step, saved_step, url = self._step_counter.step, self._saver.saved_step, self._saver.run.url
+        step, saved_step, url = (
+            self._step_counter.progress.step,
+            self._saver.saved_step,
+            self._saver.run.url,
+        )
         if step != saved_step and not isinstance(self.policy, Never):
             events.emit("left_unsaved", run=url, step=step, since=saved_step)
             if self._group.rank == 0:
@@ -230,7 +232,7 @@ class Ending:
 
     def close(self) -> None:
         if self._start_save is not no_op:
-            saver, step = self._saver, self._step_counter.step
+            saver, step = self._saver, self._step_counter.progress.step
             self._lifecycle.emit_finished(saver.url, step, saver.saved_step)
         self._start_save = no_op  # it refers to the Checkpointer, which refers to this object
         self._savepoint.close()
@@ -268,14 +270,6 @@ def report_exception(group: Group, error: BaseException) -> None:
         collective.close()
 
 
-def make_savepoint(
-    state: dict[str, Any], policy: SavePolicy, preemption: Preemption | None, goodput: Goodput
-) -> StepSavepoint:
-    """Return the savepoint for saves after an exception or a notice, as far as there are any."""
-    saves = preemption is not None and preemption.save_fn is None and not isinstance(policy, Never)
-    return StepSavepoint(state, policy.on_exception, saves, goodput.median_step_seconds)
-
-
 class ExceptionSave:
     """Saves the state after the last step, because the next step has raised."""
 
@@ -284,7 +278,7 @@ class ExceptionSave:
         self._group = group
         self._saver = saver
 
-    def save(self, label: SavepointLabel, error: BaseException, problems: list[str]) -> None:
+    def save(self, label: SaveSpec, error: BaseException, problems: list[str]) -> None:
         """Save the state before the step that raised.
 
         Whatever prevents the save is appended to ``problems``. If another rank raised a different
@@ -310,7 +304,7 @@ class ExceptionSave:
                 cause = f"{first.cause} (rank {first.rank})"
             self._save(label._replace(note={**label.note, "error": cause}), problems)
 
-    def _save(self, label: SavepointLabel, problems: list[str]) -> None:
+    def _save(self, label: SaveSpec, problems: list[str]) -> None:
         """Save the captured state, if all ranks still have it.
 
         Whatever prevents the save is appended to ``problems``. Raises the error of the save if it
@@ -322,7 +316,7 @@ class ExceptionSave:
         except Exception as e:  # noqa: BLE001  (this save may succeed although that one failed)
             earlier_error = e
         state, own_reason = None, _ALREADY_SAVED
-        if saver.newest is None or version_of(saver.newest) != label.version:
+        if saver.writer.newest is None or version_of(saver.writer.newest) != label.version:
             state = self._savepoint.flatten(self._group.rank)
             own_reason = str(self._savepoint.invalid_reason) if state is None else ""
         operation = "the state before an exception"
@@ -334,8 +328,7 @@ class ExceptionSave:
         elif earlier_error is not None:
             problems.append(f"an earlier save failed: {format_with_notes(earlier_error)}")
         if state is not None and not reason:
-            metrics, metadata = label.metrics, label.training_metadata
-            saver.start(state, SaveSpec(label.version, "exception", metrics, label.note, metadata))
+            saver.start(state, label)
             saver.wait()
 
 
@@ -396,7 +389,7 @@ def record_end(saver: Saver, epochs: int) -> None:
 
     Raises ``StoreError``.
     """
-    newest, run, reason = saver.newest, saver.run, saver.checks.early_stop.end_reason
+    newest, run, reason = saver.writer.newest, saver.run, saver.early_stop.end_reason
     if newest is None or saver.group.rank:
         return
     version = version_of(newest)
@@ -421,7 +414,7 @@ def ended_epochs(saver: Saver) -> int:
     """
 
     def read() -> int:
-        newest = saver.newest
+        newest = saver.writer.newest
         if newest is None:
             return 0
         records = saver.run.catalog.evaluations.read(version_of(newest), newest.digest)
@@ -435,7 +428,30 @@ def finish_retention(saver: Saver) -> None:
     try:
         saver.retention.finish()
     except LimpetError as e:
-        raise undeleted_error(e, saver.newest and saver.newest.location.folder) from e
+        raise undeleted_error(e, saver.writer.newest and saver.writer.newest.location.folder) from e
+
+
+def report_missing_metrics(saver: Saver) -> None:
+    """Emit ``metric_missing`` for metrics that policies use, and that nothing has given to a
+    version: no step, no epoch, no exact or inexact evaluation.
+
+    It is no warning, because an evaluation may begin after the training. While one is at work, or
+    if the store cannot be read, nothing is concluded.
+    """
+    awaited, given = saver.early_stop.awaited_metric, set[str]()
+    needed = saver.needed_metrics.union(() if awaited is None else (awaited,))
+    if not needed - saver.evaluated_metrics:
+        return
+    catalog = saver.run.catalog
+    with suppress(LimpetError):  # retention reports the failure of the store
+        listing = catalog.listing()
+        for version, record in catalog.read_versions(listing).items():
+            evaluations = catalog.evaluations.read(version, record.digest)
+            results = evaluations.of(Evaluation) + evaluations.of(InexactEvaluation)
+            given.update(record.metrics, *(result.metrics for result in results))
+        missing = sorted(needed - saver.evaluated_metrics - given)
+        if missing and not listing.leases:
+            events.emit("metric_missing", run=saver.url, metrics=missing, given=sorted(given))
 
 
 # -- warnings at the end --------------------------------------------------------------------------
@@ -485,7 +501,7 @@ def warn_collected(
     made the first step. At the end of the process, Python would print a traceback if warnings are
     errors; the message then is a line on stderr.
     """
-    step, begun_step = step_counter.step, saver.begun_step
+    step, begun_step = step_counter.progress.step, saver.begun_step
     if not lifecycle.can_save or step == begun_step or isinstance(policy, Never):
         return
     ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"

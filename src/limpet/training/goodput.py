@@ -6,21 +6,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
+
+from limpet.saving.pending import Pending
 
 Clock = Callable[[], float]
 
 
 MIN_STEPS = 5
 """The number of steps of each kind from which their durations are compared."""
-
-
-class Saves(Protocol):
-    """The saves of the training."""
-
-    @property
-    def busy(self) -> bool:
-        """True if a save is in flight."""
 
 
 class Durations:
@@ -33,15 +27,15 @@ class Durations:
     def __len__(self) -> int:
         return len(self._recent)
 
-    def p95(self) -> float | None:
-        """Return the duration that 95 % do not exceed, or None if there is none."""
+    def p95(self) -> float:
+        """Return the duration that 95 % do not exceed, or 0.0 if there is none."""
         ordered = sorted(self._recent)
-        return ordered[len(ordered) * 95 // 100] if ordered else None
+        return ordered[len(ordered) * 95 // 100] if ordered else 0.0
 
-    def median(self) -> float | None:
-        """Return the duration that half of them do not exceed, or None if there is none."""
+    def median(self) -> float:
+        """Return the duration that half of them do not exceed, or 0.0 if there is none."""
         ordered = sorted(self._recent)
-        return ordered[len(ordered) // 2] if ordered else None
+        return ordered[len(ordered) // 2] if ordered else 0.0
 
     def start_from(self, seconds: Any) -> None:
         """Start with the p95 of an earlier process, if that is what ``seconds`` is."""
@@ -64,10 +58,12 @@ class Goodput:
         self._started = wall()
         self._trained_seconds = 0.0
         self._committed_seconds = 0.0
-        self._last_clock = clock()
+        self.step_began_at = clock()
+        """The time on the clock of this object at which the step in progress began."""
+
         self.step_durations = Durations()
         self._steps_during_saves, self._other_steps = Durations(), Durations()
-        self.saves: Saves | None = None
+        self.pending: Pending | None = None  # the newest save
         self._is_during_save = False
         self.save_durations = Durations()
         """From the beginning of a save until it is committed."""
@@ -93,25 +89,13 @@ class Goodput:
         A call of ``PreemptionGuard.run`` that makes several steps is one step here: the training
         cannot leave in it.
         """
-        return self._usual_step_seconds() or 0.0, self.save_durations.p95() or 0.0
-
-    def _usual_step_seconds(self) -> float | None:
-        measured = self.step_durations.p95(), self.call_durations.p95()
-        return max((p95 for p95 in measured if p95 is not None), default=None)
+        step_seconds = max(self.step_durations.p95(), self.call_durations.p95())
+        return step_seconds, self.save_durations.p95()
 
     def add_call(self, seconds: float) -> None:
         """Count a call of ``PreemptionGuard.run`` that took ``seconds``."""
         self.run_calls += 1
         self.call_durations.add(seconds)
-
-    @property
-    def step_began_at(self) -> float:
-        """The time on the clock of this object at which the step in progress began."""
-        return self._last_clock
-
-    def median_step_seconds(self) -> float:
-        """Return the usual time of a step in seconds, or 0.0."""
-        return self.step_durations.median() or 0.0
 
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
         """Continue from what the resumed version stores."""
@@ -125,74 +109,59 @@ class Goodput:
         if self.run_calls:
             self.call_durations.start_from(training_metadata.get("step_seconds"))
         self.save_durations.start_from(training_metadata.get("save_seconds"))
-        self._last_clock = self._clock()
+        self.step_began_at = self._clock()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count the time in the ``with`` block as blocked, not as training."""
-        self.end_step()
-        began = self._last_clock
-        try:
-            yield
-        finally:
-            self.begin_step()
-            self.seconds["blocked"] += self._last_clock - began
-
-    def end_step(self) -> None:
-        """Count the time since the last call of ``begin_step`` as training."""
-        now = self._clock()
-        seconds = now - self._last_clock
+        """Count the time in the ``with`` block as blocked. The time before it, since the last such
+        block, was a step."""
+        began = self._clock()
+        seconds = began - self.step_began_at
         self._trained_seconds += seconds
         self.step_durations.add(seconds)
         (self._steps_during_saves if self._is_during_save else self._other_steps).add(seconds)
-        self._last_clock = now
-
-    def begin_step(self) -> None:
-        """Start to count time as training."""
-        self._is_during_save = self.saves is not None and self.saves.busy
-        self._last_clock = self._clock()
+        try:
+            yield
+        finally:
+            self._is_during_save = self.pending is not None and not self.pending.done
+            self.step_began_at = self._clock()
+            self.seconds["blocked"] += self.step_began_at - began
 
     def to_metadata(self) -> dict[str, float]:
         """Return what a version stores, so that a resumed training continues the measurement."""
-        measured = {
-            "step_seconds": self._usual_step_seconds(),
-            "save_seconds": self.save_durations.p95(),
-        }
-        return {
+        step_seconds, save_seconds = self.usual_seconds
+        metadata = {
             "began": round(self._started, 3),
             "trained_seconds": round(self._trained_seconds, 6),
-            **({"run_calls": self.run_calls} if self.run_calls else {}),
-            **{name: round(p95, 6) for name, p95 in measured.items() if p95 is not None},
         }
+        if self.run_calls:
+            metadata["run_calls"] = self.run_calls
+        if step_seconds:
+            metadata["step_seconds"] = round(step_seconds, 6)
+        if save_seconds:
+            metadata["save_seconds"] = round(save_seconds, 6)
+        return metadata
 
     def add_blocked(self, seconds: float) -> None:
         """Count seconds in the middle of a step in which the last save blocked training."""
         self.seconds["blocked"] += seconds
         self.seconds["last_blocked"] += seconds
-        self._last_clock += seconds
+        self.step_began_at += seconds
 
     def mark_committed(self, trained_seconds: float) -> None:
         """Record that a committed version holds the first ``trained_seconds`` of training."""
         self._committed_seconds = max(self._committed_seconds, trained_seconds)
 
-    def _slowdown(self) -> float | None:
-        """Return the ratio of the median durations of steps that began while a save was in flight,
-        and of the other steps, or None if there are too few of one kind."""
-        kinds = self._steps_during_saves, self._other_steps
-        during, otherwise = (steps.median() or 0.0 for steps in kinds)
-        return during / otherwise if min(map(len, kinds)) >= MIN_STEPS and otherwise else None
-
     def statistics(self) -> dict[str, float]:
         """See ``Checkpointer.statistics``."""
         wall = self._wall() - self._started
         goodput = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
-        slowdown = self._slowdown()
-        return {
-            **self.counts,
-            **{f"{name}_seconds": s for name, s in self.seconds.items()},
-            "goodput": goodput,
-            **({} if slowdown is None else {"step_slowdown": slowdown}),
-        }
+        found: dict[str, float] = {**self.counts, "goodput": goodput}
+        found |= {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        kinds = self._steps_during_saves, self._other_steps
+        if min(map(len, kinds)) >= MIN_STEPS and (usual := self._other_steps.median()):
+            found["step_slowdown"] = self._steps_during_saves.median() / usual
+        return found
 
 
 def _seconds(value: Any, default: float) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+from limpet.errors import Preempted
 from limpet.lazy_torch import torch_or_none
+from limpet.ranks.agreement import LocalAgreement
 from limpet.training.checkpointer import Checkpointer
 
 P = ParamSpec("P")
@@ -25,7 +28,7 @@ class PreemptionGuard:
 
     def __init__(self, ckpt: Checkpointer) -> None:
         self._ckpt = ckpt
-        self._calls = ckpt._calls
+        self._response = ckpt._preemption
 
     @property
     def total_run_calls(self) -> int:
@@ -34,7 +37,7 @@ class PreemptionGuard:
         Each version stores the number. After ``ckpt.resume()``, training continues in epoch
         ``total_run_calls // steps_per_epoch``.
         """
-        return self._calls.run_calls
+        return self._ckpt._goodput.run_calls
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call ``fn``, make one step of the training, and return the result of ``fn``.
@@ -48,14 +51,18 @@ class PreemptionGuard:
         may catch it and continue. Raises what ``ckpt.step`` raises: after a notice, ``Preempted``.
         """
         self._ckpt._begin_call()
-        steps = self._calls.steps
+        counter, response = self._ckpt._step_counter, self._response
+        steps, began = counter.calls, time.monotonic()
+        response.open_calls += 1
         try:
-            with self._calls.call():
-                result = fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
         except BaseException as e:
-            self._calls.publish_error(e)
+            self._publish_error(e)
             raise
-        if self._calls.steps == steps:
+        finally:
+            response.open_calls -= 1
+        self._ckpt._goodput.add_call(time.monotonic() - began)
+        if counter.calls == steps:
             self._ckpt.step()
         else:
             self._ckpt._end_call()
@@ -70,11 +77,14 @@ class PreemptionGuard:
 
         Raises what ``ckpt.step`` raises: after a notice, ``Preempted``.
         """
-        if not self._calls.has_save_function:
+        if not self._response.has_save_function:
             self._ckpt.step(*args, **kwargs)
             return
-        with self._calls.saving_with(args, kwargs):
+        self._response.save_arguments = args, kwargs
+        try:
             self._ckpt.step()
+        finally:
+            self._response.save_arguments = (), {}
 
     @contextmanager
     def watch_scope(self) -> Iterator[None]:
@@ -88,14 +98,30 @@ class PreemptionGuard:
         errors. An exception in the block is raised on all ranks, as by ``run``.
         """
         try:
-            with self._calls.scope():
+            self._response.open_scopes += 1
+            try:
                 yield
+            finally:
+                self._response.open_scopes -= 1
             synchronize_device()
         except BaseException as e:
-            self._calls.publish_error(e)
+            self._publish_error(e)
             raise
-        if self._calls.steps:
+        if self._ckpt._step_counter.calls:
             self._ckpt._end_call()
+
+    def _publish_error(self, error: BaseException) -> None:
+        """Make the other ranks raise ``error``, with which the training of this one ends.
+
+        Raises the error of the rank that raised first, from ``error``, if that is its consequence.
+        """
+        agreement = self._response.agreement
+        is_exit = isinstance(error, SystemExit) and not error.code
+        if isinstance(error, Preempted) or is_exit or isinstance(agreement, LocalAgreement):
+            return
+        first = agreement.publish_error(error)
+        if first is not None:
+            raise first from error
 
 
 def synchronize_device() -> None:

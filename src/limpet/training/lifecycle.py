@@ -153,20 +153,16 @@ class Lifecycle:
             )
         if self.is_closed:
             raise LimpetError("The Checkpointer is closed", todo="Create a new one")
-        self.check_not_forked()
+        if self._pid != os.getpid():
+            raise self._forked_error()
 
     def check_not_forked(self) -> None:
         """Raise ``LimpetError`` in a forked process."""
         if self.is_forked:
-            raise LimpetError(
-                "This Checkpointer was created before this process was forked",
-                todo="Use it only in the process that created it",
-            )
+            raise self._forked_error()
 
-    def check_state_valid(self) -> None:
-        """Raise ``LimpetError`` if a failed ``resume`` may have left the live state invalid."""
-        if not self.is_state_valid:
-            raise LimpetError(
-                "The last resume() failed and may have left the live state invalid",
-                todo="Resume from an intact version before you continue the training",
-            )
+    def _forked_error(self) -> LimpetError:
+        return LimpetError(
+            "This Checkpointer was created before this process was forked",
+            todo="Use it only in the process that created it",
+        )

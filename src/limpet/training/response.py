@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -60,6 +60,8 @@ _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
 
 
+_NOTHING: frozenset[str] = frozenset()
+
 E = TypeVar("E", BaseException, BaseException | None)
 
 
@@ -84,7 +86,19 @@ class PreemptionResponse:
     ) -> None:
         self._settings, self._group, self._clock = settings, group, clock
         self._steps, self._goodput, self._saves, self._ending = step_counter, goodput, saver, ending
-        self._agreement: Agreement | LocalAgreement = LocalAgreement()
+        self.agreement: Agreement | LocalAgreement = LocalAgreement()
+        """The agreement of the ranks, once the training has started."""
+
+        self.open_calls = self.open_scopes = 0
+        """The calls of ``PreemptionGuard.run`` in progress, and the blocks of ``watch_scope``."""
+
+        self.must_leave = False
+        """True if the training must leave at the end of the block of ``watch_scope``."""
+
+        self.save_arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
+        """The arguments of ``Preemption.save_fn``."""
+
+        self._noted = _NOTHING  # what the ranks have agreed on in the block of ``watch_scope``
         self._timer = ExitTimer(clock)
         self._savepoint_saver = SavepointSaver(
             savepoint, goodput, saver, group, clock, on_lost=self._on_lost
@@ -101,16 +115,6 @@ class PreemptionResponse:
         """True once the last step is saved and ``exit_fn`` has returned."""
         self.cleanup_seconds = CLEANUP_SECONDS
         """The time for what the end of the training removes. It is shorter after a notice."""
-
-    @property
-    def is_urgent(self) -> bool:
-        """True if the ranks could not agree, or their threads save: leave at the next step."""
-        return self._failure is not None or self._savepoint_saver.is_decided
-
-    @property
-    def agreement(self) -> Agreement | LocalAgreement:
-        """The agreement of the ranks, once the training has started."""
-        return self._agreement
 
     @property
     def has_save_function(self) -> bool:
@@ -131,6 +135,11 @@ class PreemptionResponse:
         self._announced_in = os.getpid()
 
     @property
+    def is_leaving(self) -> bool:
+        """True if the process leaves although the training has not ended."""
+        return self.must_leave or self.has_left
+
+    @property
     def is_pending(self) -> bool:
         """True after a notice, until this process leaves."""
         return self._deadline is not None
@@ -140,7 +149,7 @@ class PreemptionResponse:
         self.watch()
         self._savepoint_saver.join()
         with self._lock:
-            earlier, self._agreement = self._agreement, agreement
+            earlier, self.agreement = self.agreement, agreement
             deadline, error = self._deadline, self._peer_error
         if error is not None and isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)  # it came before this call
@@ -152,7 +161,7 @@ class PreemptionResponse:
     def close(self) -> None:
         """Stop to watch, because the training ends. The deadline counts until ``finish``."""
         self._savepoint_saver.close()
-        self._agreement = LocalAgreement()  # it refers to this object, and to a connection
+        self.agreement = LocalAgreement()  # it refers to this object, and to a connection
         if self._watcher is not None:
             self._watcher.close()
 
@@ -203,7 +212,7 @@ class PreemptionResponse:
         plan = self._settings.plan(notice, self._exit_seconds())
         if plan.seconds == inf:
             events.emit("notice", source=notice.source, seconds=None)
-            self._agreement.propose(SAVE_ONLY)
+            self.agreement.propose(SAVE_ONLY)
             return
         deadline = Deadline(
             f"the exit after {notice.source}", self._clock() + plan.seconds, self._clock
@@ -221,7 +230,7 @@ class PreemptionResponse:
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """Respond to a notice that any rank has received."""
-        clock = self._agreement.clock if isinstance(self._agreement, Agreement) else self._clock
+        clock = self.agreement.clock if isinstance(self.agreement, Agreement) else self._clock
         at = self._clock() + deadline.at - clock()
         agreed = Deadline(f"the exit after {deadline.cause}", at, self._clock)
         if self._set_deadline(agreed, deadline.cause):
@@ -246,7 +255,7 @@ class PreemptionResponse:
         """Raise the error of another rank here, or end the process if that is not possible."""
         error = decode_raised(report)
         with self._lock:
-            agreement, self._peer_error, deadline = self._agreement, error, self._deadline
+            agreement, self._peer_error, deadline = self.agreement, error, self._deadline
         if isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)
         if self._ended_by is not None:
@@ -290,7 +299,7 @@ class PreemptionResponse:
 
     def _propose(self, action: str, deadline: Deadline) -> None:
         cause = deadline.purpose.removeprefix("the exit after ")
-        self._agreement.propose(action, deadline.seconds_left, cause)
+        self.agreement.propose(action, deadline.seconds_left, cause)
 
     def _exit_seconds(self) -> float:
         """Return the time that is needed for an agreement, a step, a save, and the exit."""
@@ -303,9 +312,10 @@ class PreemptionResponse:
         """End the process because the training has not left by itself."""
         source = "a notice" if self._deadline is None else self._deadline.purpose
         code = self._code()
+        step = self._steps.progress.step
         message = (
-            f"this process ends now, before it is killed, for {source}. Its last step is"
-            f" {self._steps.step}, and the newest version is that of step {self._saved_step}"
+            f"this process ends now, before it is killed, for {source}. Its last step is {step},"
+            f" and the newest version is that of step {self._saved_step}"
         )
         if self._ended_by is not None:  # a text: the frames of the error refer to the state
             has_failed, why = self._ended_by
@@ -326,7 +336,7 @@ class PreemptionResponse:
 
     def _code(self) -> int:
         is_saved = self._savepoint_saver.saved_step is not None
-        return SAVED if is_saved or self._saves.saved_step == self._steps.step else UNSAVED
+        return SAVED if is_saved or self._saves.saved_step == self._steps.progress.step else UNSAVED
 
     @property
     def _saved_step(self) -> int:
@@ -336,7 +346,7 @@ class PreemptionResponse:
         return Status(
             code,
             self._group.rank,
-            step=self._steps.step,
+            step=self._steps.progress.step,
             saved_step=self._saved_step,
             run=self._saves.url,
             why=why,
@@ -344,19 +354,25 @@ class PreemptionResponse:
 
     # -- the training thread ---------------------------------------------------------------------
 
-    def respond(self, agreed: frozenset[str], *args: Any, **kwargs: Any) -> None:
+    def respond(self, agreed: frozenset[str]) -> None:
         """Save and leave if the ranks have agreed on that, or cannot agree.
 
-        The other arguments are those of ``save_fn``. Raises ``Preempted``, unless ``exit_fn``
-        returns.
+        In a block of ``watch_scope``, only note it, unless the time of the block is over. Raises
+        ``Preempted``, unless ``exit_fn`` returns.
         """
-        if LEAVE in agreed or self.is_urgent:
-            self._leave(LEAVE in agreed, *args, **kwargs)
-
-    def postpone_exit(self) -> None:
-        """Leave later, because ``watch_scope`` forbids it now, but as long as a save still fits."""
-        if self._deadline is not None:
-            self._leave_at(self._deadline.at - self._exit_seconds())
+        # leave also if the ranks could not agree, or if their threads save
+        is_urgent = self._failure is not None or self._savepoint_saver.is_decided
+        leaves = LEAVE in agreed or is_urgent
+        if self.open_scopes and not (LEAVE in agreed and self.must_leave):
+            if leaves and not self.must_leave:
+                self.must_leave, self._noted = True, agreed
+                if self._deadline is not None:  # leave later, while a save still fits
+                    self._leave_at(self._deadline.at - self._exit_seconds())
+            return
+        if self.open_scopes == 0:
+            agreed, self._noted, self.must_leave = agreed | self._noted, _NOTHING, False
+        if LEAVE in agreed or leaves:
+            self._leave(LEAVE in agreed)
 
     def leave_after(self, error: BaseException) -> Preempted | None:
         """Return the exception with which to leave after ``error`` has ended the training, or None.
@@ -382,17 +398,12 @@ class PreemptionResponse:
             return left
         return None
 
-    def leave_on_failure(self, save: Callable[[], object]) -> None:
-        """Call ``save``. After a notice, leave without the other ranks if one of them fails."""
-        try:
-            save()
-        except RankFailed as e:
-            if self._deadline is None:
-                raise
-            self._failure = e
-            self._leave(together=False)
+    def leave_without_ranks(self, error: RankFailed) -> None:
+        """Leave without the other ranks, because one of them failed in a save after a notice."""
+        self._failure = error
+        self._leave(together=False)
 
-    def _leave(self, together: bool, *args: Any, **kwargs: Any) -> None:
+    def _leave(self, together: bool) -> None:
         deadline, settings = self._deadline, self._settings
         if deadline is None or settings is None:
             return
@@ -406,6 +417,7 @@ class PreemptionResponse:
                 if self._savepoint_saver.wait(limit) is None:
                     self._saves.wait(limit)
             elif settings.save_fn is not None:
+                args, kwargs = self.save_arguments
                 settings.save_fn(*args, **kwargs)
                 code = SAVED
             else:
@@ -416,7 +428,7 @@ class PreemptionResponse:
         self._exit(self._code() if code is None else code, deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
-        settings, step, saved_step = self._settings, self._steps.step, self._saved_step
+        settings, step, saved_step = self._settings, self._steps.progress.step, self._saved_step
         cause = deadline.purpose.removeprefix("the exit after ")
         events.emit(
             "preempted",

@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec
 
 from limpet import events
 from limpet.buffers import BufferPool, page_lock
@@ -18,17 +17,14 @@ from limpet.errors import (
     CommitError,
     FormatError,
     LimpetError,
-    MetricMissing,
     RankFailed,
     SaveFailed,
     StoreError,
 )
-from limpet.format.names import Version, parse_lease, parse_version
-from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.format.names import Version, parse_version
 from limpet.ranks.error_report import format_with_notes
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.address import merge_objectives
-from limpet.run.policy import KeepPolicy
 from limpet.run.retention import undeleted_error
 from limpet.run.run import Run
 from limpet.run.writer import VersionWriter
@@ -41,31 +37,31 @@ from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.state.flatten import FlatState
 from limpet.state.step_hooks import StepPreHook
 from limpet.state.walk import optimizers_in
-from limpet.storage.store import list_level
 from limpet.text import warn_user
+from limpet.threads import no_op
 from limpet.tiers.local_snapshots import Promotion
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import Options
 from limpet.training.early_stop import EarlyStop
 from limpet.training.goodput import Goodput
-from limpet.training.step_savepoint import SavepointLabel
+
+P = ParamSpec("P")
 
 
 class Saver:
     """Saves states of a training in the background, through a ``VersionWriter``.
 
+    At most one save is in flight that the next one must wait for. With the local tier, a save is
+    complete on the local disks first, and is then promoted to the run: the next save only waits
+    until its promotion has begun. A wait makes the version that was saved ``writer.newest``. The
+    training thread calls all methods; other threads may read the properties.
+
     With the option ``overlap``, parameters and slots are copied during the next step, and an
-    optimizer's step waits for the copy. If the local tier is open, a save is complete on the local
-    disks first, and is then promoted to the run.
+    optimizer's step waits for the copy.
     """
 
     def __init__(
-        self,
-        run: Run,
-        tiers: Tiers,
-        goodput: Goodput,
-        checks: VersionChecks,
-        options: Options,
+        self, run: Run, tiers: Tiers, goodput: Goodput, early_stop: EarlyStop, options: Options
     ) -> None:
         self.run, self.url = run, run.url
         self.begun_step = 0
@@ -78,67 +74,176 @@ class Saver:
             options.keep,
             incremental=options.incremental,
             timeout=options.save_timeout,
-            before_deletion=checks.early_stop.before_deletion,
+            before_deletion=early_stop.before_deletion,
         )
         self.retention, self.writer_lock = self.writer.retention, self.writer.lock
+        self.early_stop = early_stop
+        self._objectives = merge_objectives(options.keep.objectives | early_stop.objectives)
+        self.needed_metrics = options.keep.metrics
+        self.evaluated_metrics = set[str]()
+        """The metrics that evaluations in this training have given, also about versions that are
+        deleted since."""
         self._goodput = goodput
         self._overlap, self.on_error = options.overlap, options.on_error
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=page_lock)
         self.reservation = BufferReservation(self._pool)
         self._tiers, self._local, self.can_flush = tiers, tiers.local, tiers.can_flush
-        self.in_flight = goodput.saves = SavesInFlight(self.writer)
+        self._saves: Sequence[tuple[Pending, Promotion | None]] = ()  # oldest first
+        self._errors: list[Exception] = []  # of saves that have ended: each wait raises one
+        self._post_commit_error: Exception | None = None  # the next wait raises it, once
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
         self._closing = self._is_saving_savepoint = False
         self.evaluated: dict[str, Any] = {}  # what a ``TrainingEvaluation`` stores in each version
         self._pid = os.getpid()
-        self.checks = checks
 
     @property
-    def newest(self) -> SnapshotReader | None:
-        """The version that was saved or resumed last."""
-        return self.writer.newest
+    def saved_step(self) -> int:
+        """The step of the version that was saved or resumed last, or 0."""
+        newest = self.writer.newest
+        return 0 if newest is None else version_of(newest).step
+
+    @property
+    def pending(self) -> Pending | None:
+        """The newest save whose result no wait has taken, or None."""
+        return self._saves[-1][0] if self._saves else None
 
     @property
     def busy(self) -> bool:
         """True if a save is in flight."""
-        return self.in_flight.busy
+        for pending, _ in self._saves:  # noqa: SIM110  (each step asks this: no generator)
+            if not pending.done:
+                return True
+        return False
 
     @property
     def must_wait(self) -> bool:
         """True if the next save would have to wait for the one before."""
-        return self.in_flight.must_wait
+        for pending, promotion in self._saves:
+            if not (pending.done or (promotion is not None and promotion.has_begun.is_set())):
+                return True
+        return False
 
-    @property
-    def saved_step(self) -> int:
-        """The step of ``newest``, or 0."""
-        return 0 if self.newest is None else version_of(self.newest).step
-
-    def attempt(self, call: Callable[[], object]) -> None:
+    def attempt(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
         try:
-            call()
+            call(*args, **kwargs)
         except (StoreError, CommitError) as e:
             if self.on_error == "raise" or not is_store_failure(e):
                 raise
             warn_save_failed(e, self.saved_step)
 
-    def wait_before_save(self, step: int) -> None:
-        """Wait for the save in flight, because the save of ``step`` is due.
+    # -- waiting -------------------------------------------------------------------------------
 
-        Raises the error of the save in flight if it failed.
+    def wait(self, deadline: Deadline | None = None) -> SnapshotReader | None:
+        """Wait for the saves in flight, and return the newest version. Raises the error of one that
+        failed, and once the error of a retention that failed.
+
+        With a ``deadline``, the process is about to leave, and only the newest save counts. Raises
+        ``TimeoutError`` at the deadline.
+        """
+        if deadline is None:
+            for pending, _ in self._saves:
+                pending.wait_ended()
+            self.raise_failure()
+        elif self._saves:
+            saves = self._saves
+            self._end(saves[-1], deadline.seconds_left)
+            for pending, _ in saves:  # a promotion that fails later must not change the exit
+                pending.forget()
+        return self.writer.newest
+
+    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> SnapshotReader | None:
+        """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
+        operation that the others never reach."""
+        self._on_all_ranks(partial(self.wait, deadline), deadline)
+        return self.writer.newest
+
+    def wait_before_save(self, step: int) -> None:
+        """Wait on all ranks until the save of ``step``, which is due, may begin.
+
+        Raises the error of an earlier save that failed.
         """
         was_busy, began = self.must_wait, time.perf_counter()
         try:
-            self.in_flight.wait_for_turn_on_all_ranks()
+            self._on_all_ranks(self.wait_for_turn)
         finally:
             if was_busy:
                 self._waited_seconds = time.perf_counter() - began
                 self._goodput.seconds["waited"] += self._waited_seconds
-                events.emit(
-                    "save_waited", run=self.run.url, step=step, seconds=self._waited_seconds
-                )
+                events.emit("save_waited", run=self.url, step=step, seconds=self._waited_seconds)
+
+    def wait_for_turn(self) -> None:
+        """Wait until the next save may begin. Raises the error of the first one that failed."""
+        for pending, promotion in self._saves:
+            if promotion is None:
+                pending.wait_ended()
+            else:
+                promotion.has_begun.wait()
+        self.raise_failure()
+
+    def wait_before_last(self, is_begun: bool, deadline: Deadline) -> None:
+        """Wait on all ranks before the last save of a training. ``is_begun``: it is in flight.
+        Otherwise, no promotion is awaited."""
+
+        def wait() -> None:
+            for pending, promotion in self._saves:
+                has_ended = pending.wait_ended if promotion is None else promotion.is_local.wait
+                if not has_ended(deadline.seconds_left):
+                    raise TimeoutError(f"The end of a save to {self.url} did not come in time")
+            self.raise_failure()
+
+        self._on_all_ranks(partial(self.wait, deadline) if is_begun else wait, deadline)
+
+    def _on_all_ranks(self, wait: Callable[[], object], deadline: Deadline | None = None) -> None:
+        if self.group.size == 1:
+            wait()
+        else:
+            operation = f"the end of a save to {self.url}"
+            broadcast_from_first(
+                self.group, operation, lambda: True, bool, on_each=wait, deadline=deadline
+            )
+
+    def raise_failure(self) -> None:
+        """Take the results of the saves that have ended, without a wait. Raise the first error;
+        later calls raise the others."""
+        for save in self._saves:
+            if save[0].done:
+                try:
+                    self._end(save, None)
+                except Exception as e:  # noqa: BLE001  (raised below, in order)
+                    self._errors.append(e)
+        if self._errors:
+            raise self._errors.pop(0)
+        if self._post_commit_error is not None:
+            error, self._post_commit_error = self._post_commit_error, None
+            raise error
+
+    def _end(self, save: tuple[Pending, Promotion | None], timeout: float | None) -> None:
+        """Wait for a save, and take its result. After an interrupt, or the timeout, it still
+        counts."""
+        failure = None
+        try:
+            self.take(reader_of(save[0].wait(timeout)))
+        except BaseException as e:
+            if e is not save[0].error:
+                raise
+            failure = e
+        saves = list(self._saves)  # other threads may iterate over the list
+        saves.remove(save)
+        self._saves = saves
+        if failure is not None:
+            raise failure
+
+    def take(self, snapshot: SnapshotReader) -> None:
+        """Count the result of a save, unless it is older, or a local version that is damaged."""
+        newest = self.writer.newest
+        is_newer = newest is None or version_of(snapshot) >= version_of(newest)
+        if is_newer and not snapshot.location.is_per_host:
+            self.writer.newest = snapshot
+
+    # -- saving --------------------------------------------------------------------------------
 
     def start(self, state: Any, spec: SaveSpec) -> None:
         """Begin to save ``state``, which may change when this method returns.
@@ -161,10 +266,10 @@ class Saver:
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
         location = self.writer.locate(spec.version, spec.deadline)
-        previous, promotion, first = self.in_flight.newest, None, location
+        previous, promotion, first = self._saves, None, location
         if is_local:
             first = self._local.location(location)
-            promotion = self._local.begin_promotion(location, previous)
+            promotion = self._local.begin_promotion(location, self.pending)
         try:
             metadata = self.make_metadata(spec)
             job = self.writer.begin(
@@ -181,24 +286,28 @@ class Saver:
             self.begun_step = spec.version.step
             spec.on_finished(True)
             return
-        self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
-        self._goodput.seconds["last_blocked"] = blocked_seconds[0]
+        self._blocked_seconds = [time.perf_counter() - began]
+        self._goodput.seconds["last_blocked"] = self._blocked_seconds[0]
 
         def register(pending: Pending | None) -> None:
             # before the thread starts: an optimizer may step, an event sink may use the save, and
             # an interrupt may occur at any moment
             self._deferred_staging = job.deferred
             if pending is not None:
-                self.in_flight.add(pending, promotion)
+                self._saves = [*previous, (pending, promotion)]
+                self._goodput.pending = pending
                 return
-            self.in_flight.discard_after(previous)
+            self._saves = previous  # it will never begin
             if promotion is not None:
                 promotion.collective.close()
 
-        def finish(job: SaveJob) -> SnapshotReader:
-            return self._finish_save(job, spec, blocked_seconds, promotion)
-
         self.begun_step = spec.version.step
+        finish = partial(
+            self._finish_save,
+            spec=spec,
+            blocked_seconds=self._blocked_seconds,
+            promotion=promotion,
+        )
         finish_in_background(job, finish, register=register)
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
@@ -211,13 +320,13 @@ class Saver:
             spec.metrics,
             spec.note,
             training=training,
-            objectives=self.checks.objectives,
+            objectives=self._objectives,
         )
 
     def save_savepoint(
         self,
         flat: FlatState,
-        label: SavepointLabel,
+        spec: SaveSpec,
         deadline: Deadline,
         group: Group,
         end_staging: Callable[[], str | None],
@@ -227,10 +336,9 @@ class Saver:
         ``end_staging`` is called when the state is copied. It returns why the copy is not valid, or
         None. A save of the same version may be in flight: the first one to commit counts.
         """
-        version, note, metrics, training_metadata = label
+        version = spec.version
         location = self.run.location(version).limit("save", None, deadline)
-        spec = SaveSpec(version, "preemption", metrics, note, training_metadata)
-        metadata = self.make_metadata(spec)
+        metadata = self.make_metadata(spec._replace(reason="preemption"))
         self._is_saving_savepoint = True
         try:
             job = begin_save(location, flat, metadata, self._pool, group=group, stage_now=True)
@@ -257,7 +365,8 @@ class Saver:
         self._tiers.start(state)
         promoting = self._tiers.promote_leftovers(self.run, self.writer_lock.check)
         if promoting is not None:
-            self.in_flight.add(*promoting)
+            self._saves = [*self._saves, promoting]
+            self._goodput.pending = promoting[0]
 
     def prepare_flush(self) -> None:
         """Prepare for a flush without rank 0, which holds the writer lock: remember the owner."""
@@ -269,7 +378,7 @@ class Saver:
         """Save the newest snapshot of this host in a tier if it is newer than all versions."""
         newest = self._tiers.flush(self.run, deadline, self.writer_lock.check)
         if newest is not None:
-            self.in_flight.take(newest)
+            self.take(newest)
 
     def _wait_staged(self) -> None:
         staging = self._deferred_staging
@@ -309,14 +418,14 @@ class Saver:
         spec.on_finished(True)
         try:
             if job.collective.rank == 0:  # the rank that committed the version
-                emit_structure_change(self.run.url, self.newest, snapshot)
+                emit_structure_change(self.run.url, self.writer.newest, snapshot)
                 if spec.deadline is None:
-                    self.checks.early_stop.after_save(snapshot)
+                    self.early_stop.after_save(snapshot)
                     self.retention.after_save(snapshot)
         except LimpetError as e:
-            self.in_flight.post_commit_error = undeleted_error(e, spec.version)
+            self._post_commit_error = undeleted_error(e, spec.version)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
-            self.in_flight.post_commit_error = e
+            self._post_commit_error = e
         seconds = time.perf_counter() - began
         self._goodput.seconds["background"] += seconds
         self.writer.emit_saved(job, blocked=blocked_seconds[0], seconds=seconds)
@@ -328,17 +437,6 @@ class Saver:
             self.begun_step = self.saved_step
         self._goodput.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
-
-    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> SnapshotReader | None:
-        """Wait as ``wait`` does. If one rank raises, all do."""
-        self.in_flight.wait_on_all_ranks(deadline)
-        return self.newest
-
-    def wait(self, deadline: Deadline | None = None) -> SnapshotReader | None:
-        """Wait for the saves in flight, and return ``newest``. Raises the error of one that failed,
-        ``TimeoutError`` at the ``deadline``, and once the error of a retention that failed."""
-        self.in_flight.wait(deadline)
-        return self.newest
 
     def add_metrics(self, snapshot: SnapshotReader, metrics: Mapping[str, Any], name: str) -> None:
         """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
@@ -370,144 +468,10 @@ class Saver:
         self.reservation.join()
 
 
-# -- the saves in flight -------------------------------------------------------------------------
-
-
-class SavesInFlight:
-    """At most one save that the next one must wait for, and those before it that are complete on a
-    local disk and only have to be promoted to the run.
-
-    A wait makes the version that was saved the ``newest`` one of the ``writer``. The training
-    thread calls all methods; other threads may read the properties.
-    """
-
-    def __init__(self, writer: VersionWriter) -> None:
-        self._writer, self._group = writer, writer.group
-        self._operation = f"the end of a save to {writer.url}"
-        self._saves: list[tuple[Pending, Promotion | None]] = []  # oldest first
-        self._errors: list[Exception] = []
-        self.post_commit_error: Exception | None = None
-        """The error of what followed a commit. The next wait raises it, once."""
-
-    def add(self, pending: Pending, promotion: Promotion | None) -> None:
-        """Count a save. With a ``promotion``, the next save waits until that has begun. Otherwise,
-        it waits until this one has ended."""
-        self._saves.append((pending, promotion))
-
-    def discard_after(self, previous: Pending | None) -> None:
-        """Forget a save that was added after ``previous``: it will never begin."""
-        if self.newest is not previous:
-            self._saves.pop()
-
-    @property
-    def newest(self) -> Pending | None:
-        return self._saves[-1][0] if self._saves else None
-
-    @property
-    def busy(self) -> bool:
-        """True if a save is in flight."""
-        return any(not pending.done for pending, _ in self._saves)
-
-    @property
-    def must_wait(self) -> bool:
-        """True if the next save would have to wait."""
-        return any(
-            not (pending.done or (promotion is not None and promotion.has_begun.is_set()))
-            for pending, promotion in self._saves
-        )
-
-    def wait(self, deadline: Deadline | None = None) -> None:
-        """Wait for all saves. Raises the error of the first one that failed.
-
-        With a ``deadline``, the process is about to leave, and only the newest save counts. Raises
-        ``TimeoutError`` at the deadline.
-        """
-        if deadline is None:
-            for pending, _ in list(self._saves):
-                pending.wait_ended()
-            self.raise_failure()
-        elif self._saves:
-            newest = self._saves[-1][0]
-            self._end(newest, deadline.seconds_left)
-            for pending, _ in self._saves:  # a promotion that fails later must not change the exit
-                pending.forget()
-
-    def wait_for_turn(self) -> None:
-        """Wait until the next save may begin. Raises the error of the first one that failed."""
-        for pending, promotion in list(self._saves):
-            if promotion is None:
-                pending.wait_ended()
-            else:
-                promotion.has_begun.wait()
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Take the results of the saves that have ended, without a wait. Raise the first error;
-        later calls raise the others."""
-        for pending, _ in list(self._saves):
-            if pending.done:
-                try:
-                    self._end(pending, None)
-                except Exception as e:  # noqa: BLE001  (raised below, in order)
-                    self._errors.append(e)
-        if self._errors:
-            raise self._errors.pop(0)
-        if self.post_commit_error is not None:
-            error, self.post_commit_error = self.post_commit_error, None
-            raise error
-
-    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> None:
-        """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
-        operation that the others never reach."""
-        wait = partial(self.wait, deadline)
-        broadcast_from_first(self._group, self._operation, lambda: True, bool, wait, deadline)
-
-    def wait_for_turn_on_all_ranks(self) -> None:
-        """Wait as ``wait_for_turn`` does. If one rank raises, all do."""
-        wait = self.wait_for_turn
-        broadcast_from_first(self._group, self._operation, lambda: True, bool, wait)
-
-    def take(self, snapshot: SnapshotReader) -> None:
-        """Count the result of a save, unless it is older, or a local version that is damaged."""
-        newest = self._writer.newest
-        is_newer = newest is None or version_of(snapshot) >= version_of(newest)
-        if is_newer and not snapshot.location.is_per_host:
-            self._writer.newest = snapshot
-
-    def wait_before_last(self, is_begun: bool, deadline: Deadline) -> None:
-        """Wait on all ranks before the last save of a training. ``is_begun``: it is in flight.
-        Otherwise, no promotion is awaited."""
-
-        def wait() -> None:
-            for pending, promotion in list(self._saves):
-                has_ended = pending.wait_ended if promotion is None else promotion.is_local.wait
-                if not has_ended(deadline.seconds_left):
-                    raise TimeoutError(f"{self._operation} did not come in time")
-            self.raise_failure()
-
-        if is_begun:
-            self.wait_on_all_ranks(deadline)
-        else:
-            broadcast_from_first(self._group, self._operation, lambda: True, bool, wait, deadline)
-
-    def _end(self, pending: Pending, timeout: float | None) -> None:
-        try:
-            self.take(reader_of(pending.wait(timeout)))
-        except BaseException as e:  # after an interrupt, or the timeout, the save still counts
-            if e is pending.error:
-                self._remove(pending)
-            raise
-        self._remove(pending)
-
-    def _remove(self, pending: Pending) -> None:
-        self._saves = [entry for entry in self._saves if entry[0] is not pending]
-
-
 # -- what a save writes besides the state --------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSpec:
+class SaveSpec(NamedTuple):
     """The version to save, the reason, and the metadata for its manifest.
 
     ``on_finished`` is called with True if the save was committed, and with False if it failed.
@@ -519,7 +483,7 @@ class SaveSpec:
     metrics: Mapping[str, Any]
     note: Mapping[str, Any]
     training_metadata: Mapping[str, Any]
-    on_finished: Callable[[bool], None] = lambda committed: None
+    on_finished: Callable[[bool], object] = no_op
     deadline: Deadline | None = None
 
 
@@ -531,7 +495,7 @@ def version_of(snapshot: SnapshotReader) -> Version:
     return parse_version(snapshot.location.folder) or snapshot.version
 
 
-# -- checks of saves and versions -----------------------------------------------------------------
+# -- what is reported of saves and versions ------------------------------------------------------
 
 
 def is_store_failure(error: StoreError | CommitError) -> bool:
@@ -555,28 +519,6 @@ def warn_save_failed(error: LimpetError, last_saved_step: int) -> None:
     warn_user(f"{message}: {format_with_notes(error)}", SaveFailed)
 
 
-class VersionChecks:
-    """The check that warns at the end of the training, and early stopping.
-
-    ``objectives``: the metrics of the policies, which each version records.
-    """
-
-    def __init__(self, run: Run, keep: KeepPolicy, early_stop: EarlyStop) -> None:
-        self.early_stop = early_stop
-        self.objectives = merge_objectives(keep.objectives | early_stop.objectives)
-        self._run, self._needed = run, keep.metrics
-        self.evaluated = set[str]()
-        """The metrics that evaluations in this training have given, also about versions that are
-        deleted since."""
-
-    def warn_of_missing_metrics(self) -> None:
-        """Warn, at the end of a training, of metrics that policies use and nothing has given."""
-        awaited = self.early_stop.awaited_metric
-        needed = self._needed.union(() if awaited is None else (awaited,)) - self.evaluated
-        if needed and (message := find_missing_metrics(self._run, needed)):
-            warn_user(message, MetricMissing)
-
-
 def emit_structure_change(
     run_url: str, before: SnapshotReader | None, after: SnapshotReader
 ) -> None:
@@ -595,28 +537,3 @@ def emit_structure_change(
             removed=sorted(old.keys() - new.keys()),
             changed=sorted(k for k in new.keys() & old.keys() if new[k] != old[k]),
         )
-
-
-def find_missing_metrics(run: Run, needed: frozenset[str]) -> str:
-    """Describe the ``needed`` metrics that nothing has given to a version; empty if there are none.
-
-    An inexact evaluation gives its metrics, too. While an evaluation of the run is at work, or if
-    the store cannot be read, nothing is concluded.
-    """
-    given = set[str]()
-    try:
-        for version, record in run.catalog.read_versions(run.listing()).items():
-            evaluations = run.catalog.evaluations.read(version, record.digest)
-            results = evaluations.of(Evaluation) + evaluations.of(InexactEvaluation)
-            given.update(record.metrics, *(result.metrics for result in results))
-        missing = needed - given
-        if not missing or any(parse_lease(e.name) for e in list_level(run.store, "", "lease-")):
-            return ""
-    except LimpetError:
-        return ""  # retention reports the failure of the store
-    return (
-        f"No version of {run.url} has {' or '.join(sorted(missing))}, which a policy uses; they"
-        f" have {', '.join(sorted(given)) or 'no metrics'}. Pass it to step(), end_epoch(), or"
-        " save(), or add it with Run.add_metrics. A metric of an epoch needs a version of its end"
-        " (save=... | limpet.EveryEpoch())"
-    )

@@ -1,8 +1,11 @@
-"""What a state lacks so that a resume is exact. It reads only the state, and the generators."""
+"""What the state says about the script: what it lacks so that a resume is exact, and the options of
+its optimizers. This reads only the state, and the generators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import islice
+from math import isfinite
 from typing import Any, Protocol, runtime_checkable
 
 from limpet import events
@@ -10,7 +13,6 @@ from limpet.data.progress import Progress
 from limpet.data.rng import RNG
 from limpet.data.sampler import ElasticSampler
 from limpet.errors import InexactResume
-from limpet.format.digest import digest
 from limpet.generators import capture_states
 from limpet.lazy_torch import torch_or_none
 from limpet.state.flatten import flatten
@@ -18,7 +20,7 @@ from limpet.state.optimizers import is_standard_optimizer
 from limpet.state.replication import PerRank, Replicated
 from limpet.state.sharding import is_distributed_tensor
 from limpet.state.walk import find_instances, find_named_instances, parameters_of, storage_address
-from limpet.text import format_count, format_list, warn_user
+from limpet.text import format_count, format_list, to_repr, warn_user
 
 _MAX_NAMES = 3
 
@@ -40,65 +42,69 @@ def find_members(value: Any, kind: Any) -> dict[str, Any]:
     return found
 
 
-class StateCheck:
-    """Warns once, after the second step. Only what two looks at the state, after the first two
-    steps, prove is reported. An object of an unknown class may hold whatever seems to be missing.
-    """
-
-    def __init__(self, run_url: str, is_needed: bool) -> None:
-        self._run_url, self._is_needed = run_url, is_needed
-        self._first: tuple[dict[str, bytes], dict[str, str]] | None = None
-
-    def after_step(self, state: dict[str, Any]) -> None:
-        """Look at ``state``. Call this after each step."""
-        torch: Any = torch_or_none()
-        if not self._is_needed or torch is None:
-            return
-        members = find_members(state, _Stateful)
-        modules = {k: m for k, m in members.items() if isinstance(m, torch.nn.Module)}
-        generators, unsaved = _read_generators(torch), _read_unsaved(modules, torch)
-        if self._first is None:
-            self._first = generators, unsaved
-            return
-        (first_generators, first_unsaved), self._first, self._is_needed = self._first, None, False
-        lost = [key for key, value in first_unsaved.items() if unsaved.get(key, value) != value]
-        if lost:  # an event: non-persistent buffers may also be a cache, as of rotary embeddings
-            events.emit("members_unsaved", run=self._run_url, members=lost)
-        gaps = list[str]()
-        scheduler, scaler = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
-        known = torch.nn.Module, torch.optim.Optimizer, scheduler, scaler, Progress, ElasticSampler
-        if all(isinstance(m, (*known, RNG)) for m in members.values()):
-            if any(first_generators.get(g) not in (None, now) for g, now in generators.items()):
-                gaps += _find_random(state, members, torch)
-            gaps += _find_untrained(state, modules, torch)
-        if gaps:
-            warn_user(
-                f"A resume of {self._run_url} would not be exact, because the state lacks"
-                " something:" + "".join(f"\n- {gap}." for gap in gaps) + "\nTo add a member to an"
-                ' existing run, call resume(missing="keep") once.',
-                InexactResume,
-            )
-
-
-def _read_generators(torch: Any) -> dict[str, bytes]:
+def read_generators() -> dict[str, bytes]:
     """Return the states of the generators of PyTorch by name and seed: the state of one that was
     seeded between two looks is no continuation of the first."""
-    states = {k: v.numpy().tobytes() for k, v in capture_states().items() if ":" in k}
-    seeded = {f"{name} {state[:8].hex()}": state for name, state in states.items()}
-    return {f"cpu {torch.initial_seed()}": torch.get_rng_state().numpy().tobytes(), **seeded}
+    torch: Any = torch_or_none()
+    if torch is None:
+        return {}
+    found = {f"cpu {torch.initial_seed()}": torch.get_rng_state().numpy().tobytes()}
+    for name, state in capture_states().items():
+        if ":" in name:  # of an accelerator
+            raw = state.numpy().tobytes()
+            found[f"{name} {raw[:8].hex()}"] = raw
+    return found
 
 
-def _find_random(state: Any, members: Mapping[str, Any], torch: Any) -> Iterator[str]:
+def report_lacking(run_url: str, state: dict[str, Any], first_generators: dict[str, bytes]) -> None:
+    """Warn of what ``state`` lacks, after the second step of a training.
+
+    ``first_generators``: those after the first step. Only what two looks prove is reported. An
+    object of an unknown class may hold whatever seems to be missing. Modules that save nothing
+    although they have buffers are an event: these may be constants, or a cache.
+    """
+    torch: Any = torch_or_none()
+    if torch is None:
+        return
+    members = find_members(state, _Stateful)
+    modules = {k: m for k, m in members.items() if isinstance(m, torch.nn.Module)}
+    unsaved = [key for key, module in modules.items() if _saves_nothing(module)]
+    if unsaved:
+        events.emit("members_unsaved", run=run_url, members=unsaved)
+    scheduler, scaler = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
+    known = torch.nn.Module, torch.optim.Optimizer, scheduler, scaler, Progress, ElasticSampler, RNG
+    if [m for m in members.values() if not isinstance(m, known)]:
+        return
+    gaps, now = _find_untrained(state, modules, torch), read_generators()
+    if [k for k, raw in first_generators.items() if now.get(k, raw) != raw]:
+        gaps = _find_random(state, members, torch) + gaps
+    if gaps:
+        warn_user(
+            f"A resume of {run_url} would not be exact, because the state lacks something:"
+            + "".join(f"\n- {gap}." for gap in gaps)
+            + '\nTo add a member to an existing run, call resume(missing="keep") once.',
+            InexactResume,
+        )
+
+
+def _saves_nothing(module: Any) -> bool:
+    has_parameters = next(module.parameters(), None) is not None
+    has_buffers = next(module.buffers(), None) is not None
+    return has_buffers and not has_parameters and not module.state_dict()
+
+
+def _find_random(state: Any, members: Mapping[str, Any], torch: Any) -> list[str]:
     """Describe the modules in training mode that draw random numbers, unless the state has an
     ``RNG``, or a tensor of bytes, such as that of ``torch.get_rng_state()``."""
     has_bytes = any(t.dtype == torch.uint8 for t in find_instances(state, torch.Tensor))
     if has_bytes or any(isinstance(m, RNG) for m in members.values()):
-        return
+        return []
     modules = [m for m in members.values() if isinstance(m, torch.nn.Module)]
     parts = (m for module in modules for m in module.modules())
-    if names := sorted({type(m).__name__ for m in parts if _draws(m, torch.nn)}):
-        drawn = format_list(names, _MAX_NAMES)
-        yield f'It has no RNG, but {drawn} draws random numbers. Add "rng": limpet.RNG() to it'
+    names = sorted({type(m).__name__ for m in parts if _draws(m, torch.nn)})
+    drawn = format_list(names, _MAX_NAMES)
+    advice = 'draws random numbers. Add "rng": limpet.RNG() to it'
+    return [f"It has no RNG, but {drawn} {advice}"] if names else []
 
 
 def _draws(module: Any, nn: Any) -> bool:
@@ -111,39 +117,114 @@ def _draws(module: Any, nn: Any) -> bool:
     return module.training and isinstance(module, nn.RReLU)
 
 
-def _find_untrained(state: dict[str, Any], modules: Mapping[str, Any], torch: Any) -> Iterator[str]:
+def _find_untrained(state: dict[str, Any], modules: Mapping[str, Any], torch: Any) -> list[str]:
     """Describe the parameters that an optimizer has changed, and that the state lacks."""
+    if not modules:
+        return []
     lacking: dict[str, list[Any]] = {}
     saved = {id(p) for module in modules.values() for p in module.parameters()}
-    for key, optimizer in find_members(state, torch.optim.Optimizer).items() if modules else ():
+    for key, optimizer in find_members(state, torch.optim.Optimizer).items():
         for p in parameters_of(optimizer) if is_standard_optimizer(optimizer) else ():
             # fully_shard replaces the sharded parameters of a module during a forward pass
             is_known = id(p) in saved or is_distributed_tensor(p)
             if not is_known and p.requires_grad and (p.grad is not None or optimizer.state.get(p)):
                 lacking.setdefault(key, []).append(p)
     # a tensor or an array of the state, or what a module adds to its state, may share the memory
-    sources = [leaf.source for leaf in flatten(state).leaves] if lacking else []
-    addresses = {0} | {
-        storage_address(s) if isinstance(s, torch.Tensor) else s.__array_interface__["data"][0]
-        for s in sources
-    }
+    gaps, addresses = [], {0}
+    for leaf in flatten(state).leaves if lacking else ():
+        source: Any = leaf.source
+        if isinstance(source, torch.Tensor):
+            addresses.add(storage_address(source))
+        else:
+            addresses.add(source.__array_interface__["data"][0])
     for key, parameters in lacking.items():
         shapes = [str([*p.shape]) for p in parameters if storage_address(p) not in addresses]
         if shapes:
-            yield (
+            gaps.append(
                 f"It lacks {format_count(len(shapes), 'parameter')} of {key}"
                 f" ({format_list(shapes, _MAX_NAMES)}): no module in the state has them. Add their"
                 " module, not a copy of it. If parameters of a module were replaced after the"
                 " optimizer was created (a new layer, fully_shard), create it afterwards"
             )
+    return gaps
 
 
-def _read_unsaved(modules: Mapping[str, Any], torch: Any) -> dict[str, str]:
-    """Return a digest of the buffers of each module in the state that saves nothing."""
-    found = {}
-    for key, module in modules.items():
-        buffers = [b for b in module.buffers() if b.layout is torch.strided and not b.is_meta]
-        if buffers and next(module.parameters(), None) is None and not module.state_dict():
-            raw = (b.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for b in buffers)
-            found[key] = digest(b"".join(r.numpy().tobytes() for r in raw))
+# -- the options that the script has passed to its optimizers ------------------------------------
+#
+# A training changes its learning rate, so the live options of a version say nothing about the
+# script. Versions therefore record the options at the start of the process.
+
+OPTIONS = "options"
+"""The field of the training metadata of a version."""
+
+_MAX_OPTIONS = 64
+"""The groups of the optimizers whose options are recorded, and the options of a group."""
+
+Options = dict[str, list[dict[str, Any]]]
+"""The plain options of the groups of each optimizer, by its key in the state. A group after the
+first one has only what differs from the first."""
+
+
+def read_options(state: dict[str, Any]) -> Options:
+    """Return the options of the optimizers in a state."""
+    torch: Any = torch_or_none()
+    found: Options = {}
+    left = _MAX_OPTIONS
+    for key, optimizer in find_members(state, torch.optim.Optimizer).items() if torch else ():
+        param_groups = islice(getattr(optimizer, "param_groups", ()), left)
+        groups = [_plain_options(group) for group in param_groups if isinstance(group, dict)]
+        left -= len(groups)
+        found[key] = groups[:1] + [
+            {k: v for k, v in group.items() if groups[0].get(k, ...) != v} for group in groups[1:]
+        ]
     return found
+
+
+def describe_changes(script: Options, earlier: Any, used: Options) -> list[str]:
+    """Describe the options that the script has changed since the version recorded ``earlier``, and
+    that are nevertheless not ``used`` after the load."""
+    try:
+        before = _by_place(earlier or {})
+    except (AttributeError, TypeError, LookupError):
+        return []  # metadata that Limpet did not write
+    own, now = _by_place(script), _by_place(used)
+    return [
+        f"{name if len(script) == 1 else f'{key}/{name}'}{f' of group {number}' * (number > 0)}:"
+        f" the script has {to_repr(value)}, had {to_repr(before[place])}; the version's"
+        f" {to_repr(now[place])} is in use"
+        for place, value in own.items()
+        if place in before and place in now and value not in (before[place], now[place])
+        for key, number, name in [place]
+    ]
+
+
+def _by_place(options: Options) -> dict[tuple[str, int, str], Any]:
+    return {
+        (key, number, name): value
+        for key, groups in options.items()
+        for number, group in enumerate(groups)
+        for name, value in {**groups[0], **group}.items()
+    }
+
+
+def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers, texts, and short tuples of numbers of a group, as JSON has them."""
+    found: dict[str, Any] = {}
+    for name, value in islice(group.items(), _MAX_OPTIONS):
+        values = value if isinstance(value, list | tuple) else [value]
+        plain = [_to_plain(v) for v in values[:8]]
+        if name != "params" and len(values) <= 8 and ... not in plain:
+            found[str(name)] = plain if values is value else plain[0]
+    return found
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value as JSON has it, also that of a subclass such as ``numpy.float64``, or ``...``
+    for another one."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str) and len(value) <= 80:
+        return str(value)
+    return float(value) if isinstance(value, float) and isfinite(value) else ...

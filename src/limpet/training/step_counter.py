@@ -28,6 +28,9 @@ class StepCounter:
         self.has_counted = False
         """True if a step has ended since the start of the process, or the last resume."""
 
+        self.calls = 0
+        """The number of calls of ``add_steps`` in this process."""
+
         self._block: object | None = None
         self.attach(state)
         self.progress.begin()
@@ -51,19 +54,12 @@ class StepCounter:
             sampler.join(group)
 
     @property
-    def step(self) -> int:
-        """The number of steps completed, including those before the resume."""
-        return self.progress.step
-
-    @property
-    def epoch(self) -> int:
-        """The number of completed epochs, including those before the resume."""
-        return self.progress.epoch
-
-    @property
     def is_within_step(self) -> bool:
         """True if a step has begun whose gradients are accumulated beyond the end of the pass."""
-        return any(sampler.is_within_step for sampler in self._samplers)
+        for sampler in self._samplers:  # noqa: SIM110  (at each step: no generator)
+            if sampler.is_within_step:
+                return True
+        return False
 
     def add_steps(self, steps: int, batches: int | None) -> None:
         """Count ``steps`` more steps, which consist of ``batches`` batches together (None: of as
@@ -72,7 +68,15 @@ class StepCounter:
             raise LimpetError(f"steps= must be an int of 1 or more, not {to_repr(steps)[:200]}")
         if self.progress.owner is not None and count != 1:
             raise LimpetError("step(steps=...) is refused: the owner of the Progress counts steps")
-        self._check_block()
+        block, self._block = self._block, open_block()
+        if block is not None and block is self._block:
+            # such a training would save the generators as they were before all of its steps
+            raise LimpetError(
+                "Two steps of the training were in the same block of isolated_rng()",
+                expected="only an evaluation in the block, because random numbers drawn in it are"
+                " undone and not saved",
+                todo="Train outside of the block",
+            )
         count = self.progress.read("step") or count
         batches = count if batches is None else batches
         for sampler in self._samplers:
@@ -82,6 +86,7 @@ class StepCounter:
         if self.progress.owner is None:
             self.progress.add_steps(count)
         self.has_counted = True
+        self.calls += 1
 
     def end_epoch(self) -> None:
         """Count an epoch as complete, in ``progress.epoch`` and for the samplers."""
@@ -90,20 +95,6 @@ class StepCounter:
             sampler.end_epoch()
         if self.progress.owner is None:
             self.progress.end_epoch()
-
-    def _check_block(self) -> None:
-        """Raise ``LimpetError`` if the step before was in the same block of ``isolated_rng``.
-
-        Such a training would save the generators as they were before all of its steps.
-        """
-        block, self._block = self._block, open_block()
-        if block is not None and block is self._block:
-            raise LimpetError(
-                "Two steps of the training were in the same block of isolated_rng()",
-                expected="only an evaluation in the block, because random numbers drawn in it are"
-                " undone and not saved",
-                todo="Train outside of the block",
-            )
 
     def to_metadata(self) -> dict[str, Any]:
         """Return what a version stores about the epochs if its state has no ``Progress``."""

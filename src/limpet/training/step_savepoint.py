@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import ceil, inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from limpet import events
-from limpet.format.names import Version
 from limpet.generators import Isolation
 from limpet.state.copy_pool import TooManyBytes
 from limpet.state.flatten import FlatState
 from limpet.state.savepoint import Savepoint
+from limpet.training.goodput import Durations
+from limpet.training.saver import SaveSpec
 from limpet.types import MIB
 
 SHARE = 0.01
@@ -29,22 +30,13 @@ MAX_BYTES = 64 * MIB
 there is no limit."""
 
 
-class SavepointLabel(NamedTuple):
-    """What a version of the savepoint stores besides the state."""
-
-    version: Version
-    note: Mapping[str, Any]
-    metrics: Mapping[str, Any]
-    training_metadata: Mapping[str, Any]
-
-
 class StepSavepoint:
     """The state after the last step, for a save while the next step runs, or after it has raised.
 
     With ``is_required``, every ``mark`` captures the state, and raises if that fails. Otherwise,
     ``mark`` captures it if that takes at most a hundredth of a step, or if a notice is pending.
-    Without ``is_useful``, only a required capture is made. ``step_seconds`` returns the usual time
-    of a step in seconds, or 0.0.
+    Without ``is_useful``, only a required capture is made. ``step_durations``: of the steps of the
+    training.
     """
 
     def __init__(
@@ -52,11 +44,11 @@ class StepSavepoint:
         state: dict[str, Any],
         is_required: bool,
         is_useful: bool,
-        step_seconds: Callable[[], float],
+        step_durations: Durations,
     ) -> None:
         self._is_required, self.is_useful = is_required, is_useful
         self._savepoint = Savepoint(state)
-        self._step_seconds = step_seconds
+        self._step_durations = step_durations
         self._skip = 0
         self._is_expensive = False
         self._is_failing = self._is_partial = False
@@ -66,7 +58,7 @@ class StepSavepoint:
         self._savepoint.state = state
 
     def mark(
-        self, make_label: Callable[[], SavepointLabel], is_pending: bool, is_partial: bool = False
+        self, make_label: Callable[[], SaveSpec], is_pending: bool, is_partial: bool = False
     ) -> None:
         """Capture the state, which is the state after a step, unless that is too expensive.
 
@@ -83,25 +75,19 @@ class StepSavepoint:
         elif self._skip:
             self._skip -= 1
         else:
-            self._measure(make_label)
+            began = time.perf_counter()
+            self._try_capture(make_label, MAX_BYTES)
+            seconds, step_seconds = time.perf_counter() - began, self._step_durations.median()
+            was_expensive = self._is_expensive
+            self._is_expensive = self._is_failing or seconds > SHARE * step_seconds
+            # the first of two in a row may have found new slots of an optimizer
+            if self._is_expensive and (was_expensive or self._is_failing):
+                captures = ceil(seconds / (_MEASURED_SHARE * max(step_seconds, 1e-6)))
+                self._skip = _MAX_SKIPPED if self._is_failing else min(captures, _MAX_SKIPPED)
+                self._is_expensive = False
+                self._savepoint.free()
 
-    def _measure(self, make_label: Callable[[], SavepointLabel]) -> None:
-        """Capture, and skip the next captures if this took too long twice in a row: the first one
-        may have found new slots of an optimizer."""
-        began = time.perf_counter()
-        self._try_capture(make_label, MAX_BYTES)
-        seconds, step_seconds = time.perf_counter() - began, self._step_seconds()
-        was_expensive = self._is_expensive
-        self._is_expensive = self._is_failing or seconds > SHARE * step_seconds
-        if self._is_expensive and (was_expensive or self._is_failing):
-            long_run = _MEASURED_SHARE * max(step_seconds, 1e-6)
-            self._skip = (
-                _MAX_SKIPPED if self._is_failing else min(ceil(seconds / long_run), _MAX_SKIPPED)
-            )
-            self._is_expensive = False
-            self._savepoint.free()
-
-    def _try_capture(self, make_label: Callable[[], SavepointLabel], max_bytes: float) -> None:
+    def _try_capture(self, make_label: Callable[[], SaveSpec], max_bytes: float) -> None:
         """Capture. A failure, such as one of the user's ``state_dict``, must not end the training
         because of a save that may never be needed. An event reports the first one."""
         try:
@@ -117,9 +103,9 @@ class StepSavepoint:
             self._savepoint.free()
 
     @property
-    def label(self) -> SavepointLabel | None:
+    def label(self) -> SaveSpec | None:
         """The label of the last capture, or None if nothing was captured."""
-        label: SavepointLabel | None = self._savepoint.label
+        label: SaveSpec | None = self._savepoint.label
         return label
 
     @property

@@ -78,7 +78,7 @@ def _end(saver: Saver, owner: Trainer | None) -> None:
     """End an earlier training. ``owner``: its Checkpointer, unless that has been discarded."""
     if owner is None or owner._lifecycle.is_closed:
         try:
-            saver.in_flight.wait()
+            saver.wait()
         except Exception as e:  # noqa: BLE001  (the new training may be what the user does about it)
             warn_user(f"The last save of an earlier Checkpointer failed: {e}", SaveFailed)
         saver.writer_lock.release()
@@ -89,7 +89,7 @@ def _end(saver: Saver, owner: Trainer | None) -> None:
     could_save = lifecycle.can_save
     error = LimpetError(f"A newer Checkpointer of this process has taken {run} over")
     owner._ending.finish_here(error, owner._release)
-    step, saved_step = owner._step_counter.step, saver.saved_step
+    step, saved_step = owner._step_counter.progress.step, saver.saved_step
     if could_save:
         events.emit("taken_over", run=run, step=step, saved=saved_step)
     if could_save and step != saved_step and not isinstance(owner._ending.policy, Never):

@@ -149,7 +149,7 @@ class TrainingEvaluation:
             )
         self._ckpt._lifecycle.check_open()
         cadence = self._start()
-        step = self._ckpt._step_counter.step
+        step = self._ckpt._step_counter.progress.step
         is_new = step != self._seen_step
         self._agreed |= self._agreement.step()
         self._seen_step = step
@@ -161,10 +161,17 @@ class TrainingEvaluation:
     def _start(self) -> Cadence:
         """Read which evaluation was the last one, at the first step, or after another resume."""
         ckpt = self._ckpt
-        if self._cadence is not None and ckpt._step_counter.step >= self._seen_step:
+        if self._cadence is not None and ckpt._step_counter.progress.step >= self._seen_step:
             return self._cadence
         if self._cadence is None:
-            self._cadence = Cadence(self._every, "wait", self._group, ckpt._step_counter)
+            self._cadence = Cadence(
+                policy=self._every,
+                busy="wait",
+                group=self._group,
+                step_counter=ckpt._step_counter,
+                goodput=ckpt._goodput,
+                run_url=ckpt.run.url,
+            )
             self._agreement = make_agreement(self._group, f"evaluation {self.name}")
         else:
             self._abandon("the training has resumed from an earlier version")
@@ -181,7 +188,7 @@ class TrainingEvaluation:
         if self._cadence is not None:
             self._cadence.restart()
         self._number, self._agreed = self._number + 1, frozenset()
-        self._began = step, self._ckpt._step_counter.epoch
+        self._began = step, self._ckpt._step_counter.progress.epoch
         self._share = Share(self._spec, self._group.rank, self._group.size, step)
 
     def _advance(self, share: Share, step: int, may_end: bool) -> None:
@@ -234,7 +241,7 @@ class TrainingEvaluation:
             version = record_exact(*found, self._began)
         else:
             version = record_inexact(*found, steps, self._began, self._keep)
-        self._ckpt._saver.checks.evaluated.update(merged.metrics)
+        self._ckpt._saver.evaluated_metrics.update(merged.metrics)
         self.newest = Score(version, self._is_paused, *steps, merged.metrics)
         self._report("DONE" if self._is_paused else "INEXACT", steps, merged.metrics)
 
@@ -261,7 +268,7 @@ class TrainingEvaluation:
     def __enter__(self) -> Self:
         if self._state != "new":
             raise LimpetError(f"The evaluation {self.name} was used before", todo="Create one")
-        self._state, self._seen_step = "entered", self._ckpt._step_counter.step
+        self._state, self._seen_step = "entered", self._ckpt._step_counter.progress.step
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -278,7 +285,7 @@ class TrainingEvaluation:
 
     def _finish(self) -> None:
         """Complete what is in progress, and evaluate the last step if that is due."""
-        step = self._ckpt._step_counter.step
+        step = self._ckpt._step_counter.progress.step
         if (
             self._cadence is None
             and self._ckpt._step_counter.has_counted
@@ -290,7 +297,7 @@ class TrainingEvaluation:
         self._drain(step)
         if step == self._began[0]:
             return
-        operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due_on_this_rank
+        operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due
         # no step follows on which the ranks could agree
         if self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool):
             self._begin(step)
@@ -340,7 +347,7 @@ def read_last(ckpt: Checkpointer, name: str, arguments: str) -> Steps:
 
 
 def _read_last(ckpt: Checkpointer, name: str) -> Steps:
-    newest = ckpt._saver.newest
+    newest = ckpt._saver.writer.newest
     if newest is None:
         return 0, 0
     version, stored = version_of(newest), read_training_metadata(newest).get(_FIELD)
@@ -352,7 +359,7 @@ def _read_last(ckpt: Checkpointer, name: str) -> Steps:
     recorded = [version.step for r in evaluations.of(Evaluation) if r.name == name]
     recorded += [r.first_step for r in evaluations.of(InexactEvaluation) if r.name == name]
     begun = max((step for step in recorded if step <= version.step), default=0)
-    return (begun, ckpt._step_counter.epoch) if begun > last[0] else (last[0], last[1])
+    return (begun, ckpt._step_counter.progress.epoch) if begun > last[0] else (last[0], last[1])
 
 
 def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], began: Steps) -> str:
@@ -360,7 +367,7 @@ def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], be
     none. Early stopping sees them at once. Return the version. All ranks call this."""
     snapshot = reader_of(ckpt.save())
     ckpt._saver.add_metrics(snapshot, metrics, name)
-    ckpt._early_stop.observe(metrics, ckpt._step_counter.step, ckpt._agreement, False)
+    ckpt._early_stop.observe(metrics, ckpt._step_counter.progress.step, ckpt._agreement, False)
     _complete(ckpt, name, began)
     return str(version_of(snapshot))
 
