@@ -10,7 +10,7 @@ import pytest
 
 from limpet.errors import LimpetError
 from limpet.evaluation.functions import FunctionName
-from limpet.evaluation.worker import Work, Worker, WorkerSpec, describe
+from limpet.evaluation.worker import Work, Worker, describe
 from limpet.tasks import Queue
 
 
@@ -49,7 +49,7 @@ def test_a_worker_that_cannot_import_the_functions_leaves_its_task_to_others() -
     names = {
         label: FunctionName("no.such.module", label) for label in ("setup", "evaluate", "data")
     }
-    work = Work("evaluate", WorkerSpec(names, 1, (), None), records=5)
+    work = Work("evaluate", names, 1, records=5)
     queue = Queue(attempts=1)
     job = queue.add("evaluation", {work.encode(): 5}, task_size=5, name="e")
     task = queue.evaluation.get()

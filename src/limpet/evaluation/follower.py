@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from typing import Literal
 
 from limpet import events
 from limpet.errors import FormatError, NotFound
@@ -15,6 +15,10 @@ from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import Snapshot
 from limpet.threads import no_op
+
+_State = Literal["found", "open", "done", "failed", "unreadable"]
+"""What is known of a version: it exists; it was looked up, and has no record of the evaluation; it
+has a result; its evaluation has failed; it is damaged, or was deleted before it was evaluated."""
 
 
 class Follower:
@@ -31,18 +35,14 @@ class Follower:
         """Called once for each version whose manifest is damaged: it is left out."""
 
         self._branch = 0
-        self._found: set[Version] = set()
-        self._looked_up: set[Version] = set()
-        self._done: set[Version] = set()
-        self._failed: set[Version] = set()
-        self._unreadable: set[Version] = set()
+        self._known: dict[Version, _State] = {}
         self._deleted: set[Version] = set()  # those that were evaluated
         self.metrics: set[str] = set()
 
     @property
     def failed(self) -> list[Version]:
         """The versions whose evaluation has failed, and is not tried again."""
-        return sorted(self._failed)
+        return sorted(v for v, state in self._known.items() if state == "failed")
 
     def next(self) -> tuple[Snapshot, Sequence[Version]] | None:
         """Return the snapshot to evaluate next, and the versions that wait behind it.
@@ -54,8 +54,8 @@ class Follower:
         while True:
             versions = sorted({*self._find(folders, listing), *self._deleted})
             self._look_up(versions)
-            done = self._done | self._deleted
-            version, waiting = self._selection.next(versions, done, self._failed)
+            done = {v for v, state in self._known.items() if state == "done"} | self._deleted
+            version, waiting = self._selection.next(versions, done, self.failed)
             if version is None:
                 return None
             try:
@@ -63,33 +63,37 @@ class Follower:
             except (FormatError, NotFound) as e:
                 self._pass_over(version, e)
 
+    def finish(self, version: Version) -> None:
+        """Note that a version was evaluated by this process. It is not evaluated again."""
+        self._known[version] = "done"
+
     def _list(self, listing: Listing) -> Sequence[Version]:
         """Return the versions of the lineage that have a folder. The others are forgotten, because
         they may be saved again. Only those that were evaluated still count, so that no other one is
         evaluated for them, until the training continues on another branch."""
         branch = self._run.branch(listing)
         folders = lineage_folders(self._run.catalog, listing, branch)
-        self._deleted = (self._deleted | self._done | self._failed).difference(folders)
+        for version in self._known.keys() - set(folders):
+            self._run.catalog.forget(version)
+            if self._known.pop(version) in ("done", "failed"):
+                self._deleted.add(version)
+        self._deleted.difference_update(folders)
         if branch != self._branch:
             self._branch, self._deleted = branch, set()
-        for version in self._found.difference(folders):
-            self._run.catalog.forget(version)
-        for known in (self._found, self._looked_up, self._done, self._failed, self._unreadable):
-            known.intersection_update(folders)
         return folders
 
     def _find(self, folders: Sequence[Version], listing: Listing) -> list[Version]:
         """Return the versions that exist and that matter: all, or only the newest one."""
-        readable = (v for v in reversed(folders) if v not in self._unreadable)
-        existing = (v for v in readable if v in self._found or listing.exists(v))
-        found = [*islice(existing, None if self._selection.needs_all else 1)]
-        self._found.update(found)
+        found: list[Version] = []
+        for version in reversed(folders):
+            if self._known.get(version) == "unreadable":
+                continue
+            if version in self._known or listing.exists(version):
+                self._known.setdefault(version, "found")
+                found.append(version)
+                if not self._selection.needs_all:
+                    break
         return found
-
-    def finish(self, version: Version) -> None:
-        """Note that a version was evaluated by this process. It is not evaluated again."""
-        self._failed.discard(version)
-        self._done.add(version)
 
     def _look_up(self, versions: Sequence[Version]) -> None:
         """Find out which versions have been evaluated, as far as that matters."""
@@ -98,7 +102,7 @@ class Follower:
             wanted = wanted[-1:]
         for version in wanted:
             # the lease lets nobody else evaluate under this name
-            if version in self._looked_up or version in self._deleted:
+            if self._known.get(version) != "found":
                 continue
             try:
                 digest = self._run.catalog.open(version).digest
@@ -106,18 +110,18 @@ class Follower:
                 self._pass_over(version, e)
                 continue
             newest = self._run.catalog.evaluations.read(version, digest).newest(self._name)
-            self._looked_up.add(version)
+            self._known[version] = "open"
             if isinstance(newest, Evaluation):
-                self._done.add(version)
+                self._known[version] = "done"
                 self.metrics.update(newest.metrics)
             elif isinstance(newest, FailedEvaluation):
-                self._failed.add(version)
+                self._known[version] = "failed"
 
     def _pass_over(self, version: Version, error: FormatError | NotFound) -> None:
         """Leave out a version that is damaged or was deleted, and report it once."""
-        if version in self._unreadable:
+        if self._known.get(version) == "unreadable":
             return
-        self._unreadable.add(version)
+        self._known[version] = "unreadable"
         events.emit("skipped", version=str(version), error=error)
         if isinstance(error, FormatError):
             self.on_damaged(version, error)

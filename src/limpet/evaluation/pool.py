@@ -19,7 +19,7 @@ from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import State, compute
 from limpet.evaluation.options import Workers
 from limpet.evaluation.ray_engine import RayCluster
-from limpet.evaluation.worker import Functions, Work, Worker, WorkerSpec, describe, resolve
+from limpet.evaluation.worker import Work, Worker, describe, resolve
 from limpet.tasks.queue import Job, Queue
 from limpet.tasks.remote import TaskServer, parse_address
 
@@ -129,8 +129,7 @@ class WorkerPool:
             for label, function in functions.items()
             if not inline
         }
-        spec = WorkerSpec(functions=names, batch_size=batch_size, keys=[*keys], device=device)
-        self._work = Work("count", spec)
+        self._work = Work("count", names, batch_size, keys=[*keys], device=device)
         if not inline:
             self._work = replace(
                 self._work, start=workers.start, load=workers.load, task=workers.task
@@ -158,7 +157,7 @@ class WorkerPool:
         """
         try:
             if self._workers.is_inline:
-                self._inline = Worker(Functions(**resolve(self._functions)))
+                self._inline = Worker(resolve(self._functions))
             if self._workers.listen is not None:
                 own = parse_address(self._server.listen(*parse_address(self._workers.listen)))
                 events.emit("evaluation_listens", address=f"{own[0]}:{own[1]}")
@@ -181,7 +180,7 @@ class WorkerPool:
         or the workers were ended meanwhile, and ``LimpetError`` if a worker has other data.
         """
         work = replace(self._work, url=url, digest=digest)
-        batch = work.spec.batch_size or 1
+        batch = work.batch_size or 1
         task_size = max(1, -(-self._records // (_TASKS * batch))) * batch
         results = self._run(work, url, self._records, task_size)
         other = {result["records"] for result in results} - {self._records}

@@ -46,42 +46,23 @@ _WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """What all workers of an evaluation do.
-
-    ``functions``: the names of those of the user, empty if the worker has them: as the evaluator.
-    ``batch_size``: the number of records in a batch; None: each record of the data is a batch.
-    ``keys``: patterns of the leaves to load; then ``setup`` gets them as a dict, else the snapshot.
-    ``collate``: merges the records of a batch; None: as ``torch.utils.data.DataLoader`` does.
-    """
-
-    functions: dict[str, FunctionName | None]
-    batch_size: int | None
-    keys: Sequence[str]
-    device: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Functions:
-    """The functions of the user."""
-
-    setup: Callable[[Any], Any]
-    evaluate: Callable[[Any, Any], Any]
-    data: Callable[[], Any]
-    collate: Callable[[list[Any]], Any] | None = None
-
-
-@dataclass(frozen=True)
 class Work:
     """What a task is about: the name of its data set, as JSON.
 
     ``kind``: count the records of the data, evaluate the records of the task on a version, or merge
-    the ``states`` of all tasks of a version. ``records``: the number that the worker must have.
-    ``start``, ``load``, and ``task``: the time limits, in seconds; None: there is no lease.
+    the ``states`` of all tasks of a version. ``functions``: the names of those of the user, the
+    same in all tasks; empty if the worker has them, as the evaluator. ``batch_size``: the number of
+    records in a batch; None: each record of the data is a batch. ``keys``: patterns of the leaves
+    to load; then ``setup`` gets them as a dict, else the snapshot. ``records``: the number that the
+    worker must have. ``start``, ``load``, and ``task``: the time limits, in seconds; None: there is
+    no lease.
     """
 
     kind: Literal["count", "evaluate", "merge"]
-    spec: WorkerSpec
+    functions: Mapping[str, FunctionName | None]
+    batch_size: int | None
+    keys: Sequence[str] = ()
+    device: str | None = None
     url: str = ""
     digest: str = ""
     records: int = 0
@@ -97,24 +78,21 @@ class Work:
     @classmethod
     def decode(cls, text: str) -> Work:
         fields = json.loads(text)
-        spec = fields.pop("spec")
-        functions = spec.pop("functions").items()
-        names = {label: None if name is None else FunctionName(**name) for label, name in functions}
-        return cls(spec=WorkerSpec(functions=names, **spec), **fields)
+        named = fields.pop("functions").items()
+        return cls(functions={k: v and FunctionName(**v) for k, v in named}, **fields)
 
 
 class Worker:
     """Does the tasks of an evaluation, one after the other.
 
-    ``functions``: those of the user, if the tasks do not name them.
+    ``functions``: ``setup``, ``evaluate``, ``data``, and ``collate``, if the tasks do not name
+    them. ``collate`` merges the records of a batch; None: as ``torch.utils.data.DataLoader`` does.
     """
 
-    def __init__(self, functions: Functions | None = None) -> None:
-        self._own_functions = functions
-        self._spec: WorkerSpec | None = None  # of what has started
-        self._functions: Any = None
+    def __init__(self, functions: Mapping[str, Any] | None = None) -> None:
+        self._functions = functions or {}
         self._data: Any = None
-        self._records = 0
+        self._records = 0  # 0: it has not started
         self._model: Any = None
         self._loaded = ("", "")
         self._templates: dict[str, Any] = {}
@@ -127,7 +105,8 @@ class Worker:
         """
         work = Work.decode(task.data)
         try:
-            self._start(task, work)
+            if not self._records:
+                self._start(task, work)
         except LeaseLost:
             return
         except Exception as e:
@@ -136,7 +115,7 @@ class Worker:
                 return
             task.release()
             raise LimpetError(f"This worker cannot take part: {describe(e)}") from e
-        is_loaded, size = False, work.spec.batch_size
+        is_loaded, size = False, work.batch_size
         try:
             result: Any = {"records": self._records}
             if work.kind != "count" and self._records == work.records:
@@ -151,16 +130,14 @@ class Worker:
             task.fail(describe(e), final=not is_loaded)
 
     def _start(self, task: EvaluationTask, work: Work) -> None:
-        """Import the functions, and create the data, unless that is done."""
-        if work.spec == self._spec:
-            return
+        """Import the functions, and create the data."""
         _renew(task, work.start)
-        self._spec, self._loaded, self._model, self._templates = None, ("", ""), None, {}
-        functions = self._own_functions or Functions(**resolve(work.spec.functions))
-        self._data = functions.data()
-        self._records = count_records(self._data)
-        self._functions, self._spec = functions, work.spec
+        if work.functions:
+            self._functions = resolve(work.functions)
+        self._data = self._functions["data"]()
+        records = count_records(self._data)
         _renew(task, work.task)
+        self._records = records
 
     def _load(self, task: EvaluationTask, work: Work) -> None:
         """Load the version, unless it is loaded."""
@@ -188,13 +165,13 @@ class Worker:
             raise NotFound(f"{work.url} was replaced by another snapshot", key=work.url)
         with snapshot.not_found_if_deleted():
             source: Any = Snapshot(snapshot)
-            if work.spec.keys:
-                source = load_snapshot(snapshot, keys=[*work.spec.keys], device=work.spec.device)
-            return self._functions.setup(source)
+            if work.keys:
+                source = load_snapshot(snapshot, keys=[*work.keys], device=work.device)
+            return self._functions["setup"](source)
 
     def _evaluate(self, batch_size: int | None, start: int, stop: int) -> State:
         """Return the merged state of the metrics of the records ``start`` up to ``stop``."""
-        evaluate, collate = self._functions.evaluate, self._functions.collate
+        evaluate, collate = self._functions["evaluate"], self._functions["collate"]
         states, name = MetricStates(self._templates), getattr(evaluate, "__name__", "evaluate")
         with _no_grad():
             for batch in read_batches(self._data, start, stop, batch_size, collate):
@@ -250,7 +227,7 @@ def read_batches(
     collate: Callable[[list[Any]], Any] | None,
 ) -> Iterator[Any]:
     """Yield the batches of the records ``start`` up to ``stop``, as a ``DataLoader`` without worker
-    processes does; to create one for each task would take longer. See ``WorkerSpec``."""
+    processes does; to create one for each task would take longer. See ``Work``."""
     from torch.utils.data import default_collate, default_convert
 
     if batch_size is None:
