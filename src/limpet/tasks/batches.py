@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Iterator
 from math import inf
 
+from limpet.arguments import whole
 from limpet.errors import LimpetError, TaskError
 from limpet.lazy_torch import rank_and_world_size
-from limpet.tasks.spec import is_int
 from limpet.tasks.task import TrainingSide, TrainingTask
 
 Key = int | tuple[str, int]
@@ -77,7 +77,7 @@ class TaskBatches:
                 expected="queue.training",
                 found=repr(side)[:200],
             )
-        if not is_int(batch_size) or batch_size < 1:
+        if whole(batch_size, 1) is None:
             raise LimpetError("Invalid batch_size", expected="1 or more", found=repr(batch_size))
         if (rank is None) != (ranks is None) or (
             ranks is not None and not 0 <= (rank or 0) < ranks
@@ -113,7 +113,7 @@ class TaskBatches:
         counts nothing, if fewer batches were yielded, and ``LeaseLost`` if another worker got a
         task of one of them: then discard the step, and begin another pass.
         """
-        if not is_int(batches) or not 1 <= batches <= len(self._pending):
+        if whole(batches, 1, len(self._pending)) is None:
             raise TaskError(
                 "A step consumes more batches than were yielded",
                 expected=f"1 to {len(self._pending)}",

@@ -13,6 +13,7 @@ from math import inf
 from threading import Condition, RLock, get_ident
 from typing import Any, NoReturn
 
+from limpet.arguments import whole
 from limpet.errors import LimpetError, TaskError
 from limpet.tasks.spec import (
     KINDS,
@@ -20,7 +21,6 @@ from limpet.tasks.spec import (
     Kind,
     check_kind,
     check_seconds,
-    is_int,
     make_spec,
 )
 from limpet.tasks.tables import (
@@ -71,7 +71,7 @@ class Queue:
     ) -> None:
         self._lease_seconds = inf if lease_seconds is None else lease_seconds
         check_seconds("lease_seconds", self._lease_seconds, may_be_infinite=True)
-        if not is_int(attempts) or attempts < 1:
+        if whole(attempts, 1) is None:
             raise LimpetError("Invalid attempts", expected="1 or more", found=repr(attempts))
         self._clock = clock
         self._changed = Condition(RLock())
@@ -326,29 +326,6 @@ class Queue:
                 table.load(progress)
             self._jobs.replace(receiving, loaded.next_id)
 
-    # -- the owner of jobs, see ``Job`` ----------------------------------------------------------
-
-    def wait_for_end(self, table: TaskTable, timeout: float) -> None:
-        """Wait for at most ``timeout`` seconds until a job has ended."""
-        check_seconds("timeout", timeout, may_be_zero=True)
-        with self._entered():
-            end = self._clock() + timeout
-            while not table.has_ended and self._clock() < end:
-                self._wait(end)
-
-    def cancel(self, table: TaskTable) -> None:
-        """End an evaluation job: its tasks are handed out no more."""
-        with self._changing():
-            if not table.has_ended and self._jobs.by_name.get(table.spec.name) is table:
-                self._jobs.fail(table, TaskError(f"Job {table.spec.name!r} was canceled"))
-        self.collect(table)
-
-    def collect(self, table: TaskTable) -> None:
-        """Forget an evaluation job that has ended. The caller keeps its results."""
-        with self._entered():
-            if table.spec.kind == "evaluation":
-                self._jobs.remove(table)
-
     # -- implementation --------------------------------------------------------------------------
 
     @contextmanager
@@ -419,12 +396,26 @@ class Job:
     def has_ended(self, timeout: float = 0.0) -> bool:
         """Wait for at most ``timeout`` seconds, and return whether all tasks are complete, or the
         job has failed."""
-        self._owner.wait_for_end(self._table, timeout)
-        return self._table.has_ended
+        check_seconds("timeout", timeout, may_be_zero=True)
+        queue, table = self._owner, self._table
+        with queue._entered():
+            end = queue._clock() + timeout
+            while not table.has_ended and queue._clock() < end:
+                queue._wait(end)
+            return table.has_ended
 
     def cancel(self) -> None:
         """End an evaluation job, if it has not ended: its tasks are handed out no more."""
-        self._owner.cancel(self._table)
+        jobs, table = self._owner._jobs, self._table
+        with self._owner._changing():
+            if not table.has_ended and jobs.by_name.get(self.name) is table:
+                jobs.fail(table, TaskError(f"Job {self.name!r} was canceled"))
+            self._forget()
+
+    def _forget(self) -> None:
+        """Remove an evaluation job that has ended from the queue. This object keeps its results."""
+        if self.kind == "evaluation":
+            self._owner._jobs.remove(self._table)
 
     def wait(self, timeout: float) -> None:
         """Wait for at most ``timeout`` seconds until all tasks are complete.
@@ -442,7 +433,8 @@ class Job:
                 todo="Allow more time, or check that workers ask for its tasks",
                 job=self.name,
             )
-        self._owner.collect(table)
+        with self._owner._entered():
+            self._forget()
         if table.error is not None:
             raise table.error
 

@@ -10,10 +10,10 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import inf
 from threading import Lock
-from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -89,8 +89,8 @@ class Hello(Message, frozen=True):
 
 
 class Get(Message, frozen=True):
-    """Lease a task, and wait for one for so many seconds. Without one, the answer is a ``Reply``.
-    Otherwise, it is a ``Leased``."""
+    """Lease a task, and wait for at most so many seconds for a change of the queue if there is
+    none. Without a task, the answer is a ``Reply``. Otherwise, it is a ``Leased``."""
 
     kind: str
     lease_seconds: float | None
@@ -194,7 +194,7 @@ def parse_address(address: object) -> tuple[str, int, str]:
 # -- the owner's side ----------------------------------------------------------------------------
 
 
-class TaskServer:
+class TaskServer(AbstractContextManager["TaskServer", None]):
     """Gives worker processes access to a queue of this process, on this host or on others.
 
     ::
@@ -278,12 +278,7 @@ class TaskServer:
         self._queue.wake()
         self._connections.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # -- implementation --------------------------------------------------------------------------
@@ -343,14 +338,9 @@ class TaskServer:
             case Hello():
                 pass
             case Get(kind, lease_seconds, wait):
-                end = time.monotonic() + wait
-                while True:
-                    left = end - time.monotonic()
-                    task = queue.get_soon(check_kind(kind), worker, left, lease_seconds)
-                    if task is not None:
-                        return Leased(kind, **{name: getattr(task, name) for name in _TASK})
-                    if left <= 0 or self._connections.is_closed:
-                        break
+                task = queue.get_soon(check_kind(kind), worker, wait, lease_seconds)
+                if task is not None:
+                    return Leased(kind, **{name: getattr(task, name) for name in _TASK})
                 value = False
             case Finished(kind):
                 value = queue.finished(check_kind(kind))
@@ -370,7 +360,7 @@ class TaskServer:
 # -- the workers' side ---------------------------------------------------------------------------
 
 
-class RemoteQueue:
+class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
     """The queue of another process, over a socket that ``TaskServer.connect`` has returned there.
 
     ``reply_seconds``: how long a request may take. All methods may be called from any thread, one
@@ -485,12 +475,7 @@ class RemoteQueue:
         self._channel.interrupt()
         self._channel.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # -- implementation --------------------------------------------------------------------------

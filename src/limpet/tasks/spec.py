@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from limpet.arguments import real
+from limpet.arguments import real, whole
 from limpet.errors import LimpetError, PlanError
 from limpet.text import without_surrogates
 
@@ -93,7 +92,7 @@ def make_spec(
         if not is_text(text) or not text:
             raise _invalid("name of a job", "a text that is not empty", text)
     for label, value in (("task_size", task_size), ("epochs", epochs)):
-        if not is_int(value) or not 1 <= value < _MAX_RECORDS:
+        if whole(value, 1, _MAX_RECORDS - 1) is None:
             raise _invalid(f"{label} of job {name!r}", "an int of 1 or more", value)
     if not isinstance(data, Mapping):
         data = {"": data}
@@ -154,23 +153,18 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and value == without_surrogates(value)
 
 
-def is_int(value: Any) -> bool:
-    """Return True for an int, also one of NumPy, that is no bool."""
-    return not isinstance(value, bool) and hasattr(value, "__index__")
-
-
 def _limits(job: str, key: object, value: int | range | None) -> tuple[int, int | None]:
     """Return the first record of a data set, and the end, which is None for a stream."""
     if not is_text(key):
         raise _invalid(f"name of a data set of job {job!r}", "a text", key)
     if value is None:
         return 0, None
-    limits = (value.start, value.stop) if isinstance(value, range) else (0, value)
-    is_valid = all(map(is_int, limits)) and getattr(value, "step", 1) == 1
-    if not is_valid or not 0 <= limits[0] <= limits[1] < _MAX_RECORDS:
+    first, end = (value.start, value.stop) if isinstance(value, range) else (0, value)
+    start, stop = whole(first), whole(end, max(first, 0), _MAX_RECORDS - 1)
+    if start is None or stop is None or getattr(value, "step", 1) != 1:
         what = f"records of data set {key!r} of job {job!r}"
         raise _invalid(what, "a number of records, or a range with the step 1", value)
-    return operator.index(limits[0]), operator.index(limits[1])
+    return start, stop
 
 
 def _invalid(what: str, expected: str, found: object) -> LimpetError:

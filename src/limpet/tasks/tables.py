@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from limpet.errors import JobFailed, LeaseLost, PlanError, TaskError
-from limpet.tasks.spec import KINDS, JobSpec, Kind, TaskRange, is_int, parse_spec
+from limpet.tasks.spec import KINDS, JobSpec, Kind, TaskRange, parse_spec
 from limpet.tasks.task import Report, Task, TaskSource, make_task
 
 Interval = tuple[int, int]
@@ -248,10 +248,6 @@ class Lease:
     seconds: float
     end: float
 
-    def extend(self, now: float) -> None:
-        """Let the time of the lease start anew."""
-        self.end = now + self.seconds
-
 
 class Leases:
     """The leases in force. Every operation takes O(log n) steps, amortized."""
@@ -432,7 +428,7 @@ class JobTables:
         """Let the time of a lease start anew, with so many seconds if they are given."""
         if seconds is not None:
             lease.seconds = seconds
-        lease.extend(now)
+        lease.end = now + lease.seconds
         self.leases.push(lease)
 
     def take_back(self, lease: Lease, cause: str, is_final: bool = False) -> None:
@@ -513,7 +509,10 @@ class JobTables:
 
         Raises ``TaskError`` for an attempt that was never made.
         """
-        if not all(map(is_int, report[1:])) or not 1 <= report.attempt < self._next_attempt:
+        if (
+            not all(type(n) is int for n in report[1:])
+            or not 1 <= report.attempt < self._next_attempt
+        ):
             raise TaskError("A report of an attempt that was never made", found=repr(report)[:300])
         table = self.by_name.get(report.job)
         if table is None or table.has_ended or report.attempt < self._first_attempt:
@@ -530,7 +529,7 @@ class JobTables:
 
     def advance(self, lease: Lease, position: int, now: float) -> None:
         """Set the position of a leased task, and complete it at its end."""
-        lease.extend(now)
+        lease.end = now + lease.seconds
         if position == lease.table.spec.range_of(lease.number).stop:
             self.complete(lease.table, lease.number, None, lease.attempt, now)
         elif position > self.position(lease):
@@ -540,7 +539,7 @@ class JobTables:
 def check_position(lease: Lease, report: Report) -> None:
     """Raise ``TaskError`` unless a training task can be at the position of a report."""
     records = lease.table.spec.range_of(lease.number)
-    is_valid = lease.table.spec.kind == "training" and is_int(report.position)
+    is_valid = lease.table.spec.kind == "training" and type(report.position) is int
     if not is_valid or not records.start <= report.position <= (records.stop or report.position):
         raise TaskError(
             f"Task {report.task} of job {report.job!r} cannot be at this position",

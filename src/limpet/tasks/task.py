@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
+from limpet.arguments import whole
 from limpet.errors import TaskError
-from limpet.tasks.spec import Kind, is_int
+from limpet.tasks.spec import Kind
 from limpet.text import without_surrogates
 
 _MAX_DEPTH = 64
@@ -125,14 +126,14 @@ class TrainingTask(Task):
     def position_after(self, records: int) -> int:
         """Return the position after more records. Raises ``TaskError`` if there are not as many."""
         left = self.records_left
-        if not is_int(records) or records < 1 or (left is not None and records > left):
+        if (count := whole(records, 1, left)) is None:
             raise TaskError(
                 f"Invalid number of consumed records of task {self.id} of job {self.job!r}",
                 expected=f"an int from 1 to {left}" if left is not None else "an int of 1 or more",
                 found=repr(records)[:200],
                 todo="Report each batch of the task once",
             )
-        return self.position + int(records)
+        return self.position + count
 
     def done(self) -> bool:
         """Report that the whole task is complete: its other records count as consumed.
