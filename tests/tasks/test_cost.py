@@ -85,8 +85,8 @@ def test_leases_that_are_renewed_or_over_take_no_memory() -> None:
         task.renew()
         task.done()
         slow.renew()
-    assert len(queue._jobs.leases._ends) < 100
-    assert len(queue._jobs.leases._by_worker) == 1
+    assert len(queue._jobs._ends) < 100
+    assert len(queue._jobs._held) == 1
 
 
 def test_jobs_that_have_ended_cost_nothing() -> None:

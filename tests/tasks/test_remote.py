@@ -192,7 +192,7 @@ def test_a_worker_cannot_leave_its_leases_under_another_name(
     assert worker.reply()["value"]
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     assert worker.reply()["id"] == 1, "its first attempt has failed: it has one at most"
-    names = [lease.worker for lease in queue._jobs.leases._by_attempt.values()]
+    names = [lease.worker for lease in queue._jobs.leases.values()]
     assert names == ["a at raw (connection 1)"]
     worker.close()
     wait_until(lambda: len(queue._jobs.leases) == 0)

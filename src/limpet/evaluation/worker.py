@@ -196,11 +196,11 @@ def _renew(task: EvaluationTask, seconds: float | None) -> None:
 
 def resolve(functions: Mapping[str, Any]) -> dict[str, Any]:
     """Import the functions that are given by name. Raises ``LimpetError``."""
-    named = {
-        label: FunctionName.of(function, label) if isinstance(function, str) else function
-        for label, function in functions.items()
-    }
-    return {k: f.resolve() if isinstance(f, FunctionName) else f for k, f in named.items()}
+    found = dict(functions)
+    for label, function in functions.items():
+        named = FunctionName.of(function, label) if isinstance(function, str) else function
+        found[label] = named.resolve() if isinstance(named, FunctionName) else named
+    return found
 
 
 def count_records(data: Any) -> int:

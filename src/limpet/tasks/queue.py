@@ -195,7 +195,7 @@ class Queue:
         with self._entered():
             end = self._clock() + timeout
             if kind == "evaluation":
-                for lease in self._jobs.leases.of_worker(worker, kind):
+                for lease in self._jobs.leases_of(worker, kind):
                     self._jobs.take_back(lease, f"worker {worker!r} asked for another task")
                     self._changed.notify_all()  # the job may have failed
             while True:
@@ -213,7 +213,7 @@ class Queue:
         with self._changed:
             task = self.get(kind, worker, 0.0, lease_seconds)
             if task is None and seconds > 0:
-                until_end = self._jobs.leases.next_end() - self._clock()
+                until_end = self._jobs.next_end() - self._clock()
                 self._changed.wait(min(seconds, max(until_end, 0.0)))
                 task = self.get(kind, worker, 0.0, lease_seconds)
             return task
@@ -232,7 +232,7 @@ class Queue:
         with self._changing():
             count = 0
             for kind in KINDS:
-                leases = self._jobs.leases.of_worker(worker, kind)
+                leases = self._jobs.leases_of(worker, kind)
                 for lease in leases[:1]:
                     self._jobs.take_back(lease, f"worker {worker!r} was lost: {cause}")
                 for lease in leases[1:]:
@@ -346,7 +346,7 @@ class Queue:
 
     def _take_back_overdue(self) -> None:
         taken = False
-        for lease in self._jobs.leases.overdue(self._clock()):
+        for lease in self._jobs.overdue(self._clock()):
             cause = f"no report of worker {lease.worker!r} within {lease.seconds} s"
             self._jobs.take_back(lease, cause)
             self.on_overdue(lease.worker)
@@ -356,7 +356,7 @@ class Queue:
 
     def _wait(self, end: float) -> None:
         """Wait for a change until ``end``, or until a lease is over."""
-        seconds = min(end, self._jobs.leases.next_end()) - self._clock()
+        seconds = min(end, self._jobs.next_end()) - self._clock()
         self._changed.wait(min(max(seconds, 0.0), _LONGEST_WAIT))
         self._take_back_overdue()
 

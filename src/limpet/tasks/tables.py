@@ -93,7 +93,7 @@ class TaskTable:
         self.spec = spec
         self.first_id = first_id
         self.error: TaskError | None = None  # the job has failed, or is no longer in the queue
-        self.leases: dict[int, int] = {}  # the attempt that has leased a task
+        self.leases: dict[int, Lease] = {}
         self.is_blocked = False  # by the job of ``spec.after``
         self.is_ready = False  # the queue has it in the list of jobs with open tasks
         self.is_touched = False  # a task was leased
@@ -249,73 +249,14 @@ class Lease:
     end: float
 
 
-class Leases:
-    """The leases in force. Every operation takes O(log n) steps, amortized."""
-
-    def __init__(self) -> None:
-        self._by_attempt: dict[int, Lease] = {}
-        self._by_worker: dict[tuple[str, Kind], dict[int, Lease]] = {}
-        self._ends: list[tuple[float, int]] = []  # may contain leases that were renewed or ended
-
-    def __len__(self) -> int:
-        return len(self._by_attempt)
-
-    def get(self, attempt: int) -> Lease | None:
-        """Return the lease of an attempt, or None if it is over."""
-        return self._by_attempt.get(attempt)
-
-    def of_worker(self, worker: str, kind: Kind) -> list[Lease]:
-        """Return the leases of a worker, oldest first."""
-        return list(self._by_worker.get((worker, kind), {}).values())
-
-    def add(self, lease: Lease) -> None:
-        """Begin a lease."""
-        self._by_attempt[lease.attempt] = lease
-        key = (lease.worker, lease.table.spec.kind)
-        self._by_worker.setdefault(key, {})[lease.attempt] = lease
-        lease.table.leases[lease.number] = lease.attempt
-        self.push(lease)
-
-    def remove(self, lease: Lease) -> None:
-        """End a lease."""
-        del self._by_attempt[lease.attempt]
-        del lease.table.leases[lease.number]
-        key = (lease.worker, lease.table.spec.kind)
-        held = self._by_worker[key]
-        del held[lease.attempt]
-        if not held:
-            del self._by_worker[key]
-        if len(self._ends) > 64 + 2 * len(self._by_attempt):
-            self._ends = [(x.end, x.attempt) for x in self._by_attempt.values() if x.end < inf]
-            heapify(self._ends)
-
-    def next_end(self) -> float:
-        """Return the time before which no lease ends."""
-        return self._ends[0][0] if self._ends else inf
-
-    def overdue(self, now: float) -> Iterator[Lease]:
-        """Yield the leases whose time is over. The caller removes each."""
-        while self._ends and self._ends[0][0] <= now:
-            _, attempt = heappop(self._ends)
-            lease = self._by_attempt.get(attempt)
-            if lease is not None and lease.end <= now:
-                yield lease
-            elif lease is not None:
-                self.push(lease)
-
-    def push(self, lease: Lease) -> None:
-        """Note when a lease ends, which may be earlier than before."""
-        if lease.end < inf:
-            heappush(self._ends, (lease.end, lease.attempt))
-
-
 # -- all jobs --------------------------------------------------------------------------------------
 
 
 class JobTables:
     """The jobs by name, in the order in which they were added, and the leases of their tasks.
 
-    A lease takes the lowest open task of the first job that has one and is not blocked.
+    A lease takes the lowest open task of the first job that has one and is not blocked. Every
+    operation on leases takes O(log n) steps, amortized.
     """
 
     def __init__(self, attempts: int) -> None:
@@ -327,7 +268,9 @@ class JobTables:
 
     def _clear(self) -> None:
         self.by_name: dict[str, TaskTable] = {}
-        self.leases = Leases()
+        self.leases: dict[int, Lease] = {}  # those in force, by attempt
+        self._held: dict[tuple[str, Kind], dict[int, Lease]] = {}  # by worker
+        self._ends: list[tuple[float, int]] = []  # a heap; may contain leases that were renewed
         self.running: dict[Kind, dict[str, TaskTable]] = {kind: {} for kind in KINDS}
         self.failed: dict[str, TaskTable] = {}  # training jobs
         self._ready: dict[Kind, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
@@ -393,18 +336,19 @@ class JobTables:
         position = table.position(number, records)
         attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
         table.is_touched = True
-        self.leases.add(
-            Lease(
-                attempt=attempt,
-                worker=worker,
-                table=table,
-                number=number,
-                position=position,
-                begin=now,
-                seconds=seconds,
-                end=now + seconds,
-            )
+        lease = Lease(
+            attempt=attempt,
+            worker=worker,
+            table=table,
+            number=number,
+            position=position,
+            begin=now,
+            seconds=seconds,
+            end=now + seconds,
         )
+        self.leases[attempt] = table.leases[number] = lease
+        self._held.setdefault((worker, table.spec.kind), {})[attempt] = lease
+        self._note_end(lease)
         return make_task(
             table.spec.kind,
             id=table.first_id + number,
@@ -418,9 +362,42 @@ class JobTables:
             owner=owner,
         )
 
+    def leases_of(self, worker: str, kind: Kind) -> list[Lease]:
+        """Return the leases of a worker, oldest first."""
+        return list(self._held.get((worker, kind), {}).values())
+
+    def next_end(self) -> float:
+        """Return the time before which no lease ends."""
+        return self._ends[0][0] if self._ends else inf
+
+    def overdue(self, now: float) -> Iterator[Lease]:
+        """Yield the leases whose time is over. The caller ends each."""
+        while self._ends and self._ends[0][0] <= now:
+            lease = self.leases.get(heappop(self._ends)[1])
+            if lease is not None and lease.end <= now:
+                yield lease
+            elif lease is not None:
+                self._note_end(lease)
+
+    def _note_end(self, lease: Lease) -> None:
+        """Note when a lease ends, which may be earlier than before."""
+        if lease.end < inf:
+            heappush(self._ends, (lease.end, lease.attempt))
+
+    def _end_lease(self, lease: Lease) -> None:
+        del self.leases[lease.attempt]
+        del lease.table.leases[lease.number]
+        key = (lease.worker, lease.table.spec.kind)
+        del self._held[key][lease.attempt]
+        if not self._held[key]:
+            del self._held[key]
+        if len(self._ends) > 64 + 2 * len(self.leases):
+            self._ends = [(x.end, x.attempt) for x in self.leases.values() if x.end < inf]
+            heapify(self._ends)
+
     def reopen(self, lease: Lease) -> None:
         """End a lease without blame: its task is open again."""
-        self.leases.remove(lease)
+        self._end_lease(lease)
         lease.table.put_back(lease.number)
         self._list_as_ready(lease.table)
 
@@ -429,7 +406,7 @@ class JobTables:
         if seconds is not None:
             lease.seconds = seconds
         lease.end = now + lease.seconds
-        self.leases.push(lease)
+        self._note_end(lease)
 
     def take_back(self, lease: Lease, cause: str, is_final: bool = False) -> None:
         """End a lease as a failed attempt. Without progress, it uses up one of the attempts, or all
@@ -446,9 +423,9 @@ class JobTables:
         self, table: TaskTable, number: int, result: str | None, attempt: int, now: float
     ) -> None:
         """Complete a task by the report of an attempt, whoever has leased it now."""
-        lease = self.leases.get(table.leases.get(number, 0))
+        lease = table.leases.get(number)
         if lease is not None:
-            self.leases.remove(lease)
+            self._end_lease(lease)
             if lease.attempt == attempt:
                 kind = table.spec.kind
                 self.longest[kind] = max(self.longest[kind], now - lease.begin)
@@ -464,10 +441,8 @@ class JobTables:
         pending = [(table, error)]
         while pending:
             table, error = pending.pop()
-            for attempt in list(table.leases.values()):
-                lease = self.leases.get(attempt)
-                if lease is not None:
-                    self.leases.remove(lease)
+            for lease in list(table.leases.values()):
+                self._end_lease(lease)
             table.fail(error)
             kind, name = table.spec.kind, table.spec.name
             del self.running[kind][name]
