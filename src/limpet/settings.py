@@ -33,14 +33,13 @@ class Settings:
     launched_world_size: int
 
 
-def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read ``LIMPET_THREADS``, ``_DIRECT``, ``_SILENT``, ``_STUCK``, and ``_QUIET``.
 
     ``LIMPET_STATUS`` and ``LIMPET_GRACE``, which ``limpet run`` sets, and ``LIMPET_SECRET`` are
     allowed too: see ``status_folder``, ``run_grace``, and ``evaluation_secret``.
     Raises ``LimpetError`` for an unknown ``LIMPET_`` variable or an invalid value.
     """
-    environ = os.environ if environ is None else environ
     for name in environ:
         if name.startswith("LIMPET_") and name not in _KNOWN:
             raise LimpetError(
@@ -79,19 +78,17 @@ MEMORY_SUFFIX = ".memory"
 ``tiers/flush.py``)."""
 
 
-def status_folder(environ: Mapping[str, str] | None = None) -> str | None:
+def status_folder(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the folder for the status of this process, or None outside ``limpet run``."""
-    environ = os.environ if environ is None else environ
     return environ.get(_STATUS) or None
 
 
-def run_grace(environ: Mapping[str, str] | None = None) -> float | None:
+def run_grace(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return ``--grace`` of the ``limpet run`` above this process, or None outside of it.
 
     That is the time in seconds from a signal until it kills this process. Raises ``LimpetError``
     for an invalid value.
     """
-    environ = os.environ if environ is None else environ
     return _read_seconds(environ, _GRACE, "") if environ.get(_GRACE) else None
 
 
@@ -112,9 +109,8 @@ LAUNCHED_WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
 """A process has this variable if torchrun started it, directly or not."""
 
 
-def launched_worker(environ: Mapping[str, str] | None = None) -> LaunchedWorker | None:
+def launched_worker(environ: Mapping[str, str] = os.environ) -> LaunchedWorker | None:
     """Return what torchrun told this worker, or None if torchrun did not start this process."""
-    environ = os.environ if environ is None else environ
     job_id = environ.get(LAUNCHED_WORKER_VARIABLE)
     if job_id is None:
         return None
@@ -128,7 +124,7 @@ def launched_worker(environ: Mapping[str, str] | None = None) -> LaunchedWorker 
 
 
 def command_environment(
-    folder: str, grace: float, environ: Mapping[str, str] | None = None
+    folder: str, grace: float, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the environment of the command of ``limpet run``.
 
@@ -137,7 +133,6 @@ def command_environment(
     ``--shutdown-timeout`` and ``--signals-to-handle``: an option on its command line takes
     precedence, and a version of PyTorch without that option ignores them.
     """
-    environ = os.environ if environ is None else environ
     defaults = {
         "PET_SHUTDOWN_TIMEOUT": str(math.ceil(grace)),
         # by default, SIGUSR1 and SIGUSR2 end torchrun and leave its workers behind
@@ -146,12 +141,12 @@ def command_environment(
     return {**defaults, **environ, _STATUS: folder, _GRACE: f"{grace:g}"}
 
 
-def aws_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
+def aws_variables(environ: Mapping[str, str] = os.environ) -> frozenset[tuple[str, str]]:
     """Return the environment variables that boto3 reads: a client is made for their values."""
     return _find_variables(environ, ("AWS_",))
 
 
-def cloud_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
+def cloud_variables(environ: Mapping[str, str] = os.environ) -> frozenset[tuple[str, str]]:
     """Return the environment variables that obstore reads: a client is made for their values."""
     return _find_variables(environ, ("AZURE_", "AZURITE_", "GOOGLE_"))
 
@@ -164,13 +159,12 @@ def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, st
     """
     beginnings = ("SLURM_", "KUBERNETES_", "AWS_EC2_METADATA_", "GCE_METADATA_")
     names = ("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "RANK", "LOCAL_RANK")
-    return dict(_find_variables(environ, (*beginnings, *names)))
+    return dict(_find_variables(os.environ if environ is None else environ, (*beginnings, *names)))
 
 
 def _find_variables(
-    environ: Mapping[str, str] | None, beginnings: tuple[str, ...]
+    environ: Mapping[str, str], beginnings: tuple[str, ...]
 ) -> frozenset[tuple[str, str]]:
-    environ = os.environ if environ is None else environ
     # not ``items``: another thread may remove a variable meanwhile
     found = ((n, environ.get(n)) for n in list(environ) if n.startswith(beginnings))
     return frozenset((n, v) for n, v in found if v is not None)
@@ -198,13 +192,11 @@ def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
     return seconds
 
 
-def evaluation_secret(environ: Mapping[str, str] | None = None) -> str | None:
+def evaluation_secret(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the secret of the evaluator and of the workers that connect to it, or None."""
-    environ = os.environ if environ is None else environ
     return environ.get(_SECRET) or None
 
 
-def ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+def ray_address(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the address of the Ray cluster that the environment names, or None."""
-    environ = os.environ if environ is None else environ
     return environ.get("RAY_ADDRESS") or None

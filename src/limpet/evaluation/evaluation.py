@@ -338,9 +338,9 @@ class Evaluation:
         return outcome
 
     def _record_failure(self, snapshot: Snapshot, cause: str) -> Literal["FAILED", "SKIPPED"]:
-        about = FailedEvaluation, self.name, snapshot
+        put = partial(self._run.put_record, FailedEvaluation, self.name, snapshot)
         try:
-            self._write(lambda: self._run.put_record(*about, cause=cause[:MAX_TEXT]))
+            self._write(partial(put, cause=cause[:MAX_TEXT]))
         except (NotFound, FormatError):
             return "SKIPPED"
         return "FAILED"
@@ -354,14 +354,14 @@ class Evaluation:
             )
         # first: a version that has metrics is not evaluated again
         self._record_objective(metrics)
-        self._write(lambda: self._run.add_metrics(snapshot, metrics, self.name))
+        self._write(partial(self._run.add_metrics, snapshot, metrics, self.name))
 
     def _record_objective(self, metrics: Collection[str]) -> None:
         """Record the objective, once, as soon as there is a result with its metric."""
         objective = self._objective
         if objective is None or self._has_recorded_objective or objective.metric not in metrics:
             return
-        self._write(lambda: record_objective(self._run.store, objective))
+        self._write(partial(record_objective, self._run.store, objective))
         self._has_recorded_objective = True
 
     def _write(self, record: Callable[[], object]) -> None:

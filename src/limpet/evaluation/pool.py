@@ -123,7 +123,7 @@ class WorkerPool:
         device: str | None,
     ) -> None:
         self._workers, self._functions = workers, functions
-        inline = workers.is_inline
+        self._is_inline = inline = workers.is_inline
         names = {
             label: None if function is None else FunctionName.of(function, label)
             for label, function in functions.items()
@@ -156,7 +156,7 @@ class WorkerPool:
         Raises ``LimpetError`` if that fails, unless the pool is closed meanwhile.
         """
         try:
-            if self._workers.is_inline:
+            if self._is_inline:
                 self._inline = Worker(resolve(self._functions))
             if self._workers.listen is not None:
                 own = parse_address(self._server.listen(*parse_address(self._workers.listen)))
@@ -205,6 +205,8 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers."""
         self._closing.set()
+        if self._is_inline:
+            return
         self._server.close()
         for place in self._places:
             if isinstance(place.process, LocalProcess):
@@ -228,13 +230,13 @@ class WorkerPool:
             place.restarts = place.completed = 0
             place.is_given_up = False
         try:
-            while not job.has_ended(0.0 if self._workers.is_inline else _TEND_SECONDS):
+            while not job.has_ended(0.0 if self._is_inline else _TEND_SECONDS):
                 if self._closing.is_set():
                     raise WorkerLost("The evaluation has been stopped")
-                task = self.queue.evaluation.get() if self._workers.is_inline else None
-                if task is not None:
+                if not self._is_inline:
+                    self._tend(job, is_starting=work.kind == "count")
+                elif (task := self.queue.evaluation.get()) is not None:
                     self._inline.do(task)
-                self._tend(job, is_starting=work.kind == "count")
             return job.results()
         except JobFailed as e:
             cause, attempts = e.fields["cause"].rstrip("."), self._workers.attempts

@@ -63,11 +63,8 @@ def open_shared_reader(
 ) -> Iterator[SnapshotReader | SharedReader]:
     """Yield a reader with which the ranks of this host read the snapshot together. Yield the
     snapshot itself if this host has no other rank, or if its ranks cannot share memory."""
-    with connect_host_peers(collective, snapshot.url) as memory:
-        if memory is None:
-            yield snapshot
-        else:
-            yield SharedReader(snapshot, HostPeers(collective, memory))
+    with connect_host_peers(collective, snapshot.url) as peers:
+        yield snapshot if peers is None else SharedReader(snapshot, peers)
 
 
 class SharedReader:

@@ -62,6 +62,7 @@ class Agreement:
         idle_poll: tuple[float, float] = IDLE_POLL,
         observer: Observer | None = None,
     ) -> None:
+        self._observer = observer or Observer()
         if (kv := group.kv) is None:
             raise ValueError("An agreement needs several ranks")
         self._kv = kv
@@ -72,11 +73,10 @@ class Agreement:
             f"{group.next_sequence_number()}/{name}",
             self._gate,
             idle_poll,
-            observer,
+            self._observer,
         )
         self._proposals: SimpleQueue[Proposal | str | None] = SimpleQueue()
         self._closed = False
-        self._observer = observer
         self._thread = Thread(target=self._watch, name="limpet-agree", daemon=True)
         self._thread.start()
 
@@ -121,8 +121,7 @@ class Agreement:
             yield
         except BaseException:
             self._kv.peer_error = None  # if it was that of another rank, this rank raises it now
-            if self._observer is not None:
-                self._observer.on_raised()
+            self._observer.on_raised()
             raise
 
     def close(self) -> None:

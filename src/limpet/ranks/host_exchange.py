@@ -140,18 +140,9 @@ def _map_memory(fd: int, length: int, offset: int) -> mmap.mmap:
     return mapping
 
 
-class HostMemory(NamedTuple):
-    """The segments of the ranks of one host, in rank order. ``own``: the position of this rank."""
-
-    url: str
-    ranks: list[int]
-    own: int
-    segments: list[SharedSegment]
-
-
 @contextmanager
-def connect_host_peers(collective: Collective, url: str) -> Iterator[HostMemory | None]:
-    """Connect the ranks of this host and yield their memory.
+def connect_host_peers(collective: Collective, url: str) -> Iterator[HostPeers | None]:
+    """Connect the ranks of this host, which read the snapshot at ``url`` together.
 
     Yields None for the only rank of a host, or if the ranks cannot map each other's memory; the
     event ``read_alone`` then reports the reason. All ranks of the collective must enter.
@@ -175,7 +166,7 @@ def connect_host_peers(collective: Collective, url: str) -> Iterator[HostMemory 
             ranks = [peer.rank for peer in peers]
             own = ranks.index(collective.rank)
             segments.insert(own, segments.pop(0))
-            yield HostMemory(url, ranks, own, segments)
+            yield HostPeers(collective, url, ranks, own, segments)
     finally:
         for segment in segments:
             segment.close()
@@ -258,17 +249,24 @@ _ITEM_MASK = (1 << _ITEM_BITS) - 1
 class HostPeers:
     """The ranks of one host in a collective.
 
-    All of them make the same calls. The collective reports errors. ``peer_index``: the position of
-    this rank among them in rank order.
+    All of them make the same calls. The collective reports errors. ``segments``: their memory, in
+    rank order; ``peer_index``: the position of this rank among them.
     """
 
-    def __init__(self, collective: Collective, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        collective: Collective,
+        url: str,
+        ranks: list[int],
+        peer_index: int,
+        segments: list[SharedSegment],
+    ) -> None:
         self.collective = collective
-        self.memory = memory
-        self.ranks = memory.ranks
-        self.peer_index = memory.own
-        self.segments = memory.segments
+        self.ranks = ranks
+        self.peer_index = peer_index
+        self.segments = segments
         self.phase = 0
+        self._url = url
         self._is_usable = True
 
     def own_items(self, readers: Sequence[int]) -> list[int]:
@@ -312,7 +310,7 @@ class HostPeers:
         if failed:
             self._is_usable = False
             reason = f"rank {failed[0]} cannot allocate shared memory{reason}"
-            events.emit("read_alone", url=self.memory.url, reason=reason)
+            events.emit("read_alone", url=self._url, reason=reason)
             return False
         _Exchange(self, _Layout(sizes, turns, slot_size, slots), groups, read, consume).run()
         self.phase += 2 * max(turns)

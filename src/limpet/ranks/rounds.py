@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,8 +29,8 @@ class RoundDeadline(NamedTuple):
     cause: str
 
 
-class Observer(Protocol):
-    """Learns of what the ranks publish. The thread of the agreement calls it."""
+class Observer:
+    """Learns of what the ranks publish, and does nothing. The thread of the agreement calls it."""
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """A rank has proposed an action with a deadline, or an earlier deadline."""
@@ -79,7 +79,7 @@ class RoundParticipant:
         name: str,
         gate: StepGate,
         idle_poll: tuple[float, float],
-        observer: Observer | None = None,
+        observer: Observer,
     ) -> None:
         self.proposed: set[str] = set()
         self.closing = False
@@ -174,8 +174,7 @@ class RoundParticipant:
             return
         self._deadline = deadline
         self._limit_waits()
-        if self._observer is not None:
-            self._observer.on_deadline(deadline)
+        self._observer.on_deadline(deadline)
 
     def _limit_waits(self) -> None:
         """Let the waits of this round end early: with 30 s left, within 10 s."""
@@ -345,11 +344,9 @@ class RoundParticipant:
         self._begin_round()
         if failed_actions:
             emit("not_agreed", wanted=sorted(failed_actions), error=error)
-        if self._observer is not None:
-            if failed_actions:
-                self._observer.on_failure(frozenset(failed_actions), error)
-            if finished.outcome == RAISED and finished.rank != self._kv.rank:
-                self._observer.on_error(finished.reason)
+            self._observer.on_failure(frozenset(failed_actions), error)
+        if finished.outcome == RAISED and finished.rank != self._kv.rank:
+            self._observer.on_error(finished.reason)
         self._kv.delete(acks)
         if self._kv.increment(f"{key}/left") == self._size:
             counts = [f"{key}/{attempt}" for attempt in range(finished.attempt + 1)]
@@ -359,8 +356,7 @@ class RoundParticipant:
         """Report that an action was proposed after the end of the agreement."""
         error = self.closed_error or RankFailed("The agreement has ended")
         emit("not_agreed", wanted=[action], error=error)
-        if self._observer is not None:
-            self._observer.on_failure(frozenset({action}), error)
+        self._observer.on_failure(frozenset({action}), error)
 
     def abort(self, error: Exception) -> None:
         """End the agreement after an error of the store.
@@ -385,8 +381,7 @@ class RoundParticipant:
         self.proposed.clear()
         if failed_actions and not self.closing:
             emit("not_agreed", wanted=sorted(failed_actions), error=closed_error)
-            if self._observer is not None:
-                self._observer.on_failure(frozenset(failed_actions), closed_error)
+            self._observer.on_failure(frozenset(failed_actions), closed_error)
 
 
 def _describe(current: Round) -> str:

@@ -37,7 +37,7 @@ from limpet.notices.watcher import NoticeWatcher
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.error_report import decode_raised, is_from_torch
 from limpet.ranks.group import Group
-from limpet.ranks.rounds import RoundDeadline
+from limpet.ranks.rounds import Observer, RoundDeadline
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
 from limpet.training.goodput import Goodput
@@ -65,7 +65,7 @@ _NOTHING: frozenset[str] = frozenset()
 E = TypeVar("E", BaseException, BaseException | None)
 
 
-class PreemptionResponse:
+class PreemptionResponse(Observer):
     """Responds to notices, of this process and of other ranks, as ``Preemption`` says.
 
     The watcher of the sources, the thread of the agreement, and the exit timer call it on their
