@@ -113,7 +113,7 @@ def shard_of(store: Store, folder: str) -> str:
 def forget(ckpt: Checkpointer) -> None:
     """Let later trainings of this process not know of this one, as if it were in another process
     or had been killed: otherwise, they would close it."""
-    takeover._trainers.pop(ref(ckpt._saver), None)
+    takeover._trainings.pop(ref(ckpt._saver), None)
 
 
 def delete_version(store: Store, step: int) -> None:

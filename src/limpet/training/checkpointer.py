@@ -151,7 +151,7 @@ class Checkpointer:
         check_not_version(self.run)
         self._group = saving_group(group)
         self._make_parts(options)
-        take_over(self)
+        take_over(self._ending)
 
     def _make_parts(self, options: Options) -> None:
         self._early_stop = EarlyStop(options.stop, self.run, self._group)
@@ -187,6 +187,7 @@ class Checkpointer:
             lifecycle=self._lifecycle,
             step_counter=self._step_counter,
             start_save=self._start_save,
+            release=self._release,
             savepoint=self._savepoint,
         )
         self._preemption = PreemptionResponse(
@@ -627,7 +628,7 @@ class Checkpointer:
             self._ending.warn_unsaved(error)
 
     def __enter__(self) -> Self:
-        self._ending.enter()
+        self._ending.is_entered = True
         self._preemption.watch()
         return self
 
@@ -635,8 +636,8 @@ class Checkpointer:
         if error is None:
             self._preemption.end(None, self._close)
         else:
-            left, parts = self._preemption.leave_after(error), (self._agreement, self._release)
-            self._preemption.end(left or error, lambda e: self._ending.finish_after(e, *parts))
+            left, agreement = self._preemption.leave_after(error), self._agreement
+            self._preemption.end(left or error, lambda e: self._ending.finish_after(e, agreement))
             if left is not None:
                 raise left from error
 

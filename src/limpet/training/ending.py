@@ -33,7 +33,6 @@ from limpet.snapshot import pins
 from limpet.text import user_line, warn_user
 from limpet.threads import no_op
 from limpet.tiers.ladder import Ladder
-from limpet.training.arguments import not_entered_error
 from limpet.training.cadence import Cadence
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
 from limpet.training.saver import Saver, SaveSpec, version_of
@@ -63,18 +62,22 @@ class Ending:
         cadence: Cadence,
         lifecycle: Lifecycle,
         step_counter: StepCounter,
-        start_save: Callable[[str, None, Deadline], object],
+        start_save: Callable[..., object],
+        release: Callable[[], object],
         savepoint: StepSavepoint,
     ) -> None:
         self.policy = policy
         self._group = saver.group
-        self._saver = saver
+        self.saver = saver
         self._cadence = cadence
         self._lifecycle = lifecycle
-        self._step_counter = step_counter
-        self._start_save: Callable[..., object] = start_save
+        self.step_counter = step_counter
+        self._start_save = start_save
+        self._release = release
         self._savepoint = savepoint
-        self._is_entered = False
+        self.is_entered = False
+        """True in a ``with`` block, which allows saves after an exception."""
+
         self.ladder = Ladder(saver.run, saver.group, saves=not isinstance(policy, Never))
 
     # -- after a notice -------------------------------------------------------------------------
@@ -82,34 +85,40 @@ class Ending:
     def save_last_step(self, deadline: Deadline) -> None:
         """Save the last step on all ranks, and wait until it is committed. ``Never`` saves nothing.
         A save in flight is awaited first, but no promotion. If it fails, this one may succeed."""
-        saver, step = self._saver, self._step_counter.progress.step
+        saver, step = self.saver, self.step_counter.progress.step
         with suppress(StoreError, CommitError):  # an event has reported it
             saver.wait_before_last(saver.begun_step == step, deadline)
         is_saved = saver.saved_step == step
         if not is_saved and not isinstance(self.policy, Never):
             self._start_save("preemption", None, deadline)
-            self._saver.wait_on_all_ranks(deadline)
-
-    def leave(self, code: int, problem: object, deadline: Deadline) -> None:
-        self.ladder.leave(code, problem, deadline)
+            self.saver.wait_on_all_ranks(deadline)
 
     # -- during the training -------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Allow saves after an exception, because a ``with`` block begins."""
-        self._is_entered = True
-
     def check_entered(self) -> None:
-        """Raise ``LimpetError`` if ``OnException`` is used outside a ``with`` block."""
-        if self.policy.on_exception and not self._is_entered:
-            raise not_entered_error()
+        """Raise ``LimpetError`` if ``OnException`` is used outside a ``with`` block. Without the
+        block, the Checkpointer does not see that the training raised."""
+        if self.policy.on_exception and not self.is_entered:
+            raise LimpetError(
+                "OnException can never fire: the Checkpointer is not used as a context manager",
+                expected='the training inside a "with limpet.Checkpointer(...) as ckpt:" block',
+                found="a step outside such a block",
+                todo="Use a with block, or remove OnException(), which copies state at every step",
+            )
 
     def warn_if_collected(self, checkpointer: object) -> None:
         """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, without
         ``close``."""
         if self._group.rank == 0:
-            parts = self.policy, self._lifecycle, self._saver, self._step_counter
-            finalize(checkpointer, warn_collected, *parts, user_line())
+            finalize(
+                checkpointer,
+                warn_collected,
+                policy=self.policy,
+                lifecycle=self._lifecycle,
+                saver=self.saver,
+                step_counter=self.step_counter,
+                line=user_line(),
+            )
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -133,9 +142,9 @@ class Ending:
         if at_end and error is None:
             self._save()
         if could_save and error is None and not is_process_ending():
-            saver = self._saver
+            saver = self.saver
             if not is_leaving:
-                saver.attempt(record_end, saver, self._step_counter.progress.epoch)
+                saver.attempt(record_end, saver, self.step_counter.progress.epoch)
             saver.attempt(finish_retention, saver)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
@@ -145,46 +154,41 @@ class Ending:
 
     def _wait(self) -> None:
         if not self._lifecycle.is_forked:
-            self._saver.attempt(self._saver.wait)
+            self.saver.attempt(self.saver.wait)
 
     def _save(self) -> None:
-        step = self._step_counter.progress.step
-        if must_save_last_step(self._group, step, self._saver.saved_step == step):
-            self._saver.attempt(self._start_save, "end")
+        step = self.step_counter.progress.step
+        if must_save_last_step(self._group, step, self.saver.saved_step == step):
+            self.saver.attempt(self._start_save, "end")
             self._wait()
 
-    def finish_after(
-        self,
-        error: BaseException,
-        agreement: Agreement | LocalAgreement,
-        release: Callable[[], object],
-    ) -> None:
-        """End the training after ``error`` has ended the ``with`` block.
+    def finish_after(self, error: BaseException, agreement: Agreement | LocalAgreement) -> None:
+        """End the training after ``error`` has ended the ``with`` block, and release everything.
 
-        ``release`` is called when no save is in flight anymore. Failures are reported in addition
-        to ``error``. Raises the error of the rank that raised first, from ``error``.
+        Failures are reported in addition to ``error``. Raises the error of the rank that raised
+        first, from ``error``.
         """
         if isinstance(error, Preempted | NoProgress):
-            release()
+            self._release()
             return
         first = None
         if not isinstance(error, SystemExit) or error.code:
             first = agreement.publish_error(error)
         try:
-            self.finish_here(error, release)
+            self.finish_here(error)
             self.ladder.end(error)
         finally:
             if first is not None:
                 raise first from error
 
-    def finish_here(self, error: BaseException, release: Callable[[], object]) -> None:
+    def finish_here(self, error: BaseException) -> None:
         """Do the same, but do not tell the other ranks, and leave the record of restarts alone."""
         problems: list[str] = []
         could_save = self._lifecycle.can_save
         try:
-            self._exit(error, problems, release)
+            self._exit(error, problems)
         except Exception as e:
-            tolerated = self._saver.on_error == "warn" and isinstance(e, StoreError | CommitError)
+            tolerated = self.saver.on_error == "warn" and isinstance(e, StoreError | CommitError)
             if isinstance(error, SystemExit) and not error.code and not tolerated:
                 raise  # exit code 0 would report success to the parent process
             problems.append(f"the last save failed: {format_with_notes(e)}")
@@ -194,12 +198,7 @@ class Ending:
             self.warn_unsaved(error)  # Python shows no traceback
 
     @exclusive
-    def _exit(
-        self,
-        error: BaseException,
-        problems: list[str],
-        release: Callable[[], object],
-    ) -> None:
+    def _exit(self, error: BaseException, problems: list[str]) -> None:
         try:
             if self._lifecycle.can_save:
                 self._save_after(error, problems)
@@ -207,21 +206,76 @@ class Ending:
             try:
                 self._wait()
             finally:
-                release()
+                self._release()
 
     def _save_after(self, error: BaseException, problems: list[str]) -> None:
         label = self._savepoint.label
         if self.policy.on_exception and label is not None:
-            ExceptionSave(self._savepoint, self._group, self._saver).save(label, error, problems)
+            self._save_before_exception(label, error, problems)
         elif self.policy.at_end:
             report_exception(self._group, error)
+
+    def _save_before_exception(
+        self, label: SaveSpec, error: BaseException, problems: list[str]
+    ) -> None:
+        """Save the state after the last step, because the next step has raised.
+
+        Whatever prevents the save is appended to ``problems``. If another rank raised a different
+        error first, that error is most likely the cause. It is then reported in ``problems``, or
+        as a note on ``error`` and in the note of the version.
+        """
+        step, cause = label.version.step, describe_cause(error)
+        first = Arrival(self._group.rank, "", cause)
+        try:
+            collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, cause)
+            first = collective.first_arrival
+            with closing(collective), collective:
+                _compare_steps(collective, step, "The ranks did not raise in the same step")
+        except RankFailed as e:
+            failure = LimpetError(e.what, expected=e.expected, found=e.found)  # without advice
+            problems.append(
+                f"the state after step {step} was not saved:"
+                f" {failure}{_first_error_text(first, cause)}"
+            )
+        else:
+            if first_error := _first_error_text(first, cause):
+                error.add_note(first_error.strip())
+                cause = f"{first.cause} (rank {first.rank})"
+            self._save_captured(label._replace(note={**label.note, "error": cause}), problems)
+
+    def _save_captured(self, label: SaveSpec, problems: list[str]) -> None:
+        """Save the captured state, if all ranks still have it.
+
+        Whatever prevents the save is appended to ``problems``. Raises the error of the save if it
+        fails.
+        """
+        saver, earlier_error = self.saver, None
+        try:
+            saver.wait()
+        except Exception as e:  # noqa: BLE001  (this save may succeed although that one failed)
+            earlier_error = e
+        state, own_reason = None, _ALREADY_SAVED
+        if saver.writer.newest is None or version_of(saver.writer.newest) != label.version:
+            state = self._savepoint.flatten(self._group.rank)
+            own_reason = str(self._savepoint.invalid_reason) if state is None else ""
+        operation = "the state before an exception"
+        reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)
+        if reason and reason != _ALREADY_SAVED:
+            problems.append(f"the state after step {label.version.step} was not saved: {reason}")
+            if earlier_error is not None:
+                raise earlier_error
+        elif earlier_error is not None:
+            problems.append(f"an earlier save failed: {format_with_notes(earlier_error)}")
+        if state is not None and not reason:
+            saver.start(state, label)
+            saver.wait()
 
     def warn_unsaved(self, error: BaseException | None) -> None:
         """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
         step, saved_step, url = (
-            self._step_counter.progress.step,
-            self._saver.saved_step,
-            self._saver.run.url,
+            self.step_counter.progress.step,
+            self.saver.saved_step,
+            self.saver.run.url,
         )
         if step != saved_step and not isinstance(self.policy, Never):
             events.emit("left_unsaved", run=url, step=step, since=saved_step)
@@ -232,9 +286,9 @@ class Ending:
 
     def close(self) -> None:
         if self._start_save is not no_op:
-            saver, step = self._saver, self._step_counter.progress.step
+            saver, step = self.saver, self.step_counter.progress.step
             self._lifecycle.emit_finished(saver.url, step, saver.saved_step)
-        self._start_save = no_op  # it refers to the Checkpointer, which refers to this object
+        self._start_save = self._release = no_op  # the Checkpointer refers to this object
         self._savepoint.close()
 
 
@@ -268,68 +322,6 @@ def report_exception(group: Group, error: BaseException) -> None:
         collective = group.collective(_END, JOIN_TIMEOUT, describe_cause(error))
         collective.abort(error)
         collective.close()
-
-
-class ExceptionSave:
-    """Saves the state after the last step, because the next step has raised."""
-
-    def __init__(self, savepoint: StepSavepoint, group: Group, saver: Saver) -> None:
-        self._savepoint = savepoint
-        self._group = group
-        self._saver = saver
-
-    def save(self, label: SaveSpec, error: BaseException, problems: list[str]) -> None:
-        """Save the state before the step that raised.
-
-        Whatever prevents the save is appended to ``problems``. If another rank raised a different
-        error first, that error is most likely the cause. It is then reported in ``problems``, or
-        as a note on ``error`` and in the note of the version.
-        """
-        step, cause = label.version.step, describe_cause(error)
-        first = Arrival(self._group.rank, "", cause)
-        try:
-            collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, cause)
-            first = collective.first_arrival
-            with closing(collective), collective:
-                _compare_steps(collective, step, "The ranks did not raise in the same step")
-        except RankFailed as e:
-            failure = LimpetError(e.what, expected=e.expected, found=e.found)  # without advice
-            problems.append(
-                f"the state after step {step} was not saved:"
-                f" {failure}{_first_error_text(first, cause)}"
-            )
-        else:
-            if first_error := _first_error_text(first, cause):
-                error.add_note(first_error.strip())
-                cause = f"{first.cause} (rank {first.rank})"
-            self._save(label._replace(note={**label.note, "error": cause}), problems)
-
-    def _save(self, label: SaveSpec, problems: list[str]) -> None:
-        """Save the captured state, if all ranks still have it.
-
-        Whatever prevents the save is appended to ``problems``. Raises the error of the save if it
-        fails.
-        """
-        saver, earlier_error = self._saver, None
-        try:
-            saver.wait()
-        except Exception as e:  # noqa: BLE001  (this save may succeed although that one failed)
-            earlier_error = e
-        state, own_reason = None, _ALREADY_SAVED
-        if saver.writer.newest is None or version_of(saver.writer.newest) != label.version:
-            state = self._savepoint.flatten(self._group.rank)
-            own_reason = str(self._savepoint.invalid_reason) if state is None else ""
-        operation = "the state before an exception"
-        reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)
-        if reason and reason != _ALREADY_SAVED:
-            problems.append(f"the state after step {label.version.step} was not saved: {reason}")
-            if earlier_error is not None:
-                raise earlier_error
-        elif earlier_error is not None:
-            problems.append(f"an earlier save failed: {format_with_notes(earlier_error)}")
-        if state is not None and not reason:
-            saver.start(state, label)
-            saver.wait()
 
 
 _ALREADY_SAVED = "saved"

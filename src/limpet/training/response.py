@@ -328,7 +328,7 @@ class PreemptionResponse(Observer):
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
         if code == SAVED and not self._is_without_ranks:
             limit = Deadline.after(_NOTE_SECONDS, "the end of this process")
-            leave = partial(self._ending.leave, code, self._failure, limit)
+            leave = partial(self._ending.ladder.leave, code, self._failure, limit)
             call_with_limit(leave, "limpet-end", _NOTE_SECONDS)
         with suppress(LimpetError):
             code = leave_code(self._status(code, message))
@@ -440,7 +440,7 @@ class PreemptionResponse(Observer):
             seconds_left=deadline.seconds_left,
             error=problem,
         )
-        self._ending.leave(code, problem, deadline)
+        self._ending.ladder.leave(code, problem, deadline)
         with self._lock:
             self.has_left, self._failure, self._deadline = True, None, None
         self._savepoint_saver.close()

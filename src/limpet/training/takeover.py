@@ -15,7 +15,6 @@ import os
 import warnings
 from contextlib import suppress
 from threading import current_thread
-from typing import Protocol
 from weakref import ref
 
 from limpet import events
@@ -27,43 +26,29 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user
 from limpet.training.ending import Ending, describe_unsaved_steps
-from limpet.training.lifecycle import Lifecycle
 from limpet.training.saver import Saver
-from limpet.training.step_counter import StepCounter
 
-
-class Trainer(Protocol):
-    """The parts of a ``Checkpointer`` that a takeover uses."""
-
-    _lifecycle: Lifecycle
-    _ending: Ending
-    _saver: Saver
-    _step_counter: StepCounter
-
-    def _release(self) -> None: ...
-
-
-_trainers: dict[ref[Saver], ref[Trainer]] = {}
-"""The Checkpointers of this process, by their ``Saver``, which lives until its saves have ended.
+_trainings: dict[ref[Saver], ref[Ending]] = {}
+"""The trainings of this process, by their ``Saver``, which lives until its saves have ended.
 
 There is no lock: each access is a single operation of the dict.
 """
 
-after_fork(_trainers.clear)  # they belong to the parent
+after_fork(_trainings.clear)  # they belong to the parent
 
 
-def _forget(saver: ref[Saver], trainers: dict[ref[Saver], ref[Trainer]] = _trainers) -> None:
-    trainers.pop(saver, None)  # a parameter: at the exit of the interpreter, globals are None
+def _forget(saver: ref[Saver], trainings: dict[ref[Saver], ref[Ending]] = _trainings) -> None:
+    trainings.pop(saver, None)  # a parameter: at the exit of the interpreter, globals are None
 
 
-def take_over(trainer: Trainer) -> None:
-    """End the earlier trainings of this process that have the run and the rank of ``trainer``.
+def take_over(newer: Ending) -> None:
+    """End the earlier trainings of this process that have the run and the rank of a ``newer`` one.
 
     A warning names the steps that no version holds. Raises ``LimpetError``, and changes nothing,
     if such a Checkpointer was made by another thread, or one of its calls is running.
     """
-    saver = trainer._saver
-    for known, owner in _trainers.copy().items():
+    saver = newer.saver
+    for known, owner in _trainings.copy().items():
         earlier = known()
         if (
             earlier is not None
@@ -71,28 +56,28 @@ def take_over(trainer: Trainer) -> None:
             and _is_same_run(earlier, saver)
         ):
             _end(earlier, owner())
-    _trainers[ref(saver, _forget)] = ref(trainer)
+    _trainings[ref(saver, _forget)] = ref(newer)
 
 
-def _end(saver: Saver, owner: Trainer | None) -> None:
-    """End an earlier training. ``owner``: its Checkpointer, unless that has been discarded."""
-    if owner is None or owner._lifecycle.is_closed:
+def _end(saver: Saver, earlier: Ending | None) -> None:
+    """End an earlier training, or wait for its saves if its Checkpointer has been discarded."""
+    if earlier is None or earlier._lifecycle.is_closed:
         try:
             saver.wait()
         except Exception as e:  # noqa: BLE001  (the new training may be what the user does about it)
             warn_user(f"The last save of an earlier Checkpointer failed: {e}", SaveFailed)
         saver.writer_lock.release()
         return
-    lifecycle, run = owner._lifecycle, saver.run.url
-    _check_may_close(owner, lifecycle, run)
+    lifecycle, run = earlier._lifecycle, saver.run.url
+    _check_may_close(earlier)
     lifecycle.was_taken_over = True
     could_save = lifecycle.can_save
     error = LimpetError(f"A newer Checkpointer of this process has taken {run} over")
-    owner._ending.finish_here(error, owner._release)
-    step, saved_step = owner._step_counter.progress.step, saver.saved_step
+    earlier.finish_here(error)
+    step, saved_step = earlier.step_counter.progress.step, saver.saved_step
     if could_save:
         events.emit("taken_over", run=run, step=step, saved=saved_step)
-    if could_save and step != saved_step and not isinstance(owner._ending.policy, Never):
+    if could_save and step != saved_step and not isinstance(earlier.policy, Never):
         reason = "a newer Checkpointer of this process has taken the run over"
         if saved_step:
             reason += f". Call its resume() to continue from step {saved_step}"
@@ -101,18 +86,19 @@ def _end(saver: Saver, owner: Trainer | None) -> None:
         warnings.warn_explicit(message, UnsavedSteps, *user_line())
 
 
-def _check_may_close(owner: Trainer, lifecycle: Lifecycle, run: str) -> None:
-    """Raise ``LimpetError`` if the Checkpointer ``owner`` is in use by another part of the program:
-    another thread made it, or a call of it is running."""
-    running = lifecycle.running_call()
+def _check_may_close(training: Ending) -> None:
+    """Raise ``LimpetError`` if a Checkpointer is in use by another part of the program: another
+    thread made it, or a call of it is running."""
+    lifecycle, running = training._lifecycle, training._lifecycle.running_call()
     if running is not None:
         found = f"a call of {running[0]}() in {running[1]} thread"
     elif lifecycle.made_by is not current_thread():
-        found = f"{owner!r}, which another thread has made"
+        step = training.step_counter.progress.step
+        found = f"one at step {step}, which another thread has made"
     else:
         return
     raise LimpetError(
-        f"An earlier Checkpointer of this process is in use for {run}",
+        f"An earlier Checkpointer of this process is in use for {training.saver.url}",
         expected="a run without an open Checkpointer, or one of this thread that is idle",
         found=found,
         todo="Close that Checkpointer first, or give each training its own run",
