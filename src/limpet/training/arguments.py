@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from limpet.arguments import seconds, whole
-from limpet.data.progress import Progress
 from limpet.errors import LimpetError, PlanError
 from limpet.format.names import parse_version
-from limpet.format.tree import MAX_DEPTH, child_keys
+from limpet.format.tree import MAX_DEPTH
 from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
@@ -22,8 +21,6 @@ from limpet.text import MAX_SHOWN, format_list, with_article
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
 from limpet.training.preemption import Preemption
-
-_MAX_SUGGESTED = 8
 
 
 @dataclass(frozen=True)
@@ -251,90 +248,3 @@ def acquire_run(
         return True
 
     all_reduce(group, "the first step", rank_arguments, dict[str, str], check_and_lock, bool)
-
-
-def not_entered_error() -> LimpetError:
-    """Return the error for ``OnException`` outside a ``with`` block.
-
-    Without the block, the Checkpointer does not see that the training raised.
-    """
-    return LimpetError(
-        "OnException can never fire: the Checkpointer is not used as a context manager",
-        expected='the training inside a "with limpet.Checkpointer(...) as ckpt:" block',
-        found="a step outside such a block",
-        todo="Use a with block, or remove OnException(), which copies state at every step",
-    )
-
-
-def suggest_new_run(url: str, state: dict[str, Any], error: PlanError) -> str:
-    """Return the advice for a new run that begins with the version and a changed state."""
-    if unloaded := error.fields["match"].unloaded:
-        names = ", ".join(unloaded[:_MAX_SUGGESTED])
-        return (
-            f"No name that the version has in {names} is a live one, and only rename= can load the"
-            f' values: use another folder and resume(start="{url}@latest", rename={{OLD: NEW}})'
-        )
-    return (
-        "Or continue with the changed state in a new run: use another folder and"
-        f" {suggest_start(url, state, error)}"
-    )
-
-
-def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
-    """Return the ``resume`` call that loads the matching part of a version into a changed state.
-
-    ``error``: the one of the load. Its ``match`` must have no ``unloaded`` module.
-    """
-    match = error.fields["match"]
-    left = {"missing": match.lacking, "unexpected": match.surplus}
-    members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
-    resized, dtypes = error.fields["mismatched"], error.fields["dtypes"]
-    other_kinds = {*error.fields["misfits"]}.difference(resized, dtypes)
-    misfits = {key.partition("/")[0] for key in other_kinds}
-    excluded = set(misfits)
-    if any(
-        _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
-        for m in misfits
-    ):
-        # an optimizer's slots belong to the old parameters, and so do a scheduler's learning rates
-        excluded |= {
-            m for m, value in members.items() if _has_attribute(value, "param_groups", "optimizer")
-        }
-    chosen = [m for m in members if m not in excluded]
-    arguments, hint = [f'start="{url}@latest"'], ""
-    if match.rename:
-        arguments.append(f"rename={match.rename}")
-    if misfits:
-        listed = ", ".join(f'"{m}"' for m in chosen) if len(chosen) <= _MAX_SUGGESTED else ""
-        arguments.append(f"keys=[{listed or '...'}]")
-        partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
-        if partial:
-            hint = f". Add the matching keys of {', '.join(partial[:_MAX_SUGGESTED])} to keys="
-    schedulers = [m for m in excluded if m in members and _has_attribute(members[m], "get_last_lr")]
-    continuing = [m for m in chosen if isinstance(members[m], Progress)]
-    if schedulers and continuing:
-        hint += (
-            f". {', '.join(sorted(schedulers))} then begins at step 0, although {continuing[0]}"
-            f" continues: omit {continuing[0]} as well, or advance the scheduler to the same step"
-        )
-    arguments += [
-        f'{name}="{choice}"'
-        for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
-        if any(not misfits or key.partition("/")[0] in chosen for key in left[name])
-    ]
-    is_resized, is_cast = (
-        any(key.partition("/")[0] not in excluded for key in keys) for keys in (resized, dtypes)
-    )
-    if is_resized or is_cast:
-        arguments.append('mismatched="keep"' if is_resized else 'mismatched="cast"')
-    if is_resized and is_cast:
-        hint += ". Convert the tensors of another dtype to that of the version first"
-    return f"resume({', '.join(arguments)}){hint}"
-
-
-def _has_attribute(value: Any, *attributes: str) -> bool:
-    """Return True if a value, or a value in its dicts, lists, and tuples, has an attribute."""
-    if isinstance(value, dict | list | tuple):
-        items = value.values() if isinstance(value, dict) else value
-        return any(_has_attribute(v, *attributes) for v in items)
-    return any(hasattr(value, a) for a in attributes)

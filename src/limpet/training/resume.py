@@ -42,7 +42,7 @@ from limpet.text import format_list, to_repr, warn_user
 from limpet.tiers.inventory import WHERE, CurrentLine, Sources, TierName, TierSnapshot
 from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
-from limpet.training.arguments import check_not_snapshot, suggest_new_run
+from limpet.training.arguments import check_not_snapshot
 
 
 def resume_run(
@@ -189,12 +189,14 @@ def _coordinate(
             raise  # from an object in the state, which gives more specific advice
         is_new = e.fields["missing"] and not (e.fields["unexpected"] or e.fields["misfits"])
         keep = ' Or keep the live values of these keys: resume(missing="keep").' if is_new else ""
+        options = (e.todo or "").partition("options as needed: ")[2].replace("cast=True", CAST)
         raise type(e)(
             e.what,
             expected=e.expected,
             found=e.found,
-            todo=f"Restore the earlier structure of the state.{keep}"
-            f" {suggest_new_run(run.url, loader.state, e)}",
+            todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
+            f' state in a new run: use another folder and resume(start="{run.url}@latest"), with'
+            f" options as needed: {options or 'rename={OLD: NEW}'}",
             **e.fields,
         ) from e.__cause__  # the error itself says the same, with advice for a load
     except NoSnapshot:
