@@ -14,7 +14,7 @@ import pytest
 
 import limpet
 from limpet import events
-from limpet.errors import AlreadyExists, Denied, LimpetError, NoSnapshot, PlanError
+from limpet.errors import AlreadyExists, Denied, LimpetError, NoSnapshot, PlanError, Unavailable
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.fakegroup import FakeGroup
@@ -55,6 +55,27 @@ def test_versions_continue_each_other_across_programs() -> None:
     with limpet.Checkpointer(store, state(0)) as ckpt:
         resumed = ckpt.resume()
         assert (resumed and resumed.step, ckpt.state["note"]) == (4, "value 4")
+
+
+def test_a_save_of_the_same_step_returns_the_version_of_an_unknown_outcome() -> None:
+    """It saves nothing again, and the version keeps the state and the metrics of the first save."""
+    store = HookedStore(MemoryStore())
+
+    def lose_the_reply(method: str, key: str) -> None:
+        if (method, key) == ("put_if_absent", "version_1/manifest.json"):
+            store.after = lambda method, key: None
+            raise Unavailable("The reply was lost", outcome="unknown")
+
+    with limpet.Run(store).writer() as writer:
+        store.after = lose_the_reply
+        with pytest.raises(Unavailable, match="unknown whether this version was committed"):
+            writer.save(state(1), step=1, metrics={"loss": 1})
+        assert writer.latest is None
+        again = writer.save(state(2), step=1, metrics={"loss": 2})
+        assert writer.latest is not None
+        assert (again.step, again["note"], again.metrics) == (1, "value 1", {"loss": 1})
+        writer.save(state(3), step=2)
+    assert versions(store) == ["version_1", "version_2"]
 
 
 def test_incremental_versions_refer_to_the_one_before() -> None:
