@@ -10,7 +10,7 @@ import limpet
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
 from limpet.snapshot.location import locate
 from limpet.storage.cloud import server
-from limpet.storage.cloud.errors import translate
+from limpet.storage.cloud.server import translate
 from limpet.storage.uploads import SequentialUpload
 from tests.cli.invoke import run_cli
 

@@ -22,10 +22,9 @@ from limpet.errors import (
     StoreError,
     Unavailable,
 )
-from limpet.storage.hdfs import server as hdfs_server
-from limpet.storage.hdfs import store as hdfs_store
-from limpet.storage.hdfs.server import HdfsServer
-from limpet.storage.hdfs.store import HdfsFolder
+from limpet.storage import hdfs as hdfs_server
+from limpet.storage import hdfs as hdfs_store
+from limpet.storage.hdfs import HdfsFolder, HdfsServer
 from limpet.testing.contract import partial_keys, put
 from limpet.types import MIB
 from tests.stores.conftest import running_hdfs
@@ -300,7 +299,7 @@ def test_without_hsync_nothing_is_committed(run_url, faults):
 SAVER = """
 import sys, time
 import hdfs_native, numpy as np, limpet
-from limpet.storage.hdfs import store
+from limpet.storage import hdfs as store
 url, place, name, key = sys.argv[1:]
 owners = [store.HdfsFile, store, hdfs_native.FileWriter]
 owner = owners[["HdfsFile", "store", "writer"].index(place)]
