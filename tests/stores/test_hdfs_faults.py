@@ -15,13 +15,7 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.errors import (
-    AlreadyExists,
-    LimpetError,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
+from limpet.errors import AlreadyExists, LimpetError, NotFound, StoreError, Unavailable
 from limpet.storage import hdfs as hdfs_server
 from limpet.storage import hdfs as hdfs_store
 from limpet.storage.hdfs import HdfsFolder, HdfsServer
@@ -537,8 +531,7 @@ def test_every_call_ends_although_the_server_never_answers(cluster, stopped, mon
     cluster.send(signal.SIGCONT, *names)
     assert results == dict.fromkeys(calls, Unavailable), seconds
     assert max(seconds.values()) < 30
-    patient = limpet.open_store(url, timeout=60)
-    assert patient.get("v/a", 9) == b"1234"
+    assert limpet.open_store(url, timeout=60).get("v/a", 9) == b"1234"
     open_upload.abort()
 
 
