@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
+def pytest_collection() -> Iterator[None]:
     """Do not search the imported modules for garbage, neither now nor in a later test.
 
     They have 700,000 objects. A search takes 0.4 s, and the collection of the tests begins dozens.
@@ -58,13 +59,13 @@ def pytest_collection():
 LONGEST = "tests/evaluation/test_ray.py", "tests/examples/", "tests/zoo/"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests. If one began last, the other workers would wait for it."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.fixture
-def memory():
+def memory() -> Iterator[str]:
     """A folder in memory."""
     path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     yield path
@@ -72,7 +73,7 @@ def memory():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_timer_ends_pytest():
+def _no_timer_ends_pytest() -> Iterator[None]:
     """Let the exit timer of a training that a test has left behind end nothing: otherwise, it would
     end the process of pytest during a later test. Ranks in processes of their own are not affected.
     """
@@ -83,7 +84,7 @@ def _no_timer_ends_pytest():
         yield
 
 
-def _report_end(code, message):
+def _report_end(code: int, message: str) -> None:
     sys.stderr.write(
         f"the timer of an earlier test would end this process with {code}: {message}\n"
     )

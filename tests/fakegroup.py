@@ -1,5 +1,7 @@
 """Many ranks in one process: one thread per rank, and a store in memory as the TCPStore."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -16,43 +18,43 @@ QUICK_TIMEOUTS = Timeouts(silent=5.0, stuck=10.0)
 class FakeStore:
     """A ``KeyValueStore`` in memory that all ranks of one process share."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self._lock = Lock()
 
-    def set(self, key, value):
+    def set(self, key: str, value: bytes) -> None:
         with self._lock:
             self.values[key] = bytes(value)
 
-    def get(self, key):
+    def get(self, key: str) -> bytes:
         with self._lock:
             return self.values[key]
 
-    def multi_set(self, keys, values):
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
         with self._lock:
             self.values.update((k, bytes(v)) for k, v in zip(keys, values, strict=True))
 
-    def multi_get(self, keys):
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         with self._lock:
             return [self.values[key] for key in keys]
 
-    def check(self, keys):
+    def check(self, keys: list[str]) -> bool:
         with self._lock:
             return all(key in self.values for key in keys)
 
-    def compare_set(self, key, expected, desired):
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         with self._lock:
             if self.values.get(key, b"") == expected.encode():
                 self.values[key] = desired.encode()
             return self.values.get(key, expected.encode())  # as the TCPStore does
 
-    def add(self, key, number):
+    def add(self, key: str, number: int) -> int:
         with self._lock:
             total = int(self.values.get(key, b"0")) + number
             self.values[key] = str(total).encode()
             return total
 
-    def delete_key(self, key):
+    def delete_key(self, key: str) -> bool:
         with self._lock:
             return self.values.pop(key, None) is not None
 
@@ -63,23 +65,23 @@ class StoreView:
     ``before(name, key)`` runs before each call of the store. It can raise, wait, or record it.
     """
 
-    def __init__(self, store):
+    def __init__(self, store: FakeStore) -> None:
         self._store = store
         self.before: Callable[[str, str], object] = lambda name, key: None
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         call = getattr(self._store, name)
 
-        def call_with_hook(key, *args):
+        def call_with_hook(key: Any, *args: Any) -> Any:
             self.before(name, key if isinstance(key, str) else " ".join(key))
             return call(key, *args)
 
         return call_with_hook
 
-    def disconnect(self):
+    def disconnect(self) -> None:
         """Make every later call fail, as if the process of this rank had been killed."""
 
-        def refuse(name, key):
+        def refuse(name: str, key: str) -> None:
             raise ConnectionError("this rank was killed by a test")
 
         self.before = refuse
@@ -94,17 +96,17 @@ class FakeGroup:
     ``views[rank]`` is the ``StoreView`` of that rank.
     """
 
-    def __init__(self, size, timeouts=QUICK_TIMEOUTS):
+    def __init__(self, size: int, timeouts: Timeouts = QUICK_TIMEOUTS) -> None:
         self.store = FakeStore()
         self.views = [StoreView(self.store) for _ in range(size)]
         clients = [KVClient(v, r, size, timeouts) for r, v in enumerate(self.views)]
         self.groups = [Group(client, size) for client in clients]
 
-    def outcomes(self, work):
+    def outcomes(self, work: Callable[[int], T]) -> list[T | BaseException]:
         """Call ``work(rank)`` on all ranks concurrently, and return each result or exception."""
         outcomes: list[Any] = [None] * len(self.groups)
 
-        def run_rank(rank):
+        def run_rank(rank: int) -> None:
             try:
                 with use_group(self.groups[rank]):
                     outcomes[rank] = work(rank)
@@ -120,7 +122,7 @@ class FakeGroup:
             thread.join()
         return outcomes
 
-    def run(self, work):
+    def run(self, work: Callable[[int], T]) -> list[T]:
         """Call ``work(rank)`` on all ranks concurrently, and return the results.
 
         Raises the exception of the lowest rank that failed.
@@ -132,13 +134,13 @@ class FakeGroup:
             results.append(outcome)
         return results
 
-    def close(self):
+    def close(self) -> None:
         """Stop the background threads of the ranks."""
         for group in self.groups:
             group.kv.close()
 
-    def __enter__(self):
+    def __enter__(self) -> FakeGroup:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,7 +1,10 @@
 """Build damaged and malicious snapshots for tests: files as bytes, changed and sealed again."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from math import inf, nan
 from typing import Any
 
@@ -27,7 +30,7 @@ _DTYPES = (
 TORCH_DTYPES = _DTYPES.split()
 
 
-def small_state():
+def small_state() -> dict[str, Any]:
     """Return a state with every kind of node that is small enough for thousands of loads."""
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     return {
@@ -46,7 +49,7 @@ def small_state():
     }
 
 
-def plain_values():
+def plain_values() -> dict[str, Any]:
     """Return every kind of plain value."""
     return {
         "none": None,
@@ -75,55 +78,62 @@ def plain_values():
     }
 
 
-def files_of(store):
+def files_of(store: MemoryStore) -> Files:
     return {s.key: store.get(s.key, 1 << 30) for s in store.list("")}
 
 
-def store_of(files):
+def store_of(files: Files) -> MemoryStore:
     store = MemoryStore("forged")
     for key, data in files.items():
         store.put_if_absent(key, data)
     return store
 
 
-def save_to_files(state, folder=FOLDER):
+def save_to_files(state: dict[str, Any], folder: str = FOLDER) -> Files:
     """Save ``state`` and return the files of the snapshot."""
     store = MemoryStore()
     limpet.save(store.at(folder), state, step=7, note={"by": "test"})
     return files_of(store)
 
 
-def seal(content, format_number=1):
+def seal(content: dict[str, Any], format_number: int = 1) -> bytes:
     """Return a sealed file with a correct digest. The content can be invalid."""
     body = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
     return seal_body(body.encode()[1:], format_number)
 
 
-def seal_body(body, format_number=1):
+def seal_body(body: bytes, format_number: int = 1) -> bytes:
     head = b'{"limpet":%d,"digest":"' % format_number
     body_digest = digest(head + b"0" * 32 + b'",' + body)
     return head + body_digest.encode() + b'",' + body
 
 
-def sealed_content(raw):
+def sealed_content(raw: bytes) -> dict[str, Any]:
     content = json.loads(raw)
     del content["limpet"], content["digest"]
     return content
 
 
-def manifest_key(files, folder=""):
+def manifest_key(files: Files, folder: str = "") -> str:
     return next(k for k in files if k.startswith(folder) and k.endswith(MANIFEST))
 
 
-def index_key(files, folder=""):
+def index_key(files: Files, folder: str = "") -> str:
     return next(k for k in files if k.startswith(folder) and k.endswith(".index.json"))
 
 
-def shard_key(files):
+def shard_key(files: Files) -> str:
     return next(k for k in files if k.endswith(".safetensors"))
 
 
-def forge(files, manifest=None, index=None, *, folder="", format_number=1):
+def forge(
+    files: Files,
+    manifest: Callable[[Json], object] | None = None,
+    index: Callable[[Json], object] | None = None,
+    *,
+    folder: str = "",
+    format_number: int = 1,
+) -> Files:
     """Return the files with a changed manifest or index and with all digests recomputed.
 
     ``folder`` selects the version. ``format_number`` is the format number of its new manifest.
@@ -143,7 +153,7 @@ def forge(files, manifest=None, index=None, *, folder="", format_number=1):
     return files
 
 
-def json_paths(value, path=()):
+def json_paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of all parts of a JSON value."""
     pairs: Any = ()
     if isinstance(value, dict):
@@ -155,17 +165,17 @@ def json_paths(value, path=()):
         yield from json_paths(v, (*path, k))
 
 
-def get_at(value, path):
+def get_at(value: Json, path: tuple[Any, ...]) -> Json:
     for k in path:
         value = value[k]
     return value
 
 
-def set_at(value, path, new):
+def set_at(value: Json, path: tuple[Any, ...], new: Json) -> None:
     get_at(value, path[:-1])[path[-1]] = json.loads(json.dumps(new))
 
 
-def failing_uses(files, into=None):
+def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
     """Use a snapshot in every way, and return the uses that refuse it with a proper error.
 
     The uses are ``load``, ``verify`` and, if ``into`` is given, ``into``. ``verify`` counts as
@@ -201,7 +211,7 @@ def failing_uses(files, into=None):
     return refused
 
 
-def assert_names_file(error):
+def assert_names_file(error: Exception) -> None:
     """Assert that an error about bytes names the file that contains them."""
     assert isinstance(error, FormatError | StoreError)
     file = error.fields.get("file") or error.fields.get("key")
@@ -209,7 +219,7 @@ def assert_names_file(error):
     assert len(str(error)) < 2000, error
 
 
-def values_equal(a, b):
+def values_equal(a: Any, b: Any) -> bool:
     """Return True if two values have the same type and are equal bit for bit."""
     if type(a) is not type(b):
         return False
@@ -233,7 +243,7 @@ def values_equal(a, b):
     return bool(a == b) if isinstance(a, int) else repr(a) == repr(b)
 
 
-def _member_repr(value):
+def _member_repr(value: Any) -> str:
     """Return text for a member of a set: equal for two NaN, different for -0.0 and 0.0."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_member_repr, value))})"
@@ -242,6 +252,6 @@ def _member_repr(value):
     return f"{type(value).__name__} {value!r}"
 
 
-def _tensor_bytes(t):
+def _tensor_bytes(t: torch.Tensor) -> bytes:
     t = t.contiguous().reshape(-1)
     return bytes(t.untyped_storage()[: t.numel() * t.element_size()]) if t.numel() else b""

@@ -1,5 +1,7 @@
 """Two actors on one store, each in its own thread, of which exactly one runs at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
@@ -28,7 +30,7 @@ class Actor:
     _resumed: Event = field(default_factory=Event)
     _thread: Thread | None = None
 
-    def run(self, inner, calls):
+    def run(self, inner: Store, calls: int | None) -> bool:
         """Let the actor make so many more calls of the store (None: all); return True at its end.
 
         It is then right before its next call.
@@ -44,7 +46,7 @@ class Actor:
             self._thread.join(TIMEOUT)
         return self._has_ended
 
-    def _act(self, inner):
+    def _act(self, inner: Store) -> None:
         store = HookedStore(inner)
         store.before = self._before
         try:
@@ -55,7 +57,7 @@ class Actor:
             self._has_ended = True
             self._paused.set()
 
-    def _before(self, method, key):
+    def _before(self, method: str, key: str) -> None:
         while True:
             with self._lock:
                 if self.calls < self._limit:
@@ -66,7 +68,7 @@ class Actor:
             assert self._resumed.wait(TIMEOUT)
 
 
-def run_interleaved(inner, first, second, calls):
+def run_interleaved(inner: Store, first: Actor, second: Actor, calls: tuple[int, int]) -> None:
     """Run the first actor for ``calls[0]`` calls of the store, then the second one for ``calls[1]``
     calls, then the first to its end, then the second."""
     ended = [actor.run(inner, n) for actor, n in zip((first, second), calls, strict=True)]
@@ -75,7 +77,7 @@ def run_interleaved(inner, first, second, calls):
             actor.run(inner, None)
 
 
-def count_calls(inner, action):
+def count_calls(inner: Store, action: Callable[[Store], object]) -> int:
     """Return the number of calls of the store that an action makes."""
     actor = Actor(action)
     actor.run(inner, None)

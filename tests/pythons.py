@@ -3,6 +3,8 @@
 ``make test-python`` calls it. A version that is not on this machine is skipped with a message.
 """
 
+from __future__ import annotations
+
 import glob
 import os
 import shutil
@@ -34,7 +36,7 @@ TESTS = (
 """The modules that import neither torch nor another optional package."""
 
 
-def find_python(version):
+def find_python(version: str) -> str | None:
     """Return the command of a Python of this version that runs; a shim of pyenv may not."""
     pyenv = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     found = shutil.which(f"python{version}")
@@ -46,7 +48,7 @@ def find_python(version):
     return None
 
 
-def make_environment(version, command):
+def make_environment(version: str, command: str) -> str:
     """Return the command of the environment of a version, which is created unless it exists."""
     folder = ROOT / ".pythons" / version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -60,14 +62,14 @@ def make_environment(version, command):
     return python
 
 
-def run(python, *arguments):
+def run(python: str, *arguments: str) -> bool:
     """Run Python on the source tree. Return True if it succeeds."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([python, *arguments], cwd=ROOT, env=environment, check=False)
     return done.returncode == 0
 
 
-def main():
+def main() -> int:
     failed = []
     for version in VERSIONS:
         command = find_python(version)

@@ -1,8 +1,11 @@
 """States to save, and comparisons of a saved state with the loaded one."""
 
+from __future__ import annotations
+
 import struct
 from collections import Counter, OrderedDict
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,36 +43,36 @@ TORCH_DTYPES = [
 class Stateful:
     """An object with a state that it saves and loads without a check."""
 
-    def __init__(self, **state):
+    def __init__(self, **state: Any) -> None:
         self.state = state
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return self.state
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state
 
 
-def unused_url():
+def unused_url() -> str:
     """Return the URL of a memory store that no other test uses."""
     return f"memory://state{next(_url_numbers)}/version_1"
 
 
-def round_trip(state, target=None):
+def round_trip(state: dict[str, Any], target: Any = None) -> Any:
     """Save the state, and return what a plain load returns."""
     target = target or unused_url()
     limpet.save(target, state)
     return limpet.load(target)
 
 
-def save_state(state, target=None):
+def save_state(state: dict[str, Any], target: Any = None) -> Any:
     """Save the state, and return the location."""
     target = target or unused_url()
     limpet.save(target, state)
     return target
 
 
-def random_tensor(dtype, shape, seed=0):
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Return a tensor with random bits. These may include NaNs with payloads."""
     raw = torch.randint(
         0,
@@ -81,7 +84,7 @@ def random_tensor(dtype, shape, seed=0):
     return raw.view(dtype).reshape(shape)
 
 
-def tensor_bytes(t):
+def tensor_bytes(t: torch.Tensor) -> bytes:
     """Return the bits of a strided tensor in row-major order, for every dtype, stride, and view."""
     t = t.detach().resolve_conj().resolve_neg().cpu()
     out = bytearray()
@@ -95,7 +98,7 @@ def tensor_bytes(t):
     return bytes(out)
 
 
-def assert_same(a, b, path="state"):
+def assert_same(a: Any, b: Any, path: str = "state") -> None:
     """Assert that two states are bit-identical, including types, order, and keys."""
     torch_types = (torch.Tensor, torch.nn.Parameter)
     if isinstance(a, torch_types):
@@ -131,7 +134,7 @@ def assert_same(a, b, path="state"):
         assert a == b, path
 
 
-def assert_same_tensor(a, b, path="tensor"):
+def assert_same_tensor(a: torch.Tensor, b: Any, path: str = "tensor") -> None:
     assert isinstance(b, torch.Tensor), path
     assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), path
     if a.layout is torch.strided:
@@ -148,7 +151,7 @@ def assert_same_tensor(a, b, path="tensor"):
         assert_same_tensor(part(a.detach()), part(b.detach()), f"{path}.{part.__name__}")
 
 
-def clone(state):
+def clone(state: Any) -> Any:
     """Return a deep copy, which shares no memory with the original."""
     import copy
 

@@ -1,5 +1,7 @@
 """Every public call takes numbers of NumPy, and refuses other values before it does anything."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -11,34 +13,34 @@ from limpet.errors import LimpetError
 from limpet.storage.memory import MemoryStore
 
 
-def kind_of(value):
+def kind_of(value: object) -> str:
     return f"{type(value).__name__} {value}"
 
 
 Call = Callable[[MemoryStore, Any], object]
 
 
-def save(store, step):
+def save(store: MemoryStore, step: Any) -> object:
     return limpet.save(store, {"x": 1}, step=step)
 
 
-def save_async(store, step):
+def save_async(store: MemoryStore, step: Any) -> object:
     return limpet.save_async(store, {"x": 1}, step=step).wait()
 
 
-def write(store, step):
+def write(store: MemoryStore, step: Any) -> object:
     with limpet.Run(store).writer() as writer:
         return writer.save({"x": 1}, step=step)
 
 
-def train(store, epochs=None, **options):
+def train(store: MemoryStore, epochs: Any = None, **options: Any) -> None:
     state = {"x": np.zeros(1), "progress": limpet.Progress()}
     with limpet.Checkpointer(store, state, save=limpet.Never(), **options) as ckpt:
         if epochs is not None:
             assert len([*ckpt.epochs(epochs)]) == 2
 
 
-def step_by(store, steps):
+def step_by(store: MemoryStore, steps: Any) -> None:
     state = {"x": np.zeros(1), "progress": limpet.Progress()}
     with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
         ckpt.step(steps=steps)
@@ -76,7 +78,7 @@ SECONDS: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [2, np.int64(2), np.uint8(2), np.array(2)], ids=kind_of)
-def test_a_count_of_any_integer_type_is_taken(name, value):
+def test_a_count_of_any_integer_type_is_taken(name: str, value: object) -> None:
     result = COUNTS[name](MemoryStore(), value)
     assert "np.int64" not in repr(result)
 
@@ -85,7 +87,7 @@ def test_a_count_of_any_integer_type_is_taken(name, value):
 @pytest.mark.parametrize(
     "value", [-1, 2.0, True, np.float64(2), np.True_, "2", float("nan")], ids=kind_of
 )
-def test_another_value_is_refused_before_anything_is_written(name, value):
+def test_another_value_is_refused_before_anything_is_written(name: str, value: object) -> None:
     if name in ("incremental", "full_every") and value is True:
         return  # a value of its own
     store = MemoryStore()
@@ -98,7 +100,7 @@ def test_another_value_is_refused_before_anything_is_written(name, value):
 @pytest.mark.parametrize(
     "value", [60, 60.5, np.float32(60.5), np.float64(60), np.int32(60)], ids=kind_of
 )
-def test_seconds_of_any_real_type_are_taken(name, value):
+def test_seconds_of_any_real_type_are_taken(name: str, value: object) -> None:
     SECONDS[name](MemoryStore(), value)
 
 
@@ -106,7 +108,7 @@ def test_seconds_of_any_real_type_are_taken(name, value):
 @pytest.mark.parametrize(
     "value", [-1, -np.float32(1), True, np.True_, "60", float("nan"), 1j], ids=kind_of
 )
-def test_other_seconds_are_refused_before_anything_is_written(name, value):
+def test_other_seconds_are_refused_before_anything_is_written(name: str, value: object) -> None:
     store = MemoryStore()
     with pytest.raises(LimpetError):
         SECONDS[name](store, value)
@@ -114,7 +116,7 @@ def test_other_seconds_are_refused_before_anything_is_written(name, value):
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, 10**18, "3"])
-def test_the_error_about_a_step_is_one_sentence(step):
+def test_the_error_about_a_step_is_one_sentence(step: object) -> None:
     with pytest.raises(LimpetError) as caught:
         save(MemoryStore(), step)
     message = str(caught.value)
@@ -122,7 +124,7 @@ def test_the_error_about_a_step_is_one_sentence(step):
     assert message.count(". ") == 0
 
 
-def test_a_step_of_numpy_is_stored_as_a_number():
+def test_a_step_of_numpy_is_stored_as_a_number() -> None:
     store = MemoryStore()
     limpet.save(store, {"x": 1}, step=np.int32(7))
     step = limpet.open(store).step

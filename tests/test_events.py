@@ -1,5 +1,7 @@
 """Test ``events.emit``. Sinks can attach, detach, or fail at any time without failing a save."""
 
+from __future__ import annotations
+
 import ast
 import re
 import threading
@@ -27,12 +29,12 @@ def no_attached_sinks():
     events._attached.clear()
 
 
-def documented():
+def documented() -> dict[str, set[str]]:
     text = (ROOT.parents[1] / "docs" / "events.md").read_text()
     return {m[1]: set(re.findall(r"`(\w+)`", m[2])) for m in TABLE.finditer(text)}
 
 
-def emitted():
+def emitted() -> list[tuple[str, set[str], str]]:
     """Return the event, the fields, and the source line of every ``emit`` call in the sources."""
     found = []
     for file in sorted(ROOT.rglob("*.py")):
@@ -49,7 +51,7 @@ def emitted():
     return found
 
 
-def test_event_table_matches_the_emitted_events():
+def test_event_table_matches_the_emitted_events() -> None:
     table = documented()
     for event, fields, where in emitted():
         assert table.get(event) == fields, f"docs/events.md and {where} differ on {event}"
@@ -59,14 +61,14 @@ def test_event_table_matches_the_emitted_events():
 # -- attaching and detaching -------------------------------------------------------------------
 
 
-class RecordingSink(list):
+class RecordingSink(list):  # type: ignore[type-arg]
     """A sink that records the events it receives."""
 
-    def __call__(self, name, fields):
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
         self.append((name, fields))
 
 
-def test_sink_receives_events_only_inside_its_context():
+def test_sink_receives_events_only_inside_its_context() -> None:
     received = RecordingSink()
     events.emit("before")
     with limpet.attach(received):
@@ -75,7 +77,7 @@ def test_sink_receives_events_only_inside_its_context():
     assert received == [("within", {"step": 1})]
 
 
-def test_attach_refuses_values_that_are_not_sinks():
+def test_attach_refuses_values_that_are_not_sinks() -> None:
     wrong: list[tuple[Any, str]] = [
         (limpet.sinks.Terminal, "Terminal is not a sink"),
         (RecordingSink, "found a class. Call it: attach(RecordingSink())."),
@@ -89,7 +91,7 @@ def test_attach_refuses_values_that_are_not_sinks():
     assert not events._attached
 
 
-def test_close_detaches_and_can_be_called_twice():
+def test_close_detaches_and_can_be_called_twice() -> None:
     received = RecordingSink()
     attached = limpet.attach(received)
     events.emit("a")
@@ -99,7 +101,7 @@ def test_close_detaches_and_can_be_called_twice():
     assert [name for name, _ in received] == ["a"]
 
 
-def test_sink_attached_twice_receives_each_event_twice_until_one_detaches():
+def test_sink_attached_twice_receives_each_event_twice_until_one_detaches() -> None:
     received = RecordingSink()
     with limpet.attach(received):
         with limpet.attach(received):
@@ -108,23 +110,23 @@ def test_sink_attached_twice_receives_each_event_twice_until_one_detaches():
     assert [name for name, _ in received] == ["a", "a", "b"]
 
 
-def test_exception_in_the_block_propagates_and_detaches_the_sink():
+def test_exception_in_the_block_propagates_and_detaches_the_sink() -> None:
     with pytest.raises(ZeroDivisionError), limpet.attach(RecordingSink()):
         raise ZeroDivisionError
     assert not events._attached
 
 
-def test_each_sink_receives_its_own_copy_of_the_fields():
+def test_each_sink_receives_its_own_copy_of_the_fields() -> None:
     received = RecordingSink()
     with limpet.attach(lambda name, fields: fields.clear()), limpet.attach(received):
         events.emit("a", step=1)
     assert received == [("a", {"step": 1})]
 
 
-def test_sink_can_attach_another_sink_and_detach_itself():
+def test_sink_can_attach_another_sink_and_detach_itself() -> None:
     received = RecordingSink()
 
-    def sink(name, fields):
+    def sink(name: str, fields: dict[str, Any]) -> None:
         attached.close()
         limpet.attach(received)
 
@@ -137,11 +139,11 @@ def test_sink_can_attach_another_sink_and_detach_itself():
 # -- sinks that fail ---------------------------------------------------------------------------
 
 
-def failing_sink(name, fields):
+def failing_sink(name: str, fields: dict[str, Any]) -> None:
     raise OSError(28, "No space left on device", "events.jsonl")
 
 
-def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue():
+def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue() -> None:
     received = RecordingSink()
     with limpet.attach(failing_sink), limpet.attach(received):
         match = r"failing_sink was detached.*'a' \(OSError.*No space"
@@ -155,7 +157,7 @@ def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue():
     ]
 
 
-def test_sink_that_fails_again_after_a_new_attach_warns_again():
+def test_sink_that_fails_again_after_a_new_attach_warns_again() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for _ in range(2):
@@ -165,12 +167,14 @@ def test_sink_that_fails_again_after_a_new_attach_warns_again():
 
 
 @pytest.mark.parametrize("sink", [[].append, type("Odd", (), {"__call__": None})()])
-def test_callable_with_the_wrong_signature_warns(sink):
+def test_callable_with_the_wrong_signature_warns(sink: Any) -> None:
     with limpet.attach(sink), pytest.warns(SinkFailed, match="TypeError"):
         events.emit("a")
 
 
-def test_threading_excepthook_is_called_if_warnings_are_errors(monkeypatch):
+def test_threading_excepthook_is_called_if_warnings_are_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hooked: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", hooked.append)
     with warnings.catch_warnings():
@@ -182,8 +186,10 @@ def test_threading_excepthook_is_called_if_warnings_are_errors(monkeypatch):
     assert isinstance(args.exc_value.__cause__, OSError)
 
 
-def test_emit_does_not_raise_if_the_warning_cannot_be_shown(monkeypatch):
-    def closed(*args, **kwargs):
+def test_emit_does_not_raise_if_the_warning_cannot_be_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(*args: object, **kwargs: object) -> None:
         raise ValueError("I/O operation on closed file")
 
     monkeypatch.setattr(warnings, "showwarning", closed)
@@ -195,22 +201,22 @@ def test_emit_does_not_raise_if_the_warning_cannot_be_shown(monkeypatch):
 
 
 class UnprintableError(Exception):
-    def __str__(self):
+    def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
-def test_error_whose_str_raises_is_reported():
-    def sink(name, fields):
+def test_error_whose_str_raises_is_reported() -> None:
+    def sink(name: str, fields: dict[str, Any]) -> None:
         raise UnprintableError
 
     with limpet.attach(sink), pytest.warns(SinkFailed, match="UnprintableError"):
         events.emit("a")
 
 
-def test_keyboard_interrupt_propagates_and_the_sink_stays_attached():
+def test_keyboard_interrupt_propagates_and_the_sink_stays_attached() -> None:
     calls: list[str] = []
 
-    def interrupted(name, fields):
+    def interrupted(name: str, fields: dict[str, Any]) -> None:
         calls.append(name)
         raise KeyboardInterrupt
 
@@ -221,10 +227,10 @@ def test_keyboard_interrupt_propagates_and_the_sink_stays_attached():
     assert calls == ["a", "a"]
 
 
-def test_sink_that_fails_on_two_threads_at_once_warns_once():
+def test_sink_that_fails_on_two_threads_at_once_warns_once() -> None:
     both = threading.Barrier(2)
 
-    def sink(name, fields):
+    def sink(name: str, fields: dict[str, Any]) -> None:
         both.wait(10)
         raise OSError("full")
 
@@ -238,16 +244,16 @@ def test_sink_that_fails_on_two_threads_at_once_warns_once():
     assert len(seen) == 1
 
 
-def test_threads_emit_while_other_threads_attach_and_detach_sinks():
+def test_threads_emit_while_other_threads_attach_and_detach_sinks() -> None:
     received = RecordingSink()
     start = threading.Barrier(10)
     failures: list[BaseException] = []
     short_lived: list[int] = []
 
-    def fail(name, fields):
+    def fail(name: str, fields: dict[str, Any]) -> None:
         raise OSError("full")
 
-    def run(function):
+    def run(function: Any) -> None:
         try:
             start.wait()
             for _ in range(300):
@@ -255,7 +261,7 @@ def test_threads_emit_while_other_threads_attach_and_detach_sinks():
         except BaseException as e:
             failures.append(e)
 
-    def attach_and_detach():
+    def attach_and_detach() -> None:
         with limpet.attach(lambda name, fields: short_lived.append(1)):
             events.emit("mine")
 
@@ -276,7 +282,7 @@ def test_threads_emit_while_other_threads_attach_and_detach_sinks():
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_sink_that_fails_at_any_event_does_not_fail_the_save(background):
+def test_sink_that_fails_at_any_event_does_not_fail_the_save(background: bool) -> None:
     recorded = RecordingSink()
     with limpet.attach(recorded):
         limpet.save(MemoryStore(), {"x": np.arange(10)}, step=1)
@@ -284,7 +290,7 @@ def test_sink_that_fails_at_any_event_does_not_fail_the_save(background):
     for at in range(len(recorded)):
         calls = iter(range(99))
 
-        def sink(name, fields, at=at, calls=calls):
+        def sink(name: str, fields: dict[str, Any], at: int = at, calls: Any = calls) -> None:
             if next(calls) == at:
                 raise OSError("full")
 

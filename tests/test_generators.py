@@ -1,13 +1,16 @@
 """``isolated_rng``: a block leaves every random generator as it was, and a save in it knows."""
 
+from __future__ import annotations
+
 import asyncio
 import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +24,13 @@ from limpet.storage.memory import MemoryStore
 
 
 @pytest.fixture(autouse=True)
-def _generators():
+def _generators() -> Iterator[None]:
     before = capture_states()
     yield
     restore_states(before)
 
 
-def draw():
+def draw() -> tuple[Any, ...]:
     """Draw from every generator, in a way that also uses what each of them caches."""
     return (
         random.random(),
@@ -39,13 +42,13 @@ def draw():
     )
 
 
-def seed(number):
+def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
 
 
-def test_a_block_restores_all_generators():
+def test_a_block_restores_all_generators() -> None:
     seed(3)
     draw()  # so that each generator caches a second normal number
     expected = [draw() for _ in range(3)]
@@ -63,7 +66,7 @@ def test_a_block_restores_all_generators():
     assert drawn == expected
 
 
-def test_a_block_restores_all_generators_after_an_exception():
+def test_a_block_restores_all_generators_after_an_exception() -> None:
     seed(4)
     expected = draw()
     for error in (ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -74,7 +77,7 @@ def test_a_block_restores_all_generators_after_an_exception():
         assert draw() == expected
 
 
-def test_blocks_can_be_nested_and_one_object_can_be_used_again():
+def test_blocks_can_be_nested_and_one_object_can_be_used_again() -> None:
     seed(5)
     expected = draw()
     seed(5)
@@ -91,9 +94,9 @@ def test_blocks_can_be_nested_and_one_object_can_be_used_again():
     assert draw() == expected
 
 
-def test_a_decorated_function_is_isolated_also_if_it_calls_itself():
+def test_a_decorated_function_is_isolated_also_if_it_calls_itself() -> None:
     @limpet.isolated_rng()
-    def evaluate(depth, *, scale=1.0):
+    def evaluate(depth: int, *, scale: float = 1.0) -> float:
         """Docstring."""
         own = random.random()
         if depth:
@@ -108,14 +111,14 @@ def test_a_decorated_function_is_isolated_also_if_it_calls_itself():
     assert draw() == expected
 
 
-def test_a_function_that_would_draw_after_its_call_is_not_decorated():
-    def batches():
+def test_a_function_that_would_draw_after_its_call_is_not_decorated() -> None:
+    def batches() -> Iterator[float]:
         yield random.random()
 
-    async def evaluate():
+    async def evaluate() -> float:
         return random.random()
 
-    async def stream():
+    async def stream() -> Any:
         yield random.random()
 
     for function in (batches, evaluate, stream):
@@ -124,20 +127,20 @@ def test_a_function_that_would_draw_after_its_call_is_not_decorated():
                 limpet.isolated_rng()(same)
 
 
-def test_suspended_blocks_end_with_the_state_before_the_first():
+def test_suspended_blocks_end_with_the_state_before_the_first() -> None:
     """A generator and a coroutine can leave their blocks in another order than they entered."""
 
-    def batches():
+    def batches() -> Iterator[float]:
         with limpet.isolated_rng():
             yield random.random()
 
-    async def evaluate():
+    async def evaluate() -> None:
         with limpet.isolated_rng():
             draw()
             await asyncio.sleep(0)
             draw()
 
-    async def both():
+    async def both() -> None:
         await asyncio.gather(evaluate(), evaluate())
 
     seed(7)
@@ -152,10 +155,10 @@ def test_suspended_blocks_end_with_the_state_before_the_first():
     assert draw() == expected
 
 
-def test_a_block_that_ends_in_another_thread_is_refused():
+def test_a_block_that_ends_in_another_thread_is_refused() -> None:
     block, errors = limpet.isolated_rng(), []
 
-    def leave():
+    def leave() -> None:
         try:
             block.__exit__(None, None, None)
         except LimpetError as e:
@@ -168,10 +171,10 @@ def test_a_block_that_ends_in_another_thread_is_refused():
     assert "in another thread than it began in" in str(errors)
 
 
-def test_the_block_of_another_thread_does_not_change_what_a_save_records():
+def test_the_block_of_another_thread_does_not_change_what_a_save_records() -> None:
     inside, leave = threading.Event(), threading.Event()
 
-    def evaluate():
+    def evaluate() -> None:
         with limpet.isolated_rng():
             inside.set()
             assert leave.wait(20)
@@ -190,7 +193,7 @@ def test_the_block_of_another_thread_does_not_change_what_a_save_records():
 
 
 @pytest.mark.parametrize("save", [limpet.save, lambda *a: limpet.save_async(*a).wait()])
-def test_a_save_in_a_block_records_the_state_at_the_outermost_entry(save):
+def test_a_save_in_a_block_records_the_state_at_the_outermost_entry(save: Any) -> None:
     store = MemoryStore()
     seed(9)
     with limpet.isolated_rng():
@@ -208,7 +211,7 @@ def test_a_save_in_a_block_records_the_state_at_the_outermost_entry(save):
     assert draw() == expected
 
 
-def test_a_load_in_a_block_is_undone_with_the_block():
+def test_a_load_in_a_block_is_undone_with_the_block() -> None:
     """To evaluate another version, a program may load its complete state, as loads are strict."""
     store = MemoryStore()
     seed(10)
@@ -222,7 +225,7 @@ def test_a_load_in_a_block_is_undone_with_the_block():
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_a_block_and_a_save_in_inference_mode(mode):
+def test_a_block_and_a_save_in_inference_mode(mode: Any) -> None:
     store = MemoryStore()
     seed(12)
     with mode(), limpet.isolated_rng():
@@ -234,7 +237,7 @@ def test_a_block_and_a_save_in_inference_mode(mode):
     assert draw() == expected
 
 
-def test_another_bit_generator_of_numpy():
+def test_another_bit_generator_of_numpy() -> None:
     original = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(5))
     try:
@@ -250,10 +253,10 @@ def test_another_bit_generator_of_numpy():
 
 
 class Stateful:
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         return {"n": 1}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, int]) -> None:
         pass
 
 
@@ -263,27 +266,27 @@ class Stateful:
 class FakeDevices:
     """A device module such as ``torch.cuda``: its generators exist after it is initialized."""
 
-    def __init__(self, count, initialized):
+    def __init__(self, count: int, initialized: bool) -> None:
         self.default_generators = [torch.Generator() for _ in range(count)]
         self.initialized = initialized
         self.seed_all(torch.initial_seed())
 
-    def seed_all(self, number):
+    def seed_all(self, number: int) -> None:
         for g in self.default_generators:
             g.manual_seed(number)
 
-    def is_initialized(self):
+    def is_initialized(self) -> bool:
         return self.initialized
 
-    def get_rng_state(self, device=0):
+    def get_rng_state(self, device: int = 0) -> torch.Tensor:
         assert self.initialized, "this initializes the device"
         return self.default_generators[device].get_state()
 
-    def set_rng_state(self, state, device=0):
+    def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
         assert self.initialized, "this initializes the device"
         self.default_generators[device].set_state(state)
 
-    def draw(self):
+    def draw(self) -> list[float]:
         self.initialized = True
         return [float(torch.rand(1, generator=g)) for g in self.default_generators]
 
@@ -292,8 +295,8 @@ Install = Callable[..., FakeDevices]
 
 
 @pytest.fixture
-def install(monkeypatch):
-    def install(count, initialized=True):
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    def install(count: int, initialized: bool = True) -> FakeDevices:
         devices = FakeDevices(count, initialized)
         accelerator = SimpleNamespace(
             current_accelerator=lambda: SimpleNamespace(type="cuda"),
@@ -308,7 +311,7 @@ def install(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_a_block_restores_the_generators_of_all_devices(install, count):
+def test_a_block_restores_the_generators_of_all_devices(install: Install, count: int) -> None:
     devices, twin = install(count), FakeDevices(count, True)
     devices.draw(), twin.draw()
     with limpet.isolated_rng():
@@ -317,7 +320,7 @@ def test_a_block_restores_the_generators_of_all_devices(install, count):
     assert devices.draw() == twin.draw()
 
 
-def test_a_block_does_not_initialize_devices(install):
+def test_a_block_does_not_initialize_devices(install: Install) -> None:
     install(2, initialized=False)
     with limpet.isolated_rng():
         draw()
@@ -327,7 +330,9 @@ def test_a_block_does_not_initialize_devices(install):
 @pytest.mark.parametrize("reseed", [False, True])
 @pytest.mark.parametrize("own_seed", [None, 77])
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_device_that_is_first_used_in_a_block(install, reseed, own_seed, saves):
+def test_a_device_that_is_first_used_in_a_block(
+    install: Install, reseed: bool, own_seed: int | None, saves: bool
+) -> None:
     """It continues as if training had used it first; a save in the block records that."""
     torch.manual_seed(13)
     devices = install(2, initialized=False)
@@ -356,7 +361,7 @@ def test_a_device_that_is_first_used_in_a_block(install, reseed, own_seed, saves
 # -- libraries that are not imported -------------------------------------------------------------
 
 
-def run(code):
+def run(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True, text=True, check=False, timeout=120,
@@ -365,7 +370,7 @@ def run(code):
     return done.stdout.strip()
 
 
-def test_a_block_imports_neither_numpy_nor_torch():
+def test_a_block_imports_neither_numpy_nor_torch() -> None:
     code = (
         "import random, sys, limpet\n"
         "random.seed(1); expected = random.random(); random.seed(1)\n"
@@ -376,7 +381,7 @@ def test_a_block_imports_neither_numpy_nor_torch():
     assert run(code) == "[]"
 
 
-def test_a_block_without_torch():
+def test_a_block_without_torch() -> None:
     code = (
         "import random, sys, limpet, numpy as np\n"
         "np.random.seed(1); expected = np.random.normal(); np.random.seed(1)\n"
@@ -388,7 +393,7 @@ def test_a_block_without_torch():
 
 
 @pytest.mark.slow
-def test_libraries_that_are_first_imported_in_a_block():
+def test_libraries_that_are_first_imported_in_a_block() -> None:
     """A seed that the block sets for them does not leak, and a save agrees with what follows."""
     code = """
 import limpet

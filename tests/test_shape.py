@@ -1,10 +1,13 @@
 """The shape of the package: public names, import cost, size limits, and no leftovers."""
 
+from __future__ import annotations
+
 import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ ROOT = Path(limpet.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-def test_public_names_are_sorted_and_exist():
+def test_public_names_are_sorted_and_exist() -> None:
     assert limpet.__all__ == sorted(limpet.__all__)
     for name in limpet.__all__:
         assert getattr(limpet, name) is not None
@@ -25,7 +28,7 @@ def test_public_names_are_sorted_and_exist():
 
 
 @pytest.mark.parametrize("package", [limpet.preemption, limpet.storage, limpet.tasks])
-def test_the_names_of_a_public_package_are_sorted_and_exist(package):
+def test_the_names_of_a_public_package_are_sorted_and_exist(package: Any) -> None:
     assert package.__all__ == sorted(package.__all__)
     for name in package.__all__:
         assert getattr(package, name).__name__ == name
@@ -34,13 +37,13 @@ def test_the_names_of_a_public_package_are_sorted_and_exist(package):
         _ = package.Manager
 
 
-def run_in_new_interpreter(code):
+def run_in_new_interpreter(code: str) -> str:
     """Run ``code`` in a new interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_importing_limpet_loads_neither_torch_nor_rich():
+def test_importing_limpet_loads_neither_torch_nor_rich() -> None:
     code = (
         "import sys, limpet, limpet.preemption, limpet.tasks\n"
         "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
@@ -48,7 +51,7 @@ def test_importing_limpet_loads_neither_torch_nor_rich():
     assert run_in_new_interpreter(code) == "[]"
 
 
-def test_saving_arrays_does_not_import_torch():
+def test_saving_arrays_does_not_import_torch() -> None:
     code = (
         "import sys, limpet, numpy as np\n"
         "limpet.save('memory://m/version_1', {'x': np.arange(3), 'n': 1})\n"
@@ -58,7 +61,7 @@ def test_saving_arrays_does_not_import_torch():
     assert run_in_new_interpreter(code) == "[]"
 
 
-def test_a_step_that_saves_imports_nothing():
+def test_a_step_that_saves_imports_nothing() -> None:
     """An import takes time in which the training waits, and leaves Python's import lock acquired if
     a signal handler raises."""
     code = (
@@ -76,7 +79,7 @@ def test_a_step_that_saves_imports_nothing():
     assert run_in_new_interpreter(code) == "set()"
 
 
-def test_every_error_is_in_the_tree_of_the_module_docstring():
+def test_every_error_is_in_the_tree_of_the_module_docstring() -> None:
     errors = limpet.errors
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -84,7 +87,7 @@ def test_every_error_is_in_the_tree_of_the_module_docstring():
             assert issubclass(kind, Warning) or name in (errors.__doc__ or "")
 
 
-def test_the_error_tree_is_as_designed():
+def test_the_error_tree_is_as_designed() -> None:
     """A program that catches one of these classes relies on what else it catches."""
     errors = limpet.errors
     tree = {
@@ -107,7 +110,7 @@ def test_the_error_tree_is_as_designed():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_functions_stay_small(file):
+def test_functions_stay_small(file: Path) -> None:
     text = file.read_text()
     assert not re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", text)
     for node in ast.walk(ast.parse(text)):
@@ -118,11 +121,11 @@ def test_functions_stay_small(file):
             assert not vague, node.name
 
 
-def test_only_settings_reads_the_environment():
+def test_only_settings_reads_the_environment() -> None:
     readers = {f.name for f in FILES if re.search(r"\bos\.(environ|getenv)\b", f.read_text())}
     assert readers <= {"settings.py", "console.py"}  # console.py reads the terminal width
 
 
-def test_save_and_load_recipes_stay_short():
+def test_save_and_load_recipes_stay_short() -> None:
     for name, limit in (("saving/save.py", 250), ("loading/load.py", 200)):
         assert (ROOT / name).read_text().count("\n") <= limit

@@ -3,20 +3,23 @@
 ``tests/test_without_torch.py`` runs it, and ``make test-python`` where torch is not installed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import json
 import sys
+from typing import Any
 
 import numpy as np
 
 import limpet
 from limpet.cli import cli
 
-sys.modules["torch"] = None  # an import of it raises ImportError
+sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it raises ImportError
 
 
-def initial_state():
+def initial_state() -> dict[str, Any]:
     return {
         "weights": {"w": np.zeros((64, 8), np.float32), "b": np.zeros(8)},
         "rng": limpet.RNG(),
@@ -25,7 +28,7 @@ def initial_state():
     }
 
 
-def train(state, ckpt, last_step):
+def train(state: dict[str, Any], ckpt: limpet.Checkpointer, last_step: int) -> None:
     while state["progress"].step < last_step:
         noise = np.random.standard_normal((64, 8))
         state["weights"]["w"] += noise.astype(np.float32)
@@ -35,7 +38,7 @@ def train(state, ckpt, last_step):
         ckpt.step({"loss": loss})
 
 
-def call(*arguments):
+def call(*arguments: str) -> Any:
     """Return the JSON document that a command prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = cli.main([*arguments, "--json"], standalone_mode=False) or 0
@@ -44,7 +47,7 @@ def call(*arguments):
     return json.loads(out.getvalue())
 
 
-def main(folder):
+def main(folder: str) -> None:
     np.random.seed(7)
     expected, run = initial_state(), f"{folder}/a"
     with limpet.Checkpointer(f"{folder}/whole", expected, save=limpet.AtEnd()) as ckpt:

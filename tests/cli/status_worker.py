@@ -20,11 +20,11 @@ from pathlib import Path
 from limpet.notices.exit_status import Status, announce_worker, leave_code
 
 
-def leave(code, why):
+def leave(code: int, why: str) -> None:
     sys.exit(leave_code(Status(code, rank, step=5, saved_step=4, run="runs/a", why=why)))
 
 
-def on_signal(number, _):
+def on_signal(number: int, _: object) -> None:
     leave(int(action), signal.Signals(number).name)
 
 

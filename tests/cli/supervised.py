@@ -1,12 +1,16 @@
 """Start ``limpet run`` as a process, and wait for what it and its commands do."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from limpet.notices.process_tree import read_process
 from tests.cli.invoke import CommandResult
@@ -19,7 +23,7 @@ WORKER = Path(__file__).with_name("status_worker.py")
 """A worker that writes a status; see its docstring."""
 
 
-def wait_until(condition):
+def wait_until(condition: Callable[[], Any]) -> None:
     """Wait until the condition holds, for a bounded time."""
     end = time.monotonic() + LIMIT
     while not condition():
@@ -27,14 +31,19 @@ def wait_until(condition):
         time.sleep(0.005)
 
 
-def is_alive(pid):
+def is_alive(pid: int) -> bool:
     try:
         return not read_process(pid).ended
     except OSError:
         return False
 
 
-def run_to_end(*arguments, environment=None, prefix=(), **options):
+def run_to_end(
+    *arguments: str | Path,
+    environment: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    **options: Any,
+) -> CommandResult:
     """Run ``limpet run`` until it ends. ``prefix`` is a command before it."""
     done = subprocess.run(
         [*prefix, *RUN, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT,
@@ -44,7 +53,9 @@ def run_to_end(*arguments, environment=None, prefix=(), **options):
 
 
 @contextmanager
-def started(*arguments, prefix=(), **options):
+def started(
+    *arguments: str | Path, prefix: Sequence[str] = (), **options: Any
+) -> Iterator[subprocess.Popen[str]]:
     """Start ``limpet run`` with these arguments. It is killed if the test fails."""
     options = {"stdout": subprocess.PIPE, **options}
     process = subprocess.Popen(
@@ -63,13 +74,13 @@ def started(*arguments, prefix=(), **options):
                 print(*process.communicate())
 
 
-def finish(process):
+def finish(process: subprocess.Popen[str]) -> CommandResult:
     """Wait for the end of a started ``limpet run``."""
     out, err = process.communicate(timeout=LIMIT)
     return CommandResult(process.returncode, out, err)
 
 
-def read_pid(file):
+def read_pid(file: Path) -> int:
     """Wait for a file with a process id and return the id."""
     wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
     return int(file.read_text())

@@ -1,5 +1,7 @@
 """The completion of shells, and ``--json`` anywhere on the command line."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -21,7 +23,7 @@ LIMPET = Path(sys.executable).with_name("limpet")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
 
 
-def complete(shell, *words):
+def complete(shell: str, *words: str) -> list[list[str]]:
     """Return what the shell is told: type and value of each completion."""
     env = {
         **os.environ,
@@ -39,7 +41,7 @@ def complete(shell, *words):
     return [line.split(",", 1) for line in done.stdout.splitlines() if line]
 
 
-def test_every_shell_completes_commands():
+def test_every_shell_completes_commands() -> None:
     assert complete("bash", "sh") == [["plain", "show"]]
     assert complete("zsh", "sh") == [["plain", "show"]]
     assert [v for _, v in complete("bash", "")] == list(VERBS)
@@ -47,7 +49,7 @@ def test_every_shell_completes_commands():
     assert "show" in fish
 
 
-def test_options_and_paths_are_completed():
+def test_options_and_paths_are_completed() -> None:
     assert complete("bash", "show", "--de") == [["plain", "--depth"]]
     assert complete("bash", "export", "a", "--to", "s") == [["plain", "safetensors"]]
     for verb in ("show", "ls", "copy", "rm"):
@@ -56,7 +58,7 @@ def test_options_and_paths_are_completed():
 
 
 @pytest.fixture
-def run_folder(tmp_path, monkeypatch):
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make the run ``runs/a`` with versions 5, 50, and 120, and an uncommitted save of step 51."""
     monkeypatch.chdir(tmp_path)
     for step in (5, 50, 120):
@@ -66,8 +68,8 @@ def run_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("run_folder")
-def test_the_steps_of_a_local_run_are_completed():
-    def plain(*values):
+def test_the_steps_of_a_local_run_are_completed() -> None:
+    def plain(*values: str) -> list[list[str]]:
         return [["plain", value] for value in values]
 
     for shell in ("zsh", "fish"):
@@ -94,10 +96,10 @@ def test_the_steps_of_a_local_run_are_completed():
 
 
 @pytest.mark.usefixtures("run_folder")
-def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch):
+def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
 
-    def hang(run, start):
+    def hang(run: str, start: str) -> list[str]:
         answer.wait(20)
         return ["5"]
 
@@ -109,7 +111,7 @@ def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_what_a_user_types_into_bash(run_folder):
+def test_what_a_user_types_into_bash(run_folder: Path) -> None:
     typed = (
         f'PATH={LIMPET.parent}:$PATH; eval "$(_LIMPET_COMPLETE=bash_source limpet)"\n'
         "limpet show runs/a@12\t --json > shown\n"
@@ -134,7 +136,7 @@ def test_what_a_user_types_into_bash(run_folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_line_in_the_document_works(shell, tmp_path):
+def test_the_line_in_the_document_works(shell: str, tmp_path: Path) -> None:
     line = re.search(
         rf"^.*_LIMPET_COMPLETE={shell}_source.*?(?=  +#)", DOCUMENT.read_text(), re.MULTILINE
     )
@@ -162,14 +164,14 @@ def test_the_line_in_the_document_works(shell, tmp_path):
         ["--json", "ls", "RUN", "--json"],
     ],
 )  # fmt: skip
-def test_json_may_be_anywhere(run, arguments):
+def test_json_may_be_anywhere(run: str, arguments: list[str]) -> None:
     result = run_cli(*[run if a == "RUN" else a for a in arguments])
     assert (result.code, result.err) == (0, "")
     assert [v["step"] for v in result.json["versions"]] == [20, 40, 60]
     assert run_cli("ls", run).out.startswith(run)  # it does not stay on
 
 
-def test_errors_are_json_too(empty_url):
+def test_errors_are_json_too(empty_url: str) -> None:
     for arguments in (["--json", "ls", empty_url], ["ls", empty_url, "--json"]):
         result = run_cli(*arguments)
         assert result.json["exit"] == result.code == 4
@@ -177,11 +179,11 @@ def test_errors_are_json_too(empty_url):
     assert (result.code, result.out) == (2, "")
 
 
-def test_show_respects_depth_in_json(tmp_path):
+def test_show_respects_depth_in_json(tmp_path: Path) -> None:
     state = {"model": {"fc": {"w": np.zeros(4), "n": 1}, "b": np.zeros(2)}, "step": 7}
     limpet.save(tmp_path / "version_1", state, step=1)
 
-    def shown(*options):
+    def shown(*options: object) -> tuple[list[str], list[str], list[object]]:
         document = run_cli("show", tmp_path / "version_1", "--json", *options).json
         keys = [[row["key"] for row in document[kind]] for kind in ("leaves", "values")]
         return keys[0], keys[1], document["collapsed"]

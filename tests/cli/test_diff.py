@@ -1,5 +1,7 @@
 """``limpet diff``."""
 
+from __future__ import annotations
+
 import re
 from collections import OrderedDict
 from typing import Any
@@ -9,17 +11,18 @@ import pytest
 import torch
 
 import limpet as hf
-from tests.cli.invoke import run_cli
+from limpet.storage.memory import MemoryStore
+from tests.cli.invoke import CommandResult, run_cli
 from tests.trainings import flip_bit, shard_of
 
 
-def compare(folder, a, b, *arguments):
+def compare(folder: str, a: dict[str, Any], b: dict[str, Any], *arguments: str) -> CommandResult:
     hf.save(f"{folder}/a", a)
     hf.save(f"{folder}/b", b)
     return run_cli("diff", f"{folder}/a", f"{folder}/b", *arguments)
 
 
-def test_equal_states_are_identical_without_reading_them(empty_url):
+def test_equal_states_are_identical_without_reading_them(empty_url: str) -> None:
     state = {"x": torch.arange(70000.0), "y": np.ones(3), "n": 1, "l": [1, 2]}
     result = compare(empty_url, state, state, "--json")
     assert result.code == 0
@@ -29,7 +32,7 @@ def test_equal_states_are_identical_without_reading_them(empty_url):
     assert "Identical" in run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").out
 
 
-def test_unchanged_leaves_that_share_a_chunk_with_a_change_are_equal(empty_url):
+def test_unchanged_leaves_that_share_a_chunk_with_a_change_are_equal(empty_url: str) -> None:
     a = {"x": np.arange(5.0), "y": np.arange(3.0)}
     b = {"x": np.arange(5.0), "y": np.array([0.0, 1.0, 2.5])}
     report = compare(empty_url, a, b, "--json").json
@@ -38,7 +41,7 @@ def test_unchanged_leaves_that_share_a_chunk_with_a_change_are_equal(empty_url):
     assert report["bytes_read"] == 64
 
 
-def test_json_keys_are_stable(run):
+def test_json_keys_are_stable(run: str) -> None:
     result = run_cli("diff", f"{run}/version_20", f"{run}/version_40", "--json")
     assert result.code == 7
     report = result.json
@@ -73,7 +76,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), CASES)
-def test_differences_other_than_bytes(empty_url, a, b, expected):
+def test_differences_other_than_bytes(empty_url: str, a: Any, b: Any, expected: Any) -> None:
     result = compare(empty_url, a, b, "--json")
     changes = [(c["key"], c["what"]) for c in result.json["changed"]]
     assert changes == expected
@@ -81,7 +84,7 @@ def test_differences_other_than_bytes(empty_url, a, b, expected):
     assert run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").code == result.code
 
 
-def test_members_on_one_side_only_are_reported_once(empty_url):
+def test_members_on_one_side_only_are_reported_once(empty_url: str) -> None:
     a = {"both": 1, "gone": {"x": torch.zeros(2), "y": 1}}
     b = {"both": 1, "new": {"z": torch.zeros(2)}}
     report = compare(empty_url, a, b, "--json").json
@@ -92,7 +95,7 @@ def test_members_on_one_side_only_are_reported_once(empty_url):
     assert "only in B  new" in out
 
 
-def test_tied_tensors_are_compared_with_untied_ones(empty_url):
+def test_tied_tensors_are_compared_with_untied_ones(empty_url: str) -> None:
     one = torch.zeros(3)
     a = {"x": one, "y": one}
     b = {"x": torch.zeros(3), "y": torch.ones(3)}
@@ -102,19 +105,19 @@ def test_tied_tensors_are_compared_with_untied_ones(empty_url):
     assert report["equal"] == 1
 
 
-def test_keys_limit_the_comparison(run):
+def test_keys_limit_the_comparison(run: str) -> None:
     arguments = ("diff", f"{run}/version_20", f"{run}/version_40", "--json", "--keys")
     assert [c["key"] for c in run_cli(*arguments, "small/**").json["changed"]] == ["small/bias"]
 
 
-def test_damage_is_not_a_difference(store):
+def test_damage_is_not_a_difference(store: MemoryStore) -> None:
     flip_bit(store, shard_of(store, "version_40"))
     result = run_cli("diff", f"{store.url}/version_20", f"{store.url}/version_40")
     assert result.code == 3
     assert "damaged" in result.err
 
 
-def test_counts_use_singular_and_plural(empty_url, run):
+def test_counts_use_singular_and_plural(empty_url: str, run: str) -> None:
     compare(empty_url, {"x": 1}, {"x": 1})
     assert "Identical: 1 leaf or value\n" in run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").out
     out = run_cli("diff", f"{run}/version_20", f"{run}/version_20").out

@@ -1,15 +1,18 @@
 """``limpet pin``."""
 
+from __future__ import annotations
+
 import pytest
 
 from limpet.format.names import Version
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit
 
 
-def test_a_pin_protects_until_it_is_removed(store):
+def test_a_pin_protects_until_it_is_removed(store: MemoryStore) -> None:
     result = run_cli("pin", store.url, 20)
     assert (result.code, result.out) == (0, "version_20 is pinned\n")
     assert run_cli("pin", store.url, 20).code == 0
@@ -22,14 +25,14 @@ def test_a_pin_protects_until_it_is_removed(store):
     assert [v.step for v in Run(store).line()] == [60]
 
 
-def test_json_keys_are_stable(run):
+def test_json_keys_are_stable(run: str) -> None:
     report = run_cli("pin", run, 40, "--json").json
     assert report == {"run": run, "version": "version_40", "pinned": True}
     report = run_cli("pin", run, 40, "--remove", "--json").json
     assert report == {"run": run, "version": "version_40", "pinned": False}
 
 
-def test_steps_of_branches(store):
+def test_steps_of_branches(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     assert run_cli("pin", store.url, 60).out == "version_60.1 is pinned\n"
     assert run_cli("pin", store.url, "60.0").out == "version_60 is pinned\n"
@@ -39,7 +42,7 @@ def test_steps_of_branches(store):
     assert "no branch 7" in result.err
 
 
-def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store):
+def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store: MemoryStore) -> None:
     run_cli("pin", store.url, 60)
     train_branch(store, start=40, last_step=60)
     run_cli("pin", store.url, 60)
@@ -50,7 +53,7 @@ def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store):
     assert Run(store).pins() == [Version(60)]
 
 
-def test_the_error_for_a_missing_step_lists_existing_ones(run):
+def test_the_error_for_a_missing_step_lists_existing_ones(run: str) -> None:
     result = run_cli("pin", run, 50)
     assert result.code == 4
     assert "no version of step 50" in result.err
@@ -59,18 +62,18 @@ def test_the_error_for_a_missing_step_lists_existing_ones(run):
 
 
 @pytest.mark.parametrize("step", ["", "x", "1.", ".1", "-", "01", "1.2.3", "version_20", "20 "])
-def test_an_invalid_step_is_a_usage_error(run, step):
+def test_an_invalid_step_is_a_usage_error(run: str, step: str) -> None:
     result = run_cli("pin", run, step)
     assert result.code == 2
     assert "120.1" in result.err
 
 
-def test_a_location_without_a_run(empty_url, run):
+def test_a_location_without_a_run(empty_url: str, run: str) -> None:
     assert run_cli("pin", empty_url, 20).code == 4
     assert run_cli("pin", f"{run}/version_20", 20).code == 4
 
 
-def test_ls_marks_pinned_versions(store):
+def test_ls_marks_pinned_versions(store: MemoryStore) -> None:
     run_cli("pin", store.url, 20)
     run_cli("pin", store.url, 60)
     report = run_cli("ls", store.url, "--json").json

@@ -1,5 +1,7 @@
 """``limpet run``: exit codes, signals, and that no process survives it."""
 
+from __future__ import annotations
+
 import os
 import pty
 import signal
@@ -26,16 +28,16 @@ from tests.cli.supervised import (
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
-def sh(script, *arguments):
+def sh(script: str, *arguments: str | Path) -> list[str | Path]:
     return ["sh", "-c", script, "sh", *arguments]
 
 
-def worker(folder, *actions):
+def worker(folder: Path, *actions: str) -> list[str | Path]:
     return [sys.executable, WORKER, folder, *actions]
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 1), (75, 75), (93, 93), (255, 1)])
-def test_exit_codes_of_the_command(code, expected):
+def test_exit_codes_of_the_command(code: int, expected: int) -> None:
     result = run_to_end("--", *sh(f"exit {code}"))
     assert result.code == expected
     again = "; run it again" if expected in (75, 76) else ""
@@ -44,18 +46,18 @@ def test_exit_codes_of_the_command(code, expected):
     assert result.out == ""
 
 
-def test_a_command_that_a_signal_kills():
+def test_a_command_that_a_signal_kills() -> None:
     result = run_to_end("--", *sh("kill -SEGV $$"))
     assert result.code == 1
     assert result.err == "limpet: exit code 1: the command was killed by SIGSEGV (11)\n"
 
 
-def test_a_command_that_another_process_terminates_failed():
+def test_a_command_that_another_process_terminates_failed() -> None:
     assert run_to_end("--", *sh("kill -TERM $$")).code == 1
 
 
 @pytest.mark.parametrize("dashes", [[], ["--"]])
-def test_arguments_and_files_are_the_commands(dashes):
+def test_arguments_and_files_are_the_commands(dashes: list[str]) -> None:
     result = run_to_end(
         "--grace", "9", *dashes, *sh('cat; echo "$@" >&2'), "--grace", "x", "--json", "--", "-h",
         input="from stdin",
@@ -65,7 +67,7 @@ def test_arguments_and_files_are_the_commands(dashes):
     assert result.err == "--grace x --json -- -h\n"
 
 
-def test_json_is_all_that_is_on_the_standard_output():
+def test_json_is_all_that_is_on_the_standard_output() -> None:
     result = run_to_end("--json", "--", *sh("echo out; echo err >&2; exit 3"))
     assert result.code == 1
     assert result.json == {
@@ -80,7 +82,7 @@ def test_json_is_all_that_is_on_the_standard_output():
     [("no-such-command", 127, "No such file"), ("/etc/passwd", 126, "Permission denied"),
      ("/etc/passwd/x", 127, "Not a directory"), ("/tmp", 126, "Permission denied")],
 )  # fmt: skip
-def test_commands_that_cannot_be_started(name, code, reason):
+def test_commands_that_cannot_be_started(name: str, code: int, reason: str) -> None:
     result = run_cli("run", "--", name)
     assert result.code == code
     assert result.err.startswith(f"limpet: Cannot run '{name}': {reason}")
@@ -100,20 +102,20 @@ def test_commands_that_cannot_be_started(name, code, reason):
         (["--gracious", "true"], "No such option"),
     ],
 )
-def test_invalid_command_lines(arguments, words):
+def test_invalid_command_lines(arguments: list[str], words: str) -> None:
     result = run_cli("run", *arguments)
     assert result.code == 2
     assert words in result.err
     assert result.err.count("\n") == 1
 
 
-def test_a_misspelled_variable_is_an_error_before_the_command_starts():
+def test_a_misspelled_variable_is_an_error_before_the_command_starts() -> None:
     result = run_to_end("--", "echo", "started", environment={"LIMPET_STATE": "x"})
     assert (result.code, result.out) == (1, "")
     assert "LIMPET_STATE" in result.err
 
 
-def test_without_a_folder_for_temporary_files(monkeypatch):
+def test_without_a_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     result = run_cli("run", "--", "true")
     assert result.code == 1
@@ -121,7 +123,7 @@ def test_without_a_folder_for_temporary_files(monkeypatch):
     assert "Set TMPDIR" in result.err
 
 
-def test_the_folder_of_the_statuses_is_private_fresh_and_removed(tmp_path):
+def test_the_folder_of_the_statuses_is_private_fresh_and_removed(tmp_path: Path) -> None:
     show = sh('echo "$LIMPET_STATUS"; stat -c %a "$LIMPET_STATUS"; ls -A "$LIMPET_STATUS"')
     outside = {"TMPDIR": str(tmp_path), "LIMPET_STATUS": "/of/an/outer/run"}
     path, *rest = run_to_end("--", *show, environment=outside).out.split()
@@ -131,7 +133,7 @@ def test_the_folder_of_the_statuses_is_private_fresh_and_removed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "QUIT", "USR2"])
-def test_a_signal_reaches_the_command(name, tmp_path):
+def test_a_signal_reaches_the_command(name: str, tmp_path: Path) -> None:
     script = 'trap "echo got {0}; exit 0" {0}; echo $$ > "$1"; while :; do sleep 0.01; done'
     with started("--", *sh(script.format(name), tmp_path / "up")) as process:
         read_pid(tmp_path / "up")
@@ -141,7 +143,7 @@ def test_a_signal_reaches_the_command(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_a_command_that_a_forwarded_signal_kills_has_not_saved(name, tmp_path):
+def test_a_command_that_a_forwarded_signal_kills_has_not_saved(name: str, tmp_path: Path) -> None:
     with started("--", *sh('echo $$ > "$1"; exec sleep 600', tmp_path / "up")) as process:
         pid = read_pid(tmp_path / "up")
         process.send_signal(signal.Signals[f"SIG{name}"])
@@ -152,7 +154,7 @@ def test_a_command_that_a_forwarded_signal_kills_has_not_saved(name, tmp_path):
 
 
 @pytest.mark.parametrize("code", [75, 93, 1, 0])
-def test_the_status_of_a_worker_decides(code, tmp_path):
+def test_the_status_of_a_worker_decides(code: int, tmp_path: Path) -> None:
     with started("--json", "--", *worker(tmp_path, str(code))) as process:
         read_pid(tmp_path / "0.0")
         process.send_signal(TERM)
@@ -166,25 +168,25 @@ def test_the_status_of_a_worker_decides(code, tmp_path):
     assert status["why"] == "SIGTERM"
 
 
-def test_without_limpet_run_a_worker_exits_with_its_code(tmp_path):
+def test_without_limpet_run_a_worker_exits_with_its_code(tmp_path: Path) -> None:
     assert subprocess.run(worker(tmp_path, "now-75"), check=False).returncode == 75
 
 
-def test_a_script_that_goes_on_after_a_saved_training_must_run_again(tmp_path):
+def test_a_script_that_goes_on_after_a_saved_training_must_run_again(tmp_path: Path) -> None:
     script = 'a="$1"; shift; "$@" "$a" now-75 && "$@" "$a" end'
     result = run_to_end("--", *sh(script, tmp_path, sys.executable, WORKER))
     assert result.code == 75
     assert "rank 0 saved step 4 in runs/a: it was time; run it again" in result.err
 
 
-def test_a_worker_that_cannot_write_its_status_exits_with_its_code(tmp_path):
+def test_a_worker_that_cannot_write_its_status_exits_with_its_code(tmp_path: Path) -> None:
     script = 'rmdir "$LIMPET_STATUS" && "$@"'
     result = run_to_end("--", *sh(script, *worker(tmp_path, "now-75")))
     assert result.code == 75
     assert "cannot read the statuses" in result.err
 
 
-def test_a_nested_run_passes_its_code_on(tmp_path):
+def test_a_nested_run_passes_its_code_on(tmp_path: Path) -> None:
     with started("--", *RUN, "--", *worker(tmp_path, "75")) as process:
         read_pid(tmp_path / "0.0")
         process.send_signal(TERM)
@@ -194,11 +196,11 @@ def test_a_nested_run_passes_its_code_on(tmp_path):
 # A process with a session of its own, whose parent has ended. It ignores SIGTERM if asked to.
 HIDE = """
 import os, signal, sys, time
-if "ignore" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
+        if "ignore" in sys.argv:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with open(sys.argv[1] + ".tmp", "w") as file:
             file.write(f"{os.getpid()}\\n")
         os.rename(sys.argv[1] + ".tmp", sys.argv[1])
@@ -206,28 +208,29 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 if "stay" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 """
 
 
-def hide(file, *words):
+def hide(file: Path, *words: str) -> list[str | Path]:
     return [sys.executable, "-S", "-c", HIDE, file, *words]
 
 
-def test_what_the_command_leaves_running_is_asked_to_stop(tmp_path):
+def test_what_the_command_leaves_running_is_asked_to_stop(tmp_path: Path) -> None:
     result = run_to_end("--", *hide(tmp_path / "up"))
     assert result.code == 0
     assert not is_alive(read_pid(tmp_path / "up"))
     assert "left 1 processes running" in result.err
 
 
-def test_what_the_command_leaves_running_is_killed(tmp_path):
+def test_what_the_command_leaves_running_is_killed(tmp_path: Path) -> None:
     result = run_to_end("--grace", "1", "--json", "--", *hide(tmp_path / "up", "ignore"))
     assert (result.code, result.json["killed"]) == (0, 1)
     assert not is_alive(read_pid(tmp_path / "up"))
 
 
-def test_after_the_grace_all_processes_are_killed(tmp_path):
+def test_after_the_grace_all_processes_are_killed(tmp_path: Path) -> None:
     command = hide(tmp_path / "up", "ignore", "stay")
     with started("--grace", "1", "--json", "--", *command) as process:
         pid = read_pid(tmp_path / "up")
@@ -240,7 +243,7 @@ def test_after_the_grace_all_processes_are_killed(tmp_path):
     assert not is_alive(pid)
 
 
-def test_a_worker_of_a_shell_that_dies_of_the_signal_still_saves(tmp_path):
+def test_a_worker_of_a_shell_that_dies_of_the_signal_still_saves(tmp_path: Path) -> None:
     """A shell does not pass SIGTERM on. Its child becomes that of ``limpet run``."""
     with started("--", *sh('"$@"; true', *worker(tmp_path, "75"))) as process:
         read_pid(tmp_path / "0.0")
@@ -276,9 +279,10 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-def test_what_is_left_ends_its_own_children(tmp_path):
+def test_what_is_left_ends_its_own_children(tmp_path: Path) -> None:
     """A worker of a data loader that gets SIGTERM could make the training fail while it saves."""
-    assert run_to_end("--", sys.executable, "-S", "-c", FAMILY, tmp_path / "up").code == 0
+    result = run_to_end("--", sys.executable, "-S", "-c", FAMILY, tmp_path / "up")
+    assert result.code == 0
     assert (tmp_path / "up.got").read_text() == "SIGUSR1\n"
 
 
@@ -289,7 +293,7 @@ COUNT = (
 """A script that counts signals in its first file, after it wrote its process id to the second."""
 
 
-def test_a_second_sigterm_is_not_passed_on(tmp_path):
+def test_a_second_sigterm_is_not_passed_on(tmp_path: Path) -> None:
     """torchrun would leave its workers behind at the third."""
     with started("--grace", "2", "--", *sh(COUNT, tmp_path / "n", tmp_path / "up")) as process:
         read_pid(tmp_path / "up")
@@ -302,7 +306,7 @@ def test_a_second_sigterm_is_not_passed_on(tmp_path):
     assert "SIGTERM (15): the command has 2 s left" in result.err
 
 
-def test_a_second_interrupt_kills_at_once(tmp_path):
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     with started("--grace", "1h", "--", *sh(COUNT, tmp_path / "n", tmp_path / "up")) as process:
         pid = read_pid(tmp_path / "up")
         process.send_signal(INT)
@@ -313,7 +317,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
     assert not is_alive(pid)
 
 
-def test_ctrl_c_reaches_the_command_once(tmp_path):
+def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
     """The terminal sends it to the whole foreground group, so it is not passed on."""
     master, slave = pty.openpty()
     script = f"{COUNT.replace('while :;', 'while [ ! -e $3 ];')}; exit 75"
@@ -322,6 +326,7 @@ def test_ctrl_c_reaches_the_command_once(tmp_path):
         read_pid(tmp_path / "up")
         os.write(master, b"\x03")
         wait_until((tmp_path / "n").exists)
+        assert process.stderr is not None
         assert "SIGINT (2): the command has 25 s" in process.stderr.readline()
         (tmp_path / "end").touch()
         assert finish(process).code == 75
@@ -330,7 +335,7 @@ def test_ctrl_c_reaches_the_command_once(tmp_path):
     os.close(slave)
 
 
-def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path):
+def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
     """As ``nohup limpet run ...`` does."""
     ignore = ["env", "--ignore-signal=HUP"]
     with started("--", *worker(tmp_path, "75"), prefix=ignore) as process:
@@ -343,15 +348,15 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path):
     assert "SIGHUP" not in result.err
 
 
-def test_exit_codes_arrive_if_the_caller_ignores_its_children():
+def test_exit_codes_arrive_if_the_caller_ignores_its_children() -> None:
     assert run_to_end("--", *sh("exit 93"), prefix=["env", "--ignore-signal=CHLD"]).code == 93
 
 
-def test_the_command_starts_with_the_signals_of_the_caller():
+def test_the_command_starts_with_the_signals_of_the_caller() -> None:
     show = "grep -E 'SigBlk|SigIgn' /proc/self/status"
     direct = subprocess.run(["sh", "-c", show], capture_output=True, text=True, check=True)
 
-    def signals(shown):
+    def signals(shown: str) -> dict[str, int]:
         # glibc's posix_spawn ignores signals 32 and 33, which it reserves for its threads
         lines = (line.split() for line in shown.splitlines())
         return {name: int(mask, 16) & ~0x180000000 for name, mask in lines}
@@ -359,7 +364,7 @@ def test_the_command_starts_with_the_signals_of_the_caller():
     assert signals(run_to_end("--", *sh(show)).out) == signals(direct.stdout)
 
 
-def test_orphans_that_end_do_not_remain_as_zombies(tmp_path):
+def test_orphans_that_end_do_not_remain_as_zombies(tmp_path: Path) -> None:
     script = '(sh -c "exit 0" & echo $! > "$1.tmp"; mv "$1.tmp" "$1"); sleep 600'
     with started("--", *sh(script, tmp_path / "up")) as process:
         orphan = read_pid(tmp_path / "up")
@@ -369,7 +374,7 @@ def test_orphans_that_end_do_not_remain_as_zombies(tmp_path):
         assert finish(process).code == 76
 
 
-def test_the_exit_code_survives_when_nobody_reads_the_messages():
+def test_the_exit_code_survives_when_nobody_reads_the_messages() -> None:
     script = f'{sys.executable} -m limpet run --json -- sh -c "exit 75" 2>&1 | true'
     done = subprocess.run(
         ["bash", "-c", script + '; echo "${PIPESTATUS[0]}"'],
@@ -387,7 +392,7 @@ cli.main(["run", "--", *sys.argv[1:]], prog_name="limpet")
 """
 
 
-def test_signals_arrive_although_another_thread_does_not_block_them(tmp_path):
+def test_signals_arrive_although_another_thread_does_not_block_them(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", THREADED, *worker(tmp_path, "75")], stderr=subprocess.PIPE
     ) as process:
@@ -399,7 +404,7 @@ def test_signals_arrive_although_another_thread_does_not_block_them(tmp_path):
             process.kill()
 
 
-def test_no_thread_is_started_before_the_command():
+def test_no_thread_is_started_before_the_command() -> None:
     script = "ls /proc/$PPID/task | wc -l"
     assert run_to_end("--json", "--", *sh(script)).err.strip() == "1"
 
@@ -411,7 +416,7 @@ CAN_UNSHARE = os.geteuid() == 0 and subprocess.run([*UNSHARE, "true"], check=Fal
 @pytest.mark.root
 @pytest.mark.skipif(not CAN_UNSHARE, reason="needs root and PID namespaces")
 @pytest.mark.parametrize("command", ["worker", "sleep", "hidden"])
-def test_as_process_1_of_a_container(command, tmp_path):
+def test_as_process_1_of_a_container(command: str, tmp_path: Path) -> None:
     """The kernel drops signals to process 1 that it does not handle."""
     commands: dict[str, tuple[list[str | Path], int]] = {
         "worker": (worker(tmp_path, "75"), 75),

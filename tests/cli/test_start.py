@@ -1,9 +1,12 @@
 """Commands in a process: imports, exit codes, and closed pipes."""
 
+from __future__ import annotations
+
 import gc
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,14 +27,14 @@ print(*sorted({m.partition(".")[0] for m in sys.modules}), file=sys.stderr)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start") / "run"
     for step in (1, 2):
         hf.save(folder / f"version_{step}", {"x": np.arange(3.0) * step})
     return folder
 
 
-def imported(*arguments):
+def imported(*arguments: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", REPORT_IMPORTS, *arguments],
         capture_output=True,
@@ -43,17 +46,17 @@ def imported(*arguments):
 
 
 @pytest.mark.parametrize("verb", ["ls", "show", "verify", "diff", "sweep"])
-def test_json_needs_neither_torch_nor_rich(run, verb):
+def test_json_needs_neither_torch_nor_rich(run: Path, verb: str) -> None:
     arguments = {"ls": [run], "verify": [run], "sweep": [run], "show": [run / "version_1"]}
     chosen_arguments = arguments.get(verb, [run / "version_1", run / "version_2"])
     assert not imported(verb, *map(str, chosen_arguments), "--json") & {"torch", "rich"}
 
 
-def test_copy_needs_neither_torch_nor_rich(run, tmp_path):
+def test_copy_needs_neither_torch_nor_rich(run: Path, tmp_path: Path) -> None:
     assert not imported("copy", str(run), str(tmp_path / "to"), "--json") & {"torch", "rich"}
 
 
-def test_the_process_returns_the_exit_code(run):
+def test_the_process_returns_the_exit_code(run: Path) -> None:
     command = [sys.executable, "-m", "limpet"]
     done = subprocess.run([*command, "ls", run], capture_output=True, text=True, check=True)
     assert "latest" in done.stdout
@@ -65,7 +68,7 @@ def test_the_process_returns_the_exit_code(run):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_closed_pipe_is_not_an_error(run):
+def test_a_closed_pipe_is_not_an_error(run: Path) -> None:
     script = f"{sys.executable} -m limpet ls {run} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60
@@ -75,11 +78,13 @@ def test_a_closed_pipe_is_not_an_error(run):
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--sort", "?"], ["none"], ["--help"]])
-def test_a_command_changes_the_garbage_collector_only_while_it_runs(run, arguments, monkeypatch):
+def test_a_command_changes_the_garbage_collector_only_while_it_runs(
+    run: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = gc.get_threshold()
     seen: list[tuple[int, bool]] = []
 
-    def observe(*_):
+    def observe(*_: object) -> None:
         seen.append((gc.get_threshold()[0], gc.get_freeze_count() > 0))
 
     monkeypatch.setattr(ls, "print_result", observe)

@@ -1,5 +1,7 @@
 """``limpet sweep``."""
 
+from __future__ import annotations
+
 import pytest
 
 from limpet.format.names import random_id, shard_name
@@ -13,17 +15,17 @@ from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit
 
 
-def orphan(store, attempt=None):
+def orphan(store: MemoryStore, attempt: str | None = None) -> str:
     key = f"version_80/{shard_name(0, 1, attempt or random_id())}"
     store.put_if_absent(key, b"x" * 10)
     return key
 
 
-def keys(store):
+def keys(store: MemoryStore) -> list[str]:
     return [s.key for s in store.list("")]
 
 
-def test_only_files_that_no_manifest_names_are_removed(store):
+def test_only_files_that_no_manifest_names_are_removed(store: MemoryStore) -> None:
     before = keys(store)
     key = orphan(store)
     result = run_cli("sweep", store.url, "--grace", "0")
@@ -34,7 +36,7 @@ def test_only_files_that_no_manifest_names_are_removed(store):
     assert "Nothing to remove" in run_cli("sweep", store.url, "--grace", "0").out
 
 
-def test_json_keys_are_stable(store):
+def test_json_keys_are_stable(store: MemoryStore) -> None:
     key = orphan(store)
     report = run_cli("sweep", store.url, "--json", "--grace", "1h30m").json
     assert report == {
@@ -49,7 +51,9 @@ def test_json_keys_are_stable(store):
     }
 
 
-def test_what_removes_uploads_that_cannot_be_listed_is_said(store, monkeypatch):
+def test_what_removes_uploads_that_cannot_be_listed_is_said(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rule = "add the rule R"
     monkeypatch.setattr(
         MemoryStore, "traits", Traits("memory", 1, durable=False, hidden_uploads=rule)
@@ -59,13 +63,13 @@ def test_what_removes_uploads_that_cannot_be_listed_is_said(store, monkeypatch):
     assert run_cli("sweep", store.url, "--json").json["hidden_uploads"] == rule
 
 
-def test_a_dry_run_removes_nothing(store):
+def test_a_dry_run_removes_nothing(store: MemoryStore) -> None:
     key = orphan(store)
     assert "would remove" in run_cli("sweep", store.url, "--grace", "0", "--dry-run").out
     assert key in keys(store)
 
 
-def test_the_files_of_an_active_save_are_kept(store):
+def test_the_files_of_an_active_save_are_kept(store: MemoryStore) -> None:
     attempt = random_id()
     key = orphan(store, attempt)
     pins.create_pin(Location(store, "version_80"), attempt)
@@ -74,7 +78,7 @@ def test_the_files_of_an_active_save_are_kept(store):
     assert key in keys(store)
 
 
-def test_abandoned_versions_are_removed_on_request(store):
+def test_abandoned_versions_are_removed_on_request(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     assert not run_cli("sweep", store.url, "--grace", "0", "--json").json["removed"]
     out = run_cli("sweep", store.url, "--abandoned", "--dry-run").out
@@ -93,7 +97,7 @@ def test_abandoned_versions_are_removed_on_request(store):
     ]
 
 
-def test_pinned_abandoned_versions_are_kept(store):
+def test_pinned_abandoned_versions_are_kept(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     run_cli("pin", store.url, "60.0")
     result = run_cli("sweep", store.url, "--abandoned")
@@ -116,7 +120,7 @@ def test_pinned_abandoned_versions_are_kept(store):
     assert "\nRemoved 1 version and 1 file, " in out
 
 
-def test_unclassified_versions_are_not_counted_as_files(store):
+def test_unclassified_versions_are_not_counted_as_files(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     flip_bit(store, "branch-1.json")
     raw = sealed_content(store.get("version_60.1/manifest.json", 1 << 20))
@@ -128,8 +132,9 @@ def test_unclassified_versions_are_not_counted_as_files(store):
     assert out.endswith("\nRemoved nothing\n")
 
 
-def test_a_run_without_any_version_can_be_swept(empty_url):
+def test_a_run_without_any_version_can_be_swept(empty_url: str) -> None:
     store = open_store(empty_url)
+    assert isinstance(store, MemoryStore)
     orphan(store)
     assert run_cli("ls", empty_url).code == 4
     assert "1 uncommitted save" in run_cli("ls", empty_url).err
@@ -137,7 +142,7 @@ def test_a_run_without_any_version_can_be_swept(empty_url):
     assert keys(store) == []
 
 
-def test_a_location_without_a_run_is_an_error(empty_url):
+def test_a_location_without_a_run_is_an_error(empty_url: str) -> None:
     assert run_cli("sweep", empty_url).code == 4
 
 
@@ -145,7 +150,7 @@ def test_a_location_without_a_run_is_an_error(empty_url):
     "grace",
     ["", "-5", "-5s", "5 ", "1e3", ".", "5.", "inf", "9" * 10, "1w", "h", "1h 2m", "nan", "24 h"],
 )
-def test_an_invalid_grace_is_a_usage_error(run, grace):
+def test_an_invalid_grace_is_a_usage_error(run: str, grace: str) -> None:
     result = run_cli("sweep", run, "--grace", grace)
     assert result.code == 2
     assert "24h" in result.err
@@ -164,5 +169,5 @@ def test_an_invalid_grace_is_a_usage_error(run, grace):
         ("0.5h", 1800),
     ],
 )
-def test_durations(run, grace, seconds):
+def test_durations(run: str, grace: str, seconds: float) -> None:
     assert run_cli("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds

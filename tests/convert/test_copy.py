@@ -1,5 +1,7 @@
 """Copies: they have the same bytes or are not committed, and never replace existing files."""
 
+from __future__ import annotations
+
 from threading import Event, Lock
 from typing import Any
 
@@ -9,13 +11,21 @@ import pytest
 import limpet
 from limpet.convert import copy as copy_module
 from limpet.convert.copy import copy_snapshot
-from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NoSpace, NotFound
+from limpet.errors import (
+    AlreadyExists,
+    CommitError,
+    DigestMismatch,
+    FormatError,
+    NoSpace,
+    NotFound,
+)
 from limpet.format.names import MANIFEST, parse_pin
 from limpet.run.run import Run
 from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Traits
+from limpet.storage.store import Stat, Traits
 from limpet.types import MIB
 from tests.unreliable_stores import HookedStore
 
@@ -25,17 +35,17 @@ class FullStore(MemoryStore):
 
     suffix = MANIFEST
 
-    def put_if_absent(self, key, data):
+    def put_if_absent(self, key: str, data: bytes) -> Stat:
         if self.suffix and key.endswith(self.suffix):
             raise NoSpace(f"No room for {key}")
         return super().put_if_absent(key, data)
 
 
-def objects(store):
+def objects(store: MemoryStore) -> dict[str, bytes]:
     return {s.key: store.get(s.key, 1 << 30) for s in store.list("")}
 
 
-def damage(store, suffix):
+def damage(store: MemoryStore, suffix: str) -> None:
     [key] = [k for k in objects(store) if k.endswith(suffix)]
     raw = bytearray(store.get(key, 1 << 30))
     raw[-1] ^= 1
@@ -44,17 +54,17 @@ def damage(store, suffix):
 
 
 @pytest.fixture
-def store():
+def store() -> MemoryStore:
     return MemoryStore("source")
 
 
 @pytest.fixture
-def snapshot(store):
+def snapshot(store: MemoryStore) -> SnapshotReader:
     state = {"big": np.arange(300_000.0), "small": np.ones(3), "n": 1}
     return reader_of(limpet.save(store.at("version_7"), state))
 
 
-def test_a_copy_is_identical(store, snapshot):
+def test_a_copy_is_identical(store: MemoryStore, snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     copied: list[int] = []
     copy = copy_snapshot(snapshot, Location(to, "version_7"), copied.append)
@@ -64,7 +74,9 @@ def test_a_copy_is_identical(store, snapshot):
     assert sum(copied) == sum(s.length + s.index.length for s in snapshot.manifest.shards)
 
 
-def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(tmp_path, snapshot):
+def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(
+    tmp_path: Any, snapshot: SnapshotReader
+) -> None:
     run = Run(tmp_path / "run")
     copy_snapshot(snapshot, Location(run.store, "version_7"))
     back = MemoryStore()
@@ -75,7 +87,7 @@ def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(tm
     assert not list(run.store.partials(""))
 
 
-def test_a_copy_over_an_existing_snapshot_is_refused(snapshot):
+def test_a_copy_over_an_existing_snapshot_is_refused(snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     copy_snapshot(snapshot, Location(to, "version_7"))
     before = objects(to)
@@ -85,7 +97,9 @@ def test_a_copy_over_an_existing_snapshot_is_refused(snapshot):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json", MANIFEST])
-def test_a_damaged_snapshot_is_not_copied(store, snapshot, suffix):
+def test_a_damaged_snapshot_is_not_copied(
+    store: MemoryStore, snapshot: SnapshotReader, suffix: str
+) -> None:
     damage(store, suffix)
     to = MemoryStore()
     with pytest.raises(FormatError):
@@ -94,7 +108,7 @@ def test_a_damaged_snapshot_is_not_copied(store, snapshot, suffix):
     assert not list(to.partials(""))
 
 
-def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot):
+def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: SnapshotReader) -> None:
     to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -105,7 +119,7 @@ def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot):
     assert copy_snapshot(snapshot, Location(to, "version_7")).verify().ok
 
 
-def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot):
+def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot: SnapshotReader) -> None:
     to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -117,25 +131,27 @@ def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot):
     assert not [k for k in objects(to) if k.endswith(MANIFEST)]
 
 
-def test_the_error_for_a_different_index_in_the_location_states_what_to_do(snapshot):
+def test_the_error_for_a_different_index_in_the_location_states_what_to_do(
+    snapshot: SnapshotReader,
+) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].index.name}", b"another")
     with pytest.raises(AlreadyExists, match=r"not a copy.*delete that file first"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_truncated_shard_in_the_location_is_refused(snapshot):
+def test_a_truncated_shard_in_the_location_is_refused(snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].name}", b"short")
     with pytest.raises(AlreadyExists, match="not a copy"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot):
+def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     swept: list[Any] = []
 
-    def sweep(nbytes):
+    def sweep(nbytes: int) -> None:
         swept.append(Run(to).sweep(grace=0.0))
 
     copy_snapshot(snapshot, Location(to, "version_7"), sweep)
@@ -145,7 +161,9 @@ def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot):
     assert not [k for k in objects(to) if parse_pin(k)]
 
 
-def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(store, snapshot):
+def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
+    store: MemoryStore, snapshot: SnapshotReader
+) -> None:
     snapshot.indexes()
     store.delete(f"version_7/{MANIFEST}")
     limpet.save(store.at("version_7"), {"n": 2})
@@ -154,10 +172,12 @@ def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(store, snapshot):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json"])
-def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(snapshot, suffix):
+def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(
+    snapshot: SnapshotReader, suffix: str
+) -> None:
     to = HookedStore(MemoryStore("backup"))
 
-    def delete(method, key):
+    def delete(method: str, key: str) -> None:
         if method == "put_if_absent" and key.endswith(".index.json"):
             for stat in to.inner.list("version_7"):
                 if stat.key.endswith(suffix):
@@ -170,7 +190,9 @@ def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(sna
 
 
 @pytest.mark.parametrize(("parts", "expected"), [(1, 1), (4, 4), (100, 8)])
-def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(parts, expected, monkeypatch):
+def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(
+    parts: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first writes wait until as many threads write as may."""
     monkeypatch.setenv("LIMPET_THREADS", "8")
     monkeypatch.setattr(copy_module, "MAX_UPLOAD_BYTES", parts * MIB)
@@ -180,7 +202,7 @@ def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(parts, exp
     to, lock, all_write = HookedStore(MemoryStore()), Lock(), Event()
     writing = most = 0
 
-    def begin(method, key):
+    def begin(method: str, key: str) -> None:
         nonlocal writing, most
         if method == "write_at":
             with lock:
@@ -190,7 +212,7 @@ def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(parts, exp
                     all_write.set()
             assert all_write.wait(60)
 
-    def end(method, key):
+    def end(method: str, key: str) -> None:
         nonlocal writing
         if method == "write_at":
             with lock:

@@ -1,5 +1,7 @@
 """Exports: other libraries read exactly what was saved. Nothing is omitted silently."""
 
+from __future__ import annotations
+
 import errno
 import json
 import os
@@ -23,7 +25,7 @@ from torch import nn
 
 import limpet
 from limpet.convert import windows
-from limpet.convert.export import locate_export, prepare_export
+from limpet.convert.export import PreparedExport, locate_export, prepare_export
 from limpet.errors import (
     AlreadyExists,
     DigestMismatch,
@@ -37,10 +39,11 @@ from limpet.format import names
 from limpet.run.policy import EverySteps
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Traits
+from limpet.storage.store import Traits, Upload
 from limpet.testing.faults import Fault, FaultFs
 from tests.layout.random_boxes import shapes, tilings
 from tests.snapshot.manual_shards import split_columns, split_rows, write_resharded
@@ -51,7 +54,9 @@ from tests.unreliable_stores import HookedStore, HookedUpload
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
 
-def export(snapshot, kind, to, **options):
+def export(
+    snapshot: SnapshotReader | dict[str, Any], kind: str, to: Path, **options: Any
+) -> PreparedExport:
     """Export a snapshot, or a state that is saved first."""
     if isinstance(snapshot, dict):
         snapshot = reader_of(limpet.open(save_state(snapshot)))
@@ -60,20 +65,22 @@ def export(snapshot, kind, to, **options):
     return prepared
 
 
-def list_exported(folder):
+def list_exported(folder: Path) -> list[str]:
     """Return the names in a folder without the record, which must be there."""
     names = sorted(os.listdir(folder))
     assert [n for n in names if n.endswith(".limpet.json")]
     return [n for n in names if not n.endswith(".limpet.json")]
 
 
-def export_and_read(snapshot, to, **options):
+def export_and_read(
+    snapshot: SnapshotReader | dict[str, Any], to: Path, **options: Any
+) -> dict[str, Any]:
     """Export a snapshot, and read it with the safetensors library."""
     export(snapshot, "safetensors", to, **options)
     return st.load_file(to / "model.safetensors")
 
 
-def export_to_torch(snapshot, to, **options):
+def export_to_torch(snapshot: SnapshotReader | dict[str, Any], to: Path, **options: Any) -> Any:
     """Export a snapshot, and read it with ``torch.load``, with and without mmap."""
     export(snapshot, "torch", to, **options)
     assert zipfile.ZipFile(to / "model.pt").testzip() is None
@@ -82,12 +89,12 @@ def export_to_torch(snapshot, to, **options):
     return loaded_state
 
 
-def header(file):
+def header(file: Path) -> dict[str, Any]:
     raw = file.read_bytes()
     return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
 
 
-def state_of_all_dtypes():
+def state_of_all_dtypes() -> dict[str, Any]:
     """Return a model with tensors of every dtype, and progress."""
     model: dict[str, Any] = {
         str(d).removeprefix("torch."): random_tensor(d, (3, 4), i)
@@ -104,7 +111,7 @@ def state_of_all_dtypes():
 READABLE = [d for d in TORCH_DTYPES if d not in (torch.complex32, torch.complex128)]
 
 
-def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path):
+def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path: Path) -> None:
     model = {str(i): random_tensor(d, (3, 4), i) for i, d in enumerate(READABLE)}
     export({"model": model}, "safetensors", tmp_path / "exported")
     st.save_file(model, tmp_path / "reference", {"format": "pt"})
@@ -126,7 +133,7 @@ def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path):
         assert (begin + a) % model[name].dtype.itemsize == 0
 
 
-def test_tied_tensors_are_written_twice(tmp_path):
+def test_tied_tensors_are_written_twice(tmp_path: Path) -> None:
     """A reader finds each tensor by its name and does not need to know the ties."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
@@ -139,7 +146,7 @@ def test_tied_tensors_are_written_twice(tmp_path):
     )  # it expects only one of the two
 
 
-def test_arrays_become_tensors_and_plain_values_are_omitted(tmp_path):
+def test_arrays_become_tensors_and_plain_values_are_omitted(tmp_path: Path) -> None:
     state = {"a": np.arange(6, dtype=">i4").astype("i4").reshape(2, 3), "b": np.float64(3), "n": 1}
     state |= {"text": "x", "long": bytes(5000), "nan": float("nan"), "s": {1}, "d": {}, "l": [1, 2]}
     plan = export(state, "safetensors", tmp_path)
@@ -149,7 +156,7 @@ def test_arrays_become_tensors_and_plain_values_are_omitted(tmp_path):
     assert torch.equal(tensor, torch.arange(6, dtype=torch.int32).reshape(2, 3))
 
 
-def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path):
+def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path: Path) -> None:
     state = {
         "ok": torch.ones(2),
         "c": torch.ones(2, dtype=torch.complex128),
@@ -173,7 +180,7 @@ def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path):
 
 
 @pytest.fixture
-def training():
+def training() -> SnapshotReader:
     net = nn.Linear(3, 2)
     adam = torch.optim.Adam(net.parameters())
     net(torch.ones(3)).sum().backward()
@@ -183,8 +190,10 @@ def training():
     )
 
 
-def test_the_model_is_exported_unless_another_part_is_selected(training, tmp_path):
-    def selected(**options):
+def test_the_model_is_exported_unless_another_part_is_selected(
+    training: SnapshotReader, tmp_path: Path
+) -> None:
+    def selected(**options: Any) -> tuple[list[str], str]:
         plan = prepare_export(training, "memory://x/y", "safetensors", **options)
         return [t.key for f in plan.files for t in f.tensors], plan.root
 
@@ -204,11 +213,15 @@ def test_the_model_is_exported_unless_another_part_is_selected(training, tmp_pat
     assert "model/weight" in export_and_read(training, tmp_path / "b", root="/")
     assert sorted(
         export_and_read(training, tmp_path / "c", root="optimizer/state/model.weight")
-    ) == ["exp_avg", "exp_avg_sq", "step"]
+    ) == [
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    ]
     assert list(export_and_read(training, tmp_path / "d", keys=["n/**"])) == ["n/1"]
 
 
-def test_an_empty_selection_is_an_error(training):
+def test_an_empty_selection_is_an_error(training: SnapshotReader) -> None:
     for root in ("modle", "model/weight", "model/weight/x", "mode", "n/1", "model/", "n/7"):
         if root != "model/":
             with pytest.raises(MissingLeaf, match=f"nothing below {root}"):
@@ -229,7 +242,7 @@ UNUSUAL_NAMES = [
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_names_equal_those_of_the_state_dict(kind, tmp_path):
+def test_names_equal_those_of_the_state_dict(kind: str, tmp_path: Path) -> None:
     model = {name: torch.full((2,), float(i)) for i, name in enumerate(UNUSUAL_NAMES)}
     read = export_and_read if kind == "safetensors" else export_to_torch
     loaded = read({"model": model}, tmp_path, root="model")
@@ -237,7 +250,7 @@ def test_names_equal_those_of_the_state_dict(kind, tmp_path):
     assert all(torch.equal(loaded[k], model[k]) for k in model)
 
 
-def test_equal_names_are_an_error(tmp_path):
+def test_equal_names_are_an_error(tmp_path: Path) -> None:
     state = {"a": {"b": torch.ones(1)}, "a/b": torch.ones(2), "__metadata__": torch.ones(3)}
     with pytest.raises(Unsupported, match="is taken") as raised:
         export(state, "safetensors", tmp_path / "out")
@@ -245,7 +258,7 @@ def test_equal_names_are_an_error(tmp_path):
     assert list(export_and_read(state, tmp_path / "out", root="a")) == ["b"]
 
 
-def test_keys_with_equal_text(tmp_path):
+def test_keys_with_equal_text(tmp_path: Path) -> None:
     state = {1: torch.ones(1), "1": torch.ones(2)}
     assert set(export_and_read({"d": state}, tmp_path / "a", root="d")) == {"1", "1~2"}
     loaded = export_to_torch({"d": state}, tmp_path / "b", root="d", keys=["d/1~2"])
@@ -268,7 +281,9 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("sizes", "max_size", "expected"), SPLITS)
-def test_shards_of_a_hugging_face_checkpoint(tmp_path, sizes, max_size, expected):
+def test_shards_of_a_hugging_face_checkpoint(
+    tmp_path: Path, sizes: list[int], max_size: int, expected: list[list[int]]
+) -> None:
     """The split equals that of ``huggingface_hub`` 1.33."""
     letters = "zyxwvu"
     model = {letters[i]: torch.full((n,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
@@ -295,7 +310,7 @@ def test_shards_of_a_hugging_face_checkpoint(tmp_path, sizes, max_size, expected
 # -- torch ----------------------------------------------------------------------------------------
 
 
-def test_torch_reads_the_same_state_as_load(tmp_path):
+def test_torch_reads_the_same_state_as_load(tmp_path: Path) -> None:
     state = state_of_all_dtypes()
     at = save_state(state)
     loaded = export_to_torch(reader_of(limpet.open(at)), tmp_path)
@@ -314,12 +329,12 @@ PLAIN: list[Any] = [
 ]  # fmt: skip
 
 
-def test_weights_only_reads_plain_values(tmp_path):
+def test_weights_only_reads_plain_values(tmp_path: Path) -> None:
     state = {"values": PLAIN, **{str(i): value for i, value in enumerate(PLAIN)}}
     assert_same(state, export_to_torch(state, tmp_path))
 
 
-def test_numpy_values_become_torch_and_python_values(tmp_path):
+def test_numpy_values_become_torch_and_python_values(tmp_path: Path) -> None:
     state = {"f": np.float32(0.1), "i": np.int8(-3), "b": np.bool_(True), "a": np.ones((2, 0, 3))}
     state |= {"c": np.complex64(1j), "u": np.arange(3, dtype=np.uint16), "d": {np.int64(7): 1}}
     expected = {"f": float(np.float32(0.1)), "i": -3, "b": True, "a": torch.ones(2, 0, 3).double()}
@@ -329,7 +344,7 @@ def test_numpy_values_become_torch_and_python_values(tmp_path):
     assert loaded["a"].stride() == expected["a"].stride()
 
 
-def test_module_metadata_is_exported(tmp_path):
+def test_module_metadata_is_exported(tmp_path: Path) -> None:
     module_state = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
     loaded = export_to_torch({"module": module_state}, tmp_path)["module"]
     assert type(loaded) is OrderedDict
@@ -338,7 +353,7 @@ def test_module_metadata_is_exported(tmp_path):
 
 @pytest.mark.parametrize("layout", ["coo", "uncoalesced", "csr", "csc", "bsr", "bsc", "empty"])
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-def test_sparse_tensors(layout, tmp_path):
+def test_sparse_tensors(layout: str, tmp_path: Path) -> None:
     dense = torch.tensor([[0.0, 1, 0, 2], [3, 0, 0, 0]])
     makers = {
         "coo": dense.to_sparse,
@@ -356,7 +371,7 @@ def test_sparse_tensors(layout, tmp_path):
     assert_same(state, torch.load(tmp_path / "model.pt", weights_only=True))
 
 
-def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path):
+def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path: Path) -> None:
     state = {
         "ok": torch.ones(1),
         "frozen": frozenset([1]),
@@ -379,14 +394,14 @@ def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path):
     assert_same({"ok": torch.ones(1)}, export_to_torch(state, tmp_path / "out", keys=["ok"]))
 
 
-def test_unselected_list_elements_become_none(tmp_path):
+def test_unselected_list_elements_become_none(tmp_path: Path) -> None:
     state = {"l": [torch.ones(1), 5, torch.zeros(2)]}
     loaded = export_to_torch(state, tmp_path, keys=["l/2"])
     assert loaded["l"][:2] == [None, None]
     assert torch.equal(loaded["l"][2], torch.zeros(2))
 
 
-def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path):
+def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path: Path) -> None:
     weight = torch.randn(3)
     state = {"a": weight, "b": weight}
     for read in (export_and_read, export_to_torch):
@@ -395,7 +410,7 @@ def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path):
         assert torch.equal(loaded["b"], weight)
 
 
-def test_the_error_without_torch_says_what_to_do(monkeypatch):
+def test_the_error_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = limpet.open(save_state({"a": np.ones(2)}))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(LimpetError, match="pip install"):
@@ -407,7 +422,7 @@ def test_the_error_without_torch_says_what_to_do(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(4)], ids=["rows", "columns"])
-def test_the_files_do_not_depend_on_the_layout(kind, layout, tmp_path):
+def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path: Path) -> None:
     state = state_of_all_dtypes()
     for name in ("complex32", "complex128"):
         del state["model"][name]
@@ -446,7 +461,7 @@ def sharded_models(draw):
 @settings(max_examples=30)
 @given(sharded_models(), st_.sampled_from([1, 48, 400, 64 << 20]), st_.booleans())
 @pytest.mark.slow
-def test_any_layout(sharded_model, window, ordered):
+def test_any_layout(sharded_model: Any, window: int, ordered: bool) -> None:
     model, layout = sharded_model
     original = limpet.save(unused_url(), {"model": model})
     location = Location(MemoryStore(), "version_1")
@@ -462,13 +477,15 @@ def test_any_layout(sharded_model, window, ordered):
 
 
 @pytest.mark.parametrize(("layout", "limit"), [(split_rows(4), 1.3), (split_columns(4), 1.5)])
-def test_few_bytes_are_read_twice(layout, limit, monkeypatch):
+def test_few_bytes_are_read_twice(
+    layout: Any, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = {f"w{i}": np.zeros((1024, 1024 * i), np.float32) for i in (1, 2, 3)}
     model |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
     read: list[int] = []
 
     class CountingStore(MemoryStore):
-        def get_range(self, key, offset, length, into):
+        def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
             read.append(length if key.endswith(".safetensors") else 0)
             super().get_range(key, offset, length, into)
 
@@ -482,7 +499,7 @@ def test_few_bytes_are_read_twice(layout, limit, monkeypatch):
     assert sum(read) < limit * sum(a.nbytes for a in model.values()) + headers
 
 
-def test_an_incremental_version(tmp_path):
+def test_an_incremental_version(tmp_path: Path) -> None:
     state = {"model": {"a": torch.randn(100_000), "b": torch.randn(1000)}}
     store = MemoryStore()
     with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
@@ -490,11 +507,12 @@ def test_an_incremental_version(tmp_path):
             state["model"]["b"] += 1
             ckpt.step()
     latest = limpet.Run(store).latest()
+    assert latest is not None
     assert latest.bases
     assert_same(export_and_read(reader_of(latest), tmp_path), state["model"])
 
 
-def test_export_to_another_store():
+def test_export_to_another_store() -> None:
     snapshot = limpet.open(save_state({"model": {"w": torch.arange(5.0)}}))
     for kind, name in (("safetensors", "model.safetensors"), ("torch", "model.pt")):
         at = unused_url().removesuffix("/version_1")
@@ -511,21 +529,21 @@ def test_export_to_another_store():
 class AppendingStore(MemoryStore):
     """A store that only appends. It counts the bytes that wait for those in front of them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.waiting: dict[int, int] = {}
         self.position = self.most_waiting = 0
 
     @property
-    def traits(self):
+    def traits(self) -> Traits:
         return Traits("appending", 1, durable=False, ordered=True)
 
-    def put(self, key, length, head=0):
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
         store = HookedStore(self)
         upload = HookedUpload(store, key, super().put(key, length))
         real, lock = upload.write_at, Lock()
 
-        def write_at(offset, data):
+        def write_at(offset: int, data: memoryview) -> None:
             with lock:
                 self.waiting[offset] = len(data)
                 while self.position in self.waiting:
@@ -533,17 +551,17 @@ class AppendingStore(MemoryStore):
                 self.most_waiting = max(self.most_waiting, sum(self.waiting.values()))
             real(offset, data)
 
-        upload.write_at = write_at
+        upload.write_at = write_at  # type: ignore[method-assign]
         return upload
 
 
-def prepare_for(snapshot, store, kind):
+def prepare_for(snapshot: SnapshotReader, store: MemoryStore, kind: str) -> PreparedExport:
     """Prepare an export into the folder ``out`` of a store."""
     prepared = prepare_export(snapshot, "memory://x/out", kind)
     return replace(prepared, location=Location(store, "out"))
 
 
-def test_few_bytes_wait_if_a_store_only_appends(monkeypatch):
+def test_few_bytes_wait_if_a_store_only_appends(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = 1 << 16
     monkeypatch.setattr(windows, "WINDOW_BYTES", 2 * nbytes)
     model = {f"w{i:02}": torch.full((nbytes // 4,), i, dtype=torch.float32) for i in range(20)}
@@ -558,7 +576,7 @@ def test_few_bytes_wait_if_a_store_only_appends(monkeypatch):
     assert_same(dict(sorted(loaded.items())), model)
 
 
-def test_progress_counts_every_byte(tmp_path):
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
     snapshot = limpet.open(save_state(state_of_all_dtypes()))
     for kind in ("hf", "torch"):
         reported: list[int] = []
@@ -572,7 +590,9 @@ def test_progress_counts_every_byte(tmp_path):
             assert sum(reported) == os.path.getsize(to / "model.pt") > plan.nbytes
 
 
-def test_a_version_is_pinned_during_an_export(tmp_path, monkeypatch):
+def test_a_version_is_pinned_during_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     store = MemoryStore()
     limpet.save(store.at("version_1"), {"model": {"w": torch.ones(100)}}, step=1)
@@ -580,7 +600,7 @@ def test_a_version_is_pinned_during_an_export(tmp_path, monkeypatch):
     assert snapshot is not None
     pins_by_call: list[list[str]] = []
 
-    def record_pins(nbytes):
+    def record_pins(nbytes: int) -> None:
         pins_by_call.append([s.key for s in store.list("") if names.parse_pin(s.key)])
 
     prepare_export(reader_of(snapshot), str(tmp_path), "safetensors").write(record_pins)
@@ -591,7 +611,7 @@ def test_a_version_is_pinned_during_an_export(tmp_path, monkeypatch):
 # -- destinations ---------------------------------------------------------------------------------
 
 
-def test_destinations_of_folders_and_files(tmp_path, monkeypatch):
+def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snapshot = reader_of(limpet.open(save_state({"model": {"w": torch.ones(2)}})))
     targets = {
@@ -604,10 +624,10 @@ def test_destinations_of_folders_and_files(tmp_path, monkeypatch):
         ".": "model.safetensors",
     }
     for to, file in targets.items():
-        export(snapshot, "safetensors", to)
+        export(snapshot, "safetensors", to)  # type: ignore[arg-type]
         assert list(st.load_file(tmp_path / file)) == ["w"], to
     for to in ("w.pt", "w.pth", "w.bin", "w.ckpt"):
-        export(snapshot, "torch", to)
+        export(snapshot, "torch", to)  # type: ignore[arg-type]
         assert torch.load(to, weights_only=True)
     for to in ("", "/"):
         with pytest.raises(StoreError, match="does not name a folder"):
@@ -617,7 +637,7 @@ def test_destinations_of_folders_and_files(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_existing_files_are_not_changed(tmp_path):
+def test_existing_files_are_not_changed(tmp_path: Path) -> None:
     at = tmp_path / "run" / "version_1"
     snapshot = limpet.save(at, {"model": {"w": torch.ones(2), "v": torch.ones(2)}})
     run = tmp_path / "run"
@@ -650,7 +670,7 @@ def test_existing_files_are_not_changed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
-def test_damage_is_reported_and_leaves_no_file(kind, tmp_path):
+def test_damage_is_reported_and_leaves_no_file(kind: str, tmp_path: Path) -> None:
     store = MemoryStore()
     state = {"model": {n: torch.randn(50_000) for n in "abcd"}}
     snapshot = limpet.save(store.at("version_1"), state)
@@ -669,7 +689,7 @@ def test_damage_is_reported_and_leaves_no_file(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failure_of_any_call_leaves_no_file(tmp_path):
+def test_a_failure_of_any_call_leaves_no_file(tmp_path: Path) -> None:
     """Fail the n-th writing system call with ENOSPC, for all n."""
     state = {"model": {n: torch.randn(20, 20) for n in "abc"}}
     snapshot = limpet.open(save_state(state))
@@ -724,7 +744,7 @@ print((memory("VmHWM") - before) >> 20)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_state():
+def test_memory_does_not_grow_with_the_state() -> None:
     """Export a tensor of 256 MiB split by columns and one of 128 MiB split by rows."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         state = {"model": {"a": np.zeros((1 << 13, 1 << 13), np.float32)}}
@@ -733,7 +753,7 @@ def test_memory_does_not_grow_with_the_state():
         original = limpet.save(f"{folder}/version_1", state)
         del state
 
-        def layout(key, shape):
+        def layout(key: str, shape: tuple[int, ...]) -> Any:
             return split_columns(3)(key, shape) if key.endswith("a") else split_rows(3)(key, shape)
 
         resharded = write_resharded(

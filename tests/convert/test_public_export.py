@@ -1,5 +1,7 @@
 """``limpet.export``: what other libraries read, the record of an export, and its checks."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path
@@ -13,7 +15,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import limpet
 from limpet.convert.export_record import check_export
-from limpet.errors import AlreadyExists, DigestMismatch, LimpetError, MissingLeaf, NotFound
+from limpet.errors import (
+    AlreadyExists,
+    DigestMismatch,
+    LimpetError,
+    MissingLeaf,
+    NotFound,
+)
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -23,13 +31,13 @@ from tests.cli.invoke import run_cli
 KINDS = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "model.safetensors"}
 
 
-def flip_bit(file, place):
+def flip_bit(file: Path, place: int) -> None:
     raw = bytearray(file.read_bytes())
     raw[place] ^= 1
     file.write_bytes(raw)
 
 
-def make_run(folder):
+def make_run(folder: Path) -> nn.Module:
     """Train three versions with the metric ``val/loss``; the second one is the best."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -45,12 +53,12 @@ def make_run(folder):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path: Path) -> Path:
     make_run(tmp_path / "a")
     return tmp_path / "a"
 
 
-def read(path):
+def read(path: Path) -> dict[str, Any]:
     """Read an export with the library that it is for."""
     if path.suffix == ".safetensors":
         return st.load_file(path)
@@ -58,12 +66,12 @@ def read(path):
     return loaded
 
 
-def read_record(path):
+def read_record(path: Path) -> dict[str, Any]:
     return json.loads(Path(f"{path}.limpet.json").read_text())["origin"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_best_version_is_exported_with_a_record(run, kind, tmp_path):
+def test_the_best_version_is_exported_with_a_record(run: Path, kind: Any, tmp_path: Path) -> None:
     result = limpet.export(f"{run}@best", tmp_path / "out", kind, root="model")
     best = limpet.open(f"{run}@2")
     file = tmp_path / "out" / KINDS[kind]
@@ -87,13 +95,15 @@ def test_the_best_version_is_exported_with_a_record(run, kind, tmp_path):
     assert run_cli("verify", file).code == 0
 
 
-def test_metrics_that_json_lacks_and_later_evaluations_are_recorded(run, tmp_path):
+def test_metrics_that_json_lacks_and_later_evaluations_are_recorded(
+    run: Path, tmp_path: Path
+) -> None:
     limpet.Run(run).add_metrics(3, {"acc": 0.5})
     limpet.export(f"{run}@3", tmp_path / "x.safetensors", "safetensors")
     assert read_record(tmp_path / "x.safetensors")["metrics"] == {"val/loss": "nan", "acc": 0.5}
 
 
-def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path):
+def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path: Path) -> None:
     limpet.save(tmp_path / "plain", {"model": {"w": torch.ones(3)}}, step=7)
     limpet.export(limpet.open(tmp_path / "plain"), tmp_path / "out")
     record = read_record(tmp_path / "out" / "model.safetensors")
@@ -104,7 +114,7 @@ def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "hf"])
-def test_every_flipped_bit_is_found(run, kind, tmp_path):
+def test_every_flipped_bit_is_found(run: Path, kind: Any, tmp_path: Path) -> None:
     """Bits all over each file, in the headers and in the tensors."""
     limpet.export(f"{run}@1", tmp_path / "out", kind, root="model", max_shard_size=60)
     for file in sorted((tmp_path / "out").iterdir()):
@@ -121,7 +131,7 @@ def test_every_flipped_bit_is_found(run, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_verify_and_import_refuse_a_flipped_bit(run, kind, tmp_path):
+def test_verify_and_import_refuse_a_flipped_bit(run: Path, kind: Any, tmp_path: Path) -> None:
     limpet.export(f"{run}@1", tmp_path / "out", kind, root="model")
     file = tmp_path / "out" / KINDS[kind]
     assert run_cli("import", file, tmp_path / "imported", "--step", 1).code == 0
@@ -139,7 +149,7 @@ def test_verify_and_import_refuse_a_flipped_bit(run, kind, tmp_path):
         assert "differs from what was exported" in result.err
 
 
-def test_a_part_that_is_missing_or_of_another_export(run, tmp_path):
+def test_a_part_that_is_missing_or_of_another_export(run: Path, tmp_path: Path) -> None:
     for step in (1, 2):
         limpet.export(f"{run}@{step}", tmp_path / f"{step}", "hf", max_shard_size=60)
     parts = sorted((tmp_path / "1").glob("model-*"))
@@ -151,12 +161,13 @@ def test_a_part_that_is_missing_or_of_another_export(run, tmp_path):
     assert result.code == 3
     assert "is missing" in result.out
     (tmp_path / "2" / parts[0].name).rename(parts[0])
-    assert run_cli("verify", tmp_path / "1").code == 3
+    result = run_cli("verify", tmp_path / "1")
+    assert result.code == 3
     with pytest.raises(DigestMismatch):
         raise next(c.error for c in check_export(str(tmp_path / "1")) if c.error)
 
 
-def test_a_killed_export_has_no_record_and_no_index(run, tmp_path):
+def test_a_killed_export_has_no_record_and_no_index(run: Path, tmp_path: Path) -> None:
     """Both are written last. Libraries do not take parts without an index for a model."""
     limpet.export(f"{run}@1", tmp_path / "out", "hf", max_shard_size=60)
     for name in ("model.safetensors.index.json.limpet.json", "model.safetensors.index.json"):
@@ -169,7 +180,7 @@ def test_a_killed_export_has_no_record_and_no_index(run, tmp_path):
     ("old", "new"),
     [(b'"length":', b'"lengtH":'), (b'"files":{', b'"files":['), (b'"val/loss"', b'"val/losS"')],
 )
-def test_a_damaged_record_is_reported(run, old, new, tmp_path):
+def test_a_damaged_record_is_reported(run: Path, old: bytes, new: bytes, tmp_path: Path) -> None:
     limpet.export(f"{run}@1", tmp_path / "out")
     record = tmp_path / "out" / "model.safetensors.limpet.json"
     raw = record.read_bytes()
@@ -180,7 +191,7 @@ def test_a_damaged_record_is_reported(run, old, new, tmp_path):
     assert run_cli("import", tmp_path / "out", tmp_path / "run", "--step", 1).code == 3
 
 
-def test_files_without_a_record_are_not_exports(tmp_path):
+def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
     st.save_file({'"limpet.crc32":"00000000"': torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"\x10" + bytes(7) + b"{ not JSON     }")
     assert check_export(str(tmp_path)) == []
@@ -193,7 +204,7 @@ def test_files_without_a_record_are_not_exports(tmp_path):
     assert result.code == 0
 
 
-def test_a_changed_file_that_another_library_wrote_again(run, tmp_path):
+def test_a_changed_file_that_another_library_wrote_again(run: Path, tmp_path: Path) -> None:
     limpet.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
     st.save_file(st.load_file(tmp_path / "x.safetensors"), tmp_path / "z.safetensors")
     assert run_cli("verify", tmp_path / "z.safetensors").code == 4
@@ -205,13 +216,15 @@ class OrderedStore(MemoryStore):
     """A store that only appends."""
 
     @property
-    def traits(self):
+    def traits(self) -> Any:
         traits = super().traits
         return type(traits)(**{f: getattr(traits, f) for f in traits.__slots__} | {"ordered": True})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_store_that_only_appends_gets_the_same_files(run, kind, tmp_path):
+def test_a_store_that_only_appends_gets_the_same_files(
+    run: Path, kind: Any, tmp_path: Path
+) -> None:
     limpet.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
     name = f"ordered-{kind}"
     store = open_store(f"memory://{name}")
@@ -228,7 +241,7 @@ def test_a_store_that_only_appends_gets_the_same_files(run, kind, tmp_path):
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def test_invalid_arguments(run, tmp_path):
+def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for expected, kind, options in (
         ("Invalid value for to=", "onnx", {}),
@@ -248,7 +261,7 @@ def test_invalid_arguments(run, tmp_path):
     assert not out.exists()
 
 
-def test_an_existing_target_is_not_changed(run, tmp_path):
+def test_an_existing_target_is_not_changed(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.pt.limpet.json").write_text("mine")
     with pytest.raises(AlreadyExists):
@@ -262,7 +275,9 @@ def test_an_existing_target_is_not_changed(run, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "is_wrapped"), [("safetensors", False), ("torch", True)])
-def test_an_ema_is_exported_under_the_names_of_the_model(kind, is_wrapped, tmp_path):
+def test_an_ema_is_exported_under_the_names_of_the_model(
+    kind: Any, is_wrapped: bool, tmp_path: Path
+) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     wrapped = nn.DataParallel(model) if is_wrapped else model
     ema = AveragedModel(wrapped, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
@@ -289,7 +304,7 @@ def test_an_ema_is_exported_under_the_names_of_the_model(kind, is_wrapped, tmp_p
     assert torch.equal(source[0].weight, fresh[0].weight)
 
 
-def test_a_selection_of_an_ema_and_a_module_of_that_name(tmp_path):
+def test_a_selection_of_an_ema_and_a_module_of_that_name(tmp_path: Path) -> None:
     ema = {"n_averaged": torch.tensor(3), "module.w": torch.ones(2), "module.b": torch.ones(1)}
     plain = {"module.w": torch.ones(2)}
     mixed = {**ema, "scale": torch.ones(1)}

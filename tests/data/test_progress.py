@@ -1,8 +1,12 @@
 """``Progress`` and ``RNG``: a resumed training gets the same values as an uninterrupted one."""
 
+from __future__ import annotations
+
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,11 +18,16 @@ from limpet.errors import PlanError
 from limpet.storage.memory import MemoryStore
 
 
-def draw():
-    return (random.random(), random.gauss(0, 1), float(np.random.normal()), torch.randn(3).tolist())
+def draw() -> tuple[float, float, float, list[float]]:
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.normal()),
+        torch.randn(3).tolist(),
+    )
 
 
-def test_random_numbers_continue_after_a_load():
+def test_random_numbers_continue_after_a_load() -> None:
     store = MemoryStore()
     np.random.normal()  # caches a second number, which is part of the state
     random.gauss(0, 1)
@@ -29,7 +38,7 @@ def test_random_numbers_continue_after_a_load():
     assert [draw() for _ in range(3)] == expected
 
 
-def test_progress_is_restored():
+def test_progress_is_restored() -> None:
     store = MemoryStore()
     progress = limpet.Progress()
     progress.epoch, progress.step, progress.samples = 3, 70, 2240
@@ -40,7 +49,7 @@ def test_progress_is_restored():
     assert repr(other) == "Progress(epoch=3, step=70, samples=2240)"
 
 
-def test_progress_rejects_another_state():
+def test_progress_rejects_another_state() -> None:
     with pytest.raises(PlanError, match="epoch, step, and samples"):
         limpet.Progress().load_state_dict({"epoch": 1})
 
@@ -48,46 +57,46 @@ def test_progress_rejects_another_state():
 class FakeDevice:
     """A device module like ``torch.cuda``, with a generator per device."""
 
-    def __init__(self, count, initialized=True):
+    def __init__(self, count: int, initialized: bool = True) -> None:
         self.generators = [torch.Generator().manual_seed(i) for i in range(count)]
         self.initialized = initialized
 
-    def is_initialized(self):
+    def is_initialized(self) -> bool:
         return self.initialized
 
-    def get_rng_state(self, device=0):
+    def get_rng_state(self, device: int = 0) -> torch.Tensor:
         return self.generators[device].get_state()
 
-    def set_rng_state(self, state, device=0):
+    def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
         self.generators[device].set_state(state)
 
-    def draw(self):
+    def draw(self) -> list[float]:
         return [float(torch.rand(1, generator=g)) for g in self.generators]
 
 
 class FakeMps(FakeDevice):
     """A device module without ``is_initialized``, whose only device has no index."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(1)
 
-    def __getattribute__(self, name):
+    def __getattribute__(self, name: str) -> object:
         if name == "is_initialized":
             raise AttributeError(name)
         return super().__getattribute__(name)
 
-    def get_rng_state(self):
+    def get_rng_state(self) -> torch.Tensor:  # type: ignore[override]
         return self.generators[0].get_state()
 
-    def set_rng_state(self, state):
+    def set_rng_state(self, state: torch.Tensor) -> None:  # type: ignore[override]
         self.generators[0].set_state(state)
 
 
 @pytest.fixture
-def install_device(monkeypatch):
+def install_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FakeDevice], None]:
     """Return a function that makes PyTorch find a fake accelerator."""
 
-    def install(kind, device):
+    def install(kind: str, device: FakeDevice) -> None:
         accelerator = SimpleNamespace(
             current_accelerator=lambda: SimpleNamespace(type=kind),
             is_available=lambda: bool(device.generators),
@@ -100,7 +109,9 @@ def install_device(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_the_generators_of_all_devices_continue(install_device, count):
+def test_the_generators_of_all_devices_continue(
+    install_device: Callable[[str, FakeDevice], None], count: int
+) -> None:
     store = MemoryStore()
     device = FakeDevice(count)
     install_device("cuda", device)
@@ -113,7 +124,9 @@ def test_the_generators_of_all_devices_continue(install_device, count):
     assert other.draw() == expected
 
 
-def test_the_generator_of_a_device_without_index_continues(install_device):
+def test_the_generator_of_a_device_without_index_continues(
+    install_device: Callable[[str, FakeDevice], None],
+) -> None:
     device = FakeMps()
     install_device("mps", device)
     state = limpet.RNG().state_dict()
@@ -123,7 +136,9 @@ def test_the_generator_of_a_device_without_index_continues(install_device):
 
 
 @pytest.mark.parametrize(("saved", "available"), [(2, 4), (4, 2), (4, 1), (1, 4), (2, 0)])
-def test_devices_without_saved_state_keep_their_generators(install_device, saved, available):
+def test_devices_without_saved_state_keep_their_generators(
+    install_device: Callable[[str, FakeDevice], None], saved: int, available: int
+) -> None:
     first = FakeDevice(saved)
     install_device("xpu", first)
     state = limpet.RNG().state_dict()
@@ -139,7 +154,9 @@ def test_devices_without_saved_state_keep_their_generators(install_device, saved
     assert second.draw() == drawn[:common] + untouched[common:]
 
 
-def test_another_kind_of_device_keeps_its_generators(install_device):
+def test_another_kind_of_device_keeps_its_generators(
+    install_device: Callable[[str, FakeDevice], None],
+) -> None:
     install_device("cuda", FakeDevice(2))
     state = limpet.RNG().state_dict()
     other, twin = FakeDevice(2), FakeDevice(2)
@@ -148,18 +165,22 @@ def test_another_kind_of_device_keeps_its_generators(install_device):
     assert other.draw() == twin.draw()
 
 
-def test_a_device_that_the_program_does_not_use_is_not_initialized(install_device):
+def test_a_device_that_the_program_does_not_use_is_not_initialized(
+    install_device: Callable[[str, FakeDevice], None],
+) -> None:
     class UninitializedDevice(FakeDevice):
-        def get_rng_state(self, device=0):
+        def get_rng_state(self, device: int = 0) -> torch.Tensor:
             raise AssertionError("this initializes the device")
 
     device = UninitializedDevice(1, initialized=False)
     install_device("cuda", device)
-    torch.accelerator.is_available = lambda: pytest.fail("this could break a later fork")
+    torch.accelerator.is_available = lambda: pytest.fail("this could break a later fork")  # type: ignore[method-assign]
     assert "cuda" not in limpet.RNG().state_dict()
 
 
-def test_a_state_without_devices_loads_where_devices_exist(install_device):
+def test_a_state_without_devices_loads_where_devices_exist(
+    install_device: Callable[[str, FakeDevice], None],
+) -> None:
     state = limpet.RNG().state_dict()
     device, twin = FakeDevice(2), FakeDevice(2)
     install_device("cuda", device)
@@ -168,12 +189,12 @@ def test_a_state_without_devices_loads_where_devices_exist(install_device):
 
 
 @pytest.mark.parametrize("state", [{}, {"python": 1}, [], None])
-def test_rng_rejects_another_state(state):
+def test_rng_rejects_another_state(state: object) -> None:
     with pytest.raises(PlanError, match="not the state of an RNG"):
-        limpet.RNG().load_state_dict(state)
+        limpet.RNG().load_state_dict(state)  # type: ignore[arg-type]
 
 
-def test_torch_is_not_imported_for_the_rng(tmp_path):
+def test_torch_is_not_imported_for_the_rng(tmp_path: Path) -> None:
     """A state without PyTorch's generator is saved and restored without PyTorch.
 
     A saved generator is also restored if the program imports PyTorch later.

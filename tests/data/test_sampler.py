@@ -1,5 +1,7 @@
 """``ElasticSampler``: order, parts of the ranks, counting, passes, and states."""
 
+from __future__ import annotations
+
 import copy
 import json
 import math
@@ -7,6 +9,7 @@ import pickle
 import tracemalloc
 import warnings
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import chain, islice
 from typing import Any
@@ -28,22 +31,22 @@ from limpet.storage.memory import MemoryStore
 Sampler = limpet.ElasticSampler
 
 
-def order(length, seed=0, epoch=0):
-    return permute(np.arange(length), length, seed, epoch).tolist()
+def order(length: int, seed: int = 0, epoch: int = 0) -> list[int]:
+    return permute(np.arange(length), length, seed, epoch).tolist()  # type: ignore[no-any-return]
 
 
-def flat(batches):
+def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
-def resumed(sampler, *arguments, **options):
+def resumed(sampler: Sampler, *arguments: Any, **options: Any) -> Sampler:
     """Return a new sampler with the state of ``sampler``, as after a restart."""
     other = Sampler(*arguments, **options)
     other.load_state_dict(sampler.state_dict())
     return other
 
 
-def train(sampler, batches=None):
+def train(sampler: Sampler, batches: int | None = None) -> list[list[int]]:
     """Count and return up to ``batches`` batches of one pass."""
     seen = []
     for batch in islice(iter(sampler), batches):
@@ -63,7 +66,7 @@ GOLDEN = {
 }
 
 
-def test_the_order_never_changes():
+def test_the_order_never_changes() -> None:
     """Saved positions refer to the order. If this test fails, resumed runs get other samples."""
     assert order(5) == GOLDEN["5"]
     assert order(10, seed=-1, epoch=7) == GOLDEN["10"]
@@ -76,18 +79,20 @@ def test_the_order_never_changes():
 @example(1023, 0, 0)
 @example(1024, 0, 0)
 @settings(max_examples=60)
-def test_the_order_is_a_permutation(length, seed, epoch):
+def test_the_order_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     assert sorted(order(length, seed, epoch)) == list(range(length))
 
 
-def test_the_order_is_a_permutation_for_every_small_length():
+def test_the_order_is_a_permutation_for_every_small_length() -> None:
     for length in range(1, 130):
         assert sorted(order(length)) == list(range(length))
 
 
 @given(st.integers(1, 1 << 61), st.data())
 @settings(max_examples=60)
-def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(length, data):
+def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(
+    length: int, data: st.DataObject
+) -> None:
     positions = data.draw(
         st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True)
     )
@@ -97,21 +102,21 @@ def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(length, data):
     assert all(0 <= sample < length for sample in values)
 
 
-def excess_chi_square(counts):
+def excess_chi_square(counts: np.ndarray[Any, Any]) -> float:
     """Return by how many standard deviations chi-square exceeds that of a uniform distribution."""
     mean, freedom = counts.mean(), counts.size - 1
     return float((((counts - mean) ** 2 / mean).sum() - freedom) / math.sqrt(2 * freedom))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
-def test_all_orders_of_few_samples_are_equally_likely(length):
+def test_all_orders_of_few_samples_are_equally_likely(length: int) -> None:
     kinds = math.factorial(length)
     seen = Counter(tuple(order(length, seed=5, epoch=e)) for e in range(20 * kinds))
     assert abs(excess_chi_square(np.array([*seen.values(), *[0] * (kinds - len(seen))]))) < 4
 
 
 @pytest.mark.parametrize(("length", "other"), [(7, 1), (12, 11), (25, 1), (30, 29)])
-def test_the_positions_of_two_samples_are_independent(length, other):
+def test_the_positions_of_two_samples_are_independent(length: int, other: int) -> None:
     positions, seen = np.array([0, other]), np.zeros((length, length))
     for epoch in range(5 * length * length):
         first, second = permute(positions, length, 5, epoch)
@@ -121,7 +126,7 @@ def test_the_positions_of_two_samples_are_independent(length, other):
 
 
 @pytest.mark.parametrize("length", [1000, 4096, 10**6, 10**10 + 19])
-def test_large_orders_are_uniform(length):
+def test_large_orders_are_uniform(length: int) -> None:
     count = min(length, 20_000)
     at = np.arange(count)
     first, second = (permute(at, length, 1, e).astype(np.float64) / length for e in (0, 1))
@@ -132,16 +137,16 @@ def test_large_orders_are_uniform(length):
         assert abs(excess_chi_square(np.histogram2d(a, b, 5, ((0, 1), (0, 1)))[0])) < 4
 
 
-def test_epochs_and_seeds_differ():
+def test_epochs_and_seeds_differ() -> None:
     orders = [tuple(order(50, seed, epoch)) for seed in range(10) for epoch in range(10)]
     assert len(set(orders)) == 100
 
 
-def test_without_shuffle_samples_keep_their_order():
+def test_without_shuffle_samples_keep_their_order() -> None:
     assert train(Sampler(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_a_batch_of_a_huge_data_set_needs_little_memory():
+def test_a_batch_of_a_huge_data_set_needs_little_memory() -> None:
     sampler = Sampler(10**10, 256)
     current_pass = iter(sampler)
     next(current_pass)
@@ -155,11 +160,11 @@ def test_a_batch_of_a_huge_data_set_needs_little_memory():
 # -- ranks ---------------------------------------------------------------------------------------
 
 
-def ranks_of(count, *arguments, **options):
+def ranks_of(count: int, *arguments: Any, **options: Any) -> list[Sampler]:
     return [Sampler(*arguments, **options, rank=r, ranks=count) for r in range(count)]
 
 
-def step_together(samplers, passes):
+def step_together(samplers: list[Sampler], passes: list[Iterator[list[int]]]) -> list[list[int]]:
     """Return each rank's part of the next batch, or an empty list at the end of the pass."""
     parts = [part for p in passes if (part := next(p, None)) is not None]
     assert len(parts) in (0, len(samplers))
@@ -176,7 +181,7 @@ def step_together(samplers, passes):
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 8), st.booleans())
 @example(1, 4, 4, False)
 @example(3, 8, 8, False)
-def test_ranks_divide_an_epoch(length, batch, count, drop_last):
+def test_ranks_divide_an_epoch(length: int, batch: int, count: int, drop_last: bool) -> None:
     batch = max(batch, count)
     if drop_last:
         length = max(length, batch)
@@ -210,7 +215,9 @@ def test_ranks_divide_an_epoch(length, batch, count, drop_last):
 )
 @example(40, 4, [(4, 3), (2, 3), (3, 100)], 0, True)
 @pytest.mark.slow
-def test_the_number_of_ranks_may_change(length, batch, changes, seed, prefetch):
+def test_the_number_of_ranks_may_change(
+    length: int, batch: int, changes: list[tuple[int, int]], seed: int, prefetch: bool
+) -> None:
     """Each epoch has every sample once, and exactly the padding twice, for any ranks."""
     state: dict[str, int] | None = None
     seen: dict[int, list[int]] = {}
@@ -251,7 +258,7 @@ def test_the_number_of_ranks_may_change(length, batch, changes, seed, prefetch):
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 40), min_size=2, max_size=6), st.data())
-def test_the_batch_size_may_change(length, sizes, data):
+def test_the_batch_size_may_change(length: int, sizes: list[int], data: st.DataObject) -> None:
     seen: list[int] = []
     state = None
     for size in sizes:
@@ -267,7 +274,7 @@ def test_the_batch_size_may_change(length, sizes, data):
     assert seen == order(length)
 
 
-def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch):
+def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(8, 4, shuffle=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -278,7 +285,7 @@ def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch):
         Sampler(8, 2)
 
 
-def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch):
+def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(8, 4)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -303,25 +310,25 @@ def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch):
         ({"rank": 0, "ranks": 5}, "empty batch"),
     ],
 )
-def test_invalid_arguments_are_rejected(arguments, message):
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(LimpetError, match=message):
         Sampler(**({"length": 8, "batch_size": 4} | arguments))
 
 
 @pytest.mark.parametrize("wrong", [4.0, "4", None])
-def test_sizes_must_be_ints(wrong):
+def test_sizes_must_be_ints(wrong: Any) -> None:
     with pytest.raises(TypeError):
         Sampler(wrong, 4)
     with pytest.raises(TypeError):
         Sampler(8, wrong)
 
 
-def test_a_data_set_instead_of_its_length_is_refused():
+def test_a_data_set_instead_of_its_length_is_refused() -> None:
     with pytest.raises(LimpetError, match=r"ElasticSampler\(len\(dataset\), batch_size="):
-        Sampler(TensorDataset(torch.zeros(4)), batch_size=2)
+        Sampler(TensorDataset(torch.zeros(4)), batch_size=2)  # type: ignore[arg-type]
 
 
-def test_numpy_sizes_become_plain_ints():
+def test_numpy_sizes_become_plain_ints() -> None:
     sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
     assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
 
@@ -329,7 +336,7 @@ def test_numpy_sizes_become_plain_ints():
 # -- passes --------------------------------------------------------------------------------------
 
 
-def test_each_pass_is_one_epoch():
+def test_each_pass_is_one_epoch() -> None:
     sampler = Sampler(6, 4)
     for epoch in range(4):
         assert flat(train(sampler)) == order(6, epoch=epoch)
@@ -337,7 +344,7 @@ def test_each_pass_is_one_epoch():
 
 
 @pytest.mark.parametrize("steps", range(13))
-def test_a_resume_continues_after_the_last_step(steps):
+def test_a_resume_continues_after_the_last_step(steps: int) -> None:
     """A resume at the end of an epoch begins with an empty pass."""
     sampler = Sampler(13, 4)
     batches = [batch for _ in range(3) for batch in train(sampler)]
@@ -355,7 +362,7 @@ def test_a_resume_continues_after_the_last_step(steps):
     assert first == batches[steps:]
 
 
-def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass():
+def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass() -> None:
     sampler = Sampler(8, 4)
     train(sampler)
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["samples"]) == (0, 8)
@@ -365,7 +372,7 @@ def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass():
     assert other.epochs == 2
 
 
-def test_drop_last_ends_the_epoch():
+def test_drop_last_ends_the_epoch() -> None:
     sampler = Sampler(10, 4, drop_last=True)
     train(sampler)
     assert sampler.epochs == 1
@@ -374,26 +381,26 @@ def test_drop_last_ends_the_epoch():
     assert flat(train(other)) == order(10, epoch=1)[:8]
 
 
-def test_the_rest_of_an_epoch_follows_a_break():
+def test_the_rest_of_an_epoch_follows_a_break() -> None:
     sampler = Sampler(8, 2)
     first = train(sampler, 1)
     assert flat(first + train(sampler)) == order(8)
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_a_batch_that_was_not_counted_is_repeated():
+def test_a_batch_that_was_not_counted_is_repeated() -> None:
     sampler = Sampler(8, 2)
     next(iter(sampler))  # for example, to inspect the data
     assert flat(train(sampler)) == order(8)
 
 
-def test_a_break_at_the_last_step_ends_the_epoch():
+def test_a_break_at_the_last_step_ends_the_epoch() -> None:
     sampler = Sampler(8, 2)
     train(sampler, 4)
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_the_length_is_that_of_a_full_epoch():
+def test_the_length_is_that_of_a_full_epoch() -> None:
     sampler = Sampler(10, 4)
     assert len(sampler) == 3
     train(sampler, 2)
@@ -402,7 +409,7 @@ def test_the_length_is_that_of_a_full_epoch():
     assert len(Sampler(8, 4)) == 2
 
 
-def test_left_counts_the_remaining_batches_of_the_epoch():
+def test_left_counts_the_remaining_batches_of_the_epoch() -> None:
     sampler, left = Sampler(10, 4), []
     assert sampler.left == 3
     for _ in range(2):
@@ -416,7 +423,7 @@ def test_left_counts_the_remaining_batches_of_the_epoch():
     assert resumed(sampler, 10, 4, drop_last=True).left == 1
 
 
-def test_counting_more_batches_than_yielded_is_an_error():
+def test_counting_more_batches_than_yielded_is_an_error() -> None:
     sampler = Sampler(8, 2)
     with pytest.raises(LimpetError, match="Expected at most 0, found 1"):
         sampler.advance()
@@ -433,7 +440,7 @@ def test_counting_more_batches_than_yielded_is_an_error():
         sampler.advance(-1)
 
 
-def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause():
+def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause() -> None:
     sampler = Sampler(8, 2, 5)
     next(iter(sampler))
     sampler.advance()
@@ -443,7 +450,7 @@ def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause():
         sampler.advance()
 
 
-def test_a_pass_from_before_the_resume_is_an_error():
+def test_a_pass_from_before_the_resume_is_an_error() -> None:
     sampler = Sampler(8, 2)
     saved = sampler.state_dict()
     current_pass = iter(sampler)
@@ -455,7 +462,7 @@ def test_a_pass_from_before_the_resume_is_an_error():
         sampler.advance()
 
 
-def test_an_iterator_created_before_the_resume_yields_the_rest():
+def test_an_iterator_created_before_the_resume_yields_the_rest() -> None:
     sampler = Sampler(8, 2)
     train(sampler, 1)
     other = Sampler(8, 2)
@@ -464,7 +471,7 @@ def test_an_iterator_created_before_the_resume_yields_the_rest():
     assert flat(current_pass) == order(8)[2:]
 
 
-def test_two_concurrent_passes_are_an_error():
+def test_two_concurrent_passes_are_an_error() -> None:
     sampler = Sampler(8, 2)
     with pytest.raises(LimpetError, match="one pass at a time"):
         list(zip(sampler, sampler, strict=True))
@@ -473,7 +480,7 @@ def test_two_concurrent_passes_are_an_error():
 # -- accumulation --------------------------------------------------------------------------------
 
 
-def accumulate(sampler, per_step, steps):
+def accumulate(sampler: Sampler, per_step: int, steps: int) -> list[tuple[dict[str, int], int]]:
     """Run steps of ``per_step`` batches across the ends of epochs.
 
     Return, for each step, the saved state and the number of batches yielded so far.
@@ -493,7 +500,7 @@ def accumulate(sampler, per_step, steps):
 
 @pytest.mark.parametrize("per_step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("length", [10, 16, 20])
-def test_steps_may_cross_the_ends_of_epochs(length, per_step):
+def test_steps_may_cross_the_ends_of_epochs(length: int, per_step: int) -> None:
     epoch_batches = -(-length // 2)
     whole = [
         tuple(order(length, epoch=e)[i : i + 2]) for e in range(8) for i in range(0, length, 2)
@@ -520,7 +527,7 @@ NEVER = (
 )
 
 
-def test_a_sampler_without_any_counted_batch_raises():
+def test_a_sampler_without_any_counted_batch_raises() -> None:
     """The sampler is missing from the state or used for evaluation.
 
     Two passes are permitted, for example to inspect the data.
@@ -534,7 +541,7 @@ def test_a_sampler_without_any_counted_batch_raises():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_without_any_counted_batch_raises(workers):
+def test_a_loader_without_any_counted_batch_raises(workers: int) -> None:
     loader = DataLoader(Squares(), batch_sampler=Sampler(10, 2), num_workers=workers)
     for _ in range(2):
         list(loader)
@@ -542,7 +549,7 @@ def test_a_loader_without_any_counted_batch_raises(workers):
         list(loader)
 
 
-def test_reading_only_the_first_batches_causes_no_warning():
+def test_reading_only_the_first_batches_causes_no_warning() -> None:
     sampler = Sampler(10, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -553,7 +560,7 @@ def test_reading_only_the_first_batches_causes_no_warning():
 
 
 @pytest.mark.parametrize("counted", [0, 1])
-def test_batches_that_were_not_counted_follow_in_the_next_pass(counted):
+def test_batches_that_were_not_counted_follow_in_the_next_pass(counted: int) -> None:
     """The sampler is in the state, but ``step`` gets ``batches=0`` or no ``batches=``."""
     sampler = Sampler(10, 2)
     current_pass = iter(sampler)
@@ -564,7 +571,7 @@ def test_batches_that_were_not_counted_follow_in_the_next_pass(counted):
         assert flat(sampler) == order(10)[2 * counted :]
 
 
-def test_a_resumed_sampler_that_no_step_counts_also_raises():
+def test_a_resumed_sampler_that_no_step_counts_also_raises() -> None:
     sampler = Sampler(10, 2)
     train(sampler, 2)
     other = resumed(sampler, 10, 2)
@@ -577,7 +584,7 @@ def test_a_resumed_sampler_that_no_step_counts_also_raises():
     assert flat(train(other)) == order(10, epoch=1)
 
 
-def test_the_rest_of_a_step_may_be_counted_after_the_epoch():
+def test_the_rest_of_a_step_may_be_counted_after_the_epoch() -> None:
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number == 3:
@@ -592,7 +599,7 @@ def test_the_rest_of_a_step_may_be_counted_after_the_epoch():
     assert sampler.state_dict()["samples"] == 2
 
 
-def test_a_state_within_a_step_across_epochs_resumes_as_one_pass():
+def test_a_state_within_a_step_across_epochs_resumes_as_one_pass() -> None:
     """With two passes, a loop that counts passes would train one epoch less."""
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
@@ -614,7 +621,7 @@ def test_a_state_within_a_step_across_epochs_resumes_as_one_pass():
 # -- the ends of epochs --------------------------------------------------------------------------
 
 
-def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_ended():
+def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_ended() -> None:
     sampler = Sampler(8, 2)
     train(sampler)
     assert sampler.epochs == 1
@@ -624,7 +631,7 @@ def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_en
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_a_finished_loop_can_be_resumed_with_more_epochs():
+def test_a_finished_loop_can_be_resumed_with_more_epochs() -> None:
     state: dict[str, int] = {}
     trained: list[int] = []
     for first, last in ((0, 1), (1, 2), (2, 2), (2, 4)):
@@ -638,7 +645,7 @@ def test_a_finished_loop_can_be_resumed_with_more_epochs():
     assert trained == [sample for epoch in range(4) for sample in order(8, epoch=epoch)]
 
 
-def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass():
+def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass() -> None:
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number == 3:
@@ -649,7 +656,7 @@ def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass():
     assert flat(resumed(sampler, 10, 2)) == order(10)[8:] + order(10, epoch=1)
 
 
-def test_a_loaded_state_is_saved_unchanged():
+def test_a_loaded_state_is_saved_unchanged() -> None:
     sampler = Sampler(8, 2)
     train(sampler)
     saved = sampler.state_dict()
@@ -658,7 +665,7 @@ def test_a_loaded_state_is_saved_unchanged():
     assert sampler.state_dict() == saved
 
 
-def test_an_empty_pass_that_was_not_started_is_ended_too():
+def test_an_empty_pass_that_was_not_started_is_ended_too() -> None:
     """The loop ends with the first of two samplers, and the saved state has both as finished."""
     old = Sampler(8, 2)
     train(old)
@@ -677,7 +684,7 @@ def test_an_empty_pass_that_was_not_started_is_ended_too():
 # -- states --------------------------------------------------------------------------------------
 
 
-def test_the_state_is_plain_and_independent_of_the_ranks():
+def test_the_state_is_plain_and_independent_of_the_ranks() -> None:
     sampler = Sampler(9, 4, 7, rank=1, ranks=3)
     train(sampler, 2)
     assert sampler.state_dict() == {
@@ -692,7 +699,7 @@ def test_the_state_is_plain_and_independent_of_the_ranks():
     }
 
 
-def test_the_error_lists_all_differences():
+def test_the_error_lists_all_differences() -> None:
     sampler = Sampler(8, 2)
     train(sampler, 1)
     other = Sampler(9, 2, 1, shuffle=False, drop_last=True)
@@ -703,7 +710,7 @@ def test_the_error_lists_all_differences():
     assert train(other, 1) == [[0, 1]]  # the sampler is unchanged
 
 
-def test_the_length_may_change_at_the_beginning_of_an_epoch():
+def test_the_length_may_change_at_the_beginning_of_an_epoch() -> None:
     other = resumed(Sampler(8, 2), 90, 2)
     assert flat(train(other)) == order(90)
     sampler = Sampler(8, 2)
@@ -717,8 +724,8 @@ def test_the_length_may_change_at_the_beginning_of_an_epoch():
 @example(8, 4, 4, 4, False)
 @pytest.mark.slow
 def test_the_length_may_change_only_at_the_end_of_an_epoch(
-    length, other, batch, other_batch, drop_last
-):
+    length: int, other: int, batch: int, other_batch: int, drop_last: bool
+) -> None:
     """With ``drop_last``, an epoch ends if fewer samples than a batch are left."""
     if drop_last:
         batch, other_batch = min(batch, length), min(other_batch, other)
@@ -740,7 +747,7 @@ def test_the_length_may_change_only_at_the_end_of_an_epoch(
     assert live.epochs == 2
 
 
-def test_the_length_must_not_change_within_a_step():
+def test_the_length_must_not_change_within_a_step() -> None:
     """The rest of the step would use samples of a different order."""
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
@@ -771,7 +778,7 @@ def test_the_length_must_not_change_within_a_step():
         {"unknown": 1},
     ],
 )
-def test_impossible_states_are_rejected(change):
+def test_impossible_states_are_rejected(change: dict[str, Any]) -> None:
     sampler = Sampler(8, 2)
     train(sampler, 1)
     with pytest.raises(PlanError, match="state of an ElasticSampler"):
@@ -780,12 +787,12 @@ def test_impossible_states_are_rejected(change):
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"epoch": 1, "samples": 0}])
-def test_other_objects_are_rejected_as_states(state):
+def test_other_objects_are_rejected_as_states(state: Any) -> None:
     with pytest.raises(PlanError, match="not the state of an ElasticSampler"):
         Sampler(8, 2).load_state_dict(state)
 
 
-def test_a_sampler_is_saved_and_loaded_by_limpet():
+def test_a_sampler_is_saved_and_loaded_by_limpet() -> None:
     store = MemoryStore()
     sampler = Sampler(8, 2)
     train(sampler, 3)
@@ -800,7 +807,7 @@ def test_a_sampler_is_saved_and_loaded_by_limpet():
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_is_independent_of_the_original(make_copy):
+def test_a_copy_is_independent_of_the_original(make_copy: Any) -> None:
     sampler = Sampler(8, 2)
     train(sampler, 1)
     copied = make_copy(sampler)
@@ -811,7 +818,7 @@ def test_a_copy_is_independent_of_the_original(make_copy):
     assert "at sample 8 of epoch 0" in repr(sampler)
 
 
-def test_copies_of_several_samplers_form_their_own_group():
+def test_copies_of_several_samplers_form_their_own_group() -> None:
     state = {"samplers": [Sampler(8, 2), Sampler(8, 2)], "progress": limpet.Progress()}
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in zip(*state["samplers"]):
@@ -828,7 +835,7 @@ def test_copies_of_several_samplers_form_their_own_group():
 
 
 class Squares(torch.utils.data.Dataset[int]):
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> int:
         return i * i
 
 
@@ -841,7 +848,7 @@ LOADERS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LOADERS, ids=str)
-def test_prefetched_batches_are_not_counted(options):
+def test_prefetched_batches_are_not_counted(options: dict[str, Any]) -> None:
     whole = [sample**2 for epoch in range(3) for sample in order(10, epoch=epoch)]
     for steps in (0, 1, 4, 5, 6, 9):
         sampler = Sampler(10, 2)
@@ -865,7 +872,7 @@ def test_prefetched_batches_are_not_counted(options):
 
 
 @pytest.mark.slow
-def test_a_loader_with_spawned_workers():
+def test_a_loader_with_spawned_workers() -> None:
     sampler = Sampler(10, 2)
     loader = DataLoader(
         Squares(), batch_sampler=sampler, num_workers=1, multiprocessing_context="spawn"
@@ -917,7 +924,7 @@ GOLDEN_BATCHES: dict[str, tuple[Any, Any, int | None, tuple[int, str]]] = {
 
 
 @pytest.mark.parametrize("name", GOLDEN_BATCHES)
-def test_the_batches_are_those_of_every_earlier_release(name):
+def test_the_batches_are_those_of_every_earlier_release(name: str) -> None:
     arguments, options, batches, expected = GOLDEN_BATCHES[name]
     digest, count = sha256(), 0
     for batch in islice(limpet.ElasticSampler(*arguments, **options), batches):
@@ -926,19 +933,19 @@ def test_the_batches_are_those_of_every_earlier_release(name):
     assert (count, digest.hexdigest()[:16]) == expected
 
 
-def batch_alone(sampler, epoch, start, rank, ranks):
+def batch_alone(sampler: Any, epoch: int, start: int, rank: int, ranks: int) -> list[int]:
     """Return a batch as it is computed without blocks."""
     stop = min(start + sampler.batch_size, sampler.length)
     if stop - start < sampler.batch_size:
         stop += -(stop - start) % ranks
     at = np.arange(start + rank, stop, ranks) % sampler.length
     order = permute(at, sampler.length, sampler.seed, epoch) if sampler.shuffle else at
-    return order.tolist()
+    return order.tolist()  # type: ignore[no-any-return]
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_blocks_hold_the_batches_that_are_computed_alone(data):
+def test_blocks_hold_the_batches_that_are_computed_alone(data: Any) -> None:
     """Also after resumes in the middle of a block, with other batch sizes and world sizes."""
     length = data.draw(st.sampled_from([1, 10, 97, 1000, 20011, 10**6, 10**9]), "length")
     shuffle = data.draw(st.booleans(), "shuffle")
@@ -965,10 +972,10 @@ def test_blocks_hold_the_batches_that_are_computed_alone(data):
         state = sampler.state_dict()
 
 
-def test_many_batches_are_computed_at_once(monkeypatch):
+def test_many_batches_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def counted(positions, *arguments):
+    def counted(positions: Any, *arguments: Any) -> Any:
         sizes.append(len(positions))
         return permute(positions, *arguments)
 
@@ -979,7 +986,7 @@ def test_many_batches_are_computed_at_once(monkeypatch):
     assert sum(sizes) == 100_000  # nothing is computed twice
 
 
-def test_the_sizes_of_a_sampler_count_at_the_next_batch():
+def test_the_sizes_of_a_sampler_count_at_the_next_batch() -> None:
     """Attributes that the user changes during a pass count from the next batch on."""
     sampler = limpet.ElasticSampler(1000, 10)
     batches = iter(sampler)

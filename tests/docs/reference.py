@@ -1,5 +1,7 @@
 """Writes build/reference.md from the docstrings of the public names: ``make reference``."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from importlib import import_module
@@ -26,7 +28,7 @@ and every module that is not listed here, may change at any time.
 """
 
 
-def render():
+def render() -> str:
     """Return the text of the page."""
     parts, seen = [TITLE], list[Any]()
     for package in map(import_module, PACKAGES):
@@ -39,7 +41,7 @@ def render():
     return "\n".join(parts)
 
 
-def render_name(name, value):
+def render_name(name: str, value: Any) -> str:
     """Return the section of a class or a function."""
     parts = [f"### `{name}`", signature(name.rpartition(".")[2], value), docstring(value)]
     for member, found in vars(value).items() if inspect.isclass(value) else ():
@@ -55,14 +57,14 @@ def render_name(name, value):
 class Text:
     """What a signature shows as it is: a type without quotes, or the name of a function."""
 
-    def __init__(self, text):
+    def __init__(self, text: str) -> None:
         self.text = text
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self.text
 
 
-def signature(name, value):
+def signature(name: str, value: Any) -> str:
     """Return the signature in a code block, with one parameter per line if it is long."""
     try:
         found = inspect.signature(value)
@@ -82,7 +84,7 @@ def signature(name, value):
     return f"```text\n{text}{result}\n```"
 
 
-def as_written(parameter):
+def as_written(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return a parameter whose type and default are shown as they are written."""
     if isinstance(parameter.annotation, str):
         parameter = parameter.replace(annotation=Text(parameter.annotation))
@@ -92,7 +94,7 @@ def as_written(parameter):
     return parameter
 
 
-def docstring(value):
+def docstring(value: Any) -> str:
     """Return the docstring as Markdown: a block of code is indented, as in the docstring."""
     text = re.sub(r"``([^`]+)``", r"`\1`", inspect.getdoc(value) or "")
     return re.sub(r"^::$\n\n|:(?=:$)", "", text, flags=re.MULTILINE)

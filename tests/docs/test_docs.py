@@ -9,6 +9,8 @@ What follows a command is its output, and an ``output`` block is that of the Pyt
 ``...`` in an output stands for any text.
 """
 
+from __future__ import annotations
+
 import io
 import os
 import re
@@ -42,7 +44,7 @@ class Block:
     line: int
 
 
-def blocks(document):
+def blocks(document: Path) -> list[Block]:
     text = document.read_text()
     found = []
     for match in FENCE.finditer(text):
@@ -51,7 +53,7 @@ def blocks(document):
     return found
 
 
-def sides_of_diff(code):
+def sides_of_diff(code: str) -> tuple[str, str]:
     """Return the script before and after the change."""
     lines = code.splitlines(keepends=True)
     assert all(line[0] in " +-\n" for line in lines)
@@ -59,18 +61,20 @@ def sides_of_diff(code):
     return before, "".join(line[1:] or line for line in lines if line[0] != "-")
 
 
-def runnable(document):
+def runnable(document: Path) -> bool:
     return any(b.language in ("python", "console") for b in blocks(document))
 
 
-def document_id(document):
+def document_id(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if runnable(d)], ids=document_id)
-def test_code_blocks_run_without_errors(document, tmp_path, monkeypatch):
+def test_code_blocks_run_without_errors(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for library in LIBRARIES.get(document.name, []):
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
@@ -96,7 +100,7 @@ def test_code_blocks_run_without_errors(document, tmp_path, monkeypatch):
             run_commands(block, tmp_path)
 
 
-def run_commands(block, folder):
+def run_commands(block: Block, folder: Path) -> None:
     """Run the commands of a block. Assert that each succeeds, or is killed as its output says."""
     commands = COMMAND.findall(block.code)
     assert commands, f"line {block.line}: no command in this block"
@@ -121,7 +125,7 @@ def run_commands(block, folder):
         assert done.returncode == 0 or output.endswith("Killed\n"), f"{command}: {done}"
 
 
-def check_output(found, shown, where):
+def check_output(found: str, shown: str, where: str) -> None:
     """Assert that the output is the one that the document shows, with any spaces in its lines."""
     pattern, found = (
         "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
@@ -132,11 +136,11 @@ def check_output(found, shown, where):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=document_id)
-def test_code_blocks_have_known_languages(document):
+def test_code_blocks_have_known_languages(document: Path) -> None:
     """Without this test, a block with a misspelled language would be skipped silently."""
     known = {"python", "diff", "output", "console", "text", "json", "sh", ""}
     assert {b.language for b in blocks(document)} <= known
 
 
-def test_readme_is_short():
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 135

@@ -4,6 +4,8 @@ A new class in ``limpet.errors`` needs a section. A section with a message needs
 that causes it.
 """
 
+from __future__ import annotations
+
 import errno
 import inspect
 import os
@@ -13,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,16 +48,16 @@ CAUSES: dict[str, Callable[[], str | None]] = {}
 """Each function returns the message of an error, or None after it caused a warning."""
 
 
-def causes(cause):
+def causes(cause: Callable[[], Any]) -> Callable[[], Any]:
     """Register a function under the name of the class that it causes."""
     CAUSES[cause.__name__] = cause
     return cause
 
 
-def raising(cause):
+def raising(cause: Callable[[], Any]) -> Callable[[], str]:
     """Register a function that raises the class of its name."""
 
-    def message():
+    def message() -> str:
         with pytest.raises(CLASSES[cause.__name__]) as caught:
             cause()
         return str(caught.value)
@@ -63,16 +66,16 @@ def raising(cause):
     return message
 
 
-def linear():
+def linear() -> torch.nn.Module:
     return torch.nn.Linear(4, 2)
 
 
-def save_snapshot(**more):
+def save_snapshot(**more: Any) -> Path:
     limpet.save("snap", {"model": linear(), **more})
     return Path("snap")
 
 
-def save_run(last=40, run="runs/a"):
+def save_run(last: int = 40, run: str = "runs/a") -> dict[str, Any]:
     state = {"model": linear(), "progress": limpet.Progress()}
     with limpet.Checkpointer(run, state, save=limpet.EverySteps(10)) as ckpt:
         while ckpt.current_step < last:
@@ -80,37 +83,37 @@ def save_run(last=40, run="runs/a"):
     return state
 
 
-def shard_of(snapshot):
+def shard_of(snapshot: str | Path) -> Path:
     (path,) = Path(snapshot).glob("shard-*.safetensors")
     return path
 
 
-def flip_last_bit(path):
+def flip_last_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
 @raising
-def LimpetError():
+def LimpetError() -> None:
     limpet.EverySteps(0)
 
 
 @raising
-def FormatError():
+def FormatError() -> None:
     shard = shard_of(save_snapshot())
     shard.write_bytes(shard.read_bytes()[:-10])
     limpet.load("snap")
 
 
 @raising
-def ManifestInvalid():
+def ManifestInvalid() -> None:
     Path(save_snapshot(), "manifest.json").write_text("{}")
     limpet.open("snap")
 
 
 @raising
-def FormatTooNew():
+def FormatTooNew() -> None:
     class Content(msgspec.Struct):
         new: int = 1
 
@@ -119,49 +122,49 @@ def FormatTooNew():
 
 
 @raising
-def DigestMismatch():
+def DigestMismatch() -> None:
     flip_last_bit(shard_of(save_snapshot()))
     limpet.load("snap")
 
 
 @raising
-def NotFound():
+def NotFound() -> None:
     limpet.open("runs/typo")
 
 
 @raising
-def AlreadyExists():
+def AlreadyExists() -> None:
     save_snapshot()
     save_snapshot()
 
 
-def save_with_fault(error):
+def save_with_fault(error: int) -> None:
     fs = FaultFs(None, Fault("open", error=error, lasting=True))
     limpet.save(LocalStore("runs/a", fs=fs), {"model": linear()})
 
 
 @raising
-def Denied():
+def Denied() -> None:
     save_with_fault(errno.EACCES)
 
 
 @raising
-def NoSpace():
+def NoSpace() -> None:
     save_with_fault(errno.ENOSPC)
 
 
 @raising
-def Unavailable():
+def Unavailable() -> None:
     save_with_fault(errno.ESTALE)
 
 
 @raising
-def StoreError():
+def StoreError() -> None:
     save_with_fault(errno.EIO)
 
 
 @raising
-def BrokenLink():
+def BrokenLink() -> None:
     shard = shard_of(save_snapshot())
     shard.unlink()
     shard.symlink_to("/mnt/disk-2/shard.safetensors")
@@ -169,54 +172,54 @@ def BrokenLink():
 
 
 @raising
-def PlanError():
+def PlanError() -> None:
     save_snapshot(note="x")
     limpet.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
 
 
 @raising
-def MissingLeaf():
+def MissingLeaf() -> None:
     save_snapshot()
     limpet.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
 
 
 @raising
-def UnexpectedLeaf():
+def UnexpectedLeaf() -> None:
     save_snapshot(note="x")
     limpet.load("snap", into={"model": linear()})
 
 
 @raising
-def ShapeMismatch():
+def ShapeMismatch() -> None:
     save_snapshot()
     limpet.load("snap", into={"model": torch.nn.Linear(4, 3)})
 
 
 @raising
-def DTypeMismatch():
+def DTypeMismatch() -> None:
     save_snapshot()
     limpet.load("snap", into={"model": linear().double()})
 
 
 @raising
-def Unsupported():
+def Unsupported() -> None:
     limpet.save("snap", {"model": linear(), "path": Path("data")})
 
 
 @raising
-def MemberFailed():
+def MemberFailed() -> None:
     class Bad:
-        def state_dict(self):
+        def state_dict(self) -> dict[str, Any]:
             raise KeyError("average")
 
-        def load_state_dict(self, state): ...
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     limpet.save("snap", {"model": linear(), "ema": Bad()})
 
 
 @raising
-def RankFailed():
-    def save(rank):
+def RankFailed() -> None:
+    def save(rank: int) -> None:
         fs = FaultFs(None, *[Fault("open", error=errno.ENOSPC, lasting=True)] * rank)
         limpet.save(LocalStore("runs/a", fs=fs), {"value": limpet.PerRank(torch.zeros(4))})
 
@@ -225,13 +228,13 @@ def RankFailed():
 
 
 @raising
-def DeadlinePassed():
+def DeadlinePassed() -> None:
     save_run()
     request_and_wait(limpet.Run("runs/a"), 0.1)
 
 
 @raising
-def NoSnapshot():
+def NoSnapshot() -> None:
     state = save_run(10)
     flip_last_bit(shard_of("runs/a/version_10"))
     with limpet.Checkpointer("runs/a", state) as ckpt:
@@ -239,12 +242,12 @@ def NoSnapshot():
 
 
 @raising
-def TaskError():
+def TaskError() -> None:
     limpet.tasks.Queue().job("val@100")
 
 
 @raising
-def LeaseLost():
+def LeaseLost() -> None:
     queue = limpet.tasks.Queue(lease_seconds=0.001)
     queue.add("training", 10, task_size=5, name="train")
     task = queue.training.get()
@@ -253,7 +256,7 @@ def LeaseLost():
 
 
 @raising
-def JobFailed():
+def JobFailed() -> None:
     queue = limpet.tasks.Queue(attempts=1)
     job = queue.add("evaluation", 10, task_size=5, name="val@100")
     queue.evaluation.get().fail("ValueError: bad record")
@@ -261,7 +264,7 @@ def JobFailed():
 
 
 @causes
-def Preempted():
+def Preempted() -> str:
     state = {"model": linear(), "progress": limpet.Progress()}
     with pytest.raises(errors.Preempted) as caught, limpet.Checkpointer("runs/a", state) as ckpt:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -276,7 +279,7 @@ def Preempted():
 
 
 @causes
-def SkippedVersion():
+def SkippedVersion() -> None:
     state = save_run()
     flip_last_bit(shard_of("runs/a/version_40"))
     with limpet.Checkpointer("runs/a", state) as ckpt:
@@ -284,8 +287,8 @@ def SkippedVersion():
 
 
 @causes
-def SaveFailed():
-    def fail(method, key):
+def SaveFailed() -> None:
+    def fail(method: str, key: str) -> None:
         if method == "put":
             raise errors.NoSpace("Cannot write the shard: No space left on device")
 
@@ -299,12 +302,12 @@ def SaveFailed():
 
 
 @causes
-def UnsavedSteps():
+def UnsavedSteps() -> None:
     save_run(25)
 
 
 @causes
-def InexactResume():
+def InexactResume() -> None:
     model = torch.nn.Sequential(linear(), torch.nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with limpet.Checkpointer("runs/a", {"model": model, "optimizer": optimizer}) as ckpt:
@@ -315,8 +318,8 @@ def InexactResume():
 
 
 @causes
-def SinkFailed():
-    def to_dashboard(name, fields):
+def SinkFailed() -> None:
+    def to_dashboard(name: str, fields: dict[str, Any]) -> None:
         raise ConnectionError("no route to host")
 
     with limpet.attach(to_dashboard):
@@ -326,23 +329,25 @@ def SinkFailed():
 # -- the page --------------------------------------------------------------------------------------
 
 
-def test_the_page_describes_every_class_and_nothing_else():
+def test_the_page_describes_every_class_and_nothing_else() -> None:
     missing, unknown = CLASSES.keys() - SECTIONS.keys(), SECTIONS.keys() - CLASSES.keys()
     assert not missing, f"write a section of docs/errors.md for {sorted(missing)}"
     assert not unknown, f"docs/errors.md describes classes that do not exist: {sorted(unknown)}"
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_every_section_says_what_to_do(name):
+def test_every_section_says_what_to_do(name: str) -> None:
     assert "**What to do:**" in SECTIONS[name]
 
 
-def test_every_message_of_the_page_is_checked():
+def test_every_message_of_the_page_is_checked() -> None:
     assert {name for name, text in SECTIONS.items() if MESSAGE.search(text)} == CAUSES.keys()
 
 
 @pytest.mark.parametrize("name", sorted(SECTIONS.keys() & CAUSES.keys()))
-def test_the_message_is_what_limpet_writes(name, tmp_path, monkeypatch):
+def test_the_message_is_what_limpet_writes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,10 +1,13 @@
 """The scripts of docs/import-export.md resume exactly after a kill."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +38,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """Runs a script, which gets a signal in the step after a given one."""
 
 
-def run_script(folder, run, *arguments):
+def run_script(folder: Path, run: str, *arguments: object) -> int:
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
@@ -50,7 +53,7 @@ def run_script(folder, run, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["lightning", "accelerate"])
-def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
+def test_a_training_that_is_killed_resumes_exactly(library: str, tmp_path: Path) -> None:
     """In the middle of an epoch, at the end of one (step 32), and after SIGTERM."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
@@ -71,7 +74,7 @@ def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
     assert {key: content(whole, key) for key in keys} == {key: content(parts, key) for key in keys}
 
 
-def content(snapshot, key):
+def content(snapshot: limpet.Snapshot, key: str) -> object:
     """Return the numbers of a tensor or an array, or a value."""
     leaf = snapshot[key]
     return leaf[...].tolist() if isinstance(leaf, limpet.LeafView) else leaf

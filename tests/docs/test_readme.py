@@ -1,9 +1,12 @@
 """The script of the README is exact, wherever it is killed."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +21,7 @@ KILL = """
 """
 
 
-def run_script(folder, kill_at):
+def run_script(folder: Path, kill_at: int) -> tuple[int, list[str]]:
     """Run the script in the folder. Return its exit code, and the epochs that it completed."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "train.py"],
@@ -32,7 +35,7 @@ def run_script(folder, kill_at):
 
 
 @pytest.mark.slow
-def test_the_script_of_the_readme_ends_with_the_same_bits_after_kills(tmp_path):
+def test_the_script_of_the_readme_ends_with_the_same_bits_after_kills(tmp_path: Path) -> None:
     (diff,) = [b.code for b in blocks(ROOT / "README.md") if b.language == "diff"]
     before, script = sides_of_diff(diff)
     compile(before, "before", "exec")

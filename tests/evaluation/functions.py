@@ -1,5 +1,7 @@
 """The functions of a user, which worker processes import: a small classifier and its data."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import signal
@@ -7,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -17,7 +20,7 @@ from limpet.errors import Unavailable
 # torchmetrics imports transformers, which takes 0.9 s. No worker uses a metric of texts.
 IS_WORKER = "pytest" not in sys.modules and "transformers" not in sys.modules
 if IS_WORKER:
-    sys.modules["transformers"] = SimpleNamespace(AutoModel=None, AutoTokenizer=None)
+    sys.modules["transformers"] = SimpleNamespace(AutoModel=None, AutoTokenizer=None)  # type: ignore[assignment]
 try:
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 finally:
@@ -27,33 +30,33 @@ finally:
 RECORDS = 1000
 
 
-def make_model(seed=0):
+def make_model(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 3)
     )
 
 
-def data():
+def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(RECORDS, 8, generator=generator)
     return TensorDataset(inputs, torch.randint(3, (RECORDS,), generator=generator))
 
 
-def setup(snapshot):
+def setup(snapshot: Any) -> torch.nn.Module:
     model = make_model(99)
     limpet.load(snapshot.url, into={"model": model}, keys="model/**")
     return model
 
 
-def setup_from_dict(state):
+def setup_from_dict(state: dict[str, Any]) -> torch.nn.Module:
     assert set(state) == {"model"}
     model = make_model(99)
     model.load_state_dict(state["model"])
     return model
 
 
-def evaluate(model, batch):
+def evaluate(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     inputs, labels = batch
     logits = model(inputs)
     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -65,12 +68,12 @@ def evaluate(model, batch):
 KEPT = MulticlassAccuracy(3, average="macro")
 
 
-def evaluate_with_one_metric(model, batch):
+def evaluate_with_one_metric(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     KEPT.update(model(batch[0]), batch[1])
     return {"accuracy": KEPT}
 
 
-def expected(state):
+def expected(state: dict[str, Any]) -> dict[str, float]:
     """The metrics of a computation by hand, over all of the data at once."""
     model = make_model()
     model.load_state_dict(state["model"])
@@ -88,31 +91,31 @@ def expected(state):
 # -- functions that fail -------------------------------------------------------------------------
 
 
-def evaluate_nan(model, batch):
+def evaluate_nan(model: Any, batch: Any) -> dict[str, Any]:
     return {"loss": (float("nan"), 1)}
 
 
-def evaluate_nothing(model, batch):
+def evaluate_nothing(model: Any, batch: Any) -> None:
     return None
 
 
-def evaluate_vector(model, batch):
+def evaluate_vector(model: Any, batch: Any) -> dict[str, Any]:
     matrix = MulticlassConfusionMatrix(3)
     matrix.update(model(batch[0]), batch[1])
     return {"matrix": matrix}
 
 
-def evaluate_raising(model, batch):
+def evaluate_raising(model: Any, batch: Any) -> dict[str, Any]:
     if (batch[0] == data().tensors[0][500]).all(1).any():
         raise ZeroDivisionError("one bad shard")
     return {"loss": (0.0, 1)}
 
 
-def setup_failing(snapshot):
+def setup_failing(snapshot: Any) -> Any:
     raise FileNotFoundError("tokenizer.json")
 
 
-def _once(name):
+def _once(name: str) -> bool:
     """True for the first call in all processes."""
     try:
         Path(os.environ["TEST_FOLDER"], name).touch(exist_ok=False)
@@ -121,52 +124,52 @@ def _once(name):
     return True
 
 
-def evaluate_dying(model, batch):
+def evaluate_dying(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     """Two workers are killed in the middle of a task."""
     if _once("first") or _once("second"):
         os.kill(os.getpid(), signal.SIGKILL)
     return evaluate(model, batch)
 
 
-def evaluate_hanging(model, batch):
+def evaluate_hanging(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     """One worker never returns its task."""
     if _once("hang"):
         time.sleep(3600)
     return evaluate(model, batch)
 
 
-def evaluate_and_tell(model, batch):
+def evaluate_and_tell(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     """Slow; each worker prints, and leaves its process id."""
     print("a batch")
     Path(os.environ["TEST_FOLDER"], f"pid-{os.getpid()}").touch()
     return evaluate_slowly(model, batch)
 
 
-def setup_that_finds_nothing(snapshot):
+def setup_that_finds_nothing(snapshot: Any) -> Any:
     """As on a machine that does not have the folder of the run."""
     raise limpet.errors.NotFound(f"{snapshot.url} has no shard")
 
 
-def evaluate_poison(model, batch):
+def evaluate_poison(model: Any, batch: Any) -> dict[str, Any]:
     """One shard kills each worker."""
     if (batch[0] == data().tensors[0][500]).all(1).any():
         os.kill(os.getpid(), signal.SIGKILL)
     return {"loss": (0.0, 1)}
 
 
-def evaluate_slowly(model, batch):
+def evaluate_slowly(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     time.sleep(0.05)
     return evaluate(model, batch)
 
 
-def evaluate_forking(model, batch):
+def evaluate_forking(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     """Returns in two processes."""
     if _once("fork") and os.fork():
         time.sleep(0.3)  # the other one is faster
     return evaluate(model, batch)
 
 
-def data_of_any_length():
+def data_of_any_length() -> list[int]:
     """A worker that starts later has fewer records."""
     if _once("length"):
         return [*range(100)]
@@ -174,7 +177,7 @@ def data_of_any_length():
     return [*range(90)]
 
 
-def evaluate_when_two_have_the_data(model, batch):
+def evaluate_when_two_have_the_data(model: Any, batch: Any) -> dict[str, Any]:
     """Waits until another worker has called ``data_of_any_length``."""
     while not Path(os.environ["TEST_FOLDER"], "shorter").exists():
         time.sleep(0.01)
@@ -182,27 +185,27 @@ def evaluate_when_two_have_the_data(model, batch):
     return {"loss": (0.0, 1)}
 
 
-def evaluate_naming_nonsense(model, batch):
+def evaluate_naming_nonsense(model: Any, batch: Any) -> dict[str, Any]:
     return {"n" * 2_000_000: (1.0, 1)}
 
 
-def empty():
+def empty() -> list[Any]:
     return []
 
 
-def setup_unavailable(snapshot):
+def setup_unavailable(snapshot: Any) -> torch.nn.Module:
     """The store does not answer once."""
     if _once("unavailable"):
         raise Unavailable("503")
     return setup(snapshot)
 
 
-def evaluate_printing(model, batch):
+def evaluate_printing(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     print("a batch")
     return evaluate(model, batch)
 
 
-def setup_of_a_deleted_version(snapshot):
+def setup_of_a_deleted_version(snapshot: Any) -> torch.nn.Module:
     """A person deletes the version while it is loaded."""
     shutil.rmtree(Path(snapshot.url), ignore_errors=True)
     return setup(snapshot)

@@ -1,6 +1,10 @@
 """Evaluation of exactly one version at a time, by worker processes, while the training goes on."""
 
+from __future__ import annotations
+
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,34 +20,36 @@ from tests.fakegroup import FakeGroup
 
 
 @pytest.fixture(autouse=True)
-def _poll_often(monkeypatch):
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_module, "POLL_SECONDS", 0.05)
 
 
-def evaluation(run, **more):
+def evaluation(run: Path, **more: Any) -> limpet.Evaluation:
     options = {"setup": functions.setup, "evaluate": functions.evaluate, **more}
     options = {"data": functions.data, "workers": 1, "follow": True, "batch_size": 50, **options}
     return limpet.Evaluation(run, options.pop("setup"), options.pop("evaluate"), **options)
 
 
-def training(run):
+def training(run: Path) -> tuple[dict[str, Any], limpet.Checkpointer]:
     state = {"model": make_model(), "progress": limpet.Progress()}
     return state, limpet.Checkpointer(run, state, save=EverySteps(4))
 
 
-def step(state, ckpt):
+def step(state: dict[str, Any], ckpt: limpet.Checkpointer) -> None:
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.mul_(0.9)
     ckpt.step()
 
 
-def evaluating_threads():
+def evaluating_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "limpet-evaluation"]
 
 
 @pytest.mark.slow
-def test_the_newest_version_is_evaluated_exactly_while_the_training_goes_on(tmp_path):
+def test_the_newest_version_is_evaluated_exactly_while_the_training_goes_on(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
     state, ckpt = training(run)
     with evaluation(run).background() as outcomes, ckpt:
@@ -64,12 +70,12 @@ def test_the_newest_version_is_evaluated_exactly_while_the_training_goes_on(tmp_
 
 
 @pytest.mark.slow
-def test_a_failure_is_reported_at_once_and_never_stops_the_training(tmp_path):
+def test_a_failure_is_reported_at_once_and_never_stops_the_training(tmp_path: Path) -> None:
     run, reported = tmp_path / "run", threading.Event()
     state, ckpt = training(run)
     broken = evaluation(run, setup="tests.evaluation.no_such_module:setup")
 
-    def sink(name, fields):
+    def sink(name: str, fields: dict[str, Any]) -> None:
         if name == "evaluation_stopped":
             assert "no_such_module" in str(fields["error"])
             reported.set()
@@ -89,12 +95,12 @@ def test_a_failure_is_reported_at_once_and_never_stops_the_training(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exception_of_the_training_ends_the_workers_at_once(tmp_path):
+def test_an_exception_of_the_training_ends_the_workers_at_once(tmp_path: Path) -> None:
     run, started = tmp_path / "run", threading.Event()
     state, ckpt = training(run)
     slow = evaluation(run, evaluate=functions.evaluate_slowly, batch_size=1)  # 50 s per version
 
-    def sink(name, fields):
+    def sink(name: str, fields: dict[str, Any]) -> None:
         if name == "evaluation_started":
             started.set()
         assert name != "evaluation_stopped"
@@ -112,8 +118,8 @@ def test_an_exception_of_the_training_ends_the_workers_at_once(tmp_path):
     assert Run(run).metrics(4) == {}
 
 
-def test_only_the_first_rank_evaluates(tmp_path):
-    def work(rank):
+def test_only_the_first_rank_evaluates(tmp_path: Path) -> None:
+    def work(rank: int) -> int:
         before = len(evaluating_threads())
         if rank == 1:
             with evaluation(tmp_path / "run").background():
@@ -125,7 +131,7 @@ def test_only_the_first_rank_evaluates(tmp_path):
 
 
 @pytest.mark.parametrize("option", [{"follow": False}, {"workers": 0}])
-def test_it_must_follow_and_have_workers(tmp_path, option):
+def test_it_must_follow_and_have_workers(tmp_path: Path, option: dict[str, Any]) -> None:
     background = evaluation(tmp_path / "run", **option).background()
     with pytest.raises(LimpetError, match="to run in the background"), background:
         pass

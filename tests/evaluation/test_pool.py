@@ -1,8 +1,13 @@
 """The pool of workers, with workers that are threads of this process."""
 
+from __future__ import annotations
+
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from threading import Thread, Timer
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +27,13 @@ TRIVIAL = {name: f"tests.evaluation.trivial:{name}" for name in ("setup", "evalu
 class ThreadWorker:
     """A worker on a thread. It ends with its connection."""
 
-    def __init__(self, pool, name, tasks):
+    def __init__(self, pool: WorkerPool, name: str, tasks: float) -> None:
         self._queue = RemoteQueue(pool._server.connect(name))
         self._tasks = tasks
         self._thread = Thread(target=self._work)
         self._thread.start()
 
-    def _work(self):
+    def _work(self) -> None:
         worker = Worker()
         try:
             while self._tasks:
@@ -40,10 +45,10 @@ class ThreadWorker:
             pass
         self._queue.close()
 
-    def end(self):
+    def end(self) -> str | None:
         return None if self._thread.is_alive() else "out of memory"
 
-    def kill(self):
+    def kill(self) -> None:
         self._queue.close()
         self._thread.join()
 
@@ -51,33 +56,37 @@ class ThreadWorker:
 class Idle:
     """A worker that never asks for a task."""
 
-    def end(self):
+    def end(self) -> str | None:
         return None
 
-    def kill(self):
+    def kill(self) -> None:
         """Nothing to end."""
 
 
-def make_pool(monkeypatch, make):
+def make_pool(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[WorkerPool, str], Any]
+) -> WorkerPool:
     monkeypatch.setattr(WorkerPool, "_make", make)
     functions = {**TRIVIAL, "collate": None}
     return WorkerPool(Workers(2), functions, batch_size=1, keys=(), device=None)
 
 
 @pytest.fixture
-def version(tmp_path):
+def version(tmp_path: Path) -> tuple[str, str]:
     snapshot = limpet.save(tmp_path / "version_5", {"a": torch.zeros(2)}, step=5)
     return snapshot.url, reader_of(snapshot).digest
 
 
-def test_the_others_go_on_without_a_worker_that_never_stays_alive(version, monkeypatch):
+def test_the_others_go_on_without_a_worker_that_never_stays_alive(
+    version: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, lost = [], []
 
-    def make(pool, name):
+    def make(pool: WorkerPool, name: str) -> ThreadWorker:
         made.append(name)
         return ThreadWorker(pool, name, 1 if name.startswith("worker-0") else float("inf"))
 
-    def note(name, fields):
+    def note(name: str, fields: dict[str, Any]) -> None:
         lost.append(str(fields["error"]) if name == "worker_lost" else name)
 
     pool = make_pool(monkeypatch, make)
@@ -92,10 +101,12 @@ def test_the_others_go_on_without_a_worker_that_never_stays_alive(version, monke
     assert all("ended. Found out of memory" in text for text in lost)
 
 
-def test_without_a_worker_that_stays_alive_the_version_has_no_score(version, monkeypatch):
+def test_without_a_worker_that_stays_alive_the_version_has_no_score(
+    version: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = [2.0]  # tasks of each worker: the first one counts the records
 
-    def make(pool, name):
+    def make(pool: WorkerPool, name: str) -> ThreadWorker:
         return ThreadWorker(pool, name, count[0])
 
     pool = make_pool(monkeypatch, make)
@@ -112,7 +123,9 @@ def test_without_a_worker_that_stays_alive_the_version_has_no_score(version, mon
         pool.close()
 
 
-def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(monkeypatch):
+def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = make_pool(monkeypatch, lambda pool, name: ThreadWorker(pool, name, 0.0))
     with pytest.raises(WorkerLost, match=r"Worker worker-[01] ended"):
         pool.start()
@@ -121,12 +134,12 @@ def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(monkeypatch
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
 @pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
-def test_limits_that_nothing_can_keep_are_refused(name, value):
+def test_limits_that_nothing_can_keep_are_refused(name: str, value: Any) -> None:
     with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Workers"):
         Workers(**{name: value})
 
 
-def test_an_interrupt_ends_the_wait_for_workers(monkeypatch):
+def test_an_interrupt_ends_the_wait_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(monkeypatch, lambda pool, name: Idle())
     timer = Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

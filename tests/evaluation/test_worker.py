@@ -1,6 +1,10 @@
 """What a worker says of an error: the line of the user, and the line that raised."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,37 +14,37 @@ from limpet.evaluation.worker import Work, Worker, describe
 from limpet.tasks import Queue
 
 
-def call_library(text):
+def call_library(text: str) -> Any:
     return json.loads(text)
 
 
-def describe_error(call):
+def describe_error(call: Callable[[], object]) -> str:
     with pytest.raises(Exception) as caught:
         call()
     return describe(caught.value)
 
 
-def test_an_error_of_a_library_names_the_line_of_the_user_too():
+def test_an_error_of_a_library_names_the_line_of_the_user_too() -> None:
     line = call_library.__code__.co_firstlineno + 1
     text = describe_error(lambda: call_library("{"))
     assert text.startswith("JSONDecodeError: Expecting")
     assert f"(test_worker.py:{line}, decoder.py:" in text
 
 
-def test_an_error_of_the_user_names_its_line_once():
-    def fail():
+def test_an_error_of_the_user_names_its_line_once() -> None:
+    def fail() -> None:
         raise ValueError("two\nlines")
 
     line = fail.__code__.co_firstlineno + 1
     assert describe_error(fail) == f"ValueError: two lines (test_worker.py:{line})"
 
 
-def test_an_error_of_limpet_or_without_a_traceback_has_no_line():
+def test_an_error_of_limpet_or_without_a_traceback_has_no_line() -> None:
     assert describe(LimpetError("a", found="b")) == "a. Found b."
     assert describe(ValueError("a")) == "ValueError: a"
 
 
-def test_a_worker_that_cannot_import_the_functions_leaves_its_task_to_others():
+def test_a_worker_that_cannot_import_the_functions_leaves_its_task_to_others() -> None:
     """It would take one task after the other, and let all of them fail."""
     names = {
         label: FunctionName("no.such.module", label) for label in ("setup", "evaluate", "data")

@@ -1,8 +1,11 @@
 """``docs/format.md`` agrees with the code: its examples can be read and its tables are correct."""
 
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonschema import Draft202012Validator
@@ -33,7 +36,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "format.md").read_text()
 
 
-def blocks(text):
+def blocks(text: str) -> list[Any]:
     found = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [json.loads(block) for block in found]
 
@@ -43,12 +46,12 @@ RECORDS = blocks((DOCS / "saving.md").read_text())
 EVALUATION, FAILURE, ENDED, INEXACT, LEASE, OBJECTIVE = RECORDS
 
 
-def raw(document):
+def raw(document: Any) -> bytes:
     """Return the document as the bytes of a file, on one line."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def test_the_schema_accepts_the_examples():
+def test_the_schema_accepts_the_examples() -> None:
     schema = json.loads((DOCS / "format.schema.json").read_text())
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
@@ -63,7 +66,7 @@ def test_the_schema_accepts_the_examples():
     Draft202012Validator(schema).validate(tree)
 
 
-def test_the_decoders_read_the_examples():
+def test_the_decoders_read_the_examples() -> None:
     assert decode_manifest(raw(MANIFEST), "f")[0].step == 120
     assert decode_branch(raw(BRANCH), "f").number == 1
     assert decode_pin(raw(PIN), "f").host == "node-3"
@@ -79,7 +82,7 @@ def test_the_decoders_read_the_examples():
     assert decode_index(raw(INDEX), "f").length == 4120
 
 
-def test_the_examples_form_one_snapshot():
+def test_the_examples_form_one_snapshot() -> None:
     """With the data that the text describes, the snapshot can be loaded."""
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
@@ -91,14 +94,15 @@ def test_the_examples_form_one_snapshot():
         "branch-1.json": raw(BRANCH),
     }
     store = store_of(files)
-    assert limpet.Run(store).open(names.Version(120, 1)).verify().ok
+    snapshot = limpet.Run(store).open(names.Version(120, 1))
+    assert snapshot.verify().ok
     state = limpet.load(store.at("version_120.1"))
     expected = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
     assert values_equal(state, expected)
     assert state["model"]["tied"] is state["model"]["weight"]
 
 
-def test_the_incremental_example_refers_to_the_full_one():
+def test_the_incremental_example_refers_to_the_full_one() -> None:
     weight, bias = torch.arange(6, dtype=torch.float32).view(2, 3), torch.tensor([0.5])
     header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
     own_header = build_header([("model/bias", "F32", (1,), 0, 4)])
@@ -120,7 +124,7 @@ def test_the_incremental_example_refers_to_the_full_one():
     )
 
 
-def test_the_examples_include_every_kind_of_node():
+def test_the_examples_include_every_kind_of_node() -> None:
     leaves = check_tree({"dict": NODES}, "f")
     assert leaves.keys() == {
         "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values", "subclass/codes"
@@ -143,7 +147,7 @@ def test_the_examples_include_every_kind_of_node():
     assert (decoded["dtype"], decoded["device"], decoded["size"]) == types
 
 
-def test_the_table_of_dtypes():
+def test_the_table_of_dtypes() -> None:
     rows = re.findall(r"`(\w+)` \| (\d+) \| (\w+)(?:, (\d))?", TEXT)
     documented = {name: (int(size), stored, int(per or 1)) for name, size, stored, per in rows}
     assert documented == {
@@ -151,9 +155,10 @@ def test_the_table_of_dtypes():
     }
 
 
-def test_names_and_numbers_in_the_text():
+def test_names_and_numbers_in_the_text() -> None:
     assert f"number {FORMAT}" in TEXT.splitlines()[0]
     tree = re.search(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    assert tree is not None
     entries = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)
     assert [names.version_of_key(w) for w in entries if w.endswith("/")] == [
         names.Version(120), names.Version(120, 1), names.Version(240)
@@ -177,5 +182,5 @@ def test_names_and_numbers_in_the_text():
     assert digest(b"") == "99aa06d3014798d86001c324468d497f", "XXH3-128 of nothing, canonical"
 
 
-def test_the_document_is_short():
+def test_the_document_is_short() -> None:
     assert len(TEXT.splitlines()) < 310

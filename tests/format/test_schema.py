@@ -1,5 +1,7 @@
 """The published JSON Schema accepts all files that we write, and rejects what decoders reject."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +47,7 @@ from tests.attacks.test_invalid_files import (
 )
 from tests.forging import (
     TORCH_DTYPES,
+    Json,
     files_of,
     forge,
     get_at,
@@ -68,12 +71,20 @@ pytestmark = pytest.mark.filterwarnings(
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
 KINDS = {
     kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
-    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation", "ended")
+    for kind in (
+        "manifest",
+        "index",
+        "branch",
+        "pin",
+        "lasting",
+        "evaluation",
+        "ended",
+    )
 }
 ANY = Draft202012Validator(SCHEMA)
 
 
-def kind_of(key):
+def kind_of(key: str) -> str | None:
     name = key.rpartition("/")[2]
     for kind, found in (
         ("manifest", name == "manifest.json"),
@@ -90,7 +101,7 @@ def kind_of(key):
     return None
 
 
-def check(store):
+def check(store: MemoryStore) -> set[str]:
     """Validate every file in the store. Return the kinds of files found."""
     kinds = set()
     for key, raw in files_of(store).items():
@@ -101,11 +112,11 @@ def check(store):
     return kinds
 
 
-def test_the_schema_is_valid():
+def test_the_schema_is_valid() -> None:
     Draft202012Validator.check_schema(SCHEMA)
 
 
-def test_every_kind_of_node_and_dtype():
+def test_every_kind_of_node_and_dtype() -> None:
     store = MemoryStore()
     limpet.save(store.at("a"), small_state())
     limpet.save(store.at("b"), plain_values())
@@ -121,7 +132,7 @@ def test_every_kind_of_node_and_dtype():
     assert check(store) == {"manifest", "index"}
 
 
-def test_a_run_with_branches_and_pins():
+def test_a_run_with_branches_and_pins() -> None:
     store = MemoryStore()
     run = Run(store)
     limpet.save(store.at("version_1"), {"n": 0, "p": limpet.Progress()}, step=1)
@@ -136,7 +147,7 @@ def test_a_run_with_branches_and_pins():
     assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation", "ended"}
 
 
-def test_a_run_that_is_spread():
+def test_a_run_that_is_spread() -> None:
     store = MemoryStore()
     state = {"n": 1, "p": limpet.Progress()}
     with limpet.Checkpointer(spread_over(store, 16), state) as ckpt:
@@ -145,7 +156,7 @@ def test_a_run_that_is_spread():
 
 
 @pytest.mark.parametrize("metrics", [{"loss": 0.5}, {"loss": float("nan")}])
-def test_the_record_of_an_export(tmp_path, metrics):
+def test_the_record_of_an_export(tmp_path: Path, metrics: dict[str, float]) -> None:
     run = Run(MemoryStore())
     with run.writer() as writer:
         version = writer.save({"model": torch.nn.Linear(2, 3)}, step=1, metrics=metrics)
@@ -160,7 +171,7 @@ def test_the_record_of_an_export(tmp_path, metrics):
 
 @settings(derandomize=True, max_examples=40)
 @given(values)
-def test_any_plain_value(value):
+def test_any_plain_value(value: Any) -> None:
     store = MemoryStore()
     limpet.save(store, {"x": value})
     assert check(store) == {"manifest", "index"}
@@ -193,7 +204,7 @@ UNDETECTABLE = {
 
 
 @pytest.mark.slow
-def test_the_schema_rejects_invalid_files_where_it_can():
+def test_the_schema_rejects_invalid_files_where_it_can() -> None:
     files = save_to_files(small_state())
     for name, change in MANIFEST_EDITS.items():
         if name.startswith("depth"):
@@ -221,7 +232,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
 }
 
 
-def can_decode(kind, raw):
+def can_decode(kind: str, raw: bytes) -> bool:
     try:
         if kind == "manifest":
             manifest, _ = decode_manifest(raw, "f")
@@ -234,7 +245,7 @@ def can_decode(kind, raw):
     return True
 
 
-def documents():
+def documents() -> dict[str, Json]:
     files = save_to_files(
         {"w": torch.ones(2, 3), "t": [1, ("x", b"y")], "s": {1: {2}}, "n": 1 << 70}
     )
@@ -255,7 +266,7 @@ def documents():
     }
 
 
-def raw_of(kind, document):
+def raw_of(kind: str, document: Json) -> bytes:
     if kind == "index":
         return json.dumps(document).encode()
     return seal({k: v for k, v in document.items() if k not in ("limpet", "digest")})
@@ -263,7 +274,7 @@ def raw_of(kind, document):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_schema_and_decoder_agree(kind):
+def test_schema_and_decoder_agree(kind: str) -> None:
     """Delete, add or change each field of each kind of file."""
     original = documents()[kind]
     assert KINDS[kind].is_valid(original)
@@ -284,7 +295,7 @@ def test_schema_and_decoder_agree(kind):
             check_agreement(kind, changed, (*path, wrong))
 
 
-def check_agreement(kind, document, where):
+def check_agreement(kind: str, document: Json, where: tuple[Any, ...]) -> None:
     decoded, valid = can_decode(kind, raw_of(kind, document)), KINDS[kind].is_valid(document)
     if decoded:
         # a leaf's shape in an index is compared with the tree, which has been checked
@@ -298,5 +309,5 @@ def check_agreement(kind, document, where):
         assert wrong != "deleted" or type(where[-2]) is int, where
 
 
-def test_sealed_content_omits_the_seal():
+def test_sealed_content_omits_the_seal() -> None:
     assert sealed_content(seal(PIN)) == PIN

@@ -1,7 +1,10 @@
 """The memory that a load and a reshard need for a snapshot with a million boxes."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ ROWS, WIDTH = 2, 16
 NBYTES = ROWS * WIDTH * 4
 
 
-def write_snapshot(folder):
+def write_snapshot(folder: Path) -> None:
     """Write a snapshot of zeros. Every rank has rows of every leaf, and each box is one chunk."""
     small = limpet.save(folder / "small", {"x": np.zeros(1, np.float32)})
     folder = folder / "version_1"
@@ -86,7 +89,7 @@ print(resident("VmHWM") - before)
 """
 
 
-def measure_memory_growth(code, url, part, ranks):
+def measure_memory_growth(code: str, url: Path, part: int, ranks: int) -> float:
     """Return the peak growth of a process's memory, in MiB."""
     command = [sys.executable, "-c", MEASURE_MEMORY.replace("{}", code), url, str(part), str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -96,7 +99,9 @@ def measure_memory_growth(code, url, part, ranks):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's /proc")
-def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(tmp_path):
+def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(
+    tmp_path: Path,
+) -> None:
     """One load runs as one of 512 ranks. The other loads every leaf in full and so needs all boxes.
     The reshard has two windows."""
     write_snapshot(tmp_path)

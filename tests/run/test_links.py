@@ -1,10 +1,14 @@
 """Versions that are symbolic links, in whole or in part: they count everywhere, are never changed,
 and protect what they refer to."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,14 +34,14 @@ from tests.trainings import train, training
 LINKS = ["folder", "manifest", "shards", "index", "every file", "folder of links"]
 
 
-def make_run(path, steps=3):
+def make_run(path: Path, steps: int = 3) -> Path:
     """Return a run with the versions 1 to ``steps``."""
     with training(str(path), EverySteps(1)) as (state, ckpt):
         train(state, ckpt, steps)
     return path
 
 
-def make_incremental_run(path, steps):
+def make_incremental_run(path: Path, steps: int) -> Path:
     """Return a run in which each version but the first refers to the first one."""
     state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
     with limpet.Checkpointer(path, state, save=EverySteps(1), incremental=True) as ckpt:
@@ -48,7 +52,7 @@ def make_incremental_run(path, steps):
     return path
 
 
-def move_behind_links(run, version, how):
+def move_behind_links(run: Path, version: str, how: str) -> Path:
     """Move a version, or some of its files, to another folder, and link to them from the run."""
     folder, elsewhere = run / version, run.parent / "elsewhere" / version
     elsewhere.mkdir(parents=True)
@@ -78,7 +82,7 @@ def move_behind_links(run, version, how):
     return elsewhere
 
 
-def contents(*folders):
+def contents(*folders: Path) -> dict[str, Any]:
     """Return every file and link below folders."""
     return {
         str(path): os.readlink(path) if path.is_symlink() else path.read_bytes()
@@ -90,7 +94,7 @@ def contents(*folders):
 
 @pytest.mark.parametrize("how", LINKS)
 @pytest.mark.parametrize("which", [[3], [1, 2, 3]], ids=["newest", "all"])
-def test_a_linked_version_counts_everywhere(tmp_path, how, which):
+def test_a_linked_version_counts_everywhere(tmp_path: Path, how: str, which: list[int]) -> None:
     path = make_run(tmp_path / "run")
     Run(path).add_metrics(2, {"loss": 0.1})
     for step in which:
@@ -99,6 +103,8 @@ def test_a_linked_version_counts_everywhere(tmp_path, how, which):
     versions = [Version(step) for step in (1, 2, 3)]
     assert [s.version for s in run.snapshots()] == run.line() == run.listing().versions == versions
     latest, best = run.latest(), run.best("loss")
+    assert latest is not None
+    assert best is not None
     assert (latest.step, best.step) == (3, 2)
     assert [r.version for r in run.records()] == versions
     assert all(s.verify().ok for s in run.snapshots())
@@ -117,7 +123,7 @@ def test_a_linked_version_counts_everywhere(tmp_path, how, which):
 
 
 @pytest.mark.parametrize("how", LINKS)
-def test_nothing_is_deleted_through_a_link(tmp_path, how):
+def test_nothing_is_deleted_through_a_link(tmp_path: Path, how: str) -> None:
     path = make_run(tmp_path / "run", 5)
     for step in (1, 2):
         move_behind_links(path, f"version_{step}", how)
@@ -139,12 +145,15 @@ def test_nothing_is_deleted_through_a_link(tmp_path, how):
             run.delete(Version(1))
         assert "Remove the link" in str(caught.value)
     assert run.line() == [Version(1), Version(2), Version(5)]
-    assert run.sweep(grace=0, abandoned=True, now=2e9).removed == []
+    sweep = run.sweep(grace=0, abandoned=True, now=2e9)
+    assert sweep.removed == []
     assert contents(*outside, *linked) == before
 
 
 @pytest.mark.parametrize("how", LINKS)
-def test_sweep_keeps_abandoned_versions_and_orphans_that_are_links(tmp_path, how):
+def test_sweep_keeps_abandoned_versions_and_orphans_that_are_links(
+    tmp_path: Path, how: str
+) -> None:
     path = make_run(tmp_path / "run", 4)
     with training(str(path), EverySteps(1)) as (state, ckpt):
         ckpt.resume(at=1)
@@ -171,7 +180,7 @@ def test_sweep_keeps_abandoned_versions_and_orphans_that_are_links(tmp_path, how
 
 
 @pytest.mark.parametrize("how", LINKS)
-def test_the_base_of_a_linked_version_is_kept(tmp_path, how):
+def test_the_base_of_a_linked_version_is_kept(tmp_path: Path, how: str) -> None:
     path = make_incremental_run(tmp_path / "run", 3)
     move_behind_links(path, "version_3", how)
     for policy in (KeepLast(1), KeepBest(1, "none") | KeepLast(1)):
@@ -179,6 +188,7 @@ def test_the_base_of_a_linked_version_is_kept(tmp_path, how):
         run.retain(policy)
         run.sweep(grace=0, abandoned=True, now=2e9)
         newest = Run(path).latest()
+        assert newest is not None
         assert newest.step == 3
         assert newest.verify().ok
 
@@ -186,7 +196,7 @@ def test_the_base_of_a_linked_version_is_kept(tmp_path, how):
 BROKEN = ["folder", "manifest", "shards", "index", "every file", "cycle"]
 
 
-def break_link(run, version, how):
+def break_link(run: Path, version: str, how: str) -> None:
     if how == "cycle":
         shutil.rmtree(run / version)
         (run / version).symlink_to(version)
@@ -195,12 +205,14 @@ def break_link(run, version, how):
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_link_is_a_damaged_version(tmp_path, how):
+def test_a_broken_link_is_a_damaged_version(tmp_path: Path, how: str) -> None:
     path = make_run(tmp_path / "run")
     break_link(path, "version_3", how)
     run = Run(path)
     assert Version(3) in run.listing().versions
-    assert run.latest().step == 2
+    latest = run.latest()
+    assert latest is not None
+    assert latest.step == 2
     with pytest.raises(FormatError):
         reader_of(run.open(Version(3))).check_files()
     listed = run_cli("ls", str(path))
@@ -216,7 +228,7 @@ def test_a_broken_link_is_a_damaged_version(tmp_path, how):
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_run_of_broken_links_is_not_an_empty_run(tmp_path, how):
+def test_a_run_of_broken_links_is_not_an_empty_run(tmp_path: Path, how: str) -> None:
     path = make_run(tmp_path / "run")
     for step in (1, 2, 3):
         break_link(path, f"version_{step}", how)
@@ -233,7 +245,7 @@ def test_a_run_of_broken_links_is_not_an_empty_run(tmp_path, how):
     assert contents(path) == before
 
 
-def test_a_run_on_an_unmounted_disk_is_not_an_empty_run(tmp_path):
+def test_a_run_on_an_unmounted_disk_is_not_an_empty_run(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "unmounted" / "run")
     with (
         training(str(tmp_path / "run"), EverySteps(1)) as (_, ckpt),
@@ -251,7 +263,7 @@ def test_a_run_on_an_unmounted_disk_is_not_an_empty_run(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["folder", "manifest", "every file", "cycle"])
-def test_a_broken_link_blocks_the_deletion_of_older_versions(tmp_path, how):
+def test_a_broken_link_blocks_the_deletion_of_older_versions(tmp_path: Path, how: str) -> None:
     path = make_run(tmp_path / "run", 6)
     break_link(path, "version_4", how)
     before = contents(*(path / f"version_{step}" for step in (1, 2, 3, 4, 6)))
@@ -269,19 +281,21 @@ def test_a_broken_link_blocks_the_deletion_of_older_versions(tmp_path, how):
     assert {k: v for k, v in contents(path).items() if k in before} == before
 
 
-def test_a_version_comes_back_with_the_target_of_its_link(tmp_path):
+def test_a_version_comes_back_with_the_target_of_its_link(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     elsewhere = move_behind_links(path, "version_3", "folder")
     run = Run(path)
     elsewhere.rename(elsewhere.with_name("unmounted"))
     assert run.retain(KeepLast(1)) == []
     elsewhere.with_name("unmounted").rename(elsewhere)
-    assert run.latest().step == 3
+    latest = run.latest()
+    assert latest is not None
+    assert latest.step == 3
     assert run.retain(KeepLast(1)) == [Version(1), Version(2)]
 
 
 @pytest.mark.parametrize("how", ["folder", "shards", "every file"])
-def test_a_version_that_others_are_links_to_is_kept(tmp_path, how):
+def test_a_version_that_others_are_links_to_is_kept(tmp_path: Path, how: str) -> None:
     """Two names for one file, such as after a deduplication."""
     path = make_run(tmp_path / "run")
     if how == "folder":
@@ -302,11 +316,12 @@ def test_a_version_that_others_are_links_to_is_kept(tmp_path, how):
         run.delete(Version(1))
     if how != "folder":
         latest = Run(path).latest()
+        assert latest is not None
         assert latest.step == 3
         assert latest.verify().ok
 
 
-def test_a_link_to_a_version_of_another_run_is_read(tmp_path):
+def test_a_link_to_a_version_of_another_run_is_read(tmp_path: Path) -> None:
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", 2)
     (two / "version_3").symlink_to(one / "version_3")
     latest = Run(two).latest()
@@ -318,7 +333,7 @@ def test_a_link_to_a_version_of_another_run_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["empty", "missing", "version"])
-def test_a_step_whose_folder_is_a_link_is_not_saved_again(tmp_path, target):
+def test_a_step_whose_folder_is_a_link_is_not_saved_again(tmp_path: Path, target: str) -> None:
     path = make_run(tmp_path / "run", 2)
     outside = tmp_path / "outside"
     if target == "empty":
@@ -342,7 +357,7 @@ def test_a_step_whose_folder_is_a_link_is_not_saved_again(tmp_path, target):
     assert target != "missing" or not outside.exists()
 
 
-def test_records_are_not_added_through_a_link(tmp_path):
+def test_records_are_not_added_through_a_link(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     elsewhere = move_behind_links(path, "version_3", "folder")
     before = contents(elsewhere)
@@ -355,7 +370,9 @@ def test_records_are_not_added_through_a_link(tmp_path):
     assert Run(path).metrics(2)["loss"] == 1
 
 
-def test_linked_versions_are_copied_and_copies_are_not_written_through_links(tmp_path):
+def test_linked_versions_are_copied_and_copies_are_not_written_through_links(
+    tmp_path: Path,
+) -> None:
     path, copy = make_run(tmp_path / "run"), tmp_path / "copy"
     Run(path).add_metrics(3, {"loss": 1})
     move_behind_links(path, "version_3", "folder")
@@ -374,7 +391,7 @@ def test_linked_versions_are_copied_and_copies_are_not_written_through_links(tmp
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_records_of_a_run_can_be_links(tmp_path):
+def test_records_of_a_run_can_be_links(tmp_path: Path) -> None:
     """As in a run that ``cp -rs`` made: its training removes only links."""
     path, copy = make_run(tmp_path / "run", 4), tmp_path / "copy"
     with training(str(path), EverySteps(1)) as (state, ckpt):
@@ -401,11 +418,12 @@ def test_records_of_a_run_can_be_links(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pin-0123456789ab.json", "pin-version_1.json", "branch-1.json"])
-def test_a_record_that_is_a_broken_link_is_a_damaged_record(tmp_path, name):
+def test_a_record_that_is_a_broken_link_is_a_damaged_record(tmp_path: Path, name: str) -> None:
     path = make_run(tmp_path / "run")
     (path / name).symlink_to(tmp_path / "missing")
     run = Run(path)
     latest = run.latest()
+    assert latest is not None
     assert latest.step == 3
     deleted = run.retain(KeepLast(1))
     if name.startswith("pin-0"):

@@ -7,6 +7,8 @@ cases of ``preservation_policy_test.py`` there, read on 2026-11-26. Where the tw
 says so. Limpet then saves and keeps more, never less, except in the cases that name a rule.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,7 +89,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("row", KEPT, ids=lambda row: row.orbax)
-def test_keep_policies_keep_what_those_of_orbax_keep(row):
+def test_keep_policies_keep_what_those_of_orbax_keep(row: Kept) -> None:
     losses = row.losses or [None] * len(row.steps)
     records = [
         Record(Version(step), {} if loss is None else {"loss": loss}, float(step))
@@ -130,7 +132,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize("row", SAVED, ids=lambda row: row.orbax)
-def test_save_policies_save_what_those_of_orbax_save(row):
+def test_save_policies_save_what_those_of_orbax_save(row: Saved) -> None:
     found: list[int] = []
     last = 0
     for step in row.steps:

@@ -4,11 +4,13 @@ The tests count system calls, not seconds. What is known is not read again, but 
 relies on is looked up again.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,12 @@ from limpet.convert.copy import copy_snapshot
 from limpet.format.manifest import decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.format.sealed import seal
-from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy
+from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of
-from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.os_calls import FileStat, Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from tests.trainings import state_after
@@ -37,24 +39,24 @@ STATE: dict[str, Any] = {"x": np.arange(3.0)}
 class CountingFs(Fs):
     """Counts the calls, and the names that were listed. ``folders`` are those that were listed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.folders: list[str] = []
 
-    def open(self, path, flags):
+    def open(self, path: str, flags: int) -> int:
         self.counts["open"] += 1
         return super().open(path, flags)
 
-    def stat(self, path, *, follow=True):
+    def stat(self, path: str, *, follow: bool = True) -> FileStat:
         self.counts["stat"] += 1
         return super().stat(path, follow=follow)
 
-    def scandir(self, path):
+    def scandir(self, path: str) -> list[tuple[str, str]]:
         self.folders.append(os.path.basename(path))
         self.counts["scandir"] += 1
         return super().scandir(path)
 
-    def take(self):
+    def take(self) -> Counter[str]:
         """Return the counts since the last call."""
         counts, self.counts = self.counts, Counter()
         self.folders.clear()
@@ -62,7 +64,7 @@ class CountingFs(Fs):
 
 
 @pytest.fixture(autouse=True)
-def no_other_threads(monkeypatch):
+def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher for requests polls at arbitrary times, so the number of calls would vary.
 
     So would the order of lookups in threads.
@@ -71,7 +73,7 @@ def no_other_threads(monkeypatch):
     monkeypatch.setattr("limpet.run.save_request.RequestWatcher.start", lambda self: None)
 
 
-def make_run(path, count):
+def make_run(path: Path, count: int) -> Path:
     """Return a run with the versions 10, 20, ..., quickly: their shards are one file."""
     first = limpet.save(path / "version_10", STATE)
     manifest, _ = decode_manifest((path / "version_10" / MANIFEST).read_bytes(), MANIFEST)
@@ -89,7 +91,9 @@ def make_run(path, count):
     return path
 
 
-def count_in_training(path, last, keep, saves=4):
+def count_in_training(
+    path: Path, last: int, keep: KeepPolicy | None, saves: int = 4
+) -> dict[str, Counter[str]]:
     """Count the calls of reading and training in a run, whose retention knows the versions.
 
     The calls of ``saves`` saves are added. The last of them applies retention.
@@ -131,7 +135,9 @@ def count_in_training(path, last, keep, saves=4):
     ],
     ids=["all", "each save deletes", "union", "many"],
 )
-def test_the_calls_do_not_depend_on_the_number_of_versions(tmp_path, count, keep):
+def test_the_calls_do_not_depend_on_the_number_of_versions(
+    tmp_path: Path, count: int, keep: KeepPolicy | None
+) -> None:
     saves = count // VERSIONS_PER_SAVE
     few = count_in_training(make_run(tmp_path / "few", 10), 100, keep, saves)
     many = count_in_training(make_run(tmp_path / "many", count), 10 * count, keep, saves)
@@ -146,11 +152,13 @@ def test_the_calls_do_not_depend_on_the_number_of_versions(tmp_path, count, keep
     ("kind", "count"),
     [("last", 300), ("best", 300), ("own", 300), pytest.param("own", 2000, marks=pytest.mark.slow)],
 )
-def test_looking_up_all_versions_costs_the_same_for_each_save(tmp_path, count, kind):
+def test_looking_up_all_versions_costs_the_same_for_each_save(
+    tmp_path: Path, count: int, kind: str
+) -> None:
     """A policy may keep very many versions, or look at the metrics of all of them."""
 
     class Own(KeepPolicy):
-        def keep(self, records):
+        def keep(self, records: Sequence[Record]) -> set[Version]:
             return {r.version for r in records[-count:]}
 
     best = KeepBest(count // 2, "loss") | KeepEvery(10) | KeepLast(1)
@@ -163,7 +171,9 @@ def test_looking_up_all_versions_costs_the_same_for_each_save(tmp_path, count, k
     assert many["saves"].total() <= few["saves"].total() + saves * per_save
 
 
-def test_a_policy_on_metrics_lists_each_folder_once_and_reads_nothing_again(tmp_path):
+def test_a_policy_on_metrics_lists_each_folder_once_and_reads_nothing_again(
+    tmp_path: Path,
+) -> None:
     path = make_run(tmp_path / "run", 100)
     for step in (50, 300, 310):
         Run(path).add_metrics(step, {"loss": step})
@@ -181,7 +191,7 @@ def test_a_policy_on_metrics_lists_each_folder_once_and_reads_nothing_again(tmp_
     assert run.retain(KeepBest(1, "loss")) == [Version(s) for s in range(10, 1000, 10) if s != 20]
 
 
-def test_unrelated_files_cost_at_most_the_listing_of_the_root(tmp_path):
+def test_unrelated_files_cost_at_most_the_listing_of_the_root(tmp_path: Path) -> None:
     keep = KeepEvery(10) | KeepLast(1)
     plain = count_in_training(make_run(tmp_path / "plain", 10), 100, keep)
     path = make_run(tmp_path / "run", 10)
@@ -203,8 +213,8 @@ def test_unrelated_files_cost_at_most_the_listing_of_the_root(tmp_path):
     }
 
 
-def test_the_first_retention_is_linear(tmp_path):
-    def count(versions):
+def test_the_first_retention_is_linear(tmp_path: Path) -> None:
+    def count(versions: int) -> int:
         fs = CountingFs()
         path = make_run(tmp_path / str(versions), versions)
         assert len(Run(LocalStore(path, fs=fs)).retain(KeepLast(1))) == versions - 1
@@ -220,68 +230,68 @@ def test_the_first_retention_is_linear(tmp_path):
 class World:
     """A run that other processes change at random between two retentions of one process."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.store = MemoryStore()
         self.step = 0
 
-    def versions(self):
+    def versions(self) -> list[Version]:
         return Run(self.store).listing().versions
 
-    def change(self):
+    def change(self) -> None:
         others = [self.damage, self.delete, self.save_again, self.evaluate, self.pin, self.repair]
         self.random.choice([self.save] * 6 + others)()
 
-    def save(self):
+    def save(self) -> None:
         self.step += self.random.randint(1, 4)
         loss = self.random.random()
         limpet.save(self.store.at(f"version_{self.step}"), state_after(1), step=self.step)
         Run(self.store).add_metrics(Version(self.step), {"loss": loss})
 
-    def _any_key(self):
+    def _any_key(self) -> str | None:
         # not an evaluation: what was read from it stays true
         keys = [s.key for s in self.store.list("") if s.key.startswith("version_")]
         keys = [key for key in keys if "/eval-" not in key]
         return self.random.choice(keys) if keys else None
 
-    def damage(self):
+    def damage(self) -> None:
         if (key := self._any_key()) is not None:
             raw = self.store.get(key, 1 << 30)
             self.store.delete(key)
             if self.random.random() < 0.7:
                 self.store.put_if_absent(key, raw[:-1])
 
-    def delete(self):
+    def delete(self) -> None:
         if versions := self.versions():
             version = self.random.choice(versions)
             for stat in list(self.store.list(str(version))):
                 self.store.delete(stat.key)
 
-    def save_again(self):
+    def save_again(self) -> None:
         if versions := self.versions():
             version = self.random.choice(versions)
             for stat in list(self.store.list(str(version))):
                 self.store.delete(stat.key)
             limpet.save(self.store.at(str(version)), state_after(2), step=version.step)
 
-    def evaluate(self):
+    def evaluate(self) -> None:
         intact = [s.version for s in Run(self.store).snapshots()]
         if intact:
             metrics = {"loss": self.random.random()}
             Run(self.store).add_metrics(self.random.choice(intact), metrics)
 
-    def pin(self):
+    def pin(self) -> None:
         if versions := self.versions():
             Run(self.store).pin(self.random.choice(versions).step)
 
-    def repair(self):
+    def repair(self) -> None:
         """Remove the damaged versions and the pins, which prevent deletions."""
         intact = {s.version for s in Run(self.store).snapshots()}
         for stat in list(self.store.list("")):
             if parse_version(stat.key.partition("/")[0]) not in intact:
                 self.store.delete(stat.key)
 
-    def copy(self):
+    def copy(self) -> MemoryStore:
         copied = MemoryStore()
         for stat in self.store.list(""):
             copied.put_if_absent(stat.key, self.store.get(stat.key, 1 << 30))
@@ -299,7 +309,9 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_process_that_knows_the_run_deletes_what_a_new_one_would(policy, seed):
+def test_a_process_that_knows_the_run_deletes_what_a_new_one_would(
+    policy: KeepPolicy, seed: int
+) -> None:
     world = World(seed)
     known = Run(world.store)
     deleted = 0
@@ -316,10 +328,10 @@ def test_a_process_that_knows_the_run_deletes_what_a_new_one_would(policy, seed)
     assert deleted > 3
 
 
-def test_a_version_saved_again_by_another_process_keeps_its_base():
+def test_a_version_saved_again_by_another_process_keeps_its_base() -> None:
     store, state = MemoryStore(), {"frozen": np.arange(9000.0), "live": np.zeros(9)}
 
-    def train(steps, incremental):
+    def train(steps: int, incremental: bool) -> None:
         with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=incremental) as ckpt:
             ckpt.resume()
             for _ in range(steps):
@@ -337,7 +349,7 @@ def test_a_version_saved_again_by_another_process_keeps_its_base():
     assert Run(store).open(Version(3)).verify().ok
 
 
-def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path):
+def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path: Path) -> None:
     """Whichever file of a kept version is lost: an intact version is not deleted for it."""
     damages: list[Callable[[Path], object]] = [
         lambda file: file.unlink(),
@@ -356,11 +368,12 @@ def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path):
             damage(file)
             known.retain(KeepLast(1))
             latest = Run(path).latest()
+            assert latest is not None
             assert latest.step == 2
             assert latest.verify().ok
 
 
-def test_a_copy_of_a_version_does_not_list_its_run(tmp_path):
+def test_a_copy_of_a_version_does_not_list_its_run(tmp_path: Path) -> None:
     """A copy of a run would otherwise list it once for each of its versions."""
     source = limpet.save(tmp_path / "source" / "version_5", STATE, step=5)
     counts = []

@@ -1,8 +1,12 @@
 """The life of a run that spreads its shards: saves, retention, pins, branches, and sweeps."""
 
+from __future__ import annotations
+
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ from limpet.snapshot import pins
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
 from limpet.testing.contract import keys, put
 from tests.crash.promises import check_promises
 from tests.forging import manifest_key, save_to_files, seal, sealed_content
@@ -30,13 +35,13 @@ LATER = 2e12
 
 
 @pytest.fixture(params=["memory", "local"])
-def store(request, tmp_path):
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
 
 
-def save_steps(store, last_step, spread=0, **options):
+def save_steps(store: Store, last_step: int, spread: int = 0, **options: object) -> Run:
     state, store = initial_state(), spread_over(store, spread)
-    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), **options)
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), **options)  # type: ignore[arg-type]
     with ckpt:
         ckpt.resume()
         while state["progress"].step < last_step:
@@ -45,7 +50,7 @@ def save_steps(store, last_step, spread=0, **options):
     return Run(store)
 
 
-def test_the_life_of_a_run(store):
+def test_the_life_of_a_run(store: Store) -> None:
     run = save_steps(store, 6, spread=16, keep=KeepLast(3))
     *manifests, end, newest = (k for k in keys(store) if not k.startswith("spread"))
     assert [*manifests, newest] == [f"version_{n}/manifest.json" for n in (4, 5, 6)]
@@ -76,7 +81,7 @@ def test_the_life_of_a_run(store):
     assert check_promises(store, [6, 9]) == [6, 9]
 
 
-def test_incremental_versions(store):
+def test_incremental_versions(store: Store) -> None:
     state = {"frozen": np.arange(40_000.0), "x": np.zeros(3), "progress": limpet.Progress()}
     with limpet.Checkpointer(
         spread_over(store, 16), state, save=EverySteps(1), keep=KeepLast(2), incremental=True
@@ -87,6 +92,7 @@ def test_incremental_versions(store):
             ckpt.wait()
     run = Run(store)
     latest = run.latest()
+    assert latest is not None
     assert latest.bases == {Version(1)}
     assert [v.step for v in run.listing().versions] == [1, 4, 5]
     assert len(shards_in(store)) == 6
@@ -96,7 +102,7 @@ def test_incremental_versions(store):
         run.delete(Version(1))
 
 
-def test_a_copy_by_another_tool_is_read(tmp_path):
+def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
     """As from S3 with "aws s3 sync"."""
     source = MemoryStore()
     save_steps(source, 2, spread=16)
@@ -113,6 +119,7 @@ def test_a_copy_by_another_tool_is_read(tmp_path):
     plain = save_steps(LocalStore(tmp_path / "plain"), 3)
     shutil.copytree(tmp_path / "plain" / "version_3", tmp_path / "copy" / "version_3")
     latest = Run(tmp_path / "copy").latest()
+    assert latest is not None
     assert latest.step == 3
     assert latest.verify().ok
     run.delete(Version(2))
@@ -120,11 +127,11 @@ def test_a_copy_by_another_tool_is_read(tmp_path):
     assert [s.verify().ok for s in plain.snapshots()] == [True] * 3
 
 
-def place(folder, name):
+def place(folder: str, name: str) -> str:
     return names.spread_path(folder, name, 4).removeprefix("../")
 
 
-def test_sweep_removes_what_a_killed_save_left(store):
+def test_sweep_removes_what_a_killed_save_left(store: Store) -> None:
     run = save_steps(store, 1, spread=4)
     for rank in range(8):  # a killed save of version 2, which has no folder of its own
         put(store, place("version_2", shard_name(rank, 8, ATTEMPT)), b"123")
@@ -159,7 +166,7 @@ def test_sweep_removes_what_a_killed_save_left(store):
     assert [s.verify().ok for s in run.snapshots()] == [True]
 
 
-def test_a_folder_with_an_unreadable_manifest_is_kept(store):
+def test_a_folder_with_an_unreadable_manifest_is_kept(store: Store) -> None:
     run = save_steps(store, 2, spread=4)
     store.delete("version_2/manifest.json")
     put(store, "version_2/manifest.json", b"{")
@@ -170,7 +177,7 @@ def test_a_folder_with_an_unreadable_manifest_is_kept(store):
     assert len(shards_in(store)) == 4
 
 
-def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path):
+def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     snapshot = run.open(Version(1))
     [name] = [s.name for s in reader_of(snapshot).manifest.shards]
@@ -185,7 +192,7 @@ def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path):
     assert path.is_symlink()
 
 
-def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path):
+def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
@@ -197,7 +204,7 @@ def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["spread", "version"])
-def test_nothing_is_deleted_in_a_linked_folder(level, tmp_path):
+def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     [name] = [s.name for s in reader_of(run.open(Version(1))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
@@ -213,7 +220,7 @@ def test_nothing_is_deleted_in_a_linked_folder(level, tmp_path):
     assert set(before) - set(keys(run.store)) <= {k for k in before if "version_2/" in k}
 
 
-def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path):
+def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
@@ -226,7 +233,7 @@ def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path):
     assert Run(tmp_path / "run").retain(KeepLast(1)) == [Version(2)]
 
 
-def test_files_of_others_are_not_those_of_the_run(store):
+def test_files_of_others_are_not_those_of_the_run(store: Store) -> None:
     run = save_steps(store, 2, spread=4)
     others = [
         "spread-00/version_1/note",
@@ -245,14 +252,14 @@ def test_files_of_others_are_not_those_of_the_run(store):
 # -- requests ------------------------------------------------------------------------------------
 
 
-def counting_store():
+def counting_store() -> tuple[Store, Counter[str]]:
     """Return a store, and the number of its requests of each kind."""
     store, counts = HookedStore(MemoryStore()), Counter[str]()
     store.before = lambda method, key: counts.update([method])
     return store, counts
 
 
-def test_a_training_makes_no_more_requests():
+def test_a_training_makes_no_more_requests() -> None:
     """Saves, retention by metrics, resuming."""
     counts = []
     for count in (0, 16):
@@ -264,7 +271,7 @@ def test_a_training_makes_no_more_requests():
     assert spread <= plain
 
 
-def test_a_store_that_is_slow_lists_the_folders_only_to_sweep():
+def test_a_store_that_is_slow_lists_the_folders_only_to_sweep() -> None:
     store, counts = counting_store()
     run = save_steps(store, 3, spread=16)
     counts.clear()
@@ -279,8 +286,8 @@ def test_a_store_that_is_slow_lists_the_folders_only_to_sweep():
 # -- the format ----------------------------------------------------------------------------------
 
 
-def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly():
-    def folders(paths):
+def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly() -> None:
+    def folders(paths: Iterable[str]) -> Counter[str]:
         return Counter(path.split("/")[1] for path in paths)
 
     versions = folders(
@@ -293,13 +300,13 @@ def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly
         assert {*ranks.values()} == {4}
 
 
-def test_a_snapshot_that_is_not_in_a_run_is_not_spread():
+def test_a_snapshot_that_is_not_in_a_run_is_not_spread() -> None:
     store = MemoryStore()
     limpet.save(spread_over(store, 16).at("version_7"), {"x": 1}, step=7)
     assert {key.partition("/")[0] for key in keys(store)} == {"version_7"}
 
 
-def test_a_snapshot_that_is_opened_without_its_run_says_so():
+def test_a_snapshot_that_is_opened_without_its_run_says_so() -> None:
     store = MemoryStore()
     save_steps(store, 1, spread=2)
     with pytest.raises(FormatError, match="RUN/version_N"):
@@ -319,7 +326,9 @@ def test_a_snapshot_that_is_opened_without_its_run_says_so():
     ],
     ids=range(7),
 )
-def test_a_path_that_is_not_that_of_a_shard_of_the_version_is_refused(change):
+def test_a_path_that_is_not_that_of_a_shard_of_the_version_is_refused(
+    change: Callable[[str], str],
+) -> None:
     files = save_to_files({"x": np.arange(3)})
     key = manifest_key(files)
     content = sealed_content(files[key])
@@ -332,7 +341,9 @@ def test_a_path_that_is_not_that_of_a_shard_of_the_version_is_refused(change):
         decode_manifest(seal(content), "f")
 
 
-def test_a_local_tier_keeps_shards_in_the_folder_and_promotes_them_to_the_spread_ones(tmp_path):
+def test_a_local_tier_keeps_shards_in_the_folder_and_promotes_them_to_the_spread_ones(
+    tmp_path: Path,
+) -> None:
     store = MemoryStore()
     tiers = [limpet.LocalTier(tmp_path / "disk")]
     run = save_steps(store, 2, spread=4, tiers=tiers)
@@ -343,12 +354,12 @@ def test_a_local_tier_keeps_shards_in_the_folder_and_promotes_them_to_the_spread
 
 @pytest.mark.parametrize("count", [1, -1, 257, 16.0, "16", True])
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "az://container/run"])
-def test_an_invalid_number_of_folders_is_refused(url, count):
+def test_an_invalid_number_of_folders_is_refused(url: str, count: object) -> None:
     with pytest.raises(StoreError, match=r"Invalid value for spread=.*2 to 256"):
         limpet.open_store(url, spread=count)
 
 
-def test_the_folders_are_known_before_the_first_version():
+def test_the_folders_are_known_before_the_first_version() -> None:
     """For those who ask AWS to prepare the prefixes."""
     folders = Run(spread_over(MemoryStore("s"), 16)).spread_folders()
     assert (len(folders), folders[0], folders[15]) == (

@@ -1,5 +1,8 @@
 """The deadline of a save and of a load ends them. What they have left is removed."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -16,7 +19,7 @@ from tests.unreliable_stores import HookedStore
 STATE = {"w": np.arange(1000.0), "n": 3}
 
 
-def assert_loaded(state):
+def assert_loaded(state: dict[str, Any]) -> None:
     assert np.array_equal(state["w"], STATE["w"])
     assert state["n"] == 3
 
@@ -24,7 +27,7 @@ def assert_loaded(state):
 class SlowStore(HookedStore):
     """A store in memory whose calls take a second each, by a clock that nothing else moves."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(MemoryStore())
         self.deadline: Deadline | None = None
         self.times = [0.0]
@@ -34,7 +37,7 @@ class SlowStore(HookedStore):
         )
         self.before = self._wait
 
-    def _wait(self, method, key):
+    def _wait(self, method: str, key: str) -> None:
         if self.deadline is not None:
             limit = self.deadline.for_cleanup() if method == "delete" else self.deadline
             limit.check()
@@ -44,20 +47,22 @@ class SlowStore(HookedStore):
 class RemoteStore(SlowStore):
     """The same on a server: no call takes longer than until the deadline."""
 
-    def within(self, deadline):
+    def within(self, deadline: Deadline) -> RemoteStore:
         view = copy(self)
         view.deadline = deadline
         view.before = view._wait
         return view
 
 
-def save(store, timeout, in_background):
+def save(store: SlowStore, timeout: float | None, in_background: bool) -> Any:
     if not in_background:
         return limpet.save(store, STATE, step=1, timeout=timeout)
     return limpet.save_async(store, STATE, step=1, timeout=timeout).wait()
 
 
-def outcome_of(function, *args, **options):
+def outcome_of(
+    function: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[Any, Unavailable | None]:
     """Return what the function returns, or its error."""
     try:
         return function(*args, **options), None
@@ -67,7 +72,7 @@ def outcome_of(function, *args, **options):
 
 @pytest.mark.parametrize("kind", [SlowStore, RemoteStore])
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_save_commits_in_time_or_raises(kind, in_background):
+def test_a_save_commits_in_time_or_raises(kind: type[SlowStore], in_background: bool) -> None:
     outcomes = []
     for seconds in range(1, 20):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -91,7 +96,7 @@ def test_a_save_commits_in_time_or_raises(kind, in_background):
     assert outcomes == sorted(outcomes, reverse=True)  # with enough time, it commits
 
 
-def test_a_load_ends_in_time_or_raises(monkeypatch):
+def test_a_load_ends_in_time_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     store = RemoteStore(monkeypatch)
     save(store, None, False)
     outcomes = []
@@ -107,11 +112,13 @@ def test_a_load_ends_in_time_or_raises(monkeypatch):
     assert outcomes == sorted(outcomes, reverse=True)
 
 
-def test_a_training_goes_on_after_a_save_that_took_too_long(monkeypatch):
+def test_a_training_goes_on_after_a_save_that_took_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = RemoteStore(monkeypatch)
     wait = RemoteStore._wait
 
-    def stall(self, method, key):
+    def stall(self: RemoteStore, method: str, key: str) -> None:
         wait(self, method, key)
         if method == "commit" and "version_2/" in key:
             self.times[0] += 30
@@ -135,7 +142,7 @@ def test_a_training_goes_on_after_a_save_that_took_too_long(monkeypatch):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "60", True, float("nan")])
-def test_an_invalid_timeout_is_refused(tmp_path, timeout):
+def test_an_invalid_timeout_is_refused(tmp_path: Any, timeout: Any) -> None:
     for call in (
         lambda: limpet.save(tmp_path / "version_1", {"x": 1}, timeout=timeout),
         lambda: limpet.save_async(tmp_path / "version_1", {"x": 1}, timeout=timeout),
@@ -148,11 +155,11 @@ def test_an_invalid_timeout_is_refused(tmp_path, timeout):
 
 
 @pytest.mark.parametrize("name", ["pin-", ".safetensors", ".index.json", "manifest.json"])
-def test_only_the_outcome_of_the_manifest_is_that_of_the_save(name):
+def test_only_the_outcome_of_the_manifest_is_that_of_the_save(name: str) -> None:
     """It may be unknown whether another object was written, but then nothing was committed."""
     store = HookedStore(MemoryStore())
 
-    def lose_reply(method, key):
+    def lose_reply(method: str, key: str) -> None:
         if method in ("commit", "put_if_absent") and name in key:
             raise Unavailable("The reply was lost", outcome="unknown")
 

@@ -1,16 +1,23 @@
 """Saves to stores that answer late or not at all, or that receive each request twice."""
 
+from __future__ import annotations
+
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 import limpet
 from limpet import events
+from limpet.buffers import shared_pool
 from limpet.errors import AlreadyExists, CommitError, LimpetError, NotFound, Unavailable
 from limpet.format.names import MANIFEST
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
+from limpet.saving.commit import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
@@ -19,11 +26,11 @@ from tests.trainings import initial_state, train, train_step
 from tests.unreliable_stores import HookedStore
 
 
-def lose_answer(method, part):
+def lose_answer(method: str, part: str) -> Callable[[str, str], None]:
     """Return a function that raises ``Unavailable`` for calls of ``method`` with ``part`` in the
     key."""
 
-    def act(called, key):
+    def act(called: str, key: str) -> None:
         if called == method and part in key:
             raise Unavailable(f"No answer for {key}", key=key, store="memory://")
 
@@ -42,7 +49,7 @@ def lose_answer(method, part):
         ("put_if_absent", MANIFEST, True),
     ],
 )
-def test_a_lost_answer_fails_the_save(method, part, committed):
+def test_a_lost_answer_fails_the_save(method: str, part: str, committed: bool) -> None:
     """The call succeeds, but its answer is lost, and the store raises an error. This violates the
     contract of a store."""
     store = HookedStore(MemoryStore())
@@ -63,7 +70,7 @@ def test_a_lost_answer_fails_the_save(method, part, committed):
     assert check_promises(store, [1]) == [1]
 
 
-def test_a_lost_answer_to_the_deletion_of_a_pin_does_not_fail_the_save():
+def test_a_lost_answer_to_the_deletion_of_a_pin_does_not_fail_the_save() -> None:
     store = HookedStore(MemoryStore())
     store.after = lose_answer("delete", "pin-")
     emitted: list[str] = []
@@ -72,16 +79,16 @@ def test_a_lost_answer_to_the_deletion_of_a_pin_does_not_fail_the_save():
     assert emitted == ["staged", "pin_left", "committed"]
 
 
-def test_a_save_succeeds_if_every_call_is_made_twice():
+def test_a_save_succeeds_if_every_call_is_made_twice() -> None:
     """A proxy may repeat requests in this way."""
     store = HookedStore(MemoryStore())
 
     class Twice(HookedStore):
-        def put_if_absent(self, key, data):
+        def put_if_absent(self, key, data):  # type: ignore[no-untyped-def]
             self.inner.put_if_absent(key, data)
             return self.inner.put_if_absent(key, data)
 
-        def delete(self, key):
+        def delete(self, key):  # type: ignore[no-untyped-def]
             self.inner.delete(key)
             self.inner.delete(key)
 
@@ -89,11 +96,11 @@ def test_a_save_succeeds_if_every_call_is_made_twice():
     assert check_promises(store, [1]) == [1]
 
 
-def test_a_manifest_that_becomes_visible_late_is_not_replaced():
+def test_a_manifest_that_becomes_visible_late_is_not_replaced() -> None:
     store = HookedStore(MemoryStore())
     first = save(store, 1)
 
-    def not_yet(method, key):
+    def not_yet(method: str, key: str) -> None:
         if method in ("stat", "get") and key.endswith(MANIFEST):
             raise NotFound(f"There is no {key} yet", key=key, store="memory://")
 
@@ -104,7 +111,7 @@ def test_a_manifest_that_becomes_visible_late_is_not_replaced():
     assert reader_of(Run(store).open(first.version)).digest == first.digest
 
 
-def test_nothing_is_committed_if_a_shard_becomes_visible_late():
+def test_nothing_is_committed_if_a_shard_becomes_visible_late() -> None:
     store = HookedStore(MemoryStore())
     store.before = hide_shards
     with pytest.raises(CommitError, match="no such file"):
@@ -115,18 +122,18 @@ def test_nothing_is_committed_if_a_shard_becomes_visible_late():
     check_promises(store, [1])
 
 
-def hide_shards(method, key):
+def hide_shards(method: str, key: str) -> None:
     if method == "stat" and key.endswith(".safetensors"):
         raise NotFound(f"There is no {key} yet", key=key, store="memory://")
 
 
-def test_nothing_is_committed_if_a_shard_has_the_wrong_length():
+def test_nothing_is_committed_if_a_shard_has_the_wrong_length() -> None:
     """This happens if the process that commits sees another folder than the process that wrote."""
     store = HookedStore(MemoryStore())
     inner = store.inner
 
     class Other(HookedStore):
-        def stat(self, key):
+        def stat(self, key):  # type: ignore[no-untyped-def]
             stat = self.inner.stat(key)
             return type(stat)(stat.key, stat.length - 1, stat.modified)
 
@@ -135,7 +142,7 @@ def test_nothing_is_committed_if_a_shard_has_the_wrong_length():
     assert Run(inner).listing().versions == []
 
 
-def test_saves_to_a_slow_store_succeed_after_a_wait_timed_out():
+def test_saves_to_a_slow_store_succeed_after_a_wait_timed_out() -> None:
     store = HookedStore(MemoryStore())
     answer = threading.Event()
     store.before = lambda method, key: answer.wait(20) if method == "commit" else time.sleep(0.002)
@@ -143,6 +150,7 @@ def test_saves_to_a_slow_store_succeed_after_a_wait_timed_out():
     with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         train(state, ckpt, 1)
         pending = ckpt._saver.pending
+        assert pending is not None
         with pytest.raises(TimeoutError, match="did not finish"):
             pending.wait(0.05)
         assert not pending.done
@@ -153,7 +161,7 @@ def test_saves_to_a_slow_store_succeed_after_a_wait_timed_out():
     assert check_promises(store, [1, 2, 3]) == [1, 2, 3]
 
 
-def test_resume_does_not_treat_an_unavailable_store_as_damage():
+def test_resume_does_not_treat_an_unavailable_store_as_damage() -> None:
     store = HookedStore(MemoryStore())
     for step in (1, 2):
         save(store, step)
@@ -164,11 +172,13 @@ def test_resume_does_not_treat_an_unavailable_store_as_damage():
             ckpt.resume()
         store.before = lambda method, key: None
         assert Run(store).branch() == 0
-        assert ckpt.resume().step == 2
+        resumed = ckpt.resume()
+        assert resumed is not None
+        assert resumed.step == 2
         ckpt.close()
 
 
-def test_a_checkpointer_continues_after_a_save_with_an_unknown_outcome():
+def test_a_checkpointer_continues_after_a_save_with_an_unknown_outcome() -> None:
     store = HookedStore(MemoryStore())
     state = initial_state()
     ckpt = limpet.Checkpointer(store, state, save=EverySteps(1))
@@ -182,7 +192,7 @@ def test_a_checkpointer_continues_after_a_save_with_an_unknown_outcome():
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
-def test_a_retry_finds_the_version_of_a_save_with_an_unknown_outcome():
+def test_a_retry_finds_the_version_of_a_save_with_an_unknown_outcome() -> None:
     store = HookedStore(MemoryStore())
     state = initial_state()
     ckpt = limpet.Checkpointer(store, state, save=EverySteps(100))
@@ -195,12 +205,13 @@ def test_a_retry_finds_the_version_of_a_save_with_an_unknown_outcome():
     assert found.step == 1
     train(state, ckpt, 2)
     parent = reader_of(ckpt.save()).manifest.parent
+    assert parent is not None
     assert (parent.version, parent.digest) == ("version_1", reader_of(found).digest)
     ckpt.close()
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
-def test_a_version_of_another_training_is_not_mistaken_for_one_of_this_training():
+def test_a_version_of_another_training_is_not_mistaken_for_one_of_this_training() -> None:
     store = MemoryStore()
     state = initial_state()
     with limpet.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
@@ -211,3 +222,18 @@ def test_a_version_of_another_training_is_not_mistaken_for_one_of_this_training(
         train(state, ckpt, 2)
         assert ckpt.save().step == 2
     assert check_promises(store, [1, 2]) == [1, 2]
+
+
+def test_a_refused_state_leaves_no_files() -> None:
+    store = MemoryStore()
+    with pytest.raises(limpet.errors.Unsupported, match="bad"):
+        finish_save(
+            begin_save(
+                Location(store, "version_1"),
+                {"bad": object()},
+                VersionMetadata(),
+                shared_pool(),
+                stage_now=False,
+            )
+        )
+    assert keys(store) == []

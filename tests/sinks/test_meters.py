@@ -1,5 +1,7 @@
 """Prometheus and TensorBoard."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 
@@ -11,13 +13,13 @@ from limpet.errors import LimpetError
 from tests.sinks.sample_events import EVENTS, SAVED, FakeSummaryWriter
 
 
-def test_prometheus_counters_and_gauges():
+def test_prometheus_counters_and_gauges() -> None:
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     sink = sinks.Prometheus(registry, clock=lambda: 1e9)
 
-    def value(name):
+    def value(name: str) -> float | None:
         return registry.get_sample_value(f"limpet_{name}")
 
     # The counter exists before the first event, so that rates are correct from the start.
@@ -54,13 +56,13 @@ def test_prometheus_counters_and_gauges():
         sinks.Prometheus(registry)
 
 
-def test_the_error_without_the_client_says_what_to_install(monkeypatch):
+def test_the_error_without_the_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(LimpetError, match=r'pip install "limpet\[prometheus\]"'):
         sinks.Prometheus()
 
 
-def test_tensorboard_scalars():
+def test_tensorboard_scalars() -> None:
     writer = FakeSummaryWriter()
     sink = sinks.TensorBoard(writer)
     for name, fields in EVENTS.items():
@@ -76,4 +78,4 @@ def test_tensorboard_scalars():
         ("limpet/background_seconds", 0, 7),
     ]
     with pytest.raises(LimpetError, match=r"add_scalar.*found Path|PosixPath"):
-        sinks.TensorBoard(Path())
+        sinks.TensorBoard(Path())  # type: ignore[arg-type]

@@ -1,6 +1,9 @@
 """States that are nested too deeply, or that contain themselves, are refused by their key."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +22,13 @@ LEVELS = 100_000
 class Stateful:
     """An object whose state is ``value``. ``keeps_per_rank``: as ``RNG``."""
 
-    def __init__(self, value):
+    def __init__(self, value: Any) -> None:
         self.value = value
 
-    def state_dict(self):
+    def state_dict(self) -> Any:
         return self.value
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Any) -> None:
         self.value = state
 
 
@@ -36,25 +39,25 @@ class Own(Stateful):
 class Endless:
     """The state of each object is another new object."""
 
-    def state_dict(self):
+    def state_dict(self) -> Any:
         return Endless()
 
-    def load_state_dict(self, state): ...
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 class EndlessDict(Endless):
-    def state_dict(self):
+    def state_dict(self) -> Any:
         return {"next": EndlessDict()}
 
 
-def nest(wrap, levels=LEVELS):
+def nest(wrap: Callable[[Any], Any], levels: int = LEVELS) -> Any:
     value: Any = 1
     for _ in range(levels):
         value = wrap(value)
     return value
 
 
-def containing_itself():
+def containing_itself() -> Iterator[tuple[str, Any]]:
     members: dict[str, Any] = {}
     members["up"] = {"a": members, "b": members}
     yield "dict", members
@@ -85,14 +88,14 @@ STATES: dict[str, Any] = {
 states = pytest.mark.parametrize("name", STATES)
 
 
-def assert_refused(error):
+def assert_refused(error: BaseException) -> None:
     assert isinstance(error, Unsupported)
     assert "'x" in str(error)
     assert len(str(error)) < 2_000
 
 
 @states
-def test_a_save_refuses_it(name):
+def test_a_save_refuses_it(name: str) -> None:
     state = {"fine": np.ones(2), "x": STATES[name]()}
     with pytest.raises(Unsupported) as e:
         limpet.save(unused_url(), state)
@@ -103,7 +106,7 @@ def test_a_save_refuses_it(name):
 
 
 @states
-def test_a_checkpointer_refuses_it(name, tmp_path):
+def test_a_checkpointer_refuses_it(name: str, tmp_path: Path) -> None:
     state = {"progress": limpet.Progress(), "x": STATES[name]()}
     every = limpet.EverySteps(1)
     with (
@@ -117,7 +120,7 @@ def test_a_checkpointer_refuses_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dicts", "itself in a list", "endless objects", "per rank"])
-def test_all_ranks_of_a_save_refuse_it(name):
+def test_all_ranks_of_a_save_refuse_it(name: str) -> None:
     url = unused_url()
     with FakeGroup(2) as group:
         for error in group.outcomes(lambda r: limpet.save(url, {"x": STATES[name]()})):
@@ -126,7 +129,7 @@ def test_all_ranks_of_a_save_refuse_it(name):
 
 @states
 @pytest.mark.parametrize("levels", [1, MAX_DEPTH - 2])
-def test_a_load_into_it_changes_nothing(name, levels):
+def test_a_load_into_it_changes_nothing(name: str, levels: int) -> None:
     url = unused_url()
     deep = nest(lambda v: {"a": v}, levels)
     limpet.save(url, {"w": np.ones(2), "x": deep})
@@ -138,7 +141,7 @@ def test_a_load_into_it_changes_nothing(name, levels):
     assert live["w"].tolist() == [0, 0]
 
 
-def test_a_live_dict_that_contains_itself_is_named():
+def test_a_live_dict_that_contains_itself_is_named() -> None:
     url = unused_url()
     limpet.save(url, {"x": {"other": 1}})
     with pytest.raises(Unsupported, match="contains itself") as e:
@@ -147,7 +150,7 @@ def test_a_live_dict_that_contains_itself_is_named():
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, "dict", "own", "replicated", "object"])
-def test_whatever_is_saved_can_be_loaded(wrap):
+def test_whatever_is_saved_can_be_loaded(wrap: Any) -> None:
     """The limits of a save are not above those of a load."""
     make: dict[Any, Callable[[Any], Any]] = {
         list: lambda v: [v],
@@ -176,7 +179,7 @@ def test_whatever_is_saved_can_be_loaded(wrap):
     ("start", "end"), [('{"list":[', "]}"), ('{"dict":{"a":', "}}"), ("[", "]")]
 )
 @pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 1_000, LEVELS])
-def test_a_manifest_that_is_nested_too_deeply_is_invalid(start, end, levels):
+def test_a_manifest_that_is_nested_too_deeply_is_invalid(start: str, end: str, levels: int) -> None:
     files = save_to_files({"x": {"hole": 1}})
     key = manifest_key(files)
     body = files[key].split(b",", 2)[2]

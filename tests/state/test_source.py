@@ -1,5 +1,9 @@
 """A ``Source`` supplies the bytes of a leaf that is not in memory, in ranges and by rows."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,15 +20,15 @@ class Rows(Source):
 
     dtype = "float32"
 
-    def __init__(self, rows, columns=8):
+    def __init__(self, rows: int, columns: int = 8) -> None:
         self.shape = (rows, columns)
         self.read = 0
         self.error: Exception | None = None
 
-    def whole(self):
+    def whole(self) -> np.ndarray[Any, Any]:
         return np.arange(self.shape[0] * self.shape[1], dtype="f4").reshape(self.shape)
 
-    def read_into(self, start, view):
+    def read_into(self, start: int, view: memoryview) -> None:
         if self.error is not None:
             raise self.error
         self.read += len(view)
@@ -33,7 +37,7 @@ class Rows(Source):
         view[:] = elements[start % 4 : start % 4 + len(view)]
 
 
-def test_a_source_is_saved_without_being_in_memory():
+def test_a_source_is_saved_without_being_in_memory() -> None:
     table = Rows(3_000_000 // 8)
     snapshot = limpet.save(unused_url(), {"table": table, "again": [table], "n": np.ones(3)})
     assert snapshot.verify().ok
@@ -43,7 +47,7 @@ def test_a_source_is_saved_without_being_in_memory():
     assert np.array_equal(loaded["again"][0], table.whole())
 
 
-def test_ranks_write_parts_of_a_source_by_rows(monkeypatch):
+def test_ranks_write_parts_of_a_source_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "MAX_BOX_BYTES", 4096)
     url, tables = unused_url(), [Rows(1000), Rows(1000)]
     group = FakeGroup(2)
@@ -52,7 +56,7 @@ def test_ranks_write_parts_of_a_source_by_rows(monkeypatch):
     assert np.array_equal(limpet.load(url)["table"], tables[0].whole())
 
 
-def test_a_part_of_a_part():
+def test_a_part_of_a_part() -> None:
     part = Rows(100).rows(10, 50).rows(5, 2)
     assert part.shape == (2, 8)
     data = bytearray(part.nbytes)
@@ -61,7 +65,7 @@ def test_a_part_of_a_part():
     assert np.array_equal(np.frombuffer(data, "f4").reshape(2, 8), expected)
 
 
-def test_an_error_of_a_source_commits_nothing():
+def test_an_error_of_a_source_commits_nothing() -> None:
     table, url = Rows(10), unused_url()
     table.error = StoreError("the server is gone")
     with pytest.raises(StoreError, match="the server is gone"):

@@ -1,7 +1,10 @@
 """Symbolic links in a local store: reading follows them, and nothing is changed through them."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from limpet.testing.contract import keys, partial_keys, put, read
 
 
 @pytest.fixture
-def root(tmp_path):
+def root(tmp_path: Path) -> Path:
     """A store with ``v/a``, and next to it a folder that links may lead to."""
     (tmp_path / "outside" / "deep").mkdir(parents=True)
     (tmp_path / "outside" / "secret").write_bytes(b"123")
@@ -22,12 +25,12 @@ def root(tmp_path):
     return tmp_path / "run"
 
 
-def link(path, target):
+def link(path: Path, target: str | Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.symlink_to(target)
 
 
-def tree(folder):
+def tree(folder: Path) -> dict[str, bytes | str]:
     """Return every file below a folder with its content, and every link with its target."""
     return {
         str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
@@ -37,7 +40,7 @@ def tree(folder):
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_reading_follows_links(root, relative):
+def test_reading_follows_links(root: Path, relative: bool) -> None:
     outside = root.parent / "outside"
     link(root / "folder", "../outside" if relative else outside)
     link(root / "v" / "file", "../../outside/secret" if relative else outside / "secret")
@@ -59,7 +62,7 @@ def test_reading_follows_links(root, relative):
     }  # fmt: skip
 
 
-def test_the_root_can_be_a_link(tmp_path):
+def test_the_root_can_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "run").symlink_to("real")
     store = LocalStore(tmp_path / "run")
@@ -70,7 +73,7 @@ def test_the_root_can_be_a_link(tmp_path):
     assert list((tmp_path / "real").iterdir()) == []
 
 
-def test_a_cycle_ends(root):
+def test_a_cycle_ends(root: Path) -> None:
     link(root / "loop", root)
     link(root / "v" / "up", "..")
     link(root / "above", root.parent)
@@ -89,7 +92,7 @@ def test_a_cycle_ends(root):
 
 
 @pytest.mark.parametrize("where", ["file", "folder", "chain", "inner", "cycle"])
-def test_a_link_to_nothing_is_an_error_and_not_a_missing_object(root, where):
+def test_a_link_to_nothing_is_an_error_and_not_a_missing_object(root: Path, where: str) -> None:
     target, key = root.parent / "gone", "w/m"
     if where == "file":
         link(root / "w" / "m", target)
@@ -125,7 +128,7 @@ def test_a_link_to_nothing_is_an_error_and_not_a_missing_object(root, where):
         store.stat("nothing/m")
 
 
-def test_a_root_that_is_a_link_to_nothing_is_not_an_empty_store(tmp_path):
+def test_a_root_that_is_a_link_to_nothing_is_not_an_empty_store(tmp_path: Path) -> None:
     link(tmp_path / "run", tmp_path / "unmounted")
     link(tmp_path / "disk", tmp_path / "unmounted")
     for root in (tmp_path / "run", tmp_path / "disk" / "run"):
@@ -140,7 +143,7 @@ def test_a_root_that_is_a_link_to_nothing_is_not_an_empty_store(tmp_path):
     assert not (tmp_path / "unmounted").exists()
 
 
-def test_nothing_is_written_or_deleted_through_a_link(root):
+def test_nothing_is_written_or_deleted_through_a_link(root: Path) -> None:
     outside = root.parent / "outside"
     link(root / "folder", outside)
     link(root / "twice", "folder")
@@ -165,7 +168,7 @@ def test_nothing_is_written_or_deleted_through_a_link(root):
     assert partial_keys(store) == []
 
 
-def test_a_link_is_never_overwritten_and_only_the_link_is_deleted(root):
+def test_a_link_is_never_overwritten_and_only_the_link_is_deleted(root: Path) -> None:
     secret = root.parent / "outside" / "secret"
     link(root / "v" / "file", secret)
     link(root / "v" / "gone", root.parent / "missing")
@@ -183,7 +186,7 @@ def test_a_link_is_never_overwritten_and_only_the_link_is_deleted(root):
     assert not (root.parent / "missing").exists()
 
 
-def test_unfinished_uploads_behind_a_link_are_not_listed(root):
+def test_unfinished_uploads_behind_a_link_are_not_listed(root: Path) -> None:
     (root.parent / "outside" / ".a.partial").write_bytes(b"1")
     (root / "v" / ".b.partial").write_bytes(b"1")
     link(root / "folder", root.parent / "outside")
@@ -193,7 +196,7 @@ def test_unfinished_uploads_behind_a_link_are_not_listed(root):
     assert list(store.partials("folder")) == []
 
 
-def test_the_target_of_a_link_is_a_key_if_it_is_in_the_store(root):
+def test_the_target_of_a_link_is_a_key_if_it_is_in_the_store(root: Path) -> None:
     link(root / "w", "v")
     link(root / "x", root.parent / "run" / "v" / "a")
     link(root / "out", root.parent / "outside")

@@ -1,5 +1,7 @@
 """Start, kill, and stop real storage servers on loopback, each with a folder of its own."""
 
+from __future__ import annotations
+
 import os
 import random
 import shutil
@@ -10,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,7 +21,7 @@ from typing import TypeVar
 from tests.stores.install import require
 
 
-def free_port():
+def free_port() -> int:
     """Return a port below those that Linux gives to connections, which could take it before the
     server starts, or while it is down."""
     while True:
@@ -27,7 +30,7 @@ def free_port():
             return int(s.getsockname()[1])
 
 
-def answers_http(port):
+def answers_http(port: int) -> bool:
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=1).close()
     except urllib.error.HTTPError:
@@ -37,14 +40,14 @@ def answers_http(port):
     return True
 
 
-def is_stopped(pid):
+def is_stopped(pid: int) -> bool:
     """Return True if a signal has stopped every thread of a process."""
     tasks = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(task.read_text().rpartition(") ")[2].startswith("T") for task in tasks)
 
 
 @contextmanager
-def server_folder(name):
+def server_folder(name: str) -> Iterator[Path]:
     folder = Path(mkdtemp(prefix=f"limpet-{name}-", dir="/var/tmp"))
     try:
         yield folder
@@ -59,14 +62,14 @@ class Daemons:
     ``stop`` follows it in any case: see ``running``.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self):
+    def start(self) -> None:
         raise NotImplementedError
 
-    def spawn(self, name, *command, **env):
+    def spawn(self, name: str, *command: str, **env: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self.processes[name] = subprocess.Popen(
                 command,
@@ -77,17 +80,17 @@ class Daemons:
                 start_new_session=True,
             )
 
-    def pids(self, *names):
+    def pids(self, *names: str) -> list[int]:
         """Return the processes to which ``send`` sends a signal: of these names, or all."""
         found = (self.processes[name] for name in names or self.processes)
         return [process.pid for process in found if process.poll() is None]
 
-    def send(self, number, *names):
+    def send(self, number: signal.Signals, *names: str) -> None:
         for pid in self.pids(*names):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def pause(self, *names):
+    def pause(self, *names: str) -> None:
         """Stop processes with SIGSTOP, and return when none of their threads runs any more.
 
         The signal alone returns earlier: on a busy machine, a server may still answer after it.
@@ -96,16 +99,16 @@ class Daemons:
         pids = self.pids(*names)
         self.wait_until(lambda: all(map(is_stopped, pids)))
 
-    def kill(self, *names):
+    def kill(self, *names: str) -> None:
         self.send(signal.SIGKILL, *names)
         for name in names or [*self.processes]:
             self.processes.pop(name).wait(30)
 
-    def stop(self):
+    def stop(self) -> None:
         self.send(signal.SIGCONT)
         self.kill()
 
-    def wait_until(self, is_up, seconds=90):
+    def wait_until(self, is_up: Callable[[], bool], seconds: float = 90) -> None:
         end = time.monotonic() + seconds
         while not is_up():
             dead = [n for n, p in self.processes.items() if p.poll() is not None]
@@ -115,7 +118,7 @@ class Daemons:
             time.sleep(0.1)
 
 
-def run(*command, seconds=60):
+def run(*command: str, seconds: float = 60) -> None:
     done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stdout.decode()}{done.stderr.decode()}")
@@ -125,7 +128,7 @@ Server = TypeVar("Server", bound=Daemons)
 
 
 @contextmanager
-def running(kind, *arguments):
+def running(kind: Callable[..., Server], *arguments: object) -> Iterator[Server]:
     """Start a server in a folder of its own. At the end, neither it nor the folder is left."""
     with server_folder(kind.__name__.lower()) as folder:
         server = kind(folder, *arguments)
@@ -141,12 +144,12 @@ class S3Server(Daemons):
 
     key, secret = "test", "testtest"
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
 
-    def environment(self):
+    def environment(self) -> dict[str, str]:
         """Return the environment variables with which the AWS tools use this server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
@@ -163,13 +166,13 @@ class Ceph(S3Server):
     ``objectstore``: "memstore" (fast), or "bluestore" (survives ``kill``).
     """
 
-    def __init__(self, folder, objectstore="memstore"):
+    def __init__(self, folder: Path, objectstore: str = "memstore") -> None:
         super().__init__(folder)
         require("ceph")
         self.objectstore = objectstore
         self.configuration = str(folder / "ceph.conf")
 
-    def start(self):
+    def start(self) -> None:
         folder = self.folder
         cluster, mon = str(uuid.uuid4()), f"v2:127.0.0.1:{free_port()}"
         for name in ("mon", "osd", "rgw", "run", "log"):
@@ -194,10 +197,10 @@ class Ceph(S3Server):
         self._spawn_ceph("rgw", "radosgw", "-n", "client.rgw")
         self.wait_until(lambda: answers_http(self.port))
 
-    def _spawn_ceph(self, name, program, *arguments):
+    def _spawn_ceph(self, name: str, program: str, *arguments: str) -> None:
         self.spawn(name, program, "-f", *arguments, "-c", self.configuration)
 
-    def resume(self):
+    def resume(self) -> None:
         """Start the daemons again on the same data."""
         self._spawn_ceph("mon", "ceph-mon", "-i", "a")
         self._spawn_ceph("osd", "ceph-osd", "-i", "0")

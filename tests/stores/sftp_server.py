@@ -1,5 +1,7 @@
 """OpenSSH's server for SFTP on loopback, with a configuration, a key, and a user of its own."""
 
+from __future__ import annotations
+
 import os
 import pwd
 import socket
@@ -31,7 +33,7 @@ class Sftp(Daemons):
     that accepted it: signals are sent to all of them.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         require("sftp")
         self.port = free_port()
@@ -44,7 +46,7 @@ class Sftp(Daemons):
             "allow_agent": False,
         }
 
-    def start(self):
+    def start(self) -> None:
         (self.folder / "data").mkdir()
         (self.folder / "sshd_config").write_text(_CONFIG.format(port=self.port, folder=self.folder))
         for name in ("host_key", "user_key"):
@@ -54,13 +56,13 @@ class Sftp(Daemons):
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self.resume()
 
-    def resume(self):
+    def resume(self) -> None:
         """Start again on the same data."""
         program = find_program("sshd") or "sshd"  # a full path, as it demands
         self.spawn("sshd", program, "-D", "-e", "-f", str(self.folder / "sshd_config"))
         self.wait_until(self._greets)
 
-    def pids(self, *names):
+    def pids(self, *names: str) -> list[int]:
         """Return also the processes of the connections."""
         found = super().pids(*names)
         parents = _parents()
@@ -68,7 +70,7 @@ class Sftp(Daemons):
             found += [child for child, parent in parents.items() if parent == pid]
         return found
 
-    def _greets(self):
+    def _greets(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 return connection.recv(4) == b"SSH-"
@@ -76,7 +78,7 @@ class Sftp(Daemons):
             return False
 
 
-def _parents():
+def _parents() -> dict[int, int]:
     """Return the parent of each process."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -1,8 +1,12 @@
 """A training whose workers Ray places and restarts. ``tests/evaluation/test_ray.py`` runs this."""
 
+from __future__ import annotations
+
 import os
 import signal
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,7 @@ from tests.tasks.worker import evaluate
 class Worker:
     """Trains on all records that it gets: it writes their numbers. The first worker is killed."""
 
-    def train(self, address, folder):
+    def train(self, address: str, folder: str) -> int:
         with (
             RemoteQueue.connect(address) as queue,
             open(f"{folder}/records-{os.getpid()}", "a") as file,
@@ -37,7 +41,7 @@ class Worker:
             return records
 
     @staticmethod
-    def _die_once(folder):
+    def _die_once(folder: str) -> None:
         try:
             os.close(os.open(f"{folder}/died", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -45,13 +49,13 @@ class Worker:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def remote(worker, **options):
+def remote(worker: Any, **options: Any) -> Any:
     import ray
 
     return ray.remote(num_cpus=0.5, max_restarts=3, max_task_retries=3, **options)(worker)
 
 
-def test_ray_restarts_a_worker_and_every_record_counts_once(cluster, tmp_path):
+def test_ray_restarts_a_worker_and_every_record_counts_once(cluster: Path, tmp_path: Path) -> None:
     """Leases never end, so only the end of a connection gives the tasks of the worker back."""
     import ray
 
@@ -79,7 +83,9 @@ def test_ray_restarts_a_worker_and_every_record_counts_once(cluster, tmp_path):
     assert job.results() == expected_results(103, 10)
 
 
-def test_a_worker_on_ray_gets_the_error_if_the_owner_has_ended(cluster, tmp_path):
+def test_a_worker_on_ray_gets_the_error_if_the_owner_has_ended(
+    cluster: Path, tmp_path: Path
+) -> None:
     import ray
 
     queue = Queue()

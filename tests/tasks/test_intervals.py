@@ -1,5 +1,7 @@
 """Sets of task numbers, against Python's sets."""
 
+from __future__ import annotations
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,7 +9,7 @@ from limpet.tasks.tables import IntervalSet
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
-def test_a_set_of_intervals_is_a_set(numbers):
+def test_a_set_of_intervals_is_a_set(numbers: list[int]) -> None:
     intervals, expected = IntervalSet(), set()
     for number in numbers:
         intervals.add(number)

@@ -1,11 +1,15 @@
 """The messages between a queue and its workers: lost, doubled, cut off, and wrong."""
 
+from __future__ import annotations
+
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,13 +19,13 @@ from hypothesis import strategies as st
 from limpet.deadline import Deadline
 from limpet.errors import FormatError, JobFailed, LeaseLost, LimpetError, TaskError
 from limpet.ranks.wire import Channel
-from limpet.tasks import Queue, RemoteQueue, TaskBatches, TaskServer
+from limpet.tasks import EvaluationTask, Queue, RemoteQueue, TaskBatches, TaskServer, TrainingTask
 from limpet.tasks import remote as remote_module
 from tests.tasks.clock import FakeClock
 
 
 @contextmanager
-def remote(queue, count=1):
+def remote(queue: Queue, count: int = 1) -> Iterator[list[RemoteQueue]]:
     with TaskServer(queue) as server:
         workers = [RemoteQueue(server.connect("w"), reply_seconds=30) for _ in range(count)]
         try:
@@ -31,42 +35,42 @@ def remote(queue, count=1):
                 worker.close()
 
 
-def wait_until(condition):
+def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
 
 
-def frame(payload):
+def frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4) + payload
 
 
 class RawWorker:
     """A worker that sends any bytes."""
 
-    def __init__(self, server):
+    def __init__(self, server: TaskServer) -> None:
         self.socket = server.connect("raw")
         self.socket.settimeout(30)
         self.file = self.socket.makefile("rb")
 
-    def send(self, **fields):
+    def send(self, **fields: Any) -> None:
         self.send_payload(msgspec.msgpack.encode(fields))
 
-    def send_payload(self, payload):
+    def send_payload(self, payload: bytes) -> None:
         self.socket.sendall(frame(payload))
 
-    def reply(self):
+    def reply(self) -> Any:
         length = self.file.read(4)
         return msgspec.msgpack.decode(self.file.read(int.from_bytes(length))) if length else None
 
-    def close(self):
+    def close(self) -> None:
         self.file.close()
         self.socket.close()
 
 
 @pytest.fixture
-def raw():
+def raw() -> Iterator[tuple[Queue, RawWorker]]:
     queue = Queue(lease_seconds=None)
     queue.add("evaluation", 3, task_size=1, name="e")
     queue.add("training", 9, task_size=9, name="t")
@@ -78,12 +82,13 @@ def raw():
             worker.close()
 
 
-def test_a_remote_queue_does_what_a_queue_does():
+def test_a_remote_queue_does_what_a_queue_does() -> None:
     queue = Queue()
     job = queue.add("evaluation", {"v": 4}, task_size=3, name="e")
     queue.add("training", {"s": None, "f": range(2, 5)}, task_size=3, epochs=2, name="t")
     with remote(queue) as (worker,):
         task = worker.evaluation.get()
+        assert isinstance(task, EvaluationTask)
         assert (task.id, task.attempt, task.job, task.data) == (1, 1, "e", "v")
         assert (task.start, task.stop, task.epoch, task.position) == (0, 3, 0, 0)
         task.renew()
@@ -94,22 +99,26 @@ def test_a_remote_queue_does_what_a_queue_does():
         assert worker.finished("evaluation")
         assert job.results() == [{"loss": [float("inf"), 3]}, [4]]
         stream, part = worker.training.get(), worker.training.get()
+        assert isinstance(stream, TrainingTask)
+        assert isinstance(part, TrainingTask)
         assert (stream.stop, part.start, part.stop, part.position) == (None, 2, 5, 2)
         stream.consumed(1000)
         part.consumed(1)
         assert part.release()
         again = worker.training.get()
+        assert again is not None
         assert (again.position, again.attempt) == (3, part.attempt + 1)
         assert again.fail("x")
         assert stream.done()
         assert not worker.training.finished()
 
 
-def test_errors_arrive_as_they_were_raised():
+def test_errors_arrive_as_they_were_raised() -> None:
     queue = Queue(attempts=1)
     queue.add("evaluation", 2, task_size=1, name="e")
     with remote(queue) as (worker,):
         task = worker.evaluation.get()
+        assert task is not None
         with pytest.raises(TaskError, match="cannot return the result") as caught:
             task.done(b"bytes")
         assert caught.value.expected is not None
@@ -119,21 +128,22 @@ def test_errors_arrive_as_they_were_raised():
         assert caught.value.todo is not None
         queue.add("training", 1, task_size=1, name="t")
         part = worker.training.get()
+        assert part is not None
         part.fail("no")
         with pytest.raises(JobFailed, match="attempt: no"):
             worker.finished("training")
         with pytest.raises(LimpetError, match="Invalid kind"):
-            worker.get("neither")
+            worker.get("neither")  # type: ignore[arg-type]
 
 
-def test_texts_that_are_no_utf_8_do_not_end_a_connection():
+def test_texts_that_are_no_utf_8_do_not_end_a_connection() -> None:
     """Such as the name of a file in the message of an error."""
     queue = Queue(attempts=2)
     job = queue.add("evaluation", 1, task_size=1, name="e")
     end = queue.add("evaluation", 1, task_size=1, name="later")
     with TaskServer(queue) as server, RemoteQueue(server.connect("\udcff")) as worker:
 
-        def evaluate(task):
+        def evaluate(task: EvaluationTask) -> list[str]:
             if task.job == "e":
                 raise FileNotFoundError("\udcff")
             return ["\udcff"]
@@ -145,12 +155,12 @@ def test_texts_that_are_no_utf_8_do_not_end_a_connection():
         assert end.results() == [["\udcff"]]
 
 
-def test_a_worker_that_leaves_while_its_owner_is_gone_still_leaves():
+def test_a_worker_that_leaves_while_its_owner_is_gone_still_leaves() -> None:
     queue = Queue()
     queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server, RemoteQueue(server.connect("w")) as worker:
 
-        def leave(task):
+        def leave(task: EvaluationTask) -> None:
             server.close()
             raise SystemExit(75)
 
@@ -158,7 +168,7 @@ def test_a_worker_that_leaves_while_its_owner_is_gone_still_leaves():
             worker.evaluation.evaluate_one(leave)
 
 
-def test_a_result_that_arrives_twice_counts_once(raw):
+def test_a_result_that_arrives_twice_counts_once(raw: tuple[Queue, RawWorker]) -> None:
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     task = worker.reply()
@@ -169,7 +179,9 @@ def test_a_result_that_arrives_twice_counts_once(raw):
     assert queue.job("e").completed == 1
 
 
-def test_a_worker_cannot_leave_its_leases_under_another_name(raw):
+def test_a_worker_cannot_leave_its_leases_under_another_name(
+    raw: tuple[Queue, RawWorker],
+) -> None:
     queue, worker = raw
     for _ in range(2):  # it arrives twice
         worker.send(type="Hello", worker="a")
@@ -186,14 +198,14 @@ def test_a_worker_cannot_leave_its_leases_under_another_name(raw):
     wait_until(lambda: len(queue._jobs.leases) == 0)
 
 
-def test_a_worker_that_never_reads_its_reply_keeps_nothing(raw):
+def test_a_worker_that_never_reads_its_reply_keeps_nothing(raw: tuple[Queue, RawWorker]) -> None:
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     worker.send(type="Get", kind="training", lease_seconds=None)
     wait_until(lambda: len(queue._jobs.leases) == 2)
     worker.close()
     wait_until(lambda: len(queue._jobs.leases) == 0)
-    assert [queue.evaluation.get(f"v{i}").id for i in range(3)] == [1, 2, 3]
+    assert [queue.evaluation.get(f"v{i}").id for i in range(3)] == [1, 2, 3]  # type: ignore[union-attr]
 
 
 REPORT = ["e", 1, 1, 0]
@@ -218,7 +230,9 @@ REPORT = ["e", 1, 1, 0]
     ],
     ids=lambda payload: payload[:40].decode(errors="replace"),
 )
-def test_a_worker_that_sends_something_else_is_lost(raw, payload):
+def test_a_worker_that_sends_something_else_is_lost(
+    raw: tuple[Queue, RawWorker], payload: bytes
+) -> None:
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     assert worker.reply()["id"] == 1
@@ -234,7 +248,7 @@ def test_a_worker_that_sends_something_else_is_lost(raw, payload):
         queue.job("e").wait(0)
 
 
-def test_half_a_message_has_no_effect(raw):
+def test_half_a_message_has_no_effect(raw: tuple[Queue, RawWorker]) -> None:
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     worker.reply()
@@ -260,7 +274,9 @@ def test_half_a_message_has_no_effect(raw):
     ],
     ids=str,
 )
-def test_a_wrong_request_is_refused_and_the_connection_goes_on(raw, fields, error):
+def test_a_wrong_request_is_refused_and_the_connection_goes_on(
+    raw: tuple[Queue, RawWorker], fields: Any, error: str
+) -> None:
     queue, worker = raw
     for kind in ("evaluation", "training"):
         worker.send(type="Get", kind=kind, lease_seconds=None)
@@ -274,18 +290,19 @@ def test_a_wrong_request_is_refused_and_the_connection_goes_on(raw, fields, erro
     assert worker.reply() == {"type": "Reply", "value": True}
 
 
-def test_two_connections_with_one_name_are_two_workers():
+def test_two_connections_with_one_name_are_two_workers() -> None:
     queue = Queue()
     queue.add("evaluation", 2, task_size=1, name="e")
     with remote(queue, 2) as (a, b):
         first, second = a.evaluation.get(), b.evaluation.get()
         assert first is not None
+        assert second is not None
         a.close()
         wait_until(lambda: len(queue._jobs.leases) == 1)
         second.renew()
 
 
-def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed():
+def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed() -> None:
     clock = FakeClock()
     queue = Queue(clock=clock)
     queue.add("training", 10, task_size=2, name="t")
@@ -302,7 +319,7 @@ def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed():
         assert worker.training.finished()
 
 
-def test_a_client_waits_for_a_task_and_no_longer_than_told():
+def test_a_client_waits_for_a_task_and_no_longer_than_told() -> None:
     queue = Queue()
     with remote(queue) as (worker,):
         assert worker.get("training", timeout=0.05) is None
@@ -315,7 +332,7 @@ def test_a_client_waits_for_a_task_and_no_longer_than_told():
             worker.get("training", "me")
 
 
-def test_an_owner_that_does_not_reply_is_given_up():
+def test_an_owner_that_does_not_reply_is_given_up() -> None:
     own, other = socket.socketpair()
     with own, RemoteQueue(other, reply_seconds=0.05) as worker:
         for expected in (
@@ -326,20 +343,20 @@ def test_an_owner_that_does_not_reply_is_given_up():
                 worker.get("training")
 
 
-def test_a_kind_that_does_not_exist_does_not_end_the_connection():
+def test_a_kind_that_does_not_exist_does_not_end_the_connection() -> None:
     with remote(Queue()) as (worker,):
         with pytest.raises(LimpetError, match="Invalid kind"):
-            worker.finished(5)
+            worker.finished(5)  # type: ignore[arg-type]
         assert worker.finished("training")
 
 
 @pytest.fixture
-def waiting():
+def waiting() -> Iterator[tuple[socket.socket, RemoteQueue, threading.Thread]]:
     """The end of an owner that does not reply, and a request that waits for it in a thread."""
     own, other = socket.socketpair()
     worker = RemoteQueue(other, reply_seconds=30)
 
-    def request():
+    def request() -> None:
         with suppress(TaskError):
             worker.finished("training")
 
@@ -354,7 +371,9 @@ def waiting():
     thread.join(40)
 
 
-def test_close_ends_a_request_of_another_thread(waiting):
+def test_close_ends_a_request_of_another_thread(
+    waiting: tuple[socket.socket, RemoteQueue, threading.Thread],
+) -> None:
     own, worker, thread = waiting
     worker.close()
     thread.join(10)
@@ -362,7 +381,9 @@ def test_close_ends_a_request_of_another_thread(waiting):
     assert own.recv(1) == b""
 
 
-def test_a_process_that_was_forked_during_a_request_gets_an_error(waiting):
+def test_a_process_that_was_forked_during_a_request_gets_an_error(
+    waiting: tuple[socket.socket, RemoteQueue, threading.Thread],
+) -> None:
     _, worker, _ = waiting
     if not (child := os.fork()):
         try:
@@ -376,13 +397,14 @@ def test_a_process_that_was_forked_during_a_request_gets_an_error(waiting):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_program_that_a_worker_starts_keeps_no_connection_alive():
+def test_a_program_that_a_worker_starts_keeps_no_connection_alive() -> None:
     queue = Queue(lease_seconds=None)
     queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server:
         end = server.connect("w")
         end.set_inheritable(True)  # as pass_fds does
-        assert RemoteQueue(end).evaluation.get() is not None
+        worker = RemoteQueue(end)
+        assert worker.evaluation.get() is not None
         child = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
         try:
             end.close()  # without a shutdown: as if this process was killed
@@ -392,11 +414,11 @@ def test_a_program_that_a_worker_starts_keeps_no_connection_alive():
             os.waitpid(child, 0)
 
 
-def test_an_owner_that_sends_a_byte_now_and_then_is_given_up():
+def test_an_owner_that_sends_a_byte_now_and_then_is_given_up() -> None:
     own, other = socket.socketpair()
     stop = threading.Event()
 
-    def drip():
+    def drip() -> None:
         with suppress(BrokenPipeError):  # the worker has closed its end
             while not stop.wait(0.01):
                 own.sendall(b"\1")
@@ -413,7 +435,7 @@ def test_an_owner_that_sends_a_byte_now_and_then_is_given_up():
         own.close()
 
 
-def test_an_owner_that_has_ended_or_sends_something_else_is_an_error():
+def test_an_owner_that_has_ended_or_sends_something_else_is_an_error() -> None:
     for sent in (b"", frame(b"{}"), frame(b"\x81\xa4type\xa5Reply")[:-1]):
         own, other = socket.socketpair()
         own.sendall(sent)
@@ -424,13 +446,14 @@ def test_an_owner_that_has_ended_or_sends_something_else_is_an_error():
                     worker.get("training")
 
 
-def test_a_long_message_is_refused_on_both_sides(monkeypatch):
+def test_a_long_message_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_module, "MAX_RESULT", 100_000)
     queue = Queue()
     queue.add("evaluation", 2, task_size=1, name="e")
     with TaskServer(queue) as server:
         with RemoteQueue(server.connect("w")) as worker:
             task = worker.evaluation.get()
+            assert task is not None
             with pytest.raises(TaskError, match=r"too long.*sums and counts"):
                 task.done("x" * 100_000)
             assert task.release()  # nothing was sent: the connection goes on
@@ -439,12 +462,13 @@ def test_a_long_message_is_refused_on_both_sides(monkeypatch):
         raw.send(type="Get", kind="evaluation", lease_seconds=None)
         assert raw.reply() is not None
         raw.socket.sendall((remote_module.MESSAGES.max_bytes + 1).to_bytes(4))
-        assert raw.reply()["error"]["name"] == "FormatError"
+        answer = raw.reply()
+        assert answer["error"]["name"] == "FormatError"
         wait_until(lambda: len(queue._jobs.leases) == 0)
         raw.close()
 
 
-def test_large_results_arrive():
+def test_large_results_arrive() -> None:
     queue = Queue()
     job = queue.add("evaluation", 1, task_size=1, name="e")
     with remote(queue) as (worker,):
@@ -452,7 +476,7 @@ def test_large_results_arrive():
     assert job.results() == [["é" * 10] * 100_000]
 
 
-def test_a_closed_server_has_no_threads_and_no_leases():
+def test_a_closed_server_has_no_threads_and_no_leases() -> None:
     queue = Queue(lease_seconds=None)
     queue.add("evaluation", 3, task_size=1, name="e")
     before = threading.active_count()
@@ -472,7 +496,7 @@ def test_a_closed_server_has_no_threads_and_no_leases():
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_message_or_an_error(data):
+def test_any_bytes_are_a_message_or_an_error(data: bytes) -> None:
     own, other = socket.socketpair()
     with own, other:
         own.sendall(frame(data))

@@ -1,5 +1,7 @@
 """The state of a queue: what a load reopens, and what it refuses."""
 
+from __future__ import annotations
+
 import copy
 import json
 from typing import Any
@@ -7,18 +9,22 @@ from typing import Any
 import pytest
 
 from limpet.errors import LeaseLost, PlanError, TaskError
-from limpet.tasks import Queue
+from limpet.tasks import EvaluationTask, Queue, TrainingTask
 
 
-def training(queue, worker="w"):
-    return queue.get("training", worker)
+def training(queue: Queue, worker: str = "w") -> TrainingTask:
+    task = queue.get("training", worker)
+    assert isinstance(task, TrainingTask)
+    return task
 
 
-def evaluation(queue, worker="w"):
-    return queue.get("evaluation", worker)
+def evaluation(queue: Queue, worker: str = "w") -> EvaluationTask:
+    task = queue.get("evaluation", worker)
+    assert isinstance(task, EvaluationTask)
+    return task
 
 
-def a_queue():
+def a_queue() -> Queue:
     queue = Queue()
     queue.add("training", {"f": 10, "s": None}, task_size=4, name="t")
     queue.add("training", 1, task_size=1, name="end", after="t")
@@ -26,7 +32,7 @@ def a_queue():
     return queue
 
 
-def test_a_load_reopens_exactly_what_was_not_completed():
+def test_a_load_reopens_exactly_what_was_not_completed() -> None:
     queue = a_queue()
     tasks = [training(queue, f"w{i}") for i in range(4)]
     tasks[1].done()
@@ -56,7 +62,7 @@ def test_a_load_reopens_exactly_what_was_not_completed():
         assert loaded.job("e").results() == ["first", "others", "others"]
 
 
-def test_the_state_does_not_depend_on_workers_and_leases():
+def test_the_state_does_not_depend_on_workers_and_leases() -> None:
     states = []
     for workers in (1, 3):
         queue = a_queue()
@@ -66,7 +72,7 @@ def test_the_state_does_not_depend_on_workers_and_leases():
     assert states[0] == states[1]
 
 
-def test_reports_of_leases_before_a_load_are_ignored():
+def test_reports_of_leases_before_a_load_are_ignored() -> None:
     queue = a_queue()
     state = queue.state_dict()
     task, other = training(queue), evaluation(queue)
@@ -83,7 +89,7 @@ def test_reports_of_leases_before_a_load_are_ignored():
     assert other_again.done("from this history")
 
 
-def test_jobs_keep_their_handles_across_a_load():
+def test_jobs_keep_their_handles_across_a_load() -> None:
     queue = Queue()
     job = queue.add("training", 4, task_size=2, name="t")
     training(queue).done()
@@ -98,7 +104,7 @@ def test_jobs_keep_their_handles_across_a_load():
     job.wait(0)
 
 
-def test_a_job_that_failed_can_be_tried_again_after_a_load():
+def test_a_job_that_failed_can_be_tried_again_after_a_load() -> None:
     queue = Queue(attempts=1)
     job = queue.add("training", 4, task_size=2, name="t")
     training(queue).consumed(1)
@@ -110,7 +116,7 @@ def test_a_job_that_failed_can_be_tried_again_after_a_load():
     training(queue).done()
 
 
-def test_a_load_drops_jobs_that_did_not_exist_then():
+def test_a_load_drops_jobs_that_did_not_exist_then() -> None:
     queue = Queue()
     queue.add("training", 4, task_size=2, name="t")
     state = queue.state_dict()
@@ -127,7 +133,7 @@ def test_a_load_drops_jobs_that_did_not_exist_then():
     assert queue.add("training", 2, task_size=2, name="later").completed == 0
 
 
-def test_a_load_drops_a_loaded_job_that_did_not_exist_then():
+def test_a_load_drops_a_loaded_job_that_did_not_exist_then() -> None:
     queue = Queue()
     queue.add("training", 4, task_size=2, name="t")
     before = queue.state_dict()
@@ -140,7 +146,7 @@ def test_a_load_drops_a_loaded_job_that_did_not_exist_then():
     assert restarted.state_dict() == before
 
 
-def test_a_load_refuses_to_lose_a_new_training_job():
+def test_a_load_refuses_to_lose_a_new_training_job() -> None:
     state = a_queue().state_dict()
     queue = a_queue()
     queue.add("training", 4, task_size=2, name="new")
@@ -154,7 +160,7 @@ def test_a_load_refuses_to_lose_a_new_training_job():
 @pytest.mark.parametrize(
     "change", [{"task_size": 5}, {"data": 11}, {"epochs": 2}, {"kind": "evaluation"}]
 )
-def test_a_load_refuses_a_job_that_differs(change):
+def test_a_load_refuses_a_job_that_differs(change: dict[str, Any]) -> None:
     saved, live = Queue(), Queue()
     arguments: dict[str, Any] = {"kind": "training", "data": 10, "task_size": 4, "name": "t"}
     saved.add(**arguments)
@@ -163,7 +169,7 @@ def test_a_load_refuses_a_job_that_differs(change):
         live.load_state_dict(saved.state_dict())
 
 
-def damaged(**change):
+def damaged(**change: Any) -> Any:
     queue = Queue()
     queue.add("training", {"f": 10}, task_size=2, name="t")
     task = training(queue)
@@ -217,12 +223,12 @@ DAMAGE: list[Any] = [
 ]
 
 
-def test_the_state_that_is_damaged_below_is_valid():
+def test_the_state_that_is_damaged_below_is_valid() -> None:
     Queue().load_state_dict(damaged())
 
 
 @pytest.mark.parametrize("change", DAMAGE, ids=str)
-def test_damaged_states_are_refused(change):
+def test_damaged_states_are_refused(change: Any) -> None:
     queue = Queue()
     with pytest.raises(PlanError):
         queue.check_state_dict(damaged(**change))
@@ -231,7 +237,7 @@ def test_damaged_states_are_refused(change):
     assert queue.state_dict() == Queue().state_dict()
 
 
-def test_a_state_with_more_tasks_than_a_job_can_have_is_refused():
+def test_a_state_with_more_tasks_than_a_job_can_have_is_refused() -> None:
     queue = Queue()
     queue.add("training", {"f": 1 << 60}, task_size=1, name="t")
     state = queue.state_dict()
@@ -243,6 +249,6 @@ def test_a_state_with_more_tasks_than_a_job_can_have_is_refused():
 
 
 @pytest.mark.parametrize("state", [None, [], 3, {}, "x"])
-def test_what_is_no_state_is_refused(state):
+def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(PlanError, match="not the state of a task queue"):
         Queue().load_state_dict(state)

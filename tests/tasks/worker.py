@@ -6,31 +6,33 @@ owner has no task for it; ``hang`` with the first task until it is killed; ``tra
 of the training, one record at a time, and hang after 5 records.
 """
 
+from __future__ import annotations
+
 import signal
 import socket
 import sys
 
-from limpet.tasks import RemoteQueue
+from limpet.tasks import EvaluationTask, RemoteQueue
 
 
-def evaluate(task):
+def evaluate(task: EvaluationTask) -> dict[str, list[float]]:
     records = range(task.start, task.stop)
     return {"squares": [float(sum(i * i for i in records)), len(records)]}
 
 
-def hang(report):
+def hang(report: str) -> None:
     print(report, flush=True)
     while True:
         signal.pause()
 
 
-def connect(to):
+def connect(to: str) -> RemoteQueue:
     if to.isdigit():
         return RemoteQueue(socket.socket(fileno=int(to)))
     return RemoteQueue.connect(to)
 
 
-def main(to, mode):
+def main(to: str, mode: str) -> None:
     with connect(to) as queue:
         if mode == "work":
             print("ready", flush=True)
@@ -44,6 +46,7 @@ def main(to, mode):
         elif mode == "train":
             training = queue.training.get(timeout=30)
             for _ in range(5):
+                assert training is not None
                 training.consumed(1)
             hang(str(training and training.position))
 

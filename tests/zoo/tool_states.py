@@ -1,5 +1,7 @@
 """What Lightning, Accelerate, torchmetrics, schedulefree, torchao, and torch-ema add to a state."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +19,7 @@ Build = Callable[[], Training]
 # -- lightning -----------------------------------------------------------------------------------
 
 
-def lightning():
+def lightning() -> dict[str, Build]:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     return {
         "Trainer": _lightning_trainer,
@@ -26,12 +28,12 @@ def lightning():
     }
 
 
-def _lightning_module(manual):
+def _lightning_module(manual: bool) -> Any:
     import torchmetrics
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.net, self.seen = net(), torchmetrics.MeanMetric()
             self.seen.persistent(True)
@@ -41,7 +43,7 @@ def _lightning_module(manual):
             self.steps = [torch.optim.Adam(p.parameters(), lr=0.1) for p in parts]
             self.schedules = [torch.optim.lr_scheduler.StepLR(o, 2) for o in self.steps]
 
-        def training_step(self, x, i):
+        def training_step(self, x: torch.Tensor, i: int) -> torch.Tensor:
             loss: torch.Tensor = self.net(x).square().mean()
             self.seen.update(loss.detach())
             if manual:
@@ -51,13 +53,13 @@ def _lightning_module(manual):
                     optimizer.zero_grad()
             return loss
 
-        def configure_optimizers(self):
+        def configure_optimizers(self) -> Any:
             return self.steps, self.schedules
 
     return Module()
 
 
-def _lightning_trainer(manual=False):
+def _lightning_trainer(manual: bool = False) -> Training:
     from lightning.pytorch import Trainer
 
     module = _lightning_module(manual)
@@ -71,7 +73,7 @@ def _lightning_trainer(manual=False):
         num_sanity_val_steps=0,
     )
 
-    def step(i):
+    def step(i: int) -> Any:
         trainer.fit_loop.max_epochs = i
         # a trainer that fits once more creates one iterator more, and each draws a random number
         data = batch(i).unsqueeze(0)
@@ -89,14 +91,14 @@ def _lightning_trainer(manual=False):
     return Training(state, step)
 
 
-def _fabric():
+def _fabric() -> Training:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
     plain = net()
     model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters(), lr=0.1))
 
-    def step(i):
+    def step(i: int) -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = model(batch(i)).square().mean()
         fabric.backward(loss)
@@ -109,7 +111,7 @@ def _fabric():
 # -- accelerate ----------------------------------------------------------------------------------
 
 
-def accelerate():
+def accelerate() -> dict[str, Build]:
     return {
         "prepared": _prepared,
         "prepared, gradient accumulation": partial(_prepared, 2),
@@ -117,7 +119,7 @@ def accelerate():
     }
 
 
-def _prepared(accumulate=1, precision="no"):
+def _prepared(accumulate: int = 1, precision: str = "no") -> Training:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -130,7 +132,7 @@ def _prepared(accumulate=1, precision="no"):
     schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
     model, optimizer, scheduler = accelerator.prepare(plain, sgd, schedule)
 
-    def step(i):
+    def step(i: int) -> Any:
         for k in range(accumulate):
             with accelerator.accumulate(model):
                 loss = model(batch(10 * i + k)).float().square().mean()
@@ -147,7 +149,7 @@ def _prepared(accumulate=1, precision="no"):
 # -- torchmetrics --------------------------------------------------------------------------------
 
 
-def torchmetrics():
+def torchmetrics() -> dict[str, Build]:
     import torchmetrics as library
     from torchmetrics import classification, regression
 
@@ -173,13 +175,13 @@ def torchmetrics():
     }
 
 
-def _metric(create, persistent=True):
+def _metric(create: Callable[[], Any], persistent: bool = True) -> Training:
     metric = create()
     if persistent:
         for part in (metric, *metric.modules()):
             getattr(part, "persistent", lambda _: None)(True)
 
-    def step(i):
+    def step(i: int) -> Any:
         x, y = batch(i, 8, 3), batch(100 + i, 8, 3)
         if hasattr(metric, "increment") and (i == 1 or not hasattr(metric, "_base_metric")):
             metric.increment()
@@ -198,7 +200,7 @@ def _metric(create, persistent=True):
 # -- schedulefree, torchao, torch-ema ------------------------------------------------------------
 
 
-def schedulefree():
+def schedulefree() -> dict[str, Build]:
     import schedulefree as library
 
     classes = (
@@ -218,23 +220,23 @@ def schedulefree():
     }
 
 
-def _schedulefree(create, leave=False):
+def _schedulefree(create: Any, leave: bool = False) -> Training:
     model = net()
     optimizer = create(model.parameters(), lr=0.1)
     take_step = make_step(model, optimizer, after=optimizer.eval if leave else lambda: None)
 
-    def step(i):
+    def step(i: int) -> Any:
         optimizer.train()
         return take_step(i)
 
     return Training({"model": model, "optimizer": optimizer, "rng": RNG()}, step)
 
 
-def torchao():
+def torchao() -> dict[str, Build]:
     from torchao import optim
 
     # to compile their steps takes a minute
-    torch.compile = lambda function, **_: function
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
     names = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
     cases: dict[str, Build] = {
         f"optim.{name}": partial(_low_bit_optimizer, getattr(optim, name)) for name in names
@@ -245,14 +247,14 @@ def torchao():
     }
 
 
-def _low_bit_optimizer(create):
+def _low_bit_optimizer(create: Any) -> Training:
     model = nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)
     )  # large enough for 8 bit
     return train(model, create(model.parameters(), lr=0.01), (4, 64))
 
 
-def _quantized():
+def _quantized() -> Training:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
@@ -260,17 +262,17 @@ def _quantized():
     return train(model, torch.optim.SGD(model[1].parameters(), lr=0.1), (4, 64))
 
 
-def torch_ema():
+def torch_ema() -> dict[str, Build]:
     return {"EMA": _ema, "EMA, saved while its weights are in use": partial(_ema, True)}
 
 
-def _ema(store=False):
+def _ema(store: bool = False) -> Training:
     from torch_ema import ExponentialMovingAverage
 
     training = train(model := net())
     ema = ExponentialMovingAverage(model.parameters(), decay=0.9)
 
-    def step(i):
+    def step(i: int) -> Any:
         if ema.collected_params is not None:
             ema.restore()
         loss = training.step(i)

@@ -8,6 +8,8 @@ or ``resume.json``: by name, what the state looked like when it was created, whe
 loaded, and at the end, or the error.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import sys
@@ -38,7 +40,7 @@ APART = Path(__file__).parents[2] / ".zoo"
 """The folder of torchvision and timm, which the Makefile fills and explains."""
 
 
-def _run(create, path, resume):
+def _run(create: Any, path: Path, resume: bool) -> dict[str, Any]:
     torch.manual_seed(7 if resume else 0)
     training: Training = create()
     created = look_at(training, [])
@@ -53,7 +55,7 @@ def _run(create, path, resume):
     return {"created": created, "saved": saved, "ended": look_at(training, results)}
 
 
-def _attempt(create, path, resume):
+def _attempt(create: Any, path: Path, resume: bool) -> dict[str, Any]:
     try:
         return _run(create, path, resume)
     except LimpetError as e:
@@ -62,7 +64,7 @@ def _attempt(create, path, resume):
         return {"error": traceback.format_exc()}
 
 
-def main(mode, folder, groups):
+def main(mode: str, folder: Path, groups: list[str]) -> None:
     if {"torchvision", "timm"} & {*groups}:
         sys.path.append(str(APART))
         make_torchvision_importable()

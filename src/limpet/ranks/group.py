@@ -21,6 +21,7 @@ from limpet.errors import LimpetError, RankFailed, Unsupported
 from limpet.format.digest import digest
 from limpet.lazy_torch import import_torch, torch_or_none
 from limpet.ranks.collective import Collective, LocalCollective, StoreCollective
+from limpet.ranks.error_report import ARRIVAL
 from limpet.ranks.kv import (
     STRAGGLER_SECONDS,
     KeyValueStore,
@@ -39,14 +40,21 @@ _TWIN_NUMBERS = 1 << 32
 """The distance between the first sequence numbers of the twins of a group, which the group itself
 never reaches."""
 
+_TRAINING_NUMBERS = _TWIN_NUMBERS * _TWIN_NUMBERS
+"""The first sequence number of the ranks that train, in a group with members."""
+
 _MAX_MISSED = 10_000
 """The maximum number of operations that a rank may have missed."""
 
 _MAX_LAST = 64
 """The number of last operations of a group that some rank may not have left yet."""
 
+_CALL, LEAVING = "the call of the members", "the end of the training's part in the group"
+"""The operations by which the ranks that train lead the members."""
+
 _LEAVING_SECONDS = 2.0
-"""How long the end of the process that serves a store waits for ranks that still read from it."""
+"""How long the end of the process that serves a store waits for ranks that still read from it, and
+the end of a training for its members."""
 
 GroupSpec = Any
 """The ranks that save or load: None for all ranks of torch.distributed, ``"alone"`` for only this
@@ -70,12 +78,16 @@ class Group(AbstractContextManager["Group", None]):
     """
 
     # ``kv``: how several ranks communicate. ``cache``: the data that a save keeps for the next one.
+    # ``members``: the number of the last ranks that only take part in saves and restores.
+    # ``training``: the group of the other ranks, if this is one of them and there are members.
     def __init__(self, kv: KVClient | None = None, size: int = 1, address: str = "") -> None:
         self.kv = kv
         self.rank = 0 if kv is None else kv.rank
         self.size = size
         self.address = address
         self.cache: dict[str, Any] = {}
+        self.members = 0
+        self.training: Group | None = None
         self._sequence_numbers = count(1)
         self._missed_last = False
         self._collectives: WeakSet[StoreCollective] = WeakSet()
@@ -84,7 +96,9 @@ class Group(AbstractContextManager["Group", None]):
         return f"<Group {self.address} rank {self.rank} of {self.size}>"
 
     @classmethod
-    def join(cls, address: str, rank: int, size: int, *, name: str = "group") -> Group:
+    def join(
+        cls, address: str, rank: int, size: int, *, members: int = 0, name: str = "group"
+    ) -> Group:
         """Become ``rank`` of the ``size`` ranks of a group.
 
         Rank 0 serves ``address``, ``"HOST:PORT"`` with a name or number of its host that the others
@@ -93,13 +107,17 @@ class Group(AbstractContextManager["Group", None]):
         here: the first operation does, and raises ``RankFailed`` with the number of a rank that
         does not join within the time limits (``LIMPET_STUCK``, ``LIMPET_SILENT``).
 
+        The last ``members`` of the ranks are members of a training that the others make: they use
+        a ``limpet.Member``, and the others a ``Checkpointer``.
+
         After the loss of a rank, the others close the group and join again under a new ``name``,
         perhaps with another ``size`` and other ranks. The address stays the same unless rank 0 was
         lost. Anyone who can reach the address can take part, as for ``torch.distributed``.
 
         Raises ``LimpetError`` for an invalid argument, an address that cannot be served, a rank
-        that has joined under this name before, another ``size`` than that of an earlier rank, or if
-        PyTorch is not installed; and ``RankFailed`` if rank 0 does not serve the address.
+        that has joined under this name before, another ``size`` or other ``members`` than those of
+        an earlier rank, or if PyTorch is not installed; and ``RankFailed`` if rank 0 does not serve
+        the address.
         """
         host, _, text = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         host, port = host.strip("[]"), whole(int(text), 0, 65535) if text.isdecimal() else None
@@ -111,6 +129,8 @@ class Group(AbstractContextManager["Group", None]):
             raise LimpetError(
                 f"rank must be a number from 0 to size - 1; found {rank!r} and size={size!r}"
             )
+        if whole(members, 0, ranks - 1) is None:
+            raise LimpetError(f"members must be a number from 0 to size - 1; found {members!r}")
         if number and not port:
             raise LimpetError("Only rank 0 can join at port 0; pass the address of its group")
         torch = import_torch("limpet.Group uses the TCPStore of PyTorch")
@@ -123,15 +143,23 @@ class Group(AbstractContextManager["Group", None]):
             port = server.store.port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         prefix = f"limpet/joined/{name}"
-        client = _enter(torch, host, port, prefix, number, ranks, timeouts)
+        shape = f"{ranks} with members={members}" if members else f"{ranks}"
+        client = _enter(torch, host, port, prefix, number, shape, timeouts)
         if ranks == 1:
             return cls(address=address)
         kv = KVClient(torch.distributed.PrefixStore(prefix, client), number, ranks, timeouts)
         kv.interrupt = interrupter_of(repr(client))
         group = cls(kv, ranks, address)
+        group.members, others = int(members), ranks - int(members)
+        if members and number < others:
+            group.training = training = Group(kv, others) if others > 1 else Group()
+            training._sequence_numbers = count(_TRAINING_NUMBERS)
         if server is not None:
-            server.groups.append((prefix, group._sequence_numbers))
+            served = (group, group.training) if group.training else (group,)
+            server.groups += [(prefix, each._sequence_numbers) for each in served]
         kv.start()
+        if group.training is not None:
+            atexit.register(group.close)  # so that the members learn of a regular end
         return group
 
     def collective(
@@ -187,6 +215,31 @@ class Group(AbstractContextManager["Group", None]):
         """
         return next(self._sequence_numbers)
 
+    def await_operation(self, timeout: float) -> str | None:
+        """Wait until another rank has begun the next operation, and return its name, or None after
+        ``timeout`` seconds. For a member, which begins no operation by itself."""
+        if self.kv is None:
+            return None
+        self._missed_last = False  # the operation is the one of this number, whatever was before
+        number, end, delay = self.next_sequence_number(), self.kv.clock() + timeout, 0.0002
+        self._sequence_numbers = count(number)
+        while (arrival := self.kv.get_text(f"{number}/first_arrival")) is None:
+            if self.kv.clock() >= end:
+                return None
+            time.sleep(delay)
+            delay = min(delay * 1.5, 0.01 + self.size * 2e-4)  # see ``StoreCollective._wait``
+        return ARRIVAL.decode(arrival).operation
+
+    def end_training(self) -> None:
+        """Let the members learn that the training leaves the group. Rank 0 waits for that, though
+        not for long: afterward, its process may end, which serves the store."""
+        with (
+            suppress(RankFailed),  # a rank is lost or late, or this group was closed before
+            closing(self.collective(LEAVING, _LEAVING_SECONDS)) as collective,
+            collective,
+        ):
+            collective.gather(True, bool)
+
     def twin(self) -> Group:
         """Return a group of the same ranks, whose operations another thread begins.
 
@@ -205,6 +258,9 @@ class Group(AbstractContextManager["Group", None]):
         kv = self.kv
         if kv is None:
             return
+        if self.training is not None:
+            atexit.unregister(self.close)
+            self.end_training()
         progress, progress_at = kv.progress, kv.clock()
         try:
             # A thread of Limpet must not wait for itself: the garbage collector may call this.
@@ -263,6 +319,17 @@ def broadcast_from_first(
         value_type,
         deadline,
     )
+
+
+def call_members(
+    group: Group, call: T | None, call_type: type[T], deadline: Deadline | None = None
+) -> T:
+    """Tell the members of a group which operation the training begins next. Return that.
+
+    Rank 0 passes the ``call``. It waits for no other rank; the operation that follows does.
+    """
+    with closing(group.collective(_CALL, deadline=deadline)) as collective, collective:
+        return collective.broadcast(call, call_type)
 
 
 @contextmanager
@@ -353,21 +420,20 @@ def _await_server(host: str, port: int, timeouts: Timeouts) -> None:
 
 
 def _enter(
-    torch: Any, host: str, port: int, prefix: str, rank: int, size: int, timeouts: Timeouts
+    torch: Any, host: str, port: int, prefix: str, rank: int, shape: str, timeouts: Timeouts
 ) -> Any:
-    """Return a connection to the store, in which this process has become a rank of a group."""
+    """Return a connection to the store, in which this process has become a rank of a group of this
+    size and number of members, as text."""
     limit = timedelta(seconds=timeouts.silent)
     try:
         client = torch.distributed.TCPStore(host, port, None, False, limit, wait_for_workers=False)
-        first_size = int(client.compare_set(f"{prefix}/size", "", str(size)))
-        is_taken = first_size == size and client.add(f"{prefix}/joined/{rank}", 1) > 1
+        first = client.compare_set(f"{prefix}/size", "", shape).decode()
+        is_taken = first == shape and client.add(f"{prefix}/joined/{rank}", 1) > 1
     except RuntimeError as e:
         expected = f"a response within {timeouts.silent:g} s"
         raise _unserved_error(host, port, expected, e) from e
-    if first_size != size:
-        raise LimpetError(
-            f"size must be {first_size}, as on the rank that joined first; found {size}"
-        )
+    if first != shape:
+        raise LimpetError(f"size must be {first}, as on the rank that joined first; found {shape}")
     if is_taken:
         raise LimpetError(
             f"Rank {rank} has joined this group before",

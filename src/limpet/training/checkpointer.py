@@ -39,6 +39,7 @@ from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
 from limpet.training.ending import Ending, ended_epochs
 from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
+from limpet.training.member import call_to_resume, check_members
 from limpet.training.preemption import DEFAULT, Preemption
 from limpet.training.response import PreemptionResponse
 from limpet.training.resume import (
@@ -46,6 +47,7 @@ from limpet.training.resume import (
     ResumeRequest,
     check_start,
     left_state_invalid,
+    refuse_in_block,
     resume_run,
     start_from,
 )
@@ -102,6 +104,7 @@ class Checkpointer:
 
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
     ``group`` is the ``ProcessGroup`` or ``limpet.Group`` of these ranks if they are not all ranks.
+    If the group has members, versions also hold the states of these (see ``Member``).
     The metrics and the clock of rank 0 count. All ranks act on them at a step on which they agree,
     without collectives.
 
@@ -149,7 +152,10 @@ class Checkpointer:
         self._arguments = check_arguments(options)
         self.run = Run(run)
         check_not_version(self.run)
-        self._group = saving_group(group)
+        self._all_ranks = saving_group(group)
+        self._group = self._all_ranks.training or self._all_ranks
+        if self._all_ranks.members:
+            check_members(self._all_ranks, options)
         self._make_parts(options)
         take_over(self._ending)
 
@@ -158,7 +164,14 @@ class Checkpointer:
         self._step_counter = StepCounter(self.state)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         self._tiers = Tiers(options.tiers, self._group)
-        self._saver = Saver(self.run, self._tiers, self._goodput, self._early_stop, options)
+        self._saver = Saver(
+            run=self.run,
+            tiers=self._tiers,
+            goodput=self._goodput,
+            early_stop=self._early_stop,
+            options=options,
+            all_ranks=self._all_ranks,
+        )
         self._acquire_lock = self._saver.writer_lock.acquire
         self._cadence = Cadence(
             policy=options.save,
@@ -174,10 +187,11 @@ class Checkpointer:
         self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
         preemption, is_never = options.preemption, isinstance(options.save, Never)
+        saves_alone = not (is_never or self._all_ranks.members)  # without the parts of the members
         self._savepoint = StepSavepoint(
             self.state,
             is_required=options.save.on_exception,
-            is_useful=preemption is not None and preemption.save_fn is None and not is_never,
+            is_useful=preemption is not None and preemption.save_fn is None and saves_alone,
             step_durations=self._goodput.step_durations,
         )
         self._ending = Ending(
@@ -265,6 +279,9 @@ class Checkpointer:
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
         check_start(start, keys, leniency, goes_back=at is not None)
+        refuse_in_block()
+        if self._all_ranks.members:
+            call_to_resume(self._all_ranks, start, keys, leniency, check=check)
         self._savepoint.discard()
         point = self._load_version(request, start, keys, leniency)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
@@ -276,7 +293,7 @@ class Checkpointer:
             return None
         self._continue_from(point)
         if check and point.is_exact:
-            check_whole_state(self.run.url, point.snapshot, self.state, self._group)
+            check_whole_state(self.run.url, point.snapshot, self.state, self._all_ranks)
         return Snapshot(point.snapshot)
 
     def _load_version(
@@ -288,11 +305,12 @@ class Checkpointer:
     ) -> ResumePoint | None:
         """Load a version of the run, or of ``start`` if it is empty, and take over its position."""
         own = leniency if start is None else STRICT
+        group = self._all_ranks
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
-            point = resume_run(self.run, self.state, self._group, request, *parts, own)
+            point = resume_run(self.run, self.state, group, request, *parts, own)
             if point is None and start is not None:
-                point = start_from(start, self.state, self._group, keys, leniency)
+                point = start_from(start, self.state, group, keys, leniency)
             if point is None:
                 self._step_counter.progress.begin()
             else:

@@ -68,7 +68,6 @@ def resume_run(
     ranks fall back to an older one together. ``ladder`` leaves out states from which restarts made
     no progress. When it has nothing left, all ranks raise ``NoProgress``.
     """
-    _refuse_in_block()
     tiers.open(run.store, state, is_resumed=True)
     collective = group.collective(f"the resume of {run.url}")
     loader = StateLoader(state, group, tiers, leniency)
@@ -122,7 +121,8 @@ def _require_valid_state(loader: StateLoader, collective: Collective, ladder: La
         )
 
 
-def _refuse_in_block() -> None:
+def refuse_in_block() -> None:
+    """Raise ``LimpetError`` inside a block of ``isolated_rng``."""
     if open_block() is not None:
         raise LimpetError(
             "resume() was called inside a block of isolated_rng()",

@@ -23,7 +23,7 @@ from limpet.errors import (
 )
 from limpet.format.names import Version, parse_version
 from limpet.ranks.error_report import format_with_notes
-from limpet.ranks.group import Group, broadcast_from_first
+from limpet.ranks.group import Group, broadcast_from_first, call_members
 from limpet.run.address import merge_objectives
 from limpet.run.retention import undeleted_error
 from limpet.run.run import Run
@@ -44,6 +44,7 @@ from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import Options
 from limpet.training.early_stop import EarlyStop
 from limpet.training.goodput import Goodput
+from limpet.training.member import MemberCall
 
 P = ParamSpec("P")
 
@@ -57,11 +58,17 @@ class Saver:
     training thread calls all methods; other threads may read the properties.
 
     With the option ``overlap``, parameters and slots are copied during the next step, and an
-    optimizer's step waits for the copy.
+    optimizer's step waits for the copy. ``all_ranks``: those of the training, and its members.
     """
 
     def __init__(
-        self, run: Run, tiers: Tiers, goodput: Goodput, early_stop: EarlyStop, options: Options
+        self,
+        run: Run,
+        tiers: Tiers,
+        goodput: Goodput,
+        early_stop: EarlyStop,
+        options: Options,
+        all_ranks: Group,
     ) -> None:
         self.run, self.url = run, run.url
         self.begun_step = 0
@@ -70,7 +77,7 @@ class Saver:
         self.group = tiers.group
         self.writer = VersionWriter(
             run.catalog,
-            self.group,
+            all_ranks,
             options.keep,
             incremental=options.incremental,
             timeout=options.save_timeout,
@@ -272,6 +279,8 @@ class Saver:
             promotion = self._local.begin_promotion(location, self.pending)
         try:
             metadata = self.make_metadata(spec)
+            if (group := self.writer.group).members:
+                call_members(group, MemberCall(spec.version), MemberCall, location.deadline)
             job = self.writer.begin(
                 first, state, metadata, self._pool, stage_now=True, overlap=overlap
             )

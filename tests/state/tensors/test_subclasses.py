@@ -1,8 +1,12 @@
 """Tensors of classes with ``__tensor_flatten__`` are saved by their inner tensors."""
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import limpet
@@ -37,7 +41,7 @@ class Detachable(Scaled):
     """A tensor that can be a parameter. As in torchao, an alias may have copies of its scale."""
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is torch.ops.aten.detach.default
         return cls(args[0].codes, args[0].scale.clone(), args[0].bits)
 
@@ -46,7 +50,7 @@ class Viewable(Scaled):
     """A tensor that can be the local part of a ``DTensor``."""
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func in (torch.ops.aten.detach.default, torch.ops.aten.view.default)
         return cls(args[0].codes, args[0].scale, args[0].bits)
 
@@ -67,21 +71,21 @@ class WithContext(Scaled):
 
     context: Any = None
 
-    def __tensor_flatten__(self):
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "scale"], self.context
 
 
-def with_context(context):
+def with_context(context: Any) -> WithContext:
     made = WithContext(scaled(0).codes, scaled(0).scale)
     made.context = context
     return made
 
 
-def inner(t):
+def inner(t: Any) -> list[Any]:
     return [t.codes.tolist(), t.scale.tolist()]
 
 
-def save(state):
+def save(state: dict[str, Any]) -> str:
     url = unused_url()
     limpet.save(url, state)
     return url
@@ -90,7 +94,7 @@ def save(state):
 # -- saves and loads -----------------------------------------------------------------------------
 
 
-def test_a_load_fills_the_inner_tensors_in_place():
+def test_a_load_fills_the_inner_tensors_in_place() -> None:
     live = {"w": scaled(7), "list": [scaled(8)]}
     objects = live["w"], live["w"].codes, live["w"].scale
     limpet.load(save({"w": scaled(1), "list": [scaled(2)]}), into=live)
@@ -101,7 +105,7 @@ def test_a_load_fills_the_inner_tensors_in_place():
     )
 
 
-def test_a_load_without_a_live_tensor_gives_what_it_consists_of():
+def test_a_load_without_a_live_tensor_gives_what_it_consists_of() -> None:
     loaded = limpet.load(save({"w": scaled(1)}))["w"]
     assert loaded["class"] == "tests.golden.make.Scaled"
     assert (loaded["dtype"], loaded["shape"]) == (torch.float32, torch.Size([2, 3]))
@@ -109,14 +113,14 @@ def test_a_load_without_a_live_tensor_gives_what_it_consists_of():
     assert loaded["tensors"]["codes"].tolist() == scaled(1).codes.tolist()
 
 
-def test_the_leaves_are_the_inner_tensors():
+def test_the_leaves_are_the_inner_tensors() -> None:
     snapshot = limpet.open(save({"w": scaled(1)}))
     assert snapshot.keys() == ["w/codes", "w/scale"]
     assert snapshot["w/scale"][0:1].tolist() == [[0.5]]
     assert snapshot.verify().ok
 
 
-def test_tied_tensors_are_stored_once():
+def test_tied_tensors_are_stored_once() -> None:
     t = scaled(1)
     url = save({"a": t, "b": t, "codes": t.codes})
     assert len(reader_of(limpet.open(url)).leaves) == 2
@@ -126,8 +130,8 @@ def test_tied_tensors_are_stored_once():
     assert inner(tied) == inner(t)
 
 
-def test_nested_subclasses():
-    def nested(step):
+def test_nested_subclasses() -> None:
+    def nested(step: int) -> Scaled:
         return Scaled(scaled(step), torch.full((2, 1), float(step)))
 
     live = {"w": nested(5)}
@@ -136,8 +140,8 @@ def test_nested_subclasses():
     assert live["w"].scale.tolist() == [[1.0], [1.0]]
 
 
-def test_parameters_and_buffers_of_a_module():
-    def module(step):
+def test_parameters_and_buffers_of_a_module() -> None:
+    def module(step: int) -> nn.Module:
         made = nn.Linear(2, 3)
         weight, table = scaled(step), scaled(step + 1)
         weight.scale += step
@@ -171,7 +175,7 @@ def test_parameters_and_buffers_of_a_module():
     ids=["class", "context", "shape", "dtype", "inner dtype", "tensor", "none", "list"],
 )
 @pytest.mark.parametrize("cast", [False, True])
-def test_another_live_value_is_refused(live, message, cast):
+def test_another_live_value_is_refused(live: Any, message: str, cast: bool) -> None:
     url = save({"w": scaled(1), "x": torch.ones(2)})
     state = {"w": live, "x": torch.zeros(2)}
     with pytest.raises(LimpetError, match=message):
@@ -179,12 +183,12 @@ def test_another_live_value_is_refused(live, message, cast):
     assert state["x"].tolist() == [0, 0]
 
 
-def test_a_plain_tensor_does_not_fill_a_subclass():
+def test_a_plain_tensor_does_not_fill_a_subclass() -> None:
     with pytest.raises(DTypeMismatch, match=r"tensor, live tests.golden.make.Scaled"):
         limpet.load(save({"w": torch.ones(2, 3)}), into={"w": scaled(0)})
 
 
-def test_a_list_that_would_get_new_elements_is_refused():
+def test_a_list_that_would_get_new_elements_is_refused() -> None:
     live: dict[str, Any] = {"w": []}
     with pytest.raises(LimpetError, match="no tensor of the class"):
         limpet.load(save({"w": [scaled(1)]}), into=live)
@@ -194,10 +198,11 @@ def test_a_list_that_would_get_new_elements_is_refused():
 # -- refused saves -------------------------------------------------------------------------------
 
 
-def test_contexts_are_compared_but_never_created():
+def test_contexts_are_compared_but_never_created() -> None:
     context = {"options": Options(), "kinds": [Kind.BLOCKS], "size": torch.Size([1]), "n": None}
     url = save({"w": with_context(context)})
-    assert limpet.load(url)["w"]["context"]["kinds"] == [f"{__name__}.Kind.BLOCKS"]
+    stored = limpet.load(url)["w"]["context"]
+    assert stored["kinds"] == [f"{__name__}.Kind.BLOCKS"]
     limpet.load(url, into={"w": with_context(dict(context))})
     for changed in ({"n": 0}, {"options": Options(Kind.BLOCKS)}, {"kinds": [Kind.ROWS]}):
         with pytest.raises(DTypeMismatch, match="context"):
@@ -206,7 +211,7 @@ def test_contexts_are_compared_but_never_created():
         limpet.load(save({"w": with_context([1])}), into={"w": with_context([True])})
 
 
-def test_other_contexts_and_classes_are_refused_by_name():
+def test_other_contexts_and_classes_are_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"'w/~context/0' is a .*function.* a .*WithContext must"):
         save({"w": with_context([print])})
 
@@ -217,16 +222,16 @@ def test_other_contexts_and_classes_are_refused_by_name():
         save({"w": torch.ones(2).as_subclass(Plain)})
 
 
-def test_inner_tensors_that_are_none_are_refused():
+def test_inner_tensors_that_are_none_are_refused() -> None:
     t = scaled(0)
-    t.scale = None
+    t.scale = None  # type: ignore[assignment]
     with pytest.raises((Unsupported, MemberFailed)):
         save({"w": t})
 
 
-def test_a_failing_class_names_the_member():
+def test_a_failing_class_names_the_member() -> None:
     class Failing(WithContext):
-        def __tensor_flatten__(self):
+        def __tensor_flatten__(self) -> tuple[list[str], Any]:
             raise ZeroDivisionError
 
     with pytest.raises(MemberFailed, match="__tensor_flatten__") as e:
@@ -234,12 +239,12 @@ def test_a_failing_class_names_the_member():
     assert e.value.member == "w"
 
 
-def test_a_tensor_in_the_state_of_an_object_is_refused():
+def test_a_tensor_in_the_state_of_an_object_is_refused() -> None:
     class Average:
-        def state_dict(self):
+        def state_dict(self) -> dict[str, Any]:
             return {"shadow": [scaled(0)]}
 
-        def load_state_dict(self, state): ...
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     with pytest.raises(Unsupported, match=r"average/shadow/0.*load_state_dict\(\) of the object"):
         save({"average": Average()})
@@ -248,7 +253,7 @@ def test_a_tensor_in_the_state_of_an_object_is_refused():
 # -- ranks, runs, and commands -------------------------------------------------------------------
 
 
-def test_ranks_store_equal_tensors_once_and_refuse_different_ones():
+def test_ranks_store_equal_tensors_once_and_refuse_different_ones() -> None:
     url = unused_url()
     with FakeGroup(2) as group:
         group.run(lambda r: limpet.save(url, {"w": scaled(1), "own": limpet.PerRank(scaled(r))}))
@@ -263,7 +268,7 @@ def test_ranks_store_equal_tensors_once_and_refuse_different_ones():
             assert "w/codes" in str(error)
 
 
-def test_a_savepoint_has_the_values_of_its_step(tmp_path):
+def test_a_savepoint_has_the_values_of_its_step(tmp_path: Path) -> None:
     """An exception after a step is followed by a save of the state at the end of that step."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -286,7 +291,7 @@ def test_a_savepoint_has_the_values_of_its_step(tmp_path):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_run_with_incremental_versions(tmp_path, overlap):
+def test_a_run_with_incremental_versions(tmp_path: Path, overlap: bool) -> None:
     big = Scaled(torch.zeros(2, 400_000, dtype=torch.int8), torch.ones(2, 1))
     state = {"w": big, "progress": limpet.Progress()}
     options: dict[str, Any] = {"incremental": True, "overlap": overlap}
@@ -301,7 +306,7 @@ def test_a_run_with_incremental_versions(tmp_path, overlap):
     assert last.verify().ok
 
 
-def test_rename_keys_and_exports(tmp_path):
+def test_rename_keys_and_exports(tmp_path: Path) -> None:
     url = str(tmp_path / "version_1")
     limpet.save(url, {"m": {"w": scaled(1), "x": torch.ones(2)}})
     live = {"m": {"new": scaled(5), "x": torch.zeros(2)}}
@@ -316,7 +321,7 @@ def test_rename_keys_and_exports(tmp_path):
 # -- forged files --------------------------------------------------------------------------------
 
 
-def subclass(**changes):
+def subclass(**changes: Any) -> Json:
     body = {
         "class": "os.system",
         "dtype": "float32",
@@ -327,7 +332,7 @@ def subclass(**changes):
     return {"subclass": {**body, **changes}}
 
 
-def deep(levels):
+def deep(levels: int) -> Json:
     node: Json = subclass()
     for _ in range(levels):
         node = subclass(parts={"a": node})
@@ -356,7 +361,7 @@ def deep(levels):
     ],
     ids=lambda n: json.dumps(n)[:60],
 )
-def test_a_malformed_node_is_refused(node):
+def test_a_malformed_node_is_refused(node: Json) -> None:
     files = save_to_files({"x": torch.float32, "a": np.ones(1)})
     key = manifest_key(files)
     content = sealed_content(files[key])
@@ -370,7 +375,7 @@ def test_a_malformed_node_is_refused(node):
 
 
 @pytest.fixture
-def mesh():
+def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))
@@ -380,7 +385,9 @@ def mesh():
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 @pytest.mark.parametrize("in_module", [False, True])
-def test_a_distributed_tensor_of_such_a_class_is_refused(mesh, placement, in_module):
+def test_a_distributed_tensor_of_such_a_class_is_refused(
+    mesh: DeviceMesh, placement: Any, in_module: bool
+) -> None:
     local = Viewable(scaled(1).codes, scaled(1).scale)
     tensor: Any = DTensor.from_local(local, mesh, [placement], run_check=False)
     live = {"m": {"weight": tensor}, "n": 1}

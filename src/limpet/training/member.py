@@ -1,0 +1,183 @@
+"""``Member``: processes that save and restore their part of a training's state, but make no steps.
+
+They are the last ranks of a group, whose other ranks train. Before each save and each resume, the
+training calls the members (``MemberCall``). What follows is the usual save or resume of all ranks:
+one manifest, one commit, one choice of the version. Everything else, such as the agreement on a
+step, is an operation of the ranks that train.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import inf
+from typing import Any, Literal
+
+import msgspec
+
+from limpet import events
+from limpet.buffers import shared_pool
+from limpet.errors import LimpetError
+from limpet.format.names import Version
+from limpet.loading.binding import STRICT, Leniency
+from limpet.ranks.group import LEAVING, Group, call_members
+from limpet.run.policy import KeepPolicy
+from limpet.run.run import Run
+from limpet.run.writer import VersionWriter
+from limpet.saving.commit import VersionMetadata
+from limpet.snapshot.location import Url
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import Snapshot, snapshot_of
+from limpet.threads import no_op
+from limpet.tiers.ladder import Ladder
+from limpet.tiers.tiers import Tiers
+from limpet.training.arguments import Options, check_state
+from limpet.training.resume import ResumeRequest, resume_run, start_from
+from limpet.training.resume_check import check_whole_state
+
+
+class MemberCall(msgspec.Struct, frozen=True):
+    """What the members and the training do next: the save of ``version``, or else a resume, with
+    these arguments of ``Checkpointer.resume``."""
+
+    version: Version | None = None
+    start: str | None = None
+    keys: str | Sequence[str] | None = None
+    leniency: Leniency = STRICT
+    check: bool = False
+
+
+class Member:
+    """A part of the state of a training, in a process that makes no steps, such as a table server.
+
+    The last ranks of a group are its members, and each of them creates a ``Member``. The other
+    ranks train, with a ``Checkpointer`` of the same run and group. Each version then holds the
+    state of the training and the states of the members, or does not exist::
+
+        with limpet.Group.join(address, rank, size=3, members=2) as group:
+            limpet.Member("runs/a", {"rows": rows}, group=group).run()
+
+    ``run``: the URL or store of the run. ``state``: as for ``limpet.save``. The keys of all ranks
+    form one tree, so a key that several ranks have must have equal values, or be a ``Boxed`` part
+    or a ``PerRank`` value on each. Saves read the state, and resumes write it, within ``poll`` or
+    ``run``; nothing else may change it meanwhile. If a version is damaged for one rank, all ranks
+    fall back to an older one.
+
+    Raises ``LimpetError`` for an invalid argument.
+    """
+
+    def __init__(self, run: Url, state: dict[str, Any], *, group: Group) -> None:
+        check_state(state)
+        if not (isinstance(group, Group) and group.members and group.training is None):
+            raise LimpetError("group= must be a limpet.Group in which this rank is a member")
+        self._run, self.state = Run(run), state
+        self._group, self._has_ended = group, False
+        # of the training's versions, it refers to the same one as the training, if to any
+        self._writer = VersionWriter(self._run.catalog, group, KeepPolicy(), incremental=True)
+
+    @property
+    def latest(self) -> Snapshot | None:
+        """The version that this member has saved or resumed from last, or None."""
+        return snapshot_of(self._writer.newest)
+
+    def run(self) -> None:
+        """Do all saves and resumes of the training, until it leaves the group.
+
+        A save or resume that fails does not end this: the training decides whether it goes on.
+        Raises the error of the last one, if that failed, and at once if another rank is lost.
+        """
+        failure = None
+        while True:
+            try:
+                if self.poll(inf) == "end":
+                    break
+                failure = None
+            except LimpetError as e:
+                if e.fields.get("lost") and e.fields.get("rank") != self._group.rank:
+                    raise
+                failure = e
+        if failure is not None:
+            raise failure
+
+    def poll(self, timeout: float = 0.0) -> Literal["save", "resume", "end"] | None:
+        """Wait at most ``timeout`` seconds until the training begins a save or a resume, and do
+        it with the training. Return which of them it was, ``"end"`` if the training has left the
+        group, or None if there was nothing to do.
+
+        A save returns when the version is committed. The training waits for this call at most as
+        long as for any rank. Raises the errors of a save and of ``Checkpointer.resume``, and
+        ``RankFailed`` if rank 0 has died.
+        """
+        operation = LEAVING if self._has_ended else self._group.await_operation(timeout)
+        if operation is None:
+            return None
+        if operation == LEAVING:
+            if not self._has_ended:
+                self._group.end_training()
+            self._has_ended = True
+            return "end"
+        call = call_members(self._group, None, MemberCall)
+        if call.version is None:
+            self._resume(call)
+            return "resume"
+        self._save(call.version)
+        return "save"
+
+    def _save(self, version: Version) -> None:
+        writer, metadata = self._writer, VersionMetadata(version.step, version.branch)
+        location = writer.locate(version)
+        try:
+            job = writer.begin(location, self.state, metadata, shared_pool(), stage_now=False)
+            if not isinstance(job, SnapshotReader):
+                writer.newest = writer.commit(job)
+        except BaseException as e:
+            events.emit("save_failed", run=writer.url, step=version.step, error=e)
+            raise
+
+    def _resume(self, call: MemberCall) -> None:
+        group, leniency = self._group, call.leniency
+        point = resume_run(
+            self._run,
+            self.state,
+            group,
+            ResumeRequest(None, None),
+            no_op,
+            Tiers((), group),
+            Ladder(self._run, group, saves=False),
+            leniency if call.start is None else STRICT,
+        )
+        if point is None and call.start is not None:
+            point = start_from(call.start, self.state, group, call.keys, leniency)
+        if point is not None and point.from_own_run:
+            self._writer.continue_from(point.durable)
+        if point is not None and point.is_exact and call.check:
+            check_whole_state(self._run.url, point.snapshot, self.state, group)
+
+
+# -- the training's side -------------------------------------------------------------------------
+
+
+def check_members(group: Group, options: Options) -> None:
+    """Raise ``LimpetError`` if this rank is a member, or if an option would make states that lack
+    the parts of the members."""
+    if group.training is None:
+        raise LimpetError(f"Rank {group.rank} is a member of the group; it uses a limpet.Member")
+    if options.tiers:
+        raise LimpetError("tiers= cannot be combined with members, whose parts no tier would have")
+    if options.save.on_exception:
+        raise LimpetError("OnException cannot be combined with members, whose parts it would lack")
+
+
+def call_to_resume(
+    group: Group,
+    start: object,
+    keys: str | Sequence[str] | None,
+    leniency: Leniency,
+    *,
+    check: bool,
+) -> None:
+    """Call the members to a resume with these arguments of ``Checkpointer.resume``."""
+    if start is not None and not isinstance(start, str | os.PathLike):
+        raise LimpetError("With members, start= must be an address, not a Store")
+    address = None if start is None else os.fspath(start)
+    call_members(group, MemberCall(None, address, keys, leniency, check), MemberCall)
