@@ -38,7 +38,7 @@ UNIT = 64 * 1024
 def blocked_acquires(pool, count=1):
     """Start threads that wait in ``acquire``, and yield their futures."""
     with ThreadPoolExecutor(count) as threads:
-        futures = [threads.submit(pool.acquire, 10) for _ in range(count)]
+        futures = [threads.submit(pool.acquire) for _ in range(count)]
         time.sleep(0.05)
         assert not any(future.done() for future in futures)
         yield futures
@@ -100,33 +100,6 @@ def test_acquire_waits_for_a_release():
         assert future.result(5) is held
 
 
-def test_acquire_waits_for_a_larger_budget():
-    pool = BufferPool(UNIT, UNIT)
-    pool.acquire()
-    with blocked_acquires(pool, 2) as futures:
-        pool.budget = 3 * UNIT
-        assert len({id(future.result(5)) for future in futures}) == 2
-    assert pool.allocated_bytes == 3 * UNIT
-
-
-def test_smaller_budget_takes_effect_as_buffers_are_released():
-    pool = BufferPool(3 * UNIT, UNIT)
-    held = [pool.acquire() for _ in range(3)]
-    pool.budget = UNIT
-    for buffer in held:
-        pool.release(buffer)
-    assert (pool.allocated_bytes, pool.free_bytes) == (UNIT, UNIT)
-
-
-def test_acquire_raises_after_its_timeout():
-    pool = BufferPool(UNIT, UNIT)
-    pool.acquire()
-    with pytest.raises(StoreError, match="Timed out while waiting for a free buffer"):
-        pool.acquire(timeout=0.01)
-    with pytest.raises(StoreError, match="Timed out while waiting for a free buffer"):
-        pool.acquire(timeout=0)
-
-
 def test_close_wakes_waiters_and_frees_the_memory():
     pool = BufferPool(2 * UNIT, UNIT)
     pool.release(pool.acquire())
@@ -161,26 +134,13 @@ def test_preallocate_creates_buffers_within_the_budget():
     assert pool.allocated_bytes == 0
 
 
-def test_trim_keeps_the_requested_number_of_bytes():
-    pool = BufferPool(4 * UNIT, UNIT)
-    held = [pool.acquire() for _ in range(4)]
-    for buffer in held[:3]:
-        pool.release(buffer)
-    pool.trim(2 * UNIT)
-    assert (pool.allocated_bytes, pool.free_bytes) == (2 * UNIT, UNIT)
-    pool.trim(0)
-    assert (pool.allocated_bytes, pool.free_bytes) == (UNIT, 0)
-    again = [pool.acquire() for _ in range(3)]
-    assert len({buffer.address for buffer in again}) == 3
-
-
-def test_trimmed_memory_stays_valid_while_a_view_refers_to_it():
+def test_memory_of_a_closed_pool_stays_valid_while_a_view_refers_to_it():
     pool = BufferPool(UNIT, UNIT)
     buffer = pool.acquire()
     view = buffer.view[10:20]
     pool.release(buffer)
     del buffer
-    pool.trim(0)
+    pool.close()
     view[:] = b"still here"
     assert bytes(view) == b"still here"
 
@@ -193,12 +153,6 @@ def test_releasing_a_buffer_twice_raises():
         pool.release(buffer)
 
 
-@pytest.mark.parametrize("budget", [0, UNIT - 1, -1])
-def test_budget_smaller_than_one_buffer_raises(budget):
-    with pytest.raises(LimpetError):
-        BufferPool(budget, UNIT)
-
-
 def test_failed_allocation_does_not_count_toward_the_budget(monkeypatch):
     pool = BufferPool(UNIT, UNIT)
 
@@ -209,7 +163,7 @@ def test_failed_allocation_does_not_count_toward_the_budget(monkeypatch):
     with pytest.raises(MemoryError):
         pool.acquire()
     monkeypatch.undo()
-    pool.acquire(timeout=1)
+    pool.acquire()
 
 
 def test_many_threads_share_few_buffers():
@@ -217,7 +171,7 @@ def test_many_threads_share_few_buffers():
 
     def work(_):
         for _ in range(50):
-            buffer = pool.acquire(10)
+            buffer = pool.acquire()
             assert id(buffer) not in held
             held.add(id(buffer))
             held_counts.append(len(held))
@@ -344,7 +298,7 @@ def test_many_buffers_are_not_awaited_behind_a_thread_that_collects_for_longer()
         with pytest.raises(Unavailable):
             pool.acquire_many(2, check)
         with pytest.raises(Unavailable):
-            pool.acquire(check=check)
+            pool.acquire(check)
         pool.release(held)
         for buffer in collecting.result(10):
             pool.release(buffer)

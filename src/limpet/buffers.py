@@ -75,10 +75,8 @@ def _map_for_linux(size: int) -> mmap.mmap:
 class BufferPool:
     """A thread-safe pool of equal-sized buffers under a byte budget, reused last in, first out.
 
-    ``budget`` may be set at any time. A larger budget wakes waiting threads; a smaller budget takes
-    effect as buffers are released. ``allocated_bytes`` is the size of all buffers, and
-    ``free_bytes`` the size of those that are not in use. ``on_create`` is called with every new
-    buffer.
+    ``allocated_bytes`` is the size of all buffers, and ``free_bytes`` that of the buffers that are
+    not in use. ``on_create`` is called with every new buffer.
     """
 
     def __init__(
@@ -88,6 +86,8 @@ class BufferPool:
         on_create: Callable[[Buffer], object] | None = None,
     ) -> None:
         self.buffer_size = buffer_size
+        self.budget = budget
+        self._limit = max(1, budget // buffer_size)
         self._on_create = on_create
         self._lock = Lock()  # ``with`` on a Condition can leave it acquired (see ``Latch``)
         self._condition = Condition(self._lock)
@@ -96,23 +96,6 @@ class BufferPool:
         self._free: list[Buffer] = []
         self._count = 0
         self._closed = False
-        self.budget = budget
-
-    @property
-    def budget(self) -> int:
-        return self._limit * self.buffer_size
-
-    @budget.setter
-    def budget(self, budget: int) -> None:
-        if budget < self.buffer_size:
-            raise LimpetError(
-                "The budget of a buffer pool is smaller than one buffer",
-                expected=f"at least {self.buffer_size} bytes",
-                found=budget,
-            )
-        with self._lock:
-            self._limit = budget // self.buffer_size
-            self._condition.notify_all()
 
     @property
     def allocated_bytes(self) -> int:
@@ -122,29 +105,18 @@ class BufferPool:
     def free_bytes(self) -> int:
         return len(self._free) * self.buffer_size
 
-    def acquire(
-        self, timeout: float | None = None, check: Callable[[], object] = lambda: None
-    ) -> Buffer:
+    def acquire(self, check: Callable[[], object] = lambda: None) -> Buffer:
         """Return a buffer, and wait for one while the budget is used up.
 
-        Without a ``timeout``, ``check`` is called regularly during the wait; it raises to end the
-        wait. Raises ``StoreError`` if no buffer is released within ``timeout`` seconds, or if the
-        pool is closed.
+        ``check`` is called regularly during the wait; it raises to end the wait. Raises
+        ``StoreError`` if the pool is closed.
         """
         with self._lock:
+            # in parts: an exception may have prevented a notification
             while not self._condition.wait_for(
-                lambda: self._closed or self._free or self._count < self._limit,
-                _WAIT_PART if timeout is None else timeout,
+                lambda: self._closed or self._free or self._count < self._limit, _WAIT_PART
             ):
-                if timeout is None:
-                    check()
-                    continue  # wait in parts: an exception may have prevented a notification
-                raise StoreError(
-                    "Timed out while waiting for a free buffer",
-                    expected=f"a buffer within {timeout} s",
-                    found=f"{self.allocated_bytes} bytes in use, which is the budget",
-                    todo="Find out why writes are slow, or raise the budget",
-                )
+                check()
             if self._closed:
                 raise StoreError("Cannot acquire a buffer: the pool is closed")
             if self._free:
@@ -161,7 +133,7 @@ class BufferPool:
         the other has. ``check``: as in ``acquire``.
         """
         if count == 1:
-            return [self.acquire(check=check)]
+            return [self.acquire(check)]
         buffers: list[Buffer] = []
         own = object()  # not a lock: the wait for a lock cannot call ``check``
         try:
@@ -170,7 +142,7 @@ class BufferPool:
                     check()
                 self._collector = own
             while len(buffers) < count:
-                buffers.append(self.acquire(check=check))
+                buffers.append(self.acquire(check))
         except BaseException:
             for buffer in buffers:
                 self.release(buffer)
@@ -222,25 +194,19 @@ class BufferPool:
             buffer.is_free = True
             if not buffer.is_pooled:
                 return
-            if self._closed or self._count > self._limit:
+            if self._closed:
                 self._count -= 1
             else:
                 self._free.append(buffer)
                 self._condition.notify()
 
-    def trim(self, max_bytes: int) -> None:
-        """Free unused buffers until at most ``max_bytes`` are allocated."""
-        with self._lock:
-            while self._free and self.allocated_bytes > max_bytes:
-                self._free.pop(0)
-                self._count -= 1
-            self._condition.notify_all()
-
     def close(self) -> None:
         """Make all waiting and later calls of ``acquire`` raise, and free all unused buffers."""
         with self._lock:
             self._closed = True
-        self.trim(0)
+            self._count -= len(self._free)
+            self._free.clear()
+            self._condition.notify_all()
 
 
 POOL_BUDGET = 128 * MIB
