@@ -11,8 +11,8 @@ import pytest
 from limpet.storage.local.store import LocalStore
 from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
+from limpet.testing.contract import StoreContract
 from limpet.testing.crashfs import CrashFs
-from limpet.testing.store_contract import StoreContract
 from tests.disks import KINDS, new_disk
 
 

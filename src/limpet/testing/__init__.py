@@ -9,14 +9,10 @@ May import: the root modules and ``storage``.
 
 import pytest
 
-pytest.register_assert_rewrite(
-    "limpet.testing.contract",
-    "limpet.testing.writing_contract",
-    "limpet.testing.store_contract",
-)
+pytest.register_assert_rewrite("limpet.testing.contract")
 
+from limpet.testing.contract import StoreContract  # noqa: E402
 from limpet.testing.crashfs import CrashFs, PowerCut  # noqa: E402
 from limpet.testing.faults import Fault, FaultFs  # noqa: E402
-from limpet.testing.store_contract import StoreContract  # noqa: E402
 
 __all__ = ["CrashFs", "Fault", "FaultFs", "PowerCut", "StoreContract"]
