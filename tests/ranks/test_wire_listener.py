@@ -8,7 +8,7 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,8 @@ Accepted = list[tuple[socket.socket, Session]]
 
 @contextmanager
 def listening(
-    address: str = "127.0.0.1", limits: Callable[[], HandshakeLimits] = HandshakeLimits
+    address: str = "127.0.0.1",
+    limits: HandshakeLimits = HandshakeLimits(),  # noqa: B008
 ) -> Iterator[tuple[Listener, Accepted]]:
     accepted: Accepted = []
 
@@ -103,7 +104,7 @@ def test_a_message_has_one_place(change: str) -> None:
 
 
 def test_strangers_get_no_session_and_end_nothing() -> None:
-    with listening(limits=lambda: HandshakeLimits(connections=4)) as (listener, accepted):
+    with listening(limits=HandshakeLimits(connections=4)) as (listener, accepted):
         with pytest.raises(Denied, match="does not know the secret"):
             shake(listener, make_secret())
         strangers = [

@@ -151,7 +151,7 @@ class Evaluation:
     def failed(self) -> list[Version]:
         """The versions that have failed under this name, as far as ``run`` has looked them up.
         Only ``retry`` evaluates them again."""
-        return self._follower.failed
+        return self._follower.in_state("failed")
 
     def stop(self) -> None:
         """Let ``run`` return at once; the version that is being evaluated gets no record.

@@ -39,10 +39,9 @@ class Follower:
         self._deleted: set[Version] = set()  # those that were evaluated
         self.metrics: set[str] = set()
 
-    @property
-    def failed(self) -> list[Version]:
-        """The versions whose evaluation has failed, and is not tried again."""
-        return sorted(v for v, state in self._known.items() if state == "failed")
+    def in_state(self, state: _State) -> list[Version]:
+        """Return the versions in a state, in order."""
+        return sorted([version for version, known in self._known.items() if known == state])
 
     def next(self) -> tuple[Snapshot, Sequence[Version]] | None:
         """Return the snapshot to evaluate next, and the versions that wait behind it.
@@ -54,8 +53,8 @@ class Follower:
         while True:
             versions = sorted({*self._find(folders, listing), *self._deleted})
             self._look_up(versions)
-            done = {v for v, state in self._known.items() if state == "done"} | self._deleted
-            version, waiting = self._selection.next(versions, done, self.failed)
+            done = {*self.in_state("done"), *self._deleted}
+            version, waiting = self._selection.next(versions, done, self.in_state("failed"))
             if version is None:
                 return None
             try:

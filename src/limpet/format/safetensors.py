@@ -8,10 +8,9 @@ then be written and read with direct I/O. (Format: https://github.com/huggingfac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 
 import msgspec
 
@@ -87,16 +86,13 @@ def entry_name(
 
 def build_header(
     entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
-    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """Return the beginning of a file up to its data.
 
-    Each entry is (name, stored dtype, shape, start, stop). ``metadata``: more members of
-    ``__metadata__``, which is the first member of the header.
-
-    Raises ``Unsupported`` if the header is longer than the safetensors library accepts.
+    Each entry is (name, stored dtype, shape, start, stop). Raises ``Unsupported`` if the header is
+    longer than the safetensors library accepts.
     """
-    members: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    members: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, dtype, shape, start, stop in entries:
         members[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
     text = msgspec.json.encode(members)

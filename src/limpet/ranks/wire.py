@@ -417,10 +417,10 @@ def connect(
 class Connections:
     """The connections of a server, each of which has a thread.
 
-    ``name``: that of the threads. ``most`` returns the largest number of connections.
+    ``name``: that of the threads. ``most``: the largest number of connections.
     """
 
-    def __init__(self, name: str, most: Callable[[], float] = lambda: math.inf) -> None:
+    def __init__(self, name: str, most: float = math.inf) -> None:
         self._name, self._most = name, most
         self._lock = Lock()
         self._threads: dict[Channel, Thread] = {}
@@ -437,7 +437,7 @@ class Connections:
         """
         thread = Thread(target=self._run, args=(channel, serve), name=self._name, daemon=True)
         with self._lock:
-            is_served = not self.is_closed and len(self._threads) < self._most()
+            is_served = not self.is_closed and len(self._threads) < self._most
             if is_served:
                 self._threads[channel] = thread
         if is_served and start_thread(thread):
@@ -508,7 +508,7 @@ class Listener:
 
     ``purpose``: what the connections are for, for errors: "serve copies". ``accept`` gets each
     connection whose peer has proved that it knows ``secret``, and must neither wait nor raise.
-    ``limits`` returns those of the handshakes. It listens when this returns, at ``port`` (0: a free
+    ``limits``: those of the handshakes. It listens when this returns, at ``port`` (0: a free
     one). Raises ``StoreError`` if it cannot.
     """
 
@@ -518,7 +518,7 @@ class Listener:
         secret: str,
         purpose: str,
         accept: Callable[[socket.socket, Session], object],
-        limits: Callable[[], HandshakeLimits] = HandshakeLimits,
+        limits: HandshakeLimits = HandshakeLimits(),
         port: int = 0,
     ) -> None:
         self._secret, self._accept_session, self._limits = secret, accept, limits
@@ -562,7 +562,7 @@ class Listener:
         with self._selector as selector:
             while not self._closed:
                 ready = {key.fileobj for key, _ in selector.select(_POLL_SECONDS)}
-                surplus = len(pending) - self._limits().connections
+                surplus = len(pending) - self._limits.connections
                 for number, (connection, handshake) in enumerate(list(pending.items())):
                     session = self._advance(handshake) if connection in ready else None
                     is_late = number < surplus or not handshake.deadline.seconds_left
@@ -591,7 +591,7 @@ class Listener:
         connection.setblocking(False)
         with suppress(OSError):  # on some systems, if the peer has gone
             _prepare(connection)
-        deadline = Deadline.after(self._limits().seconds, "the handshake with a peer")
+        deadline = Deadline.after(self._limits.seconds, "the handshake with a peer")
         return _Handshake(connection, deadline)
 
     def _advance(self, handshake: _Handshake) -> Session | None:

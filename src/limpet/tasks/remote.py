@@ -256,9 +256,7 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
         secret = make_secret() if secret is None else secret
         format_address("host", 0, secret)
         try:
-            listener = Listener(
-                host, secret, "serve tasks", self._accept, lambda: _HANDSHAKES, port
-            )
+            listener = Listener(host, secret, "serve tasks", self._accept, _HANDSHAKES, port)
         except StoreError as e:
             raise TaskError(e.what, expected=e.expected, found=e.found, todo=e.todo) from e
         with self._lock:

@@ -91,20 +91,25 @@ def make_spec(
     for text in (name,) if after is None else (name, after):
         if not is_text(text) or not text:
             raise _invalid("name of a job", "a text that is not empty", text)
-    for label, value in (("task_size", task_size), ("epochs", epochs)):
-        if whole(value, 1, _MAX_RECORDS - 1) is None:
-            raise _invalid(f"{label} of job {name!r}", "an int of 1 or more", value)
+    for label, number in (("task_size", task_size), ("epochs", epochs)):
+        if whole(number, 1, _MAX_RECORDS - 1) is None:
+            raise _invalid(f"{label} of job {name!r}", "an int of 1 or more", number)
     if not isinstance(data, Mapping):
         data = {"": data}
-    ranges = tuple((key, *_limits(name, key, value)) for key, value in data.items())
-    ranges = tuple((key, start, stop) for key, start, stop in ranges if start != stop)
-    spec = JobSpec(check_kind(kind), name, ranges, int(task_size), int(epochs), after)
+    ranges: list[tuple[str, int, int | None]] = []
+    for key, value in data.items():
+        start, stop = _limits(name, key, value)
+        if stop is None and kind == "evaluation":
+            raise _invalid(
+                f"data of job {name!r}", "an end of each data set of an evaluation", stop
+            )
+        if start != stop:
+            ranges.append((key, start, stop))
+    spec = JobSpec(check_kind(kind), name, tuple(ranges), int(task_size), int(epochs), after)
     if not ranges:
         raise _invalid(f"data of job {name!r}", "at least one record", "none")
     if spec.tasks >= _MAX_RECORDS:
         raise _invalid(f"number of tasks of job {name!r}", f"less than {_MAX_RECORDS}", spec.tasks)
-    if kind == "evaluation" and any(stop is None for _, _, stop in ranges):
-        raise _invalid(f"data of job {name!r}", "an end of each data set of an evaluation", "None")
     return spec
 
 

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, NamedTuple
 
+from limpet.arguments import whole
 from limpet.errors import JobFailed, LeaseLost, PlanError, TaskError
 from limpet.tasks.spec import KINDS, JobSpec, Kind, TaskRange, parse_spec
 from limpet.tasks.task import Report, Task, TaskSource, make_task
@@ -484,15 +485,13 @@ class JobTables:
 
         Raises ``TaskError`` for an attempt that was never made.
         """
-        if (
-            not all(type(n) is int for n in report[1:])
-            or not 1 <= report.attempt < self._next_attempt
-        ):
+        task, attempt = whole(report.task), whole(report.attempt, 1, self._next_attempt - 1)
+        if task is None or attempt is None or whole(report.position) is None:
             raise TaskError("A report of an attempt that was never made", found=repr(report)[:300])
         table = self.by_name.get(report.job)
-        if table is None or table.has_ended or report.attempt < self._first_attempt:
+        if table is None or table.has_ended or attempt < self._first_attempt:
             return None
-        number = report.task - table.first_id
+        number = task - table.first_id
         if not 0 <= number < table.spec.tasks or number in table.completed:
             return None
         return table, number

@@ -116,10 +116,8 @@ class PeerServer:
     def __init__(self, store: Store, address: str, secret: str, limits: PeerLimits) -> None:
         self._store = store
         self._accounts = PeerAccounts(store, limits)
-        self._connections = Connections("limpet-peer", lambda: self.limits.connections)
-        self._listener = Listener(
-            address, secret, "serve copies", self._start, lambda: self.limits.handshakes
-        )
+        self._connections = Connections("limpet-peer", limits.connections)
+        self._listener = Listener(address, secret, "serve copies", self._start, limits.handshakes)
         self.address, self.port = self._listener.address, self._listener.port
 
     def close(self) -> None:
