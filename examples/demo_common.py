@@ -82,12 +82,19 @@ class CheckLog:
 
 @dataclass(frozen=True)
 class TrainingSize:
-    """Number of steps, steps between saves, options of the model, and rounds of the comparison."""
+    """Number of epochs, steps of an epoch and between saves, size of a batch, options of the model,
+    and rounds of the comparison."""
 
-    steps: int = 120
+    epochs: int = 3
+    epoch: int = 40
     every: int = 20
+    batch: int = 4
     model: tuple[str, ...] = ()
     rounds: int = 7
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.epoch
 
     @property
     def kill_after(self) -> int:
@@ -96,7 +103,7 @@ class TrainingSize:
 
 
 QUICK = TrainingSize(
-    steps=40, every=8, model=("--layers", "2", "--batch", "2", "--length", "32"), rounds=3
+    epochs=2, epoch=20, every=8, batch=2, model=("--layers", "2", "--length", "32"), rounds=3
 )
 
 
@@ -121,7 +128,8 @@ def run_training(
 ) -> TrainingResult:
     """Run ``train.py`` until it ends, with a progress bar; ``watch`` may end it earlier."""
     command = [sys.executable, str(EXAMPLES / "train.py"), "--run", run, "--log", "2"]
-    command += ["--steps", str(size.steps), "--every", str(size.every), *size.model]
+    command += ["--epochs", str(size.epochs), "--windows", str(size.epoch * size.batch)]
+    command += ["--batch", str(size.batch), "--every", str(size.every), *size.model]
     columns = (TextColumn("  {task.description}"), BarColumn(40), TextColumn("{task.fields[loss]}"))
     result = TrainingResult()
     began = time.perf_counter()

@@ -28,16 +28,19 @@ from limpet.errors import LimpetError
 
 METRIC = "val/loss"
 PATIENCE = 3
-STEPS = 2000
-"""Far more steps than the training needs until its scores become worse."""
+EPOCHS, WINDOWS, BATCH = 160, 96, 8
+"""Far more epochs than the training needs until its scores become worse."""
+
+STEPS = EPOCHS * WINDOWS // BATCH
 
 START_SECONDS, STOP_SECONDS = 120.0, 600.0
 
 
 def start_training(run: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(EXAMPLES / "train.py"), "--run", run, "--log", "50"]
-    command += ["--steps", str(STEPS), "--every", "20", "--keep", "5", "--text", "6000"]
-    command += ["--patience", str(PATIENCE), "--layers", "2", "--width", "96", "--batch", "8"]
+    command += ["--epochs", str(EPOCHS), "--windows", str(WINDOWS), "--batch", str(BATCH)]
+    command += ["--every", "20", "--keep", "5", "--patience", str(PATIENCE)]
+    command += ["--layers", "2", "--width", "96"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -33,38 +33,48 @@ TOLERANCE = 1e-4
 causes differences of about 1e-6 here. A batch that is used twice, or an optimizer without its
 state, causes differences of at least 1e-2, and of 1e-1 at most steps."""
 
+BATCH = 24
+"""Windows per batch, over all ranks."""
+
 LOSS_LINE = re.compile(r"step +(\d+)  loss (\S+)")
 Curve = dict[int, float]
 
 
 @dataclass(frozen=True)
 class TrainingSize:
-    """The number of steps, the steps between saves, and where the second training is stopped."""
+    """The number of epochs, the steps of an epoch and between saves, and where the second training
+    is stopped: at a step, after an epoch, and at a step."""
 
-    steps: int = 80
+    epochs: int = 5
+    epoch: int = 16
     every: int = 10
-    stops: tuple[int, int, int] = (27, 45, 63)
+    stops: tuple[int, int, int] = (27, 3, 63)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.epoch
 
     def last_save(self, step: int) -> int:
         """Return the last step that is saved, up to ``step``."""
         return step // self.every * self.every
 
 
-QUICK = TrainingSize(steps=24, every=4, stops=(7, 12, 18))
+QUICK = TrainingSize(epochs=4, epoch=6, every=4, stops=(7, 2, 18))
 
 
 def train_on_ranks(
-    count: int, run: str, size: TrainingSize, *, steps: int = 0, kill_at: int = 0
+    count: int, run: str, size: TrainingSize, *, epochs: int = 0, kill_at: int = 0
 ) -> Iterator[str]:
     """Train on ``count`` ranks, and yield the lines that rank 0 prints.
 
-    ``steps``: the last step (0: that of ``size``). ``kill_at``: the step at which one rank is
+    ``epochs``: how many (0: those of ``size``). ``kill_at``: the step at which one rank is
     killed and torchrun stops the others (0: none). On a slow store, the kill waits until the last
     version before this step, which is saved in the background, is committed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     command += [str(EXAMPLES / "fsdp.py"), run, "--every", str(size.every)]
-    command += ["--steps", str(steps or size.steps)]
+    command += ["--epochs", str(epochs or size.epochs), "--batch", str(BATCH)]
+    command += ["--windows", str(size.epoch * BATCH)]
     store = limpet.open_store(run)
     with subprocess.Popen(
         command,
@@ -154,8 +164,10 @@ def run_demo(log: CheckLog, size: TrainingSize, root: str) -> None:
         # on a slow store, the next version may have been committed before all ranks were stopped
         step = 0 if newest is None else newest.step
         log.check(step >= saved, f"the newest version, of step {step}, was saved before the kill")
-    with log.section("Two ranks", f"Training resumes on two ranks and stops after step {second}."):
-        elastic.update(read_losses(log, train_on_ranks(2, elastic_run, size, steps=second)))
+    with log.section(
+        "Two ranks", f"Training resumes on two ranks and stops after {second} epochs."
+    ):
+        elastic.update(read_losses(log, train_on_ranks(2, elastic_run, size, epochs=second)))
     with log.section("Three ranks", f"A rank was added; one rank is killed at step {third}."):
         elastic.update(read_losses(log, train_on_ranks(3, elastic_run, size, kill_at=third)))
     with log.section("One rank", "A single rank trains the remaining steps."):

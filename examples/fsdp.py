@@ -10,7 +10,6 @@ change, because ``ElasticSampler`` counts the samples of all ranks together.
 
 import argparse
 import os
-from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
@@ -18,27 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
-from train import Model
+from torch.utils.data import DataLoader
+from train import Model, Windows, read_text
 
 import limpet
 
 HELD_OUT = 64
 """The number of windows that are only used for evaluation."""
-
-
-class Windows(Dataset):
-    """Consecutive windows of ``length + 1`` bytes of a text, which overlap by one byte."""
-
-    def __init__(self, length: int) -> None:
-        text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
-        self.rows = text.unfold(0, length + 1, length)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return self.rows[i].long()
 
 
 class Loss(nn.Module):
@@ -64,6 +49,7 @@ def make_sharded_model(options: argparse.Namespace) -> Loss:
     return fully_shard(Loss(model), mesh=mesh)
 
 
+@limpet.isolated_rng()  # a resumed run does not repeat it, so it must not change what follows
 def evaluate(loss_module: Loss, windows: torch.Tensor) -> float:
     """Return the loss on windows that are not used for training, the same on all ranks."""
     loss_module.eval()
@@ -77,10 +63,9 @@ def train(options: argparse.Namespace) -> None:
     loss_module = make_sharded_model(options)
     optimizer = torch.optim.AdamW(loss_module.parameters(), lr=3e-3)
     progress = limpet.Progress()
-    windows = Windows(options.length)
-    size = len(windows) - HELD_OUT
-    held_out = torch.stack([windows[i] for i in range(size, len(windows))])
-    sampler = limpet.ElasticSampler(size, batch_size=options.batch, drop_last=True)
+    windows = Windows(read_text(), options.length)
+    held_out = torch.stack([windows[-i] for i in range(1, HELD_OUT + 1)])
+    sampler = limpet.ElasticSampler(options.windows, batch_size=options.batch, drop_last=True)
     loader = DataLoader(windows, batch_sampler=sampler)
     state = {
         "model": loss_module.model,  # the same keys as in train.py
@@ -90,16 +75,15 @@ def train(options: argparse.Namespace) -> None:
         "rng": limpet.RNG(),
     }
     is_coordinator = dist.get_rank() == 0
-    with limpet.Checkpointer(
-        options.run, state, save=limpet.EverySteps(options.every), keep=limpet.KeepLast(2)
-    ) as ckpt:
+    save = limpet.EverySteps(options.every) | limpet.AtEnd()
+    with limpet.Checkpointer(options.run, state, save=save, keep=limpet.KeepLast(2)) as ckpt:
         snapshot = ckpt.resume()
         if is_coordinator:
             start = f"resuming from step {snapshot.step}" if snapshot else "starting from scratch"
             world_size = dist.get_world_size()
             print(f"{start} on {world_size} rank{'s' if world_size > 1 else ''}", flush=True)
-        while progress.step < options.steps:
-            for batch in loader:
+        for epoch in ckpt.epochs(options.epochs):  # those that remain
+            for batch in loader:  # after a resume, the rest of the epoch
                 loss = loss_module(batch)
                 optimizer.zero_grad()
                 loss.backward()  # averages gradients over the ranks
@@ -107,28 +91,22 @@ def train(options: argparse.Namespace) -> None:
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
                 mean /= dist.get_world_size()
-                step = progress.step + 1
-                line = f"step {step:4}  loss {mean.item():.9f}"
-                if step % options.every == 0:
-                    # a resumed run does not repeat this, so it must not change what follows
-                    with limpet.isolated_rng():
-                        line += f"  held out {evaluate(loss_module, held_out):.4f}"
-                if is_coordinator:
-                    print(line, flush=True)  # before the save: no version is ahead of the log
+                if is_coordinator:  # before the save: no version is ahead of the log
+                    print(f"step {progress.step + 1:4}  loss {mean.item():.9f}", flush=True)
                 ckpt.step({"loss": mean})  # counts the step, and saves when due
-                if progress.step >= options.steps:
-                    break
-            else:
-                ckpt.end_epoch()
-        ckpt.save()  # also save the last state, which may not be due
+            score = evaluate(loss_module, held_out)
+            if is_coordinator:
+                print(f"epoch {epoch}: held out {score:.4f}", flush=True)
+            ckpt.metrics({"held_out": score})  # of this epoch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", help="folder for the versions of this run")
-    parser.add_argument("--steps", type=int, default=200, help="number of steps")
+    parser.add_argument("--epochs", type=int, default=4, help="number of epochs")
     parser.add_argument("--every", type=int, default=20, help="steps between saves")
     parser.add_argument("--batch", type=int, default=24, help="windows per batch, over all ranks")
+    parser.add_argument("--windows", type=int, default=1200, help="windows of an epoch")
     parser.add_argument("--length", type=int, default=32, help="bytes per window")
     parser.add_argument("--width", type=int, default=64, help="width of the model")
     parser.add_argument("--layers", type=int, default=2, help="number of layers")

@@ -5,12 +5,11 @@
 Each worker process of the evaluation imports this module. A batch is one item of the data.
 """
 
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch.nn import functional
-from train import Model
+from train import Model, read_text
 
 WINDOW = 64
 """The number of bytes that a model of ``train.py`` reads at once by default."""
@@ -40,7 +39,7 @@ def evaluate(model: Model, windows: torch.Tensor) -> dict[str, tuple[float, int]
 
 def held_out() -> torch.Tensor:
     """Return the text as windows that do not overlap: count x (length + 1) bytes."""
-    text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
+    text = read_text()
     text = text[: len(text) // 10]
     return text[: len(text) // (WINDOW + 1) * (WINDOW + 1)].view(-1, WINDOW + 1)
 

@@ -6,7 +6,7 @@ Stop the training in any way (Ctrl-C, kill -9, a power cut) and start it again w
 command. It resumes from the newest intact version, and the final state is equal, bit for bit, to
 that of an uninterrupted run.
 
-The lines that provide this contain ``limpet``, ``progress``, or ``ckpt``.
+The lines that provide this contain ``limpet``, ``sampler``, ``progress``, or ``ckpt``.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import limpet
 
@@ -53,14 +54,22 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def draw_batch(text: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Return ``batch`` windows of ``length + 1`` bytes each, from random positions of the text.
+def read_text() -> torch.Tensor:
+    """Return Python's documentation as bytes (uint8)."""
+    return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
-    The positions come from PyTorch's global generator. ``limpet.RNG`` saves and restores it, so
-    a resumed run draws the same batches as an uninterrupted one.
-    """
-    starts = torch.randint(len(text) - length, (batch,))
-    return text[starts[:, None] + torch.arange(length + 1)].long()
+
+class Windows(Dataset):
+    """Consecutive windows of ``length + 1`` bytes of a text, which overlap by one byte."""
+
+    def __init__(self, text: torch.Tensor, length: int) -> None:
+        self.rows = text.unfold(0, length + 1, length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.rows[i].long()
 
 
 def compute_loss(model: Model, windows: torch.Tensor) -> torch.Tensor:
@@ -68,26 +77,33 @@ def compute_loss(model: Model, windows: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def evaluate(model: Model, text: torch.Tensor, batch: int, length: int) -> float:
-    """Return the loss on windows at random positions of a text that is not used for training."""
+@limpet.isolated_rng()  # a resumed run does not repeat it, so it must not change what follows
+def evaluate(model: Model, loader: DataLoader) -> float:
+    """Return the mean loss over the batches of a loader, which all have the same size."""
     model.eval()
     with torch.no_grad():
-        loss = compute_loss(model, draw_batch(text, batch, length))
+        losses = [compute_loss(model, windows).item() for windows in loader]
     model.train()
-    return loss.item()
+    return sum(losses) / len(losses)
 
 
 def train(options: argparse.Namespace) -> None:
-    text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
+    text = read_text()
     held_out, text = text[: len(text) // 10], text[len(text) // 10 :]
-    text = text[: options.text or len(text)]
+    windows = Windows(text, options.length)
+    sampler = limpet.ElasticSampler(
+        options.windows or len(windows), batch_size=options.batch, drop_last=True
+    )
+    loader = DataLoader(windows, batch_sampler=sampler)
+    validation = DataLoader(Subset(Windows(held_out, options.length), range(64)), batch_size=16)
+
     model = Model(options.width, options.layers, options.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
     # LambdaLR does not save its function, unlike OneCycleLR, which saves total_steps. A finished
-    # run can therefore resume with more --steps, and follows the longer schedule from there.
+    # run can therefore resume with more --epochs, and follows the longer schedule from there.
+    steps = options.epochs * len(loader)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 100, 1 - step / options.steps)
+        optimizer, lambda step: min((step + 1) / 100, 1 - step / steps)
     )
     progress = limpet.Progress()
 
@@ -97,61 +113,56 @@ def train(options: argparse.Namespace) -> None:
         "optimizer": optimizer,
         "scheduler": scheduler,
         "progress": progress,
+        "sampler": sampler,
         "rng": limpet.RNG(),
     }
     keep, stop = limpet.KeepLast(options.keep), None
     if options.patience:  # `limpet evaluate --with scoring` provides the scores, in its own time
         keep |= limpet.KeepBest(1, "val/loss")
         stop = limpet.StopWhen("val/loss", options.patience)
-    with limpet.Checkpointer(
-        options.run,
-        state,
-        save=limpet.EverySteps(options.every),
-        keep=keep,
-        stop=stop,
-    ) as ckpt:
+    save = limpet.EverySteps(options.every) | limpet.AtEnd()
+    with limpet.Checkpointer(options.run, state, save=save, keep=keep, stop=stop) as ckpt:
         snapshot = ckpt.resume()  # loads into the state in place; None if there is no version
         print(f"resuming from {snapshot.url}" if snapshot else "starting from scratch", flush=True)
 
-        while progress.step < options.steps and not ckpt.should_stop:
-            loss = compute_loss(model, draw_batch(text, options.batch, options.length))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            progress.samples += options.batch
+        for epoch in ckpt.epochs(options.epochs):  # those that remain
+            for batch in loader:  # after a resume, the rest of the epoch
+                loss = compute_loss(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
 
-            # Last in the loop, when the state is complete: counts the step, and saves when due.
-            # Only the copy of the state blocks; a background thread writes it.
-            ckpt.step({"loss": loss})
-            if progress.step % options.log == 0:
-                # A resumed run does not repeat the evaluation, so it must not change the random
-                # numbers of the steps that follow.
-                with limpet.isolated_rng():
-                    held_out_loss = evaluate(model, held_out, 4 * options.batch, options.length)
-                losses = f"loss {loss.item():.4f}  held out {held_out_loss:.4f}"
-                print(f"step {progress.step:5}  {losses}", flush=True)
+                # Last in the loop, when the state is complete: counts the step, and saves when due.
+                # Only the copy of the state blocks; a background thread writes it.
+                ckpt.step({"loss": loss})
+                if progress.step % options.log == 0:
+                    print(f"step {progress.step:5}  loss {loss.item():.4f}", flush=True)
+            score = evaluate(model, validation)
+            print(f"epoch {epoch}: held out {score:.4f}", flush=True)
+            ckpt.metrics({"held_out": score})  # of this epoch
 
-        ckpt.save()  # also save the last state, which may not be due
-        statistics = ckpt.statistics()
-        saves = statistics["saves"]
-        if saves:
-            print(
-                f"{saves:.0f} saves of {statistics['bytes'] / saves / 1e6:.1f} MB; each blocked"
-                f" training for {statistics['blocked_seconds'] / saves * 1e3:.1f} ms and took"
-                f" {statistics['background_seconds'] / saves * 1e3:.0f} ms in the background"
-            )
+    statistics = ckpt.statistics()
+    saves = statistics["saves"]
+    if saves:
+        print(
+            f"{saves:.0f} saves of {statistics['bytes'] / saves / 1e6:.1f} MB; each blocked"
+            f" training for {statistics['blocked_seconds'] / saves * 1e3:.1f} ms and took"
+            f" {statistics['background_seconds'] / saves * 1e3:.0f} ms in the background"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", required=True, help="folder for the versions of this run")
-    parser.add_argument("--steps", type=int, default=2000, help="number of steps")
+    parser.add_argument("--epochs", type=int, default=2, help="number of epochs")
     parser.add_argument("--every", type=int, default=100, help="steps between saves")
     parser.add_argument("--keep", type=int, default=3, help="number of versions to keep")
     parser.add_argument("--patience", type=int, help="worse scores before training stops early")
-    parser.add_argument("--text", type=int, help="bytes of text to train on; all by default")
-    parser.add_argument("--log", type=int, default=10, help="steps between evaluations")
+    parser.add_argument(
+        "--windows", type=int, help="windows of an epoch; the whole text by default"
+    )
+    parser.add_argument("--log", type=int, default=10, help="steps between lines of output")
     parser.add_argument("--batch", type=int, default=4, help="windows per batch")
     parser.add_argument("--length", type=int, default=64, help="bytes per window")
     parser.add_argument("--width", type=int, default=256, help="width of the model")

@@ -18,7 +18,7 @@ MOST = 12  # more failures have a cause that is not a race
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
 
 
-def run_again(status: int, options: list[str]) -> int:
+def run_again(status, options):
     """Return the exit status of the whole: that of the tests, or of those that ran again."""
     failed = sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
     if status != TESTS_FAILED or not 1 <= len(failed) <= MOST:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection():
     """Do not search the imported modules for garbage, neither now nor in a later test.
 
     They have 700,000 objects. A search takes 0.4 s, and the collection of the tests begins dozens.
@@ -59,13 +58,13 @@ def pytest_collection() -> Iterator[None]:
 LONGEST = "tests/evaluation/test_ray.py", "tests/examples/", "tests/zoo/"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Begin with the longest tests. If one began last, the other workers would wait for it."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.fixture
-def memory() -> Iterator[str]:
+def memory():
     """A folder in memory."""
     path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     yield path
@@ -73,7 +72,7 @@ def memory() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_timer_ends_pytest() -> Iterator[None]:
+def _no_timer_ends_pytest():
     """Let the exit timer of a training that a test has left behind end nothing: otherwise, it would
     end the process of pytest during a later test. Ranks in processes of their own are not affected.
     """
@@ -84,7 +83,7 @@ def _no_timer_ends_pytest() -> Iterator[None]:
         yield
 
 
-def _report_end(code: int, message: str) -> None:
+def _report_end(code, message):
     sys.stderr.write(
         f"the timer of an earlier test would end this process with {code}: {message}\n"
     )

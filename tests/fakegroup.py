@@ -1,7 +1,5 @@
 """Many ranks in one process: one thread per rank, and a store in memory as the TCPStore."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -18,43 +16,43 @@ QUICK_TIMEOUTS = Timeouts(silent=5.0, stuck=10.0)
 class FakeStore:
     """A ``KeyValueStore`` in memory that all ranks of one process share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values: dict[str, bytes] = {}
         self._lock = Lock()
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key, value):
         with self._lock:
             self.values[key] = bytes(value)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         with self._lock:
             return self.values[key]
 
-    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+    def multi_set(self, keys, values):
         with self._lock:
             self.values.update((k, bytes(v)) for k, v in zip(keys, values, strict=True))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys):
         with self._lock:
             return [self.values[key] for key in keys]
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         with self._lock:
             return all(key in self.values for key in keys)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key, expected, desired):
         with self._lock:
             if self.values.get(key, b"") == expected.encode():
                 self.values[key] = desired.encode()
             return self.values.get(key, expected.encode())  # as the TCPStore does
 
-    def add(self, key: str, number: int) -> int:
+    def add(self, key, number):
         with self._lock:
             total = int(self.values.get(key, b"0")) + number
             self.values[key] = str(total).encode()
             return total
 
-    def delete_key(self, key: str) -> bool:
+    def delete_key(self, key):
         with self._lock:
             return self.values.pop(key, None) is not None
 
@@ -65,23 +63,23 @@ class StoreView:
     ``before(name, key)`` runs before each call of the store. It can raise, wait, or record it.
     """
 
-    def __init__(self, store: FakeStore) -> None:
+    def __init__(self, store):
         self._store = store
         self.before: Callable[[str, str], object] = lambda name, key: None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         call = getattr(self._store, name)
 
-        def call_with_hook(key: Any, *args: Any) -> Any:
+        def call_with_hook(key, *args):
             self.before(name, key if isinstance(key, str) else " ".join(key))
             return call(key, *args)
 
         return call_with_hook
 
-    def disconnect(self) -> None:
+    def disconnect(self):
         """Make every later call fail, as if the process of this rank had been killed."""
 
-        def refuse(name: str, key: str) -> None:
+        def refuse(name, key):
             raise ConnectionError("this rank was killed by a test")
 
         self.before = refuse
@@ -96,17 +94,17 @@ class FakeGroup:
     ``views[rank]`` is the ``StoreView`` of that rank.
     """
 
-    def __init__(self, size: int, timeouts: Timeouts = QUICK_TIMEOUTS) -> None:
+    def __init__(self, size, timeouts=QUICK_TIMEOUTS):
         self.store = FakeStore()
         self.views = [StoreView(self.store) for _ in range(size)]
         clients = [KVClient(v, r, size, timeouts) for r, v in enumerate(self.views)]
         self.groups = [Group(client, size) for client in clients]
 
-    def outcomes(self, work: Callable[[int], T]) -> list[T | BaseException]:
+    def outcomes(self, work):
         """Call ``work(rank)`` on all ranks concurrently, and return each result or exception."""
         outcomes: list[Any] = [None] * len(self.groups)
 
-        def run_rank(rank: int) -> None:
+        def run_rank(rank):
             try:
                 with use_group(self.groups[rank]):
                     outcomes[rank] = work(rank)
@@ -122,7 +120,7 @@ class FakeGroup:
             thread.join()
         return outcomes
 
-    def run(self, work: Callable[[int], T]) -> list[T]:
+    def run(self, work):
         """Call ``work(rank)`` on all ranks concurrently, and return the results.
 
         Raises the exception of the lowest rank that failed.
@@ -134,13 +132,13 @@ class FakeGroup:
             results.append(outcome)
         return results
 
-    def close(self) -> None:
+    def close(self):
         """Stop the background threads of the ranks."""
         for group in self.groups:
             group.kv.close()
 
-    def __enter__(self) -> FakeGroup:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self.close()

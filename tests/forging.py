@@ -1,10 +1,7 @@
 """Build damaged and malicious snapshots for tests: files as bytes, changed and sealed again."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
 from math import inf, nan
 from typing import Any
 
@@ -30,7 +27,7 @@ _DTYPES = (
 TORCH_DTYPES = _DTYPES.split()
 
 
-def small_state() -> dict[str, Any]:
+def small_state():
     """Return a state with every kind of node that is small enough for thousands of loads."""
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     return {
@@ -49,7 +46,7 @@ def small_state() -> dict[str, Any]:
     }
 
 
-def plain_values() -> dict[str, Any]:
+def plain_values():
     """Return every kind of plain value."""
     return {
         "none": None,
@@ -78,62 +75,55 @@ def plain_values() -> dict[str, Any]:
     }
 
 
-def files_of(store: MemoryStore) -> Files:
+def files_of(store):
     return {s.key: store.get(s.key, 1 << 30) for s in store.list("")}
 
 
-def store_of(files: Files) -> MemoryStore:
+def store_of(files):
     store = MemoryStore("forged")
     for key, data in files.items():
         store.put_if_absent(key, data)
     return store
 
 
-def save_to_files(state: dict[str, Any], folder: str = FOLDER) -> Files:
+def save_to_files(state, folder=FOLDER):
     """Save ``state`` and return the files of the snapshot."""
     store = MemoryStore()
     limpet.save(store.at(folder), state, step=7, note={"by": "test"})
     return files_of(store)
 
 
-def seal(content: dict[str, Any], format_number: int = 1) -> bytes:
+def seal(content, format_number=1):
     """Return a sealed file with a correct digest. The content can be invalid."""
     body = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
     return seal_body(body.encode()[1:], format_number)
 
 
-def seal_body(body: bytes, format_number: int = 1) -> bytes:
+def seal_body(body, format_number=1):
     head = b'{"limpet":%d,"digest":"' % format_number
     body_digest = digest(head + b"0" * 32 + b'",' + body)
     return head + body_digest.encode() + b'",' + body
 
 
-def sealed_content(raw: bytes) -> dict[str, Any]:
+def sealed_content(raw):
     content = json.loads(raw)
     del content["limpet"], content["digest"]
     return content
 
 
-def manifest_key(files: Files, folder: str = "") -> str:
+def manifest_key(files, folder=""):
     return next(k for k in files if k.startswith(folder) and k.endswith(MANIFEST))
 
 
-def index_key(files: Files, folder: str = "") -> str:
+def index_key(files, folder=""):
     return next(k for k in files if k.startswith(folder) and k.endswith(".index.json"))
 
 
-def shard_key(files: Files) -> str:
+def shard_key(files):
     return next(k for k in files if k.endswith(".safetensors"))
 
 
-def forge(
-    files: Files,
-    manifest: Callable[[Json], object] | None = None,
-    index: Callable[[Json], object] | None = None,
-    *,
-    folder: str = "",
-    format_number: int = 1,
-) -> Files:
+def forge(files, manifest=None, index=None, *, folder="", format_number=1):
     """Return the files with a changed manifest or index and with all digests recomputed.
 
     ``folder`` selects the version. ``format_number`` is the format number of its new manifest.
@@ -153,7 +143,7 @@ def forge(
     return files
 
 
-def json_paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def json_paths(value, path=()):
     """Yield the paths of all parts of a JSON value."""
     pairs: Any = ()
     if isinstance(value, dict):
@@ -165,17 +155,17 @@ def json_paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
         yield from json_paths(v, (*path, k))
 
 
-def get_at(value: Json, path: tuple[Any, ...]) -> Json:
+def get_at(value, path):
     for k in path:
         value = value[k]
     return value
 
 
-def set_at(value: Json, path: tuple[Any, ...], new: Json) -> None:
+def set_at(value, path, new):
     get_at(value, path[:-1])[path[-1]] = json.loads(json.dumps(new))
 
 
-def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
+def failing_uses(files, into=None):
     """Use a snapshot in every way, and return the uses that refuse it with a proper error.
 
     The uses are ``load``, ``verify`` and, if ``into`` is given, ``into``. ``verify`` counts as
@@ -211,7 +201,7 @@ def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
     return refused
 
 
-def assert_names_file(error: Exception) -> None:
+def assert_names_file(error):
     """Assert that an error about bytes names the file that contains them."""
     assert isinstance(error, FormatError | StoreError)
     file = error.fields.get("file") or error.fields.get("key")
@@ -219,7 +209,7 @@ def assert_names_file(error: Exception) -> None:
     assert len(str(error)) < 2000, error
 
 
-def values_equal(a: Any, b: Any) -> bool:
+def values_equal(a, b):
     """Return True if two values have the same type and are equal bit for bit."""
     if type(a) is not type(b):
         return False
@@ -243,7 +233,7 @@ def values_equal(a: Any, b: Any) -> bool:
     return bool(a == b) if isinstance(a, int) else repr(a) == repr(b)
 
 
-def _member_repr(value: Any) -> str:
+def _member_repr(value):
     """Return text for a member of a set: equal for two NaN, different for -0.0 and 0.0."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_member_repr, value))})"
@@ -252,6 +242,6 @@ def _member_repr(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def _tensor_bytes(t: torch.Tensor) -> bytes:
+def _tensor_bytes(t):
     t = t.contiguous().reshape(-1)
     return bytes(t.untyped_storage()[: t.numel() * t.element_size()]) if t.numel() else b""

@@ -3,8 +3,6 @@
 An import of PyTorch takes about two seconds of processor time.
 """
 
-from __future__ import annotations
-
 from multiprocessing import get_context
 
 FORK_SERVER = get_context("forkserver")

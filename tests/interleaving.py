@@ -1,7 +1,5 @@
 """Two actors on one store, each in its own thread, of which exactly one runs at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
@@ -30,7 +28,7 @@ class Actor:
     _resumed: Event = field(default_factory=Event)
     _thread: Thread | None = None
 
-    def run(self, inner: Store, calls: int | None) -> bool:
+    def run(self, inner, calls):
         """Let the actor make so many more calls of the store (None: all); return True at its end.
 
         It is then right before its next call.
@@ -46,7 +44,7 @@ class Actor:
             self._thread.join(TIMEOUT)
         return self._has_ended
 
-    def _act(self, inner: Store) -> None:
+    def _act(self, inner):
         store = HookedStore(inner)
         store.before = self._before
         try:
@@ -57,7 +55,7 @@ class Actor:
             self._has_ended = True
             self._paused.set()
 
-    def _before(self, method: str, key: str) -> None:
+    def _before(self, method, key):
         while True:
             with self._lock:
                 if self.calls < self._limit:
@@ -68,7 +66,7 @@ class Actor:
             assert self._resumed.wait(TIMEOUT)
 
 
-def run_interleaved(inner: Store, first: Actor, second: Actor, calls: tuple[int, int]) -> None:
+def run_interleaved(inner, first, second, calls):
     """Run the first actor for ``calls[0]`` calls of the store, then the second one for ``calls[1]``
     calls, then the first to its end, then the second."""
     ended = [actor.run(inner, n) for actor, n in zip((first, second), calls, strict=True)]
@@ -77,7 +75,7 @@ def run_interleaved(inner: Store, first: Actor, second: Actor, calls: tuple[int,
             actor.run(inner, None)
 
 
-def count_calls(inner: Store, action: Callable[[Store], object]) -> int:
+def count_calls(inner, action):
     """Return the number of calls of the store that an action makes."""
     actor = Actor(action)
     actor.run(inner, None)

@@ -1,15 +1,8 @@
 """Exceptions of signal handlers: at any opcode, and while ``Thread.start`` starts a thread."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
-from typing import Any
-
-import pytest
 
 START = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
 
@@ -17,11 +10,11 @@ START = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new
 class InterruptOpcode:
     """A trace function that raises KeyboardInterrupt at the n-th opcode of some functions."""
 
-    def __init__(self, at: int, is_traced: Callable[[FrameType], bool]) -> None:
+    def __init__(self, at, is_traced):
         self.remaining, self.seen = at, 0
         self._is_traced = is_traced
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+    def __call__(self, frame, event, _):
         if not self._is_traced(frame):
             return None
         frame.f_trace_opcodes = True
@@ -39,7 +32,7 @@ class SignalError(Exception):
 MOMENTS = ["before the thread begins", "after the thread began", "while it waits for the thread"]
 
 
-def raise_at_start(monkeypatch: pytest.MonkeyPatch, name: str, moment: str) -> None:
+def raise_at_start(monkeypatch, name, moment):
     """Raise ``SignalError`` once, in the thread that starts the next thread of this name.
 
     Before the thread begins, which is 0.1 s later; or after it began; or while ``Thread.start``
@@ -48,30 +41,30 @@ def raise_at_start(monkeypatch: pytest.MonkeyPatch, name: str, moment: str) -> N
     start = getattr(threading, START)
     begins_late = moment == MOMENTS[0]
 
-    def start_and_raise(bootstrap: Callable[[], object], *args: Any, **kwargs: Any) -> object:
-        thread: threading.Thread = bootstrap.__self__  # type: ignore[attr-defined]
+    def start_and_raise(bootstrap, *args, **kwargs):
+        thread: threading.Thread = bootstrap.__self__
         if thread.name != name:
             return start(bootstrap, *args, **kwargs)
         monkeypatch.setattr(threading, START, start)
         gate = threading.Event()
 
-        def wait_and_run(*arguments: Any) -> None:
+        def wait_and_run(*arguments):
             gate.wait(0.1 if begins_late else 0)
             with suppress(KeyError):  # ``Thread.start`` has removed its entry
                 bootstrap(*arguments)
 
         started = start(wait_and_run, *args, **kwargs)
-        while not begins_late and thread in threading._limbo:  # type: ignore[attr-defined]
+        while not begins_late and thread in threading._limbo:
             gate.wait(0.001)
         if moment == MOMENTS[2]:
-            thread._started.wait = interrupted_wait  # type: ignore[attr-defined]
+            thread._started.wait = interrupted_wait
             return started
         raise SignalError
 
     monkeypatch.setattr(threading, START, start_and_raise)
 
 
-def interrupted_wait() -> None:
+def interrupted_wait():
     """Raise what the ``with`` block of ``threading.Event`` raises after an interrupt."""
     try:
         raise SignalError

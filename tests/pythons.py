@@ -3,8 +3,6 @@
 ``make test-python`` calls it. A version that is not on this machine is skipped with a message.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import shutil
@@ -36,7 +34,7 @@ TESTS = (
 """The modules that import neither torch nor another optional package."""
 
 
-def find_python(version: str) -> str | None:
+def find_python(version):
     """Return the command of a Python of this version that runs; a shim of pyenv may not."""
     pyenv = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     found = shutil.which(f"python{version}")
@@ -48,7 +46,7 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def make_environment(version: str, command: str) -> str:
+def make_environment(version, command):
     """Return the command of the environment of a version, which is created unless it exists."""
     folder = ROOT / ".pythons" / version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -62,14 +60,14 @@ def make_environment(version: str, command: str) -> str:
     return python
 
 
-def run(python: str, *arguments: str) -> bool:
+def run(python, *arguments):
     """Run Python on the source tree. Return True if it succeeds."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([python, *arguments], cwd=ROOT, env=environment, check=False)
     return done.returncode == 0
 
 
-def main() -> int:
+def main():
     failed = []
     for version in VERSIONS:
         command = find_python(version)

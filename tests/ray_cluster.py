@@ -1,17 +1,14 @@
 """A plugin of pytest: one cluster of Ray for all files ``ray_cases.py``, in one process."""
 
-from __future__ import annotations
-
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Path]:
+def cluster():
     """A cluster of two CPUs. Returns a folder of its processes, ``TEST_FOLDER``."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as base:
         os.environ |= {"RAY_AUTH_MODE": "disabled", "TEST_FOLDER": base}

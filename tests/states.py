@@ -1,11 +1,8 @@
 """States to save, and comparisons of a saved state with the loaded one."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter, OrderedDict
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,36 +40,36 @@ TORCH_DTYPES = [
 class Stateful:
     """An object with a state that it saves and loads without a check."""
 
-    def __init__(self, **state: Any) -> None:
+    def __init__(self, **state):
         self.state = state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self.state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.state = state
 
 
-def unused_url() -> str:
+def unused_url():
     """Return the URL of a memory store that no other test uses."""
     return f"memory://state{next(_url_numbers)}/version_1"
 
 
-def round_trip(state: dict[str, Any], target: Any = None) -> Any:
+def round_trip(state, target=None):
     """Save the state, and return what a plain load returns."""
     target = target or unused_url()
     limpet.save(target, state)
     return limpet.load(target)
 
 
-def save_state(state: dict[str, Any], target: Any = None) -> Any:
+def save_state(state, target=None):
     """Save the state, and return the location."""
     target = target or unused_url()
     limpet.save(target, state)
     return target
 
 
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+def random_tensor(dtype, shape, seed=0):
     """Return a tensor with random bits. These may include NaNs with payloads."""
     raw = torch.randint(
         0,
@@ -84,7 +81,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
     return raw.view(dtype).reshape(shape)
 
 
-def tensor_bytes(t: torch.Tensor) -> bytes:
+def tensor_bytes(t):
     """Return the bits of a strided tensor in row-major order, for every dtype, stride, and view."""
     t = t.detach().resolve_conj().resolve_neg().cpu()
     out = bytearray()
@@ -98,7 +95,7 @@ def tensor_bytes(t: torch.Tensor) -> bytes:
     return bytes(out)
 
 
-def assert_same(a: Any, b: Any, path: str = "state") -> None:
+def assert_same(a, b, path="state"):
     """Assert that two states are bit-identical, including types, order, and keys."""
     torch_types = (torch.Tensor, torch.nn.Parameter)
     if isinstance(a, torch_types):
@@ -134,7 +131,7 @@ def assert_same(a: Any, b: Any, path: str = "state") -> None:
         assert a == b, path
 
 
-def assert_same_tensor(a: torch.Tensor, b: Any, path: str = "tensor") -> None:
+def assert_same_tensor(a, b, path="tensor"):
     assert isinstance(b, torch.Tensor), path
     assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), path
     if a.layout is torch.strided:
@@ -151,7 +148,7 @@ def assert_same_tensor(a: torch.Tensor, b: Any, path: str = "tensor") -> None:
         assert_same_tensor(part(a.detach()), part(b.detach()), f"{path}.{part.__name__}")
 
 
-def clone(state: Any) -> Any:
+def clone(state):
     """Return a deep copy, which shares no memory with the original."""
     import copy
 

@@ -1,7 +1,5 @@
 """``make test`` runs a few failed tests once more, alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -25,9 +23,7 @@ def test_race():
 """
 
 
-def run(
-    folder: Path, tests: str, *options: str, configuration: str = "[pytest]\n"
-) -> tuple[int, str]:
+def run(folder, tests, *options, configuration="[pytest]\n"):
     """Run ``tests`` as ``make test`` does; return the exit status and the output."""
     (folder / "test_it.py").write_text(tests)
     (folder / "pytest.ini").write_text(configuration)
@@ -45,7 +41,7 @@ def run(
     return again.returncode, again.stdout
 
 
-def test_a_test_that_passes_alone_is_named(tmp_path: Path) -> None:
+def test_a_test_that_passes_alone_is_named(tmp_path):
     status, output = run(tmp_path, RACE)
     assert status == 0
     assert output.endswith(
@@ -53,7 +49,7 @@ def test_a_test_that_passes_alone_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_the_second_run_has_the_options_of_the_first(tmp_path: Path) -> None:
+def test_the_second_run_has_the_options_of_the_first(tmp_path):
     """The servers of ``make test-stores``: a mark that pytest's configuration leaves out."""
     marked = "import pathlib, pytest\n@pytest.mark.stores" + RACE[RACE.index("\ndef") :]
     configuration = "[pytest]\nmarkers = stores\naddopts = -m 'not stores'\n"
@@ -79,7 +75,7 @@ def test_the_second_run_has_the_options_of_the_first(tmp_path: Path) -> None:
     ],
     ids=["twice", "one of two", "no tests", "too many"],
 )
-def test_a_real_failure_fails(tmp_path: Path, tests: str, status: int, ran: bool) -> None:
+def test_a_real_failure_fails(tmp_path, tests, status, ran):
     found, output = run(tmp_path, tests)
     assert found == status
     assert ("Once more, alone" in output) is ran

@@ -1,7 +1,5 @@
 """Every public call takes numbers of NumPy, and refuses other values before it does anything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,34 +11,34 @@ from limpet.errors import LimpetError
 from limpet.storage.memory import MemoryStore
 
 
-def kind_of(value: object) -> str:
+def kind_of(value):
     return f"{type(value).__name__} {value}"
 
 
 Call = Callable[[MemoryStore, Any], object]
 
 
-def save(store: MemoryStore, step: Any) -> object:
+def save(store, step):
     return limpet.save(store, {"x": 1}, step=step)
 
 
-def save_async(store: MemoryStore, step: Any) -> object:
+def save_async(store, step):
     return limpet.save_async(store, {"x": 1}, step=step).wait()
 
 
-def write(store: MemoryStore, step: Any) -> object:
+def write(store, step):
     with limpet.Run(store).writer() as writer:
         return writer.save({"x": 1}, step=step)
 
 
-def train(store: MemoryStore, epochs: Any = None, **options: Any) -> None:
+def train(store, epochs=None, **options):
     state = {"x": np.zeros(1), "progress": limpet.Progress()}
     with limpet.Checkpointer(store, state, save=limpet.Never(), **options) as ckpt:
         if epochs is not None:
             assert len([*ckpt.epochs(epochs)]) == 2
 
 
-def step_by(store: MemoryStore, steps: Any) -> None:
+def step_by(store, steps):
     state = {"x": np.zeros(1), "progress": limpet.Progress()}
     with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
         ckpt.step(steps=steps)
@@ -78,7 +76,7 @@ SECONDS: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [2, np.int64(2), np.uint8(2), np.array(2)], ids=kind_of)
-def test_a_count_of_any_integer_type_is_taken(name: str, value: object) -> None:
+def test_a_count_of_any_integer_type_is_taken(name, value):
     result = COUNTS[name](MemoryStore(), value)
     assert "np.int64" not in repr(result)
 
@@ -87,7 +85,7 @@ def test_a_count_of_any_integer_type_is_taken(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     "value", [-1, 2.0, True, np.float64(2), np.True_, "2", float("nan")], ids=kind_of
 )
-def test_another_value_is_refused_before_anything_is_written(name: str, value: object) -> None:
+def test_another_value_is_refused_before_anything_is_written(name, value):
     if name in ("incremental", "full_every") and value is True:
         return  # a value of its own
     store = MemoryStore()
@@ -100,7 +98,7 @@ def test_another_value_is_refused_before_anything_is_written(name: str, value: o
 @pytest.mark.parametrize(
     "value", [60, 60.5, np.float32(60.5), np.float64(60), np.int32(60)], ids=kind_of
 )
-def test_seconds_of_any_real_type_are_taken(name: str, value: object) -> None:
+def test_seconds_of_any_real_type_are_taken(name, value):
     SECONDS[name](MemoryStore(), value)
 
 
@@ -108,7 +106,7 @@ def test_seconds_of_any_real_type_are_taken(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     "value", [-1, -np.float32(1), True, np.True_, "60", float("nan"), 1j], ids=kind_of
 )
-def test_other_seconds_are_refused_before_anything_is_written(name: str, value: object) -> None:
+def test_other_seconds_are_refused_before_anything_is_written(name, value):
     store = MemoryStore()
     with pytest.raises(LimpetError):
         SECONDS[name](store, value)
@@ -116,7 +114,7 @@ def test_other_seconds_are_refused_before_anything_is_written(name: str, value: 
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, 10**18, "3"])
-def test_the_error_about_a_step_is_one_sentence(step: object) -> None:
+def test_the_error_about_a_step_is_one_sentence(step):
     with pytest.raises(LimpetError) as caught:
         save(MemoryStore(), step)
     message = str(caught.value)
@@ -124,7 +122,7 @@ def test_the_error_about_a_step_is_one_sentence(step: object) -> None:
     assert message.count(". ") == 0
 
 
-def test_a_step_of_numpy_is_stored_as_a_number() -> None:
+def test_a_step_of_numpy_is_stored_as_a_number():
     store = MemoryStore()
     limpet.save(store, {"x": 1}, step=np.int32(7))
     step = limpet.open(store).step

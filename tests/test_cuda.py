@@ -3,10 +3,6 @@
 These tests are skipped on machines without a CUDA device.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +15,7 @@ from limpet.types import MIB
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def make(seed: int = 0, **options: Any) -> dict[str, Any]:
+def make(seed=0, **options):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3),
@@ -32,7 +28,7 @@ def make(seed: int = 0, **options: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "rng": limpet.RNG()}
 
 
-def train(state: dict[str, Any], steps: int) -> list[float]:
+def train(state, steps):
     losses = []
     for _ in range(steps):
         loss = state["model"](torch.randn(16, 3, 8, 8, device="cuda")).square().mean()
@@ -44,12 +40,12 @@ def train(state: dict[str, Any], steps: int) -> list[float]:
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> None:
+def deterministic():
     torch.backends.cudnn.deterministic = True
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}, {"amsgrad": True}])
-def test_training_continues_exactly_after_a_load(options: dict[str, Any]) -> None:
+def test_training_continues_exactly_after_a_load(options):
     state = make(**options)
     train(state, 3)
     store = MemoryStore()
@@ -61,7 +57,7 @@ def test_training_continues_exactly_after_a_load(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
-def test_tensors_are_loaded_to_the_requested_device(dtype: torch.dtype) -> None:
+def test_tensors_are_loaded_to_the_requested_device(dtype):
     x = torch.randn(33, 65, device="cuda").to(dtype)
     store = MemoryStore()
     limpet.save(store, {"x": x, "y": x.t(), "scalar": x[0, 0]})
@@ -73,7 +69,7 @@ def test_tensors_are_loaded_to_the_requested_device(dtype: torch.dtype) -> None:
         assert torch.equal(back["y"].cpu().contiguous().view(torch.uint8), y)
 
 
-def test_live_tensors_with_any_strides_are_filled_in_place() -> None:
+def test_live_tensors_with_any_strides_are_filled_in_place():
     values = {"plain": torch.randn(64, 48), "t": torch.randn(48, 64), "cl": torch.randn(2, 3, 9, 7)}
     store = MemoryStore()
     limpet.save(store, values)
@@ -89,7 +85,7 @@ def test_live_tensors_with_any_strides_are_filled_in_place() -> None:
         assert torch.equal(v.cpu(), values[k])
 
 
-def test_the_state_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: Any) -> None:
+def test_the_state_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path):
     big = torch.randn(64 * MIB // 4, device="cuda")
     expected = big.cpu()
     pending = limpet.save_async(LocalStore(tmp_path), {"big": big})
@@ -98,7 +94,7 @@ def test_the_state_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: 
     assert torch.equal(limpet.load(LocalStore(tmp_path))["big"], expected)
 
 
-def test_the_cuda_random_number_sequence_continues_after_a_load() -> None:
+def test_the_cuda_random_number_sequence_continues_after_a_load():
     torch.zeros(1, device="cuda")  # a generator that is not used yet is not saved
     torch.cuda.manual_seed(3)
     store = MemoryStore()
@@ -109,7 +105,7 @@ def test_the_cuda_random_number_sequence_continues_after_a_load() -> None:
     assert torch.randn(5, device="cuda").tolist() == expected
 
 
-def test_a_slice_of_a_leaf_is_read_and_a_load_can_cast() -> None:
+def test_a_slice_of_a_leaf_is_read_and_a_load_can_cast():
     x = torch.arange(1000.0, device="cuda").view(50, 20)
     store = MemoryStore()
     limpet.save(store, {"x": x, "a": np.arange(3)})

@@ -4,12 +4,9 @@
 time, the process can crash (SIGSEGV).
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +17,11 @@ import limpet
 ROOT = Path(limpet.__file__).parent
 SAFE = {
     # one thread at a time
-    ("ranks/collective.py", "_decoder_of"),
+    ("ranks/collective.py", "_decoder_of")
 }
 
 
-def calls_in(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.Call]]:
+def calls_in(tree, function=""):
     """Yield every call with the name of the function that it is in, or an empty string."""
     for node in ast.iter_child_nodes(tree):
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -35,7 +32,7 @@ def calls_in(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.Call]
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda f: f.stem)
-def test_decoders_are_created_at_import(file: Path) -> None:
+def test_decoders_are_created_at_import(file):
     name = file.relative_to(ROOT).as_posix()
     for function, call in calls_in(ast.parse(file.read_text())):
         called = ast.unparse(call.func)
@@ -101,7 +98,7 @@ print("all decoded")
 
 
 @pytest.mark.slow
-def test_several_threads_decode_every_type_first(tmp_path: Path) -> None:
+def test_several_threads_decode_every_type_first(tmp_path):
     limpet.save(tmp_path / "version_1", {"a": np.ones(10), "b": {1: 2}}, step=1)
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "version_1")]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)

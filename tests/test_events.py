@@ -1,7 +1,5 @@
 """Test ``events.emit``. Sinks can attach, detach, or fail at any time without failing a save."""
 
-from __future__ import annotations
-
 import ast
 import re
 import threading
@@ -29,12 +27,12 @@ def no_attached_sinks():
     events._attached.clear()
 
 
-def documented() -> dict[str, set[str]]:
+def documented():
     text = (ROOT.parents[1] / "docs" / "events.md").read_text()
     return {m[1]: set(re.findall(r"`(\w+)`", m[2])) for m in TABLE.finditer(text)}
 
 
-def emitted() -> list[tuple[str, set[str], str]]:
+def emitted():
     """Return the event, the fields, and the source line of every ``emit`` call in the sources."""
     found = []
     for file in sorted(ROOT.rglob("*.py")):
@@ -51,7 +49,7 @@ def emitted() -> list[tuple[str, set[str], str]]:
     return found
 
 
-def test_event_table_matches_the_emitted_events() -> None:
+def test_event_table_matches_the_emitted_events():
     table = documented()
     for event, fields, where in emitted():
         assert table.get(event) == fields, f"docs/events.md and {where} differ on {event}"
@@ -61,14 +59,14 @@ def test_event_table_matches_the_emitted_events() -> None:
 # -- attaching and detaching -------------------------------------------------------------------
 
 
-class RecordingSink(list):  # type: ignore[type-arg]
+class RecordingSink(list):
     """A sink that records the events it receives."""
 
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+    def __call__(self, name, fields):
         self.append((name, fields))
 
 
-def test_sink_receives_events_only_inside_its_context() -> None:
+def test_sink_receives_events_only_inside_its_context():
     received = RecordingSink()
     events.emit("before")
     with limpet.attach(received):
@@ -77,7 +75,7 @@ def test_sink_receives_events_only_inside_its_context() -> None:
     assert received == [("within", {"step": 1})]
 
 
-def test_attach_refuses_values_that_are_not_sinks() -> None:
+def test_attach_refuses_values_that_are_not_sinks():
     wrong: list[tuple[Any, str]] = [
         (limpet.sinks.Terminal, "Terminal is not a sink"),
         (RecordingSink, "found a class. Call it: attach(RecordingSink())."),
@@ -91,7 +89,7 @@ def test_attach_refuses_values_that_are_not_sinks() -> None:
     assert not events._attached
 
 
-def test_close_detaches_and_can_be_called_twice() -> None:
+def test_close_detaches_and_can_be_called_twice():
     received = RecordingSink()
     attached = limpet.attach(received)
     events.emit("a")
@@ -101,7 +99,7 @@ def test_close_detaches_and_can_be_called_twice() -> None:
     assert [name for name, _ in received] == ["a"]
 
 
-def test_sink_attached_twice_receives_each_event_twice_until_one_detaches() -> None:
+def test_sink_attached_twice_receives_each_event_twice_until_one_detaches():
     received = RecordingSink()
     with limpet.attach(received):
         with limpet.attach(received):
@@ -110,23 +108,23 @@ def test_sink_attached_twice_receives_each_event_twice_until_one_detaches() -> N
     assert [name for name, _ in received] == ["a", "a", "b"]
 
 
-def test_exception_in_the_block_propagates_and_detaches_the_sink() -> None:
+def test_exception_in_the_block_propagates_and_detaches_the_sink():
     with pytest.raises(ZeroDivisionError), limpet.attach(RecordingSink()):
         raise ZeroDivisionError
     assert not events._attached
 
 
-def test_each_sink_receives_its_own_copy_of_the_fields() -> None:
+def test_each_sink_receives_its_own_copy_of_the_fields():
     received = RecordingSink()
     with limpet.attach(lambda name, fields: fields.clear()), limpet.attach(received):
         events.emit("a", step=1)
     assert received == [("a", {"step": 1})]
 
 
-def test_sink_can_attach_another_sink_and_detach_itself() -> None:
+def test_sink_can_attach_another_sink_and_detach_itself():
     received = RecordingSink()
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         attached.close()
         limpet.attach(received)
 
@@ -139,11 +137,11 @@ def test_sink_can_attach_another_sink_and_detach_itself() -> None:
 # -- sinks that fail ---------------------------------------------------------------------------
 
 
-def failing_sink(name: str, fields: dict[str, Any]) -> None:
+def failing_sink(name, fields):
     raise OSError(28, "No space left on device", "events.jsonl")
 
 
-def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue() -> None:
+def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue():
     received = RecordingSink()
     with limpet.attach(failing_sink), limpet.attach(received):
         match = r"failing_sink was detached.*'a' \(OSError.*No space"
@@ -157,7 +155,7 @@ def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue() ->
     ]
 
 
-def test_sink_that_fails_again_after_a_new_attach_warns_again() -> None:
+def test_sink_that_fails_again_after_a_new_attach_warns_again():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for _ in range(2):
@@ -167,14 +165,12 @@ def test_sink_that_fails_again_after_a_new_attach_warns_again() -> None:
 
 
 @pytest.mark.parametrize("sink", [[].append, type("Odd", (), {"__call__": None})()])
-def test_callable_with_the_wrong_signature_warns(sink: Any) -> None:
+def test_callable_with_the_wrong_signature_warns(sink):
     with limpet.attach(sink), pytest.warns(SinkFailed, match="TypeError"):
         events.emit("a")
 
 
-def test_threading_excepthook_is_called_if_warnings_are_errors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threading_excepthook_is_called_if_warnings_are_errors(monkeypatch):
     hooked: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", hooked.append)
     with warnings.catch_warnings():
@@ -186,10 +182,8 @@ def test_threading_excepthook_is_called_if_warnings_are_errors(
     assert isinstance(args.exc_value.__cause__, OSError)
 
 
-def test_emit_does_not_raise_if_the_warning_cannot_be_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def closed(*args: object, **kwargs: object) -> None:
+def test_emit_does_not_raise_if_the_warning_cannot_be_shown(monkeypatch):
+    def closed(*args, **kwargs):
         raise ValueError("I/O operation on closed file")
 
     monkeypatch.setattr(warnings, "showwarning", closed)
@@ -201,22 +195,22 @@ def test_emit_does_not_raise_if_the_warning_cannot_be_shown(
 
 
 class UnprintableError(Exception):
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("no text")
 
 
-def test_error_whose_str_raises_is_reported() -> None:
-    def sink(name: str, fields: dict[str, Any]) -> None:
+def test_error_whose_str_raises_is_reported():
+    def sink(name, fields):
         raise UnprintableError
 
     with limpet.attach(sink), pytest.warns(SinkFailed, match="UnprintableError"):
         events.emit("a")
 
 
-def test_keyboard_interrupt_propagates_and_the_sink_stays_attached() -> None:
+def test_keyboard_interrupt_propagates_and_the_sink_stays_attached():
     calls: list[str] = []
 
-    def interrupted(name: str, fields: dict[str, Any]) -> None:
+    def interrupted(name, fields):
         calls.append(name)
         raise KeyboardInterrupt
 
@@ -227,10 +221,10 @@ def test_keyboard_interrupt_propagates_and_the_sink_stays_attached() -> None:
     assert calls == ["a", "a"]
 
 
-def test_sink_that_fails_on_two_threads_at_once_warns_once() -> None:
+def test_sink_that_fails_on_two_threads_at_once_warns_once():
     both = threading.Barrier(2)
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         both.wait(10)
         raise OSError("full")
 
@@ -244,16 +238,16 @@ def test_sink_that_fails_on_two_threads_at_once_warns_once() -> None:
     assert len(seen) == 1
 
 
-def test_threads_emit_while_other_threads_attach_and_detach_sinks() -> None:
+def test_threads_emit_while_other_threads_attach_and_detach_sinks():
     received = RecordingSink()
     start = threading.Barrier(10)
     failures: list[BaseException] = []
     short_lived: list[int] = []
 
-    def fail(name: str, fields: dict[str, Any]) -> None:
+    def fail(name, fields):
         raise OSError("full")
 
-    def run(function: Any) -> None:
+    def run(function):
         try:
             start.wait()
             for _ in range(300):
@@ -261,7 +255,7 @@ def test_threads_emit_while_other_threads_attach_and_detach_sinks() -> None:
         except BaseException as e:
             failures.append(e)
 
-    def attach_and_detach() -> None:
+    def attach_and_detach():
         with limpet.attach(lambda name, fields: short_lived.append(1)):
             events.emit("mine")
 
@@ -282,7 +276,7 @@ def test_threads_emit_while_other_threads_attach_and_detach_sinks() -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_sink_that_fails_at_any_event_does_not_fail_the_save(background: bool) -> None:
+def test_sink_that_fails_at_any_event_does_not_fail_the_save(background):
     recorded = RecordingSink()
     with limpet.attach(recorded):
         limpet.save(MemoryStore(), {"x": np.arange(10)}, step=1)
@@ -290,7 +284,7 @@ def test_sink_that_fails_at_any_event_does_not_fail_the_save(background: bool) -
     for at in range(len(recorded)):
         calls = iter(range(99))
 
-        def sink(name: str, fields: dict[str, Any], at: int = at, calls: Any = calls) -> None:
+        def sink(name, fields, at=at, calls=calls):
             if next(calls) == at:
                 raise OSError("full")
 

@@ -1,16 +1,13 @@
 """``isolated_rng``: a block leaves every random generator as it was, and a save in it knows."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +21,13 @@ from limpet.storage.memory import MemoryStore
 
 
 @pytest.fixture(autouse=True)
-def _generators() -> Iterator[None]:
+def _generators():
     before = capture_states()
     yield
     restore_states(before)
 
 
-def draw() -> tuple[Any, ...]:
+def draw():
     """Draw from every generator, in a way that also uses what each of them caches."""
     return (
         random.random(),
@@ -42,13 +39,13 @@ def draw() -> tuple[Any, ...]:
     )
 
 
-def seed(number: int) -> None:
+def seed(number):
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
 
 
-def test_a_block_restores_all_generators() -> None:
+def test_a_block_restores_all_generators():
     seed(3)
     draw()  # so that each generator caches a second normal number
     expected = [draw() for _ in range(3)]
@@ -66,7 +63,7 @@ def test_a_block_restores_all_generators() -> None:
     assert drawn == expected
 
 
-def test_a_block_restores_all_generators_after_an_exception() -> None:
+def test_a_block_restores_all_generators_after_an_exception():
     seed(4)
     expected = draw()
     for error in (ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -77,7 +74,7 @@ def test_a_block_restores_all_generators_after_an_exception() -> None:
         assert draw() == expected
 
 
-def test_blocks_can_be_nested_and_one_object_can_be_used_again() -> None:
+def test_blocks_can_be_nested_and_one_object_can_be_used_again():
     seed(5)
     expected = draw()
     seed(5)
@@ -94,9 +91,9 @@ def test_blocks_can_be_nested_and_one_object_can_be_used_again() -> None:
     assert draw() == expected
 
 
-def test_a_decorated_function_is_isolated_also_if_it_calls_itself() -> None:
+def test_a_decorated_function_is_isolated_also_if_it_calls_itself():
     @limpet.isolated_rng()
-    def evaluate(depth: int, *, scale: float = 1.0) -> float:
+    def evaluate(depth, *, scale=1.0):
         """Docstring."""
         own = random.random()
         if depth:
@@ -111,14 +108,14 @@ def test_a_decorated_function_is_isolated_also_if_it_calls_itself() -> None:
     assert draw() == expected
 
 
-def test_a_function_that_would_draw_after_its_call_is_not_decorated() -> None:
-    def batches() -> Iterator[float]:
+def test_a_function_that_would_draw_after_its_call_is_not_decorated():
+    def batches():
         yield random.random()
 
-    async def evaluate() -> float:
+    async def evaluate():
         return random.random()
 
-    async def stream() -> Any:
+    async def stream():
         yield random.random()
 
     for function in (batches, evaluate, stream):
@@ -127,20 +124,20 @@ def test_a_function_that_would_draw_after_its_call_is_not_decorated() -> None:
                 limpet.isolated_rng()(same)
 
 
-def test_suspended_blocks_end_with_the_state_before_the_first() -> None:
+def test_suspended_blocks_end_with_the_state_before_the_first():
     """A generator and a coroutine can leave their blocks in another order than they entered."""
 
-    def batches() -> Iterator[float]:
+    def batches():
         with limpet.isolated_rng():
             yield random.random()
 
-    async def evaluate() -> None:
+    async def evaluate():
         with limpet.isolated_rng():
             draw()
             await asyncio.sleep(0)
             draw()
 
-    async def both() -> None:
+    async def both():
         await asyncio.gather(evaluate(), evaluate())
 
     seed(7)
@@ -155,10 +152,10 @@ def test_suspended_blocks_end_with_the_state_before_the_first() -> None:
     assert draw() == expected
 
 
-def test_a_block_that_ends_in_another_thread_is_refused() -> None:
+def test_a_block_that_ends_in_another_thread_is_refused():
     block, errors = limpet.isolated_rng(), []
 
-    def leave() -> None:
+    def leave():
         try:
             block.__exit__(None, None, None)
         except LimpetError as e:
@@ -171,10 +168,10 @@ def test_a_block_that_ends_in_another_thread_is_refused() -> None:
     assert "in another thread than it began in" in str(errors)
 
 
-def test_the_block_of_another_thread_does_not_change_what_a_save_records() -> None:
+def test_the_block_of_another_thread_does_not_change_what_a_save_records():
     inside, leave = threading.Event(), threading.Event()
 
-    def evaluate() -> None:
+    def evaluate():
         with limpet.isolated_rng():
             inside.set()
             assert leave.wait(20)
@@ -193,7 +190,7 @@ def test_the_block_of_another_thread_does_not_change_what_a_save_records() -> No
 
 
 @pytest.mark.parametrize("save", [limpet.save, lambda *a: limpet.save_async(*a).wait()])
-def test_a_save_in_a_block_records_the_state_at_the_outermost_entry(save: Any) -> None:
+def test_a_save_in_a_block_records_the_state_at_the_outermost_entry(save):
     store = MemoryStore()
     seed(9)
     with limpet.isolated_rng():
@@ -211,7 +208,7 @@ def test_a_save_in_a_block_records_the_state_at_the_outermost_entry(save: Any) -
     assert draw() == expected
 
 
-def test_a_load_in_a_block_is_undone_with_the_block() -> None:
+def test_a_load_in_a_block_is_undone_with_the_block():
     """To evaluate another version, a program may load its complete state, as loads are strict."""
     store = MemoryStore()
     seed(10)
@@ -225,7 +222,7 @@ def test_a_load_in_a_block_is_undone_with_the_block() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_a_block_and_a_save_in_inference_mode(mode: Any) -> None:
+def test_a_block_and_a_save_in_inference_mode(mode):
     store = MemoryStore()
     seed(12)
     with mode(), limpet.isolated_rng():
@@ -237,7 +234,7 @@ def test_a_block_and_a_save_in_inference_mode(mode: Any) -> None:
     assert draw() == expected
 
 
-def test_another_bit_generator_of_numpy() -> None:
+def test_another_bit_generator_of_numpy():
     original = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(5))
     try:
@@ -253,10 +250,10 @@ def test_another_bit_generator_of_numpy() -> None:
 
 
 class Stateful:
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"n": 1}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         pass
 
 
@@ -266,27 +263,27 @@ class Stateful:
 class FakeDevices:
     """A device module such as ``torch.cuda``: its generators exist after it is initialized."""
 
-    def __init__(self, count: int, initialized: bool) -> None:
+    def __init__(self, count, initialized):
         self.default_generators = [torch.Generator() for _ in range(count)]
         self.initialized = initialized
         self.seed_all(torch.initial_seed())
 
-    def seed_all(self, number: int) -> None:
+    def seed_all(self, number):
         for g in self.default_generators:
             g.manual_seed(number)
 
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return self.initialized
 
-    def get_rng_state(self, device: int = 0) -> torch.Tensor:
+    def get_rng_state(self, device=0):
         assert self.initialized, "this initializes the device"
         return self.default_generators[device].get_state()
 
-    def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
+    def set_rng_state(self, state, device=0):
         assert self.initialized, "this initializes the device"
         self.default_generators[device].set_state(state)
 
-    def draw(self) -> list[float]:
+    def draw(self):
         self.initialized = True
         return [float(torch.rand(1, generator=g)) for g in self.default_generators]
 
@@ -295,8 +292,8 @@ Install = Callable[..., FakeDevices]
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    def install(count: int, initialized: bool = True) -> FakeDevices:
+def install(monkeypatch):
+    def install(count, initialized=True):
         devices = FakeDevices(count, initialized)
         accelerator = SimpleNamespace(
             current_accelerator=lambda: SimpleNamespace(type="cuda"),
@@ -311,7 +308,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_a_block_restores_the_generators_of_all_devices(install: Install, count: int) -> None:
+def test_a_block_restores_the_generators_of_all_devices(install, count):
     devices, twin = install(count), FakeDevices(count, True)
     devices.draw(), twin.draw()
     with limpet.isolated_rng():
@@ -320,7 +317,7 @@ def test_a_block_restores_the_generators_of_all_devices(install: Install, count:
     assert devices.draw() == twin.draw()
 
 
-def test_a_block_does_not_initialize_devices(install: Install) -> None:
+def test_a_block_does_not_initialize_devices(install):
     install(2, initialized=False)
     with limpet.isolated_rng():
         draw()
@@ -330,9 +327,7 @@ def test_a_block_does_not_initialize_devices(install: Install) -> None:
 @pytest.mark.parametrize("reseed", [False, True])
 @pytest.mark.parametrize("own_seed", [None, 77])
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_device_that_is_first_used_in_a_block(
-    install: Install, reseed: bool, own_seed: int | None, saves: bool
-) -> None:
+def test_a_device_that_is_first_used_in_a_block(install, reseed, own_seed, saves):
     """It continues as if training had used it first; a save in the block records that."""
     torch.manual_seed(13)
     devices = install(2, initialized=False)
@@ -361,7 +356,7 @@ def test_a_device_that_is_first_used_in_a_block(
 # -- libraries that are not imported -------------------------------------------------------------
 
 
-def run(code: str) -> str:
+def run(code):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True, text=True, check=False, timeout=120,
@@ -370,7 +365,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_block_imports_neither_numpy_nor_torch() -> None:
+def test_a_block_imports_neither_numpy_nor_torch():
     code = (
         "import random, sys, limpet\n"
         "random.seed(1); expected = random.random(); random.seed(1)\n"
@@ -381,7 +376,7 @@ def test_a_block_imports_neither_numpy_nor_torch() -> None:
     assert run(code) == "[]"
 
 
-def test_a_block_without_torch() -> None:
+def test_a_block_without_torch():
     code = (
         "import random, sys, limpet, numpy as np\n"
         "np.random.seed(1); expected = np.random.normal(); np.random.seed(1)\n"
@@ -393,7 +388,7 @@ def test_a_block_without_torch() -> None:
 
 
 @pytest.mark.slow
-def test_libraries_that_are_first_imported_in_a_block() -> None:
+def test_libraries_that_are_first_imported_in_a_block():
     """A seed that the block sets for them does not leak, and a save agrees with what follows."""
     code = """
 import limpet

@@ -5,8 +5,6 @@ The tests count the lines that Limpet executes, at three sizes. They do not meas
 give the same result on every machine. Each iteration counts, also one within a line, and each call.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -36,13 +34,13 @@ PACKAGE = os.path.dirname(limpet.__file__)
 SIZES = (16, 32, 64)
 
 
-def count_lines(call: Callable[[], Any]) -> tuple[int, Counter[str]]:
+def count_lines(call):
     """Return the number of lines that Limpet executes in a call, in all threads, and the numbers
     by function. A jump back to the same line counts as one more, and so does a call."""
     counts: Counter[str] = Counter()
     functions: dict[Any, Callable[..., Any]] = {}
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
+    def trace(frame, event, _):
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE):
             return None
@@ -50,7 +48,7 @@ def count_lines(call: Callable[[], Any]) -> tuple[int, Counter[str]]:
         if counted is None:
             name = f"{code.co_filename[len(PACKAGE) + 1 :]}:{code.co_name}"
 
-            def counted(_: Any, event: str, __: Any) -> Any:
+            def counted(_, event, __):
                 counts[name] += event == "line"
                 return counted
 
@@ -65,13 +63,11 @@ def count_lines(call: Callable[[], Any]) -> tuple[int, Counter[str]]:
         call()
     finally:
         sys.settrace(previous)
-        threading.settrace(previous)  # type: ignore[arg-type]
+        threading.settrace(previous)
     return counts.total(), counts
 
 
-def assert_linear(
-    prepare: Callable[[int], Callable[[], Any]], sizes: tuple[int, ...] = SIZES
-) -> None:
+def assert_linear(prepare, sizes=SIZES):
     """Assert that the work of ``prepare(n)()`` grows at most linearly with n.
 
     From n to 2n and from 2n to 4n, linear work grows by a factor of 2, and quadratic work by 4.
@@ -88,12 +84,12 @@ def assert_linear(
 
 
 class Net(nn.Module):
-    def __init__(self, n: int) -> None:
+    def __init__(self, n):
         super().__init__()
         self.p = nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(n)])
 
 
-def stepped(parameters: Any) -> optim.Optimizer:
+def stepped(parameters):
     optimizer = optim.AdamW(parameters)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -102,23 +98,23 @@ def stepped(parameters: Any) -> optim.Optimizer:
     return optimizer
 
 
-def with_optimizer(n: int) -> dict[str, Any]:
+def with_optimizer(n):
     m = Net(n // 4)
     return {"m": m, "o": stepped(m.parameters())}
 
 
-def with_groups(n: int) -> dict[str, Any]:
+def with_groups(n):
     m = Net(n // 4)
     return {"m": m, "o": stepped([{"params": [p]} for p in m.parameters()])}
 
 
-def with_optimizers(n: int) -> dict[str, Any]:
+def with_optimizers(n):
     """One optimizer per module, as for an optimizer step within the backward pass."""
     ms = [nn.Linear(2, 1) for _ in range(n // 6)]
     return {"m": ms, "o": [stepped(m.parameters()) for m in ms]}
 
 
-def with_unstable_optimizers(n: int) -> dict[str, Any]:
+def with_unstable_optimizers(n):
     """Optimizers whose slots a forward pass may change, because buffers share their memory."""
     state = with_optimizers(n)
     for m, o in zip(state["m"], state["o"], strict=True):
@@ -126,46 +122,43 @@ def with_unstable_optimizers(n: int) -> dict[str, Any]:
     return state
 
 
-def tied(n: int) -> dict[str, Any]:
+def tied(n):
     tensors = {f"k{i}": torch.full((2,), float(i)) for i in range(n // 2)}
     return {"a": tensors, "b": dict(tensors)}
 
 
-def one_tensor(n: int) -> dict[str, Any]:
+def one_tensor(n):
     return {"a": dict.fromkeys(map(str, range(n)), torch.ones(2))}
 
 
-def dicts(n: int) -> dict[str, Any]:
+def dicts(n):
     return {f"a{i}": {"x": i, "y": {"z": [i, "t", None, 1.5], i: "i"}} for i in range(n // 4)}
 
 
-def objects(n: int) -> dict[str, Any]:
-    return {
-        "s": [Counted(i) for i in range(n // 3)],
-        "r": limpet.PerRank(list(range(n))),
-    }
+def objects(n):
+    return {"s": [Counted(i) for i in range(n // 3)], "r": limpet.PerRank(list(range(n)))}
 
 
 class Counted:
-    def __init__(self, i: int) -> None:
+    def __init__(self, i):
         self.i = i
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"i": self.i}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.i = state["i"]
 
 
-def wrapped(n: int) -> dict[str, Any]:
+def wrapped(n):
     return {"m": nn.ModuleList([nn.DataParallel(nn.Linear(2, 1)) for _ in range(n // 2)])}
 
 
-def leaves(n: int) -> dict[str, Any]:
+def leaves(n):
     return {"d": {f"k{i}": torch.full((2,), float(i)) for i in range(n)}}
 
 
-def everything(n: int) -> dict[str, Any]:
+def everything(n):
     """All kinds of state, each with about n members."""
     kinds = {
         "leaves": leaves(n),
@@ -190,30 +183,30 @@ def folder(tmp_path):
     return lambda: str(tmp_path / str(next(numbers)))
 
 
-def run(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
+def run(*arguments, codes=(0,)):
     """Run a command that prints JSON."""
     invoke(*arguments, "--json", codes=codes)
 
 
-def invoke(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
+def invoke(*arguments, codes=(0,)):
     """Run a command, which prints for people unless ``--json`` is one of the arguments."""
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code in codes, result.output[-500:]
 
 
-def expect_error(call: Callable[[], Any]) -> Callable[[], None]:
-    def wrapper() -> None:
+def expect_error(call):
+    def wrapper():
         with pytest.raises(PlanError):
             call()
 
     return wrapper
 
 
-def save_in_background(url: str, state: dict[str, Any]) -> None:
+def save_in_background(url, state):
     limpet.save_async(url, state).wait()
 
 
-def saved(make: Callable[[int], dict[str, Any]], n: int, folder: Any) -> str:
+def saved(make, n, folder):
     url = folder() + "/version_1"
     limpet.save(url, make(n))
     return url

@@ -1,7 +1,5 @@
 """The former name of the package is gone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -11,7 +9,7 @@ ALLOWED = {"docs/decisions/0085-the-name.md", "src/limpet/format/sealed.py"}
 FOLDERS = (".ci", "bench", "changes", "docs", "examples", "src", "tests")
 
 
-def test_the_former_name_occurs_only_where_it_must() -> None:
+def test_the_former_name_occurs_only_where_it_must():
     paths = [*ROOT.iterdir(), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*"))]
     files = [p for p in paths if p.is_file() and "__pycache__" not in p.parts]
     assert len(files) > 500

@@ -1,7 +1,5 @@
 """The layout of the package: small packages that say what they are for, and no import cycle."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -17,28 +15,28 @@ TESTS = Path(__file__).parent
 PACKAGES = sorted(p.parent for p in ROOT.rglob("__init__.py") if p.parent != ROOT)
 
 
-def name_of(package: Path) -> str:
+def name_of(package):
     return package.relative_to(ROOT).as_posix()
 
 
 @pytest.fixture(scope="module")
-def graph() -> grimp.ImportGraph:
+def graph():
     graph = grimp.build_graph("limpet", exclude_type_checking_imports=False)
     assert len(graph.modules) > 150
     return graph
 
 
-def owner_of(module: str) -> Path:
+def owner_of(module):
     """The folder of the package that a module is in, or that it is."""
     path = ROOT.joinpath(*module.split(".")[1:])
     return path if path.is_dir() else path.parent
 
 
-def docstring_of(package: Path) -> str:
+def docstring_of(package):
     return ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
 
 
-def allowed_imports(package: Path) -> set[Path]:
+def allowed_imports(package):
     """The packages that the docstring of a package allows it to import."""
     _, _, allowed = docstring_of(package).partition("May import: ")
     allowed, _, _ = allowed.partition(".")[0].partition(";")
@@ -48,7 +46,7 @@ def allowed_imports(package: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=name_of)
-def test_a_package_states_its_purpose_its_terms_and_what_it_may_import(package: Path) -> None:
+def test_a_package_states_its_purpose_its_terms_and_what_it_may_import(package):
     docstring = docstring_of(package)
     purpose, _, rest = docstring.partition("\n")
     assert purpose.endswith(".")
@@ -57,7 +55,7 @@ def test_a_package_states_its_purpose_its_terms_and_what_it_may_import(package: 
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=name_of)
-def test_a_package_imports_only_what_it_says(package: Path, graph: grimp.ImportGraph) -> None:
+def test_a_package_imports_only_what_it_says(package, graph):
     imported = {
         owner_of(other)
         for module in graph.modules
@@ -67,20 +65,20 @@ def test_a_package_imports_only_what_it_says(package: Path, graph: grimp.ImportG
     assert imported - {package} <= allowed_imports(package)
 
 
-def test_the_docstring_limits_the_imports() -> None:
+def test_the_docstring_limits_the_imports():
     assert allowed_imports(ROOT / "data") == {ROOT}
     below = {ROOT, ROOT / "format", ROOT / "layout", ROOT / "ranks"}
     assert allowed_imports(ROOT / "state") == below
 
 
-def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+def cycles(imports):
     """The strongly connected components with several modules (Tarjan's algorithm)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
     found = []
 
-    def visit(module: str) -> None:
+    def visit(module):
         order[module] = low[module] = len(order)
         stack.append(module)
         for other in imports[module]:
@@ -101,12 +99,12 @@ def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_cycles_are_found() -> None:
+def test_cycles_are_found():
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}}
     assert cycles(imports) == [["b", "c"]]
 
 
-def test_there_is_no_import_cycle_even_for_type_checking(graph: grimp.ImportGraph) -> None:
+def test_there_is_no_import_cycle_even_for_type_checking(graph):
     """import-linter checks the layers between packages; this checks the modules within them, and
     counts imports under ``TYPE_CHECKING`` and inside functions."""
     limit = sys.getrecursionlimit()
@@ -118,7 +116,7 @@ def test_there_is_no_import_cycle_even_for_type_checking(graph: grimp.ImportGrap
     assert found == []
 
 
-def test_the_folders_of_tests_mirror_the_packages() -> None:
+def test_the_folders_of_tests_mirror_the_packages():
     for package in PACKAGES:
         if package.parent == ROOT:
             folder = TESTS / name_of(package)

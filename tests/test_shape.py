@@ -1,13 +1,10 @@
 """The shape of the package: public names, import cost, size limits, and no leftovers."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ ROOT = Path(limpet.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-def test_public_names_are_sorted_and_exist() -> None:
+def test_public_names_are_sorted_and_exist():
     assert limpet.__all__ == sorted(limpet.__all__)
     for name in limpet.__all__:
         assert getattr(limpet, name) is not None
@@ -28,7 +25,7 @@ def test_public_names_are_sorted_and_exist() -> None:
 
 
 @pytest.mark.parametrize("package", [limpet.preemption, limpet.storage, limpet.tasks])
-def test_the_names_of_a_public_package_are_sorted_and_exist(package: Any) -> None:
+def test_the_names_of_a_public_package_are_sorted_and_exist(package):
     assert package.__all__ == sorted(package.__all__)
     for name in package.__all__:
         assert getattr(package, name).__name__ == name
@@ -37,13 +34,13 @@ def test_the_names_of_a_public_package_are_sorted_and_exist(package: Any) -> Non
         _ = package.Manager
 
 
-def run_in_new_interpreter(code: str) -> str:
+def run_in_new_interpreter(code):
     """Run ``code`` in a new interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_importing_limpet_loads_neither_torch_nor_rich() -> None:
+def test_importing_limpet_loads_neither_torch_nor_rich():
     code = (
         "import sys, limpet, limpet.preemption, limpet.tasks\n"
         "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
@@ -51,7 +48,7 @@ def test_importing_limpet_loads_neither_torch_nor_rich() -> None:
     assert run_in_new_interpreter(code) == "[]"
 
 
-def test_saving_arrays_does_not_import_torch() -> None:
+def test_saving_arrays_does_not_import_torch():
     code = (
         "import sys, limpet, numpy as np\n"
         "limpet.save('memory://m/version_1', {'x': np.arange(3), 'n': 1})\n"
@@ -61,7 +58,7 @@ def test_saving_arrays_does_not_import_torch() -> None:
     assert run_in_new_interpreter(code) == "[]"
 
 
-def test_a_step_that_saves_imports_nothing() -> None:
+def test_a_step_that_saves_imports_nothing():
     """An import takes time in which the training waits, and leaves Python's import lock acquired if
     a signal handler raises."""
     code = (
@@ -79,7 +76,7 @@ def test_a_step_that_saves_imports_nothing() -> None:
     assert run_in_new_interpreter(code) == "set()"
 
 
-def test_every_error_is_in_the_tree_of_the_module_docstring() -> None:
+def test_every_error_is_in_the_tree_of_the_module_docstring():
     errors = limpet.errors
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -87,7 +84,7 @@ def test_every_error_is_in_the_tree_of_the_module_docstring() -> None:
             assert issubclass(kind, Warning) or name in (errors.__doc__ or "")
 
 
-def test_the_error_tree_is_as_designed() -> None:
+def test_the_error_tree_is_as_designed():
     """A program that catches one of these classes relies on what else it catches."""
     errors = limpet.errors
     tree = {
@@ -110,7 +107,7 @@ def test_the_error_tree_is_as_designed() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_functions_stay_small(file: Path) -> None:
+def test_functions_stay_small(file):
     text = file.read_text()
     assert not re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", text)
     for node in ast.walk(ast.parse(text)):
@@ -121,11 +118,11 @@ def test_functions_stay_small(file: Path) -> None:
             assert not vague, node.name
 
 
-def test_only_settings_reads_the_environment() -> None:
+def test_only_settings_reads_the_environment():
     readers = {f.name for f in FILES if re.search(r"\bos\.(environ|getenv)\b", f.read_text())}
     assert readers <= {"settings.py", "console.py"}  # console.py reads the terminal width
 
 
-def test_save_and_load_recipes_stay_short() -> None:
+def test_save_and_load_recipes_stay_short():
     for name, limit in (("saving/save.py", 250), ("loading/load.py", 200)):
         assert (ROOT / name).read_text().count("\n") <= limit

@@ -1,7 +1,5 @@
 """Lists and ranks in messages, and the line that a warning names."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from limpet.text import format_list, format_ranks, hide_secrets, warn_user, with
         (range(2000), "0, 1, 2, and 1997 more"),
     ],
 )
-def test_a_list_is_cut_and_counted(items: list[str], expected: str) -> None:
+def test_a_list_is_cut_and_counted(items, expected):
     assert format_list(items, 3) == expected
     assert format_list(items, 3, "; ") == expected.replace(", ", "; ")
 
@@ -44,17 +42,17 @@ def test_a_list_is_cut_and_counted(items: list[str], expected: str) -> None:
         ("Is it s3://bucket/what? x = 1", None),
     ],
 )
-def test_secrets_of_urls_are_hidden(text: str, expected: str | None) -> None:
+def test_secrets_of_urls_are_hidden(text, expected):
     assert hide_secrets(text) == (text if expected is None else expected)
 
 
-def test_ranks() -> None:
+def test_ranks():
     assert format_ranks([3]) == "rank 3"
     assert format_ranks([0, 2]) == "ranks 0, 2"
     assert format_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
 
 
-def test_articles() -> None:
+def test_articles():
     assert [with_article(n) for n in ("dict", "int", "Tensor", "ndarray")] == [
         "a dict",
         "an int",
@@ -64,7 +62,7 @@ def test_articles() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
-def test_a_warning_names_the_line_that_called_limpet(depth: int) -> None:
+def test_a_warning_names_the_line_that_called_limpet(depth):
     """However deep in the package it is made: the frames above it belong to ``limpet.x``."""
     inside: dict[str, object] = {"__name__": "limpet.x", "warn_user": warn_user}
     exec(
@@ -77,6 +75,6 @@ def test_a_warning_names_the_line_that_called_limpet(depth: int) -> None:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        inside["call"](depth, SaveFailed)  # type: ignore[operator]
+        inside["call"](depth, SaveFailed)
     assert [(w.filename, str(w.message)) for w in caught] == [(__file__, "text")]
     assert "inside[" in Path(__file__).read_text().splitlines()[caught[0].lineno - 1]

@@ -1,14 +1,11 @@
 """Failures in ``in_parallel``; ``gc_paused`` re-enables the garbage collector at every exit."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
@@ -21,18 +18,18 @@ from tests.interrupts import MOMENTS, InterruptOpcode, SignalError, raise_at_sta
 
 
 @pytest.fixture(autouse=True)
-def _reenable_gc() -> Iterator[None]:
+def _reenable_gc():
     yield
     gc.enable()
 
 
-def test_gc_is_disabled_in_the_call_and_enabled_after_it() -> None:
+def test_gc_is_disabled_in_the_call_and_enabled_after_it():
     @gc_paused
-    def inner() -> None:
+    def inner():
         assert not gc.isenabled()
 
     @gc_paused
-    def outer(number: int) -> float:
+    def outer(number):
         inner()
         assert not gc.isenabled()
         return 1 / number
@@ -44,13 +41,13 @@ def test_gc_is_disabled_in_the_call_and_enabled_after_it() -> None:
     assert gc.isenabled()
 
 
-def test_gc_stays_disabled_if_it_was_disabled_before() -> None:
+def test_gc_stays_disabled_if_it_was_disabled_before():
     gc.disable()
     gc_paused(int)()
     assert not gc.isenabled()
 
 
-def test_gc_is_enabled_after_an_interrupt_at_any_opcode() -> None:
+def test_gc_is_enabled_after_an_interrupt_at_any_opcode():
     """A notebook keeps the last exception, with the frames in its traceback."""
     kept: list[BaseException] = []
     for at in count(1):
@@ -69,8 +66,8 @@ def test_gc_is_enabled_after_an_interrupt_at_any_opcode() -> None:
     assert len(kept) > 20
 
 
-def test_a_failure_of_the_items_in_another_thread_is_raised_in_the_caller() -> None:
-    def items() -> Iterator[None]:
+def test_a_failure_of_the_items_in_another_thread_is_raised_in_the_caller():
+    def items():
         while threading.current_thread() is threading.main_thread():
             yield
         raise ZeroDivisionError
@@ -79,16 +76,16 @@ def test_a_failure_of_the_items_in_another_thread_is_raised_in_the_caller() -> N
         in_parallel(items(), lambda _: None, 2)
 
 
-def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_thread() -> None:
+def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_thread():
     failures: list[BaseException] = []
 
-    def items() -> Iterator[int]:
+    def items():
         yield 0
         deadline = time.monotonic() + 10
         while not failures and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def interrupt(_: int) -> None:
+    def interrupt(_):
         raise KeyboardInterrupt
 
     began = time.monotonic()
@@ -98,11 +95,11 @@ def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_th
 
 
 @pytest.mark.parametrize(("nbytes", "threads"), [(0, 1), (MIB - 1, 1), (MIB, 2), (8 * MIB, 3)])
-def test_little_data_is_not_shared_by_threads(nbytes: int, threads: int) -> None:
+def test_little_data_is_not_shared_by_threads(nbytes, threads):
     seen: list[int] = []
     together = threading.Barrier(threads)
 
-    def work(_: int) -> None:
+    def work(_):
         seen.append(threading.get_ident())
         together.wait(10)
 
@@ -112,14 +109,12 @@ def test_little_data_is_not_shared_by_threads(nbytes: int, threads: int) -> None
 
 
 @pytest.mark.parametrize("slow", [(), range(320), range(0, 320, 2), (7, 8)], ids=str)
-def test_only_slow_lookups_run_in_threads(
-    monkeypatch: pytest.MonkeyPatch, slow: Sequence[int]
-) -> None:
+def test_only_slow_lookups_run_in_threads(monkeypatch, slow):
     clock = 0.0
     threads: dict[int, str] = {}
     monkeypatch.setattr("limpet.threads.time.perf_counter", lambda: clock)
 
-    def look_up(item: int) -> None:
+    def look_up(item):
         nonlocal clock
         assert item not in threads
         threads[item] = threading.current_thread().name
@@ -139,14 +134,12 @@ def test_only_slow_lookups_run_in_threads(
 
 @pytest.mark.parametrize("failing", [0, 1, 200])
 @pytest.mark.parametrize("in_threads", [False, True])
-def test_the_first_error_ends_the_lookups(
-    monkeypatch: pytest.MonkeyPatch, in_threads: bool, failing: int
-) -> None:
+def test_the_first_error_ends_the_lookups(monkeypatch, in_threads, failing):
     seen: list[int] = []
     clock, failed = count(), threading.Event()
     monkeypatch.setattr("limpet.threads.time.perf_counter", lambda: in_threads * next(clock))
 
-    def look_up(item: int) -> None:
+    def look_up(item):
         seen.append(item)
         if item == failing:
             failed.set()
@@ -161,18 +154,16 @@ def test_the_first_error_ends_the_lookups(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_no_thread_works_after_an_error_of_a_signal_handler_while_one_starts(
-    monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_no_thread_works_after_an_error_of_a_signal_handler_while_one_starts(monkeypatch, moment):
     errors: list[BaseException] = []
     busy: set[int] = set()
 
-    def work(_: int) -> None:
+    def work(_):
         busy.add(threading.get_ident())
         time.sleep(0.001)
         busy.discard(threading.get_ident())
 
-    def call() -> None:
+    def call():
         raise_at_start(monkeypatch, "limpet-0", moment)
         try:
             in_parallel(range(1_000_000), work, 3)
@@ -187,7 +178,7 @@ def test_no_thread_works_after_an_error_of_a_signal_handler_while_one_starts(
     assert errors
 
 
-def test_a_latch_is_waited_for_longer_than_a_lock_can_wait() -> None:
+def test_a_latch_is_waited_for_longer_than_a_lock_can_wait():
     """Such as with ``timeout=10**10`` of a store."""
     latch = Latch()
     timer = threading.Timer(0.05, latch.set)
@@ -208,13 +199,13 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_process_ends_after_a_call_whose_start_was_interrupted() -> None:
+def test_a_process_ends_after_a_call_whose_start_was_interrupted():
     command = [sys.executable, "-c", INTERRUPTED_CALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set() -> None:
+def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set():
     latch = Latch()
     assert not latch.wait(0)
     assert not latch.wait(0.01)
@@ -235,19 +226,19 @@ def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set() -> None:
 class LockWithSetter:
     """The lock of a latch that another thread sets as soon as a thread waits for the lock."""
 
-    def __init__(self, latch: Latch) -> None:
+    def __init__(self, latch):
         self._latch, self._lock = latch, latch._lock
 
-    def acquire(self, timeout: float) -> bool:
+    def acquire(self, timeout):
         threading.Thread(target=self._latch.set).start()
         return self._lock.acquire(timeout=timeout)
 
-    def release(self) -> None:
+    def release(self):
         self._lock.release()
 
 
 @pytest.mark.parametrize("method", ["set", "wait"])
-def test_an_interrupted_call_of_a_latch_can_be_repeated(method: str) -> None:
+def test_an_interrupted_call_of_a_latch_can_be_repeated(method):
     """The exception comes at each opcode in turn, as that of a signal handler."""
     codes = {f.__code__ for f in vars(Latch).values() if inspect.isfunction(f)}
     number, before = 0, sys.gettrace()
@@ -255,7 +246,7 @@ def test_an_interrupted_call_of_a_latch_can_be_repeated(method: str) -> None:
         latch, number = Latch(), number + 1
         interrupt = InterruptOpcode(number, lambda frame: frame.f_code in codes)
         if method == "wait":
-            latch._lock = LockWithSetter(latch)  # type: ignore[assignment]
+            latch._lock = LockWithSetter(latch)
         sys.settrace(interrupt)
         try:
             getattr(latch, method)()

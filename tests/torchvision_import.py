@@ -4,8 +4,6 @@ PyPI's torchvision is built for CUDA. Beside a PyTorch for the CPU, its import f
 torchvision::nms does not exist", and so do the imports of timm and of parts of Transformers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import warnings
@@ -15,7 +13,7 @@ _LIBRARIES: list[Any] = []
 """A library of operators must stay alive for as long as its operators are used."""
 
 
-def make_torchvision_importable() -> None:
+def make_torchvision_importable():
     """Import torchvision if it is installed; declare the operators that it lacks, without code."""
     if importlib.util.find_spec("torchvision") is None:
         return

@@ -1,24 +1,18 @@
 """A tiny deterministic training for tests. Every step changes the whole state."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from weakref import ref
 
 import numpy as np
 
 import limpet
-from limpet.run.policy import EverySteps, KeepPolicy, SavePolicy
+from limpet.run.policy import EverySteps
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.training import takeover
-from limpet.training.checkpointer import Checkpointer
 
 
-def initial_state() -> dict[str, Any]:
+def initial_state():
     """Return the state before the first step."""
     return {
         "weights": np.zeros(1000, np.float32),
@@ -28,7 +22,7 @@ def initial_state() -> dict[str, Any]:
     }
 
 
-def train_step(state: dict[str, Any]) -> float:
+def train_step(state):
     """Compute one step, which depends on all earlier steps, and return its loss."""
     step = state["progress"].step + 1
     state["weights"] += np.float32(step) * state["small"]["bias"][0].astype(np.float32)
@@ -38,7 +32,7 @@ def train_step(state: dict[str, Any]) -> float:
     return loss
 
 
-def state_after(steps: int) -> dict[str, Any]:
+def state_after(steps):
     """Return the state after ``steps`` steps without an interruption."""
     state = initial_state()
     for _ in range(steps):
@@ -47,7 +41,7 @@ def state_after(steps: int) -> dict[str, Any]:
     return state
 
 
-def states_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def states_equal(a, b):
     """Return True if two states are equal bit for bit."""
     return (
         a["weights"].tobytes() == b["weights"].tobytes()
@@ -58,11 +52,11 @@ def states_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def missing_metrics() -> Iterator[list[tuple[list[str], list[str]]]]:
+def missing_metrics():
     """Collect the fields ``metrics`` and ``given`` of the events ``metric_missing``."""
     found: list[tuple[list[str], list[str]]] = []
 
-    def collect(name: str, fields: dict[str, Any]) -> None:
+    def collect(name, fields):
         if name == "metric_missing":
             found.append((fields["metrics"], fields["given"]))
 
@@ -71,21 +65,19 @@ def missing_metrics() -> Iterator[list[tuple[list[str], list[str]]]]:
 
 
 @contextmanager
-def training(
-    store: Store | str, save: SavePolicy, keep: KeepPolicy | None = None
-) -> Iterator[tuple[dict[str, Any], limpet.Checkpointer]]:
+def training(store, save, keep=None):
     state = initial_state()
     with limpet.Checkpointer(store, state, save=save, keep=keep) as ckpt:
         yield state, ckpt
 
 
-def train(state: dict[str, Any], ckpt: limpet.Checkpointer, last_step: int) -> None:
+def train(state, ckpt, last_step):
     """Train until ``last_step`` steps are done."""
     while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
 
 
-def trained_run(last_step: int = 60, every: int = 20) -> MemoryStore:
+def trained_run(last_step=60, every=20):
     """Return the store of a run with a version, and its metric ``loss``, every ``every`` steps.
 
     The default versions are 20, 40, and 60.
@@ -96,7 +88,7 @@ def trained_run(last_step: int = 60, every: int = 20) -> MemoryStore:
     return store
 
 
-def flip_bit(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:
+def flip_bit(store, key, byte=-1, bit=0):
     """Flip one bit of an object, as a faulty disk could."""
     raw = bytearray(store.get(key, 1 << 30))
     raw[byte] ^= 1 << bit
@@ -104,25 +96,25 @@ def flip_bit(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:
     store.put_if_absent(key, bytes(raw))
 
 
-def shard_of(store: Store, folder: str) -> str:
+def shard_of(store, folder):
     """Return the key of the only shard of a version."""
     [key] = [s.key for s in store.list(folder) if s.key.endswith(".safetensors")]
     return key
 
 
-def forget(ckpt: Checkpointer) -> None:
+def forget(ckpt):
     """Let later trainings of this process not know of this one, as if it were in another process
     or had been killed: otherwise, they would close it."""
     takeover._trainings.pop(ref(ckpt._saver), None)
 
 
-def delete_version(store: Store, step: int) -> None:
+def delete_version(store, step):
     """Delete a version, also one from which a training continues, which ``Run.delete`` refuses."""
     for stat in list(store.list(f"version_{step}")):
         store.delete(stat.key)
 
 
-def threads_of_trainings() -> list[threading.Thread]:
+def threads_of_trainings():
     """Return the threads of Limpet in this process, without those that an earlier test with
     several ranks may have left: a training of one process starts none of that name."""
     threads = (t for t in threading.enumerate() if t.name.startswith("limpet"))

@@ -3,23 +3,20 @@
 ``tests/test_without_torch.py`` runs it, and ``make test-python`` where torch is not installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import sys
-from typing import Any
 
 import numpy as np
 
 import limpet
 from limpet.cli import cli
 
-sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it raises ImportError
+sys.modules["torch"] = None  # an import of it raises ImportError
 
 
-def initial_state() -> dict[str, Any]:
+def initial_state():
     return {
         "weights": {"w": np.zeros((64, 8), np.float32), "b": np.zeros(8)},
         "rng": limpet.RNG(),
@@ -28,7 +25,7 @@ def initial_state() -> dict[str, Any]:
     }
 
 
-def train(state: dict[str, Any], ckpt: limpet.Checkpointer, last_step: int) -> None:
+def train(state, ckpt, last_step):
     while state["progress"].step < last_step:
         noise = np.random.standard_normal((64, 8))
         state["weights"]["w"] += noise.astype(np.float32)
@@ -38,7 +35,7 @@ def train(state: dict[str, Any], ckpt: limpet.Checkpointer, last_step: int) -> N
         ckpt.step({"loss": loss})
 
 
-def call(*arguments: str) -> Any:
+def call(*arguments):
     """Return the JSON document that a command prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = cli.main([*arguments, "--json"], standalone_mode=False) or 0
@@ -47,7 +44,7 @@ def call(*arguments: str) -> Any:
     return json.loads(out.getvalue())
 
 
-def main(folder: str) -> None:
+def main(folder):
     np.random.seed(7)
     expected, run = initial_state(), f"{folder}/a"
     with limpet.Checkpointer(f"{folder}/whole", expected, save=limpet.AtEnd()) as ckpt:

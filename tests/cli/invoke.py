@@ -1,15 +1,12 @@
 """Run commands in this process, and make small runs in memory for them."""
 
-from __future__ import annotations
-
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from click.testing import CliRunner
 
 from limpet.cli import cli
 from limpet.run.policy import EverySteps
-from limpet.storage.memory import MemoryStore
 from tests.trainings import train, training
 
 
@@ -21,11 +18,11 @@ class CommandResult(NamedTuple):
     err: str
 
     @property
-    def json(self) -> Any:
+    def json(self):
         return json.loads(self.out)
 
 
-def run_cli(*arguments: object) -> CommandResult:
+def run_cli(*arguments):
     """Run a command. An unexpected exception fails the test."""
     result = CliRunner().invoke(cli, [str(w) for w in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -34,14 +31,14 @@ def run_cli(*arguments: object) -> CommandResult:
     return CommandResult(result.exit_code, result.stdout, result.stderr)
 
 
-def make_run(store: MemoryStore) -> MemoryStore:
+def make_run(store):
     """Save versions 20, 40, and 60 with the metric ``loss``."""
     with training(store, EverySteps(20)) as (state, ckpt):
         train(state, ckpt, 60)
     return store
 
 
-def train_branch(store: MemoryStore, start: int, last_step: int) -> None:
+def train_branch(store, start, last_step):
     """Continue from a version on a new branch."""
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=start)

@@ -20,11 +20,11 @@ from pathlib import Path
 from limpet.notices.exit_status import Status, announce_worker, leave_code
 
 
-def leave(code: int, why: str) -> None:
+def leave(code, why):
     sys.exit(leave_code(Status(code, rank, step=5, saved_step=4, run="runs/a", why=why)))
 
 
-def on_signal(number: int, _: object) -> None:
+def on_signal(number, _):
     leave(int(action), signal.Signals(number).name)
 
 

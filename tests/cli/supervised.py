@@ -1,16 +1,12 @@
 """Start ``limpet run`` as a process, and wait for what it and its commands do."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from limpet.notices.process_tree import read_process
 from tests.cli.invoke import CommandResult
@@ -23,7 +19,7 @@ WORKER = Path(__file__).with_name("status_worker.py")
 """A worker that writes a status; see its docstring."""
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
+def wait_until(condition):
     """Wait until the condition holds, for a bounded time."""
     end = time.monotonic() + LIMIT
     while not condition():
@@ -31,19 +27,14 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     try:
         return not read_process(pid).ended
     except OSError:
         return False
 
 
-def run_to_end(
-    *arguments: str | Path,
-    environment: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
-    **options: Any,
-) -> CommandResult:
+def run_to_end(*arguments, environment=None, prefix=(), **options):
     """Run ``limpet run`` until it ends. ``prefix`` is a command before it."""
     done = subprocess.run(
         [*prefix, *RUN, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT,
@@ -53,9 +44,7 @@ def run_to_end(
 
 
 @contextmanager
-def started(
-    *arguments: str | Path, prefix: Sequence[str] = (), **options: Any
-) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments, prefix=(), **options):
     """Start ``limpet run`` with these arguments. It is killed if the test fails."""
     options = {"stdout": subprocess.PIPE, **options}
     process = subprocess.Popen(
@@ -74,13 +63,13 @@ def started(
                 print(*process.communicate())
 
 
-def finish(process: subprocess.Popen[str]) -> CommandResult:
+def finish(process):
     """Wait for the end of a started ``limpet run``."""
     out, err = process.communicate(timeout=LIMIT)
     return CommandResult(process.returncode, out, err)
 
 
-def read_pid(file: Path) -> int:
+def read_pid(file):
     """Wait for a file with a process id and return the id."""
     wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
     return int(file.read_text())

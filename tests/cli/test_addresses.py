@@ -1,10 +1,7 @@
 """Every function and command that takes a snapshot takes ``RUN@latest``, ``@120``, ``@best``."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ ADDRESSES = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Make the run ``runs/a`` with versions 1, 2, 3 and, on branch 1, 3. The best is version 1."""
     monkeypatch.chdir(tmp_path)
     for at, losses in ((None, {1: 0.1, 2: 0.2, 3: 0.3}), (2, {3: 0.4})):
@@ -45,44 +42,44 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def values(version: str) -> Any:
+def values(version):
     return limpet.load(f"runs/a/{version}")["x"]
 
 
-def by_open(address: str) -> Any:
+def by_open(address):
     return limpet.open(address)["x"].read()
 
 
-def by_load(address: str) -> Any:
+def by_load(address):
     return limpet.load(address)["x"]
 
 
-def by_load_into(address: str) -> Any:
+def by_load_into(address):
     state = {"x": torch.zeros(4)}
     limpet.load(address, into=state)
     return state["x"]
 
 
-def by_resume_start(address: str) -> Any:
+def by_resume_start(address):
     state = {"x": torch.zeros(4)}
     with limpet.Checkpointer("runs/b", state, save=limpet.Never()) as ckpt:
         ckpt.resume(start=address)
     return state["x"]
 
 
-def by_dcp(address: str) -> Any:
+def by_dcp(address):
     state = {"x": torch.zeros(4)}
     dcp.load(state, storage_reader=StorageReader(address), no_dist=True)
     return state["x"]
 
 
-def by_export(address: str) -> Any:
+def by_export(address):
     to = Path(tempfile.mkdtemp(), "out.pt")
     limpet.export(address, to, to="torch")
     return torch.load(to, weights_only=True)["x"]
 
 
-def by_path(address: str) -> Any:
+def by_path(address):
     return limpet.open(Path(address))["x"].read()
 
 
@@ -92,7 +89,7 @@ PYTHON = [by_open, by_load, by_load_into, by_resume_start, by_dcp, by_export, by
 @pytest.mark.parametrize("call", PYTHON)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.usefixtures("folder")
-def test_every_function_takes_an_address(call: Callable[[str], Any]) -> None:
+def test_every_function_takes_an_address(call):
     for address, version in ADDRESSES.items():
         assert torch.equal(call(f"runs/a{address}"), values(version))
 
@@ -109,7 +106,7 @@ COMMANDS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("verb", COMMANDS)
 @pytest.mark.usefixtures("folder")
-def test_every_command_takes_an_address(verb: str) -> None:
+def test_every_command_takes_an_address(verb):
     for address, version in ADDRESSES.items():
         words = [w.replace("ADDRESS", f"runs/a{address}") for w in COMMANDS[verb]]
         result = run_cli(verb, *[w.replace("VERSION", version) for w in words], "--json")
@@ -124,10 +121,9 @@ def test_every_command_takes_an_address(verb: str) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_commands_that_take_a_step_take_what_follows_the_sign() -> None:
+def test_the_commands_that_take_a_step_take_what_follows_the_sign():
     for address, version in ADDRESSES.items():
-        pinned = run_cli("pin", "runs/a", address[1:], "--json")
-        assert pinned.json["version"] == version
+        assert run_cli("pin", "runs/a", address[1:], "--json").json["version"] == version
         assert [str(v) for v in limpet.Run("runs/a").pins()] == [version]
         assert run_cli("pin", "runs/a", address[1:], "--remove").code == 0
         assert limpet.Run("runs/a").pins() == []
@@ -138,9 +134,7 @@ FORMS = ["runs/a@{}", "./runs/a@{}", "runs/a/version_{}", "{}/runs/a/version_{}/
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("step", ["1", "3.1"])
-def test_the_commands_that_take_a_step_take_the_version_itself(
-    folder: Path, form: str, step: str
-) -> None:
+def test_the_commands_that_take_a_step_take_the_version_itself(folder, form, step):
     version = form.format(*([folder] * (form.count("{}") - 1)), step)
     assert run_cli("pin", version, "--json").json["version"] == f"version_{step}"
     assert [str(v) for v in limpet.Run("runs/a").pins()] == [f"version_{step}"]
@@ -154,7 +148,7 @@ def test_the_commands_that_take_a_step_take_the_version_itself(
 
 
 @pytest.mark.parametrize("address", ["@latest", "@best", "@best:loss"])
-def test_pin_takes_names_and_rm_does_not(folder: Path, address: str) -> None:
+def test_pin_takes_names_and_rm_does_not(folder, address):
     version = ADDRESSES[address]
     assert run_cli("pin", f"runs/a{address}", "--json").json["version"] == version
     for words in ([f"runs/a{address}"], ["runs/a", address[1:]], ["runs/a@2", f"runs/a{address}"]):
@@ -164,7 +158,7 @@ def test_pin_takes_names_and_rm_does_not(folder: Path, address: str) -> None:
     assert len(limpet.Run("runs/a").listing().versions) == 4
 
 
-def test_several_versions_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_versions_of_one_run(folder, monkeypatch):
     monkeypatch.chdir(folder / "runs" / "a")
     result = run_cli("rm", "version_3", "../a@1", ".@2.0", "--json")
     assert result.json["deleted"] == ["version_1", "version_2", "version_3"]
@@ -172,7 +166,7 @@ def test_several_versions_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPat
     assert run_cli("pin", ".").out == "version_3.1 is pinned\n"
 
 
-def test_a_run_in_a_folder_with_the_name_of_a_version(folder: Path) -> None:
+def test_a_run_in_a_folder_with_the_name_of_a_version(folder):
     """The logger of Lightning numbers its folders so."""
     (folder / "logs").mkdir()
     (folder / "runs" / "a").rename(folder / "logs" / "version_5")
@@ -183,7 +177,7 @@ def test_a_run_in_a_folder_with_the_name_of_a_version(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_pin_takes_one_version() -> None:
+def test_pin_takes_one_version():
     for words in (["runs/a", "1", "2"], ["runs/a@1", "runs/a@2"]):
         assert run_cli("pin", *words).code == 2
     assert limpet.Run("runs/a").pins() == []
@@ -206,7 +200,7 @@ NO_VERSION = [
 
 @pytest.mark.parametrize("verb", [["rm"], ["pin"], ["pin", "--remove"]])
 @pytest.mark.usefixtures("folder")
-def test_what_names_no_version(verb: list[str]) -> None:
+def test_what_names_no_version(verb):
     for words, code, message in NO_VERSION:
         result = run_cli(*verb, *words.split())
         assert (result.code, result.err.count("\n")) == (code, 1), words
@@ -216,7 +210,7 @@ def test_what_names_no_version(verb: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_methods_of_a_run_take_an_opened_address() -> None:
+def test_the_methods_of_a_run_take_an_opened_address():
     run, best = limpet.Run("runs/a"), limpet.open("runs/a@best")
     assert run.metrics(best) == {"loss": 0.1}
     run.add_metrics(best, {"val": 1.0})

@@ -1,7 +1,5 @@
 """The completion of shells, and ``--json`` anywhere on the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,7 +21,7 @@ LIMPET = Path(sys.executable).with_name("limpet")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
 
 
-def complete(shell: str, *words: str) -> list[list[str]]:
+def complete(shell, *words):
     """Return what the shell is told: type and value of each completion."""
     env = {
         **os.environ,
@@ -41,7 +39,7 @@ def complete(shell: str, *words: str) -> list[list[str]]:
     return [line.split(",", 1) for line in done.stdout.splitlines() if line]
 
 
-def test_every_shell_completes_commands() -> None:
+def test_every_shell_completes_commands():
     assert complete("bash", "sh") == [["plain", "show"]]
     assert complete("zsh", "sh") == [["plain", "show"]]
     assert [v for _, v in complete("bash", "")] == list(VERBS)
@@ -49,7 +47,7 @@ def test_every_shell_completes_commands() -> None:
     assert "show" in fish
 
 
-def test_options_and_paths_are_completed() -> None:
+def test_options_and_paths_are_completed():
     assert complete("bash", "show", "--de") == [["plain", "--depth"]]
     assert complete("bash", "export", "a", "--to", "s") == [["plain", "safetensors"]]
     for verb in ("show", "ls", "copy", "rm"):
@@ -58,7 +56,7 @@ def test_options_and_paths_are_completed() -> None:
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_folder(tmp_path, monkeypatch):
     """Make the run ``runs/a`` with versions 5, 50, and 120, and an uncommitted save of step 51."""
     monkeypatch.chdir(tmp_path)
     for step in (5, 50, 120):
@@ -68,8 +66,8 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("run_folder")
-def test_the_steps_of_a_local_run_are_completed() -> None:
-    def plain(*values: str) -> list[list[str]]:
+def test_the_steps_of_a_local_run_are_completed():
+    def plain(*values):
         return [["plain", value] for value in values]
 
     for shell in ("zsh", "fish"):
@@ -96,10 +94,10 @@ def test_the_steps_of_a_local_run_are_completed() -> None:
 
 
 @pytest.mark.usefixtures("run_folder")
-def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch):
     answer = threading.Event()
 
-    def hang(run: str, start: str) -> list[str]:
+    def hang(run, start):
         answer.wait(20)
         return ["5"]
 
@@ -111,7 +109,7 @@ def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_what_a_user_types_into_bash(run_folder: Path) -> None:
+def test_what_a_user_types_into_bash(run_folder):
     typed = (
         f'PATH={LIMPET.parent}:$PATH; eval "$(_LIMPET_COMPLETE=bash_source limpet)"\n'
         "limpet show runs/a@12\t --json > shown\n"
@@ -136,7 +134,7 @@ def test_what_a_user_types_into_bash(run_folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_line_in_the_document_works(shell: str, tmp_path: Path) -> None:
+def test_the_line_in_the_document_works(shell, tmp_path):
     line = re.search(
         rf"^.*_LIMPET_COMPLETE={shell}_source.*?(?=  +#)", DOCUMENT.read_text(), re.MULTILINE
     )
@@ -164,14 +162,14 @@ def test_the_line_in_the_document_works(shell: str, tmp_path: Path) -> None:
         ["--json", "ls", "RUN", "--json"],
     ],
 )  # fmt: skip
-def test_json_may_be_anywhere(run: str, arguments: list[str]) -> None:
+def test_json_may_be_anywhere(run, arguments):
     result = run_cli(*[run if a == "RUN" else a for a in arguments])
     assert (result.code, result.err) == (0, "")
     assert [v["step"] for v in result.json["versions"]] == [20, 40, 60]
     assert run_cli("ls", run).out.startswith(run)  # it does not stay on
 
 
-def test_errors_are_json_too(empty_url: str) -> None:
+def test_errors_are_json_too(empty_url):
     for arguments in (["--json", "ls", empty_url], ["ls", empty_url, "--json"]):
         result = run_cli(*arguments)
         assert result.json["exit"] == result.code == 4
@@ -179,11 +177,11 @@ def test_errors_are_json_too(empty_url: str) -> None:
     assert (result.code, result.out) == (2, "")
 
 
-def test_show_respects_depth_in_json(tmp_path: Path) -> None:
+def test_show_respects_depth_in_json(tmp_path):
     state = {"model": {"fc": {"w": np.zeros(4), "n": 1}, "b": np.zeros(2)}, "step": 7}
     limpet.save(tmp_path / "version_1", state, step=1)
 
-    def shown(*options: object) -> tuple[list[str], list[str], list[object]]:
+    def shown(*options):
         document = run_cli("show", tmp_path / "version_1", "--json", *options).json
         keys = [[row["key"] for row in document[kind]] for kind in ("leaves", "values")]
         return keys[0], keys[1], document["collapsed"]

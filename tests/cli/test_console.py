@@ -1,7 +1,5 @@
 """Terminal output: sizes, ages, text, the progress bar."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time
@@ -15,22 +13,22 @@ from limpet.cli import console
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(-60, "0 s"), (5, "5 s"), (180, "3 min"), (7300, "2 h"), (1e6, "12 d")]
 )
-def test_ages(seconds: float, shown: str) -> None:
+def test_ages(seconds, shown):
     created = datetime.now(UTC) - timedelta(seconds=seconds)
     assert console.format_age(created.isoformat()) == shown
 
 
 @pytest.mark.parametrize("width", [console.PIPE_WIDTH, 24])
 def test_a_table_in_a_pipe_is_the_one_on_a_terminal_without_styles_and_trailing_spaces(
-    width: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+    width, capsys
+):
     random = Random(1)
     texts = ["", "a", "two words", " indented", "end ", "\u65e5\u672c\u8a9e", "e\u0301", "x" * 30]
     for _ in range(100):
@@ -44,15 +42,13 @@ def test_a_table_in_a_pipe_is_the_one_on_a_terminal_without_styles_and_trailing_
         console.print_table(pipe, table)
         terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
         console.print_table(terminal, table)
-        shown = terminal.file.getvalue()  # type: ignore[attr-defined]
+        shown = terminal.file.getvalue()
         expected = [line.rstrip(" ") for line in shown.splitlines()]
         assert capsys.readouterr().out.splitlines() == expected
 
 
 @pytest.mark.parametrize("unit", ["bytes", "versions"])
-def test_a_long_operation_shows_a_bar_that_disappears(
-    monkeypatch: pytest.MonkeyPatch, unit: str
-) -> None:
+def test_a_long_operation_shows_a_bar_that_disappears(monkeypatch, unit):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -66,7 +62,7 @@ def test_a_long_operation_shows_a_bar_that_disappears(
     assert terminal.getvalue().endswith("\x1b[2K")
 
 
-def test_a_short_operation_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_operation_shows_no_bar(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with console.progress_bar("verifying", 100, quiet=False) as advance:
@@ -74,7 +70,7 @@ def test_a_short_operation_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None
     assert terminal.getvalue() == ""
 
 
-def test_no_bar_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_is_shown_without_a_terminal(monkeypatch):
     monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)

@@ -1,13 +1,8 @@
 """``limpet copy``."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -23,18 +18,17 @@ from limpet.run.policy import EverySteps, KeepEvery, KeepLast
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
-from limpet.storage.store import Store
 from tests.cli.invoke import make_run, run_cli, train_branch
 from tests.interleaving import Actor, count_calls, run_interleaved
 from tests.trainings import flip_bit, shard_of, train, training
 from tests.unreliable_stores import HookedStore
 
 
-def keys(url: str) -> list[str]:
+def keys(url):
     return [s.key for s in open_store(url).list("")]
 
 
-def test_a_snapshot(run: str, empty_url: str) -> None:
+def test_a_snapshot(run, empty_url):
     result = run_cli("copy", f"{run}/version_40", f"{empty_url}/version_40")
     assert result.code == 0
     assert "1 snapshot copied" in result.out
@@ -42,7 +36,7 @@ def test_a_snapshot(run: str, empty_url: str) -> None:
     assert run_cli("verify", empty_url).code == 0
 
 
-def test_json_keys_are_stable(run: str, empty_url: str) -> None:
+def test_json_keys_are_stable(run, empty_url):
     report = run_cli("copy", run, empty_url, "--json").json
     assert list(report) == [
         "from", "to", "copied", "present", "damaged", "branches", "evaluations", "pins",
@@ -52,11 +46,10 @@ def test_json_keys_are_stable(run: str, empty_url: str) -> None:
     assert [c["step"] for c in report["copied"]] == [20, 40, 60]
 
 
-def test_a_run_with_branches(store: MemoryStore, tmp_path: Path) -> None:
+def test_a_run_with_branches(store, tmp_path):
     train_branch(store, start=40, last_step=80)
     to = tmp_path / "runs" / "copy"
-    result = run_cli("copy", store.url, to)
-    assert result.code == 0
+    assert run_cli("copy", store.url, to).code == 0
     assert keys(str(to)) == keys(store.url)
     source, copied = run_cli("ls", store.url, "--json").json, run_cli("ls", to, "--json").json
     assert copied["latest"] == source["latest"] == "version_80.1"
@@ -64,7 +57,7 @@ def test_a_run_with_branches(store: MemoryStore, tmp_path: Path) -> None:
     assert run_cli("verify", to).code == 0
 
 
-def test_a_repeated_copy_copies_only_new_versions(store: MemoryStore, empty_url: str) -> None:
+def test_a_repeated_copy_copies_only_new_versions(store, empty_url):
     run_cli("copy", store.url, empty_url)
     train_branch(store, start=40, last_step=80)
     report = run_cli("copy", store.url, empty_url, "--json").json
@@ -74,9 +67,7 @@ def test_a_repeated_copy_copies_only_new_versions(store: MemoryStore, empty_url:
     assert "already present" in run_cli("copy", store.url, empty_url).out
 
 
-def test_evaluations_and_lasting_pins_are_copied_with_a_run(
-    store: MemoryStore, empty_url: str
-) -> None:
+def test_evaluations_and_lasting_pins_are_copied_with_a_run(store, empty_url):
     """A copy has the same best version as its original, and the same pinned versions."""
     run = hf.Run(store)
     run.add_metrics(20, {"val": 0.25, "odd": float("nan")})
@@ -93,12 +84,12 @@ def test_evaluations_and_lasting_pins_are_copied_with_a_run(
     assert run_cli("verify", empty_url).code == 0
 
 
-def count_copied(one: Store, two: Store) -> int:
+def count_copied(one, two):
     run = hf.Run(one)
     return len(_copy_run(run, run.listing(), hf.Run(two), True).copied)
 
 
-def test_a_backup_continues_if_the_source_has_deleted_all_its_versions() -> None:
+def test_a_backup_continues_if_the_source_has_deleted_all_its_versions():
     """For example, an hourly backup of a training that saves often and keeps few versions."""
     source, backup, other = MemoryStore(), MemoryStore(), MemoryStore()
     with training(source, EverySteps(1), KeepLast(2)) as (state, ckpt):
@@ -123,7 +114,7 @@ def test_a_backup_continues_if_the_source_has_deleted_all_its_versions() -> None
         count_copied(source, backup)
 
 
-def test_different_versions_of_one_step_are_not_mixed(empty_url: str) -> None:
+def test_different_versions_of_one_step_are_not_mixed(empty_url):
     """Retention deleted the versions between a version and its parent. Only a name is left."""
     one, two = MemoryStore(), open_store(empty_url)
     with training(one, EverySteps(3), KeepLast(1) | KeepEvery(3)) as (state, ckpt):
@@ -144,7 +135,7 @@ def test_different_versions_of_one_step_are_not_mixed(empty_url: str) -> None:
     assert keys(empty_url) == before
 
 
-def test_nothing_is_overwritten(run: str, empty_url: str) -> None:
+def test_nothing_is_overwritten(run, empty_url):
     hf.save(f"{empty_url}/version_40", {"n": 1})
     before = keys(empty_url)
     for arguments in ((f"{run}/version_40", f"{empty_url}/version_40"), (run, empty_url)):
@@ -154,25 +145,23 @@ def test_nothing_is_overwritten(run: str, empty_url: str) -> None:
     assert keys(empty_url) == before
 
 
-def test_two_trainings_are_not_mixed(run: str, empty_url: str) -> None:
+def test_two_trainings_are_not_mixed(run, empty_url):
     hf.save(f"{empty_url}/version_7", {"n": 1})
     result = run_cli("copy", run, empty_url)
     assert result.code == 8
     assert "another training" in result.err
     other = open_store(empty_url + "-other")
-    assert isinstance(other, MemoryStore)
     make_run(other)
     assert run_cli("copy", run, other.url).code == 8
 
 
-def test_a_version_keeps_its_step(run: str, empty_url: str) -> None:
-    result = run_cli("copy", f"{run}/version_40", f"{empty_url}/version_50")
-    assert result.code == 8
+def test_a_version_keeps_its_step(run, empty_url):
+    assert run_cli("copy", f"{run}/version_40", f"{empty_url}/version_50").code == 8
     assert keys(empty_url) == []
     assert run_cli("copy", f"{run}/version_40", f"{empty_url}/best").code == 0
 
 
-def test_a_damaged_snapshot_is_not_copied(store: MemoryStore, empty_url: str) -> None:
+def test_a_damaged_snapshot_is_not_copied(store, empty_url):
     flip_bit(store, shard_of(store, "version_40"))
     result = run_cli("copy", f"{store.url}/version_40", f"{empty_url}/version_40")
     assert result.code == 3
@@ -180,9 +169,7 @@ def test_a_damaged_snapshot_is_not_copied(store: MemoryStore, empty_url: str) ->
     assert f"version_40/{MANIFEST}" not in keys(empty_url)
 
 
-def test_damaged_versions_of_a_run_are_reported_and_not_copied(
-    store: MemoryStore, empty_url: str
-) -> None:
+def test_damaged_versions_of_a_run_are_reported_and_not_copied(store, empty_url):
     flip_bit(store, shard_of(store, "version_40"))
     flip_bit(store, f"version_20/{MANIFEST}")
     result = run_cli("copy", store.url, empty_url, "--json")
@@ -195,7 +182,7 @@ def test_damaged_versions_of_a_run_are_reported_and_not_copied(
     assert out.endswith("Nothing copied; 1 already present; 2 NOT copied\n")
 
 
-def test_the_summary_says_what_was_copied(store: MemoryStore, tmp_path: Path) -> None:
+def test_the_summary_says_what_was_copied(store, tmp_path):
     assert ", all checked\n" in run_cli("copy", store.url, tmp_path / "b").out
     out = run_cli("copy", store.url, tmp_path / "b").out
     assert out.endswith("\nNothing copied; 3 already present\n")
@@ -205,7 +192,7 @@ def test_the_summary_says_what_was_copied(store: MemoryStore, tmp_path: Path) ->
     assert out.endswith(", all checked; 1 NOT copied\n")
 
 
-def test_no_empty_folder_remains_if_nothing_was_copied(store: MemoryStore, tmp_path: Path) -> None:
+def test_no_empty_folder_remains_if_nothing_was_copied(store, tmp_path):
     (tmp_path / "mine").mkdir()
     for step in (20, 40, 60):
         flip_bit(store, shard_of(store, f"version_{step}"))
@@ -221,7 +208,7 @@ def test_no_empty_folder_remains_if_nothing_was_copied(store: MemoryStore, tmp_p
 # -- repeated copies -----------------------------------------------------------------------------
 
 
-def continue_training(store: Store, steps: int, every: int = 20, at: int | None = None) -> None:
+def continue_training(store, steps, every=20, at=None):
     """Continue training from the newest version, or from that of step ``at``."""
     with training(store, EverySteps(every)) as (state, ckpt):
         ckpt.resume(at=at)
@@ -241,12 +228,8 @@ def continue_training(store: Store, steps: int, every: int = 20, at: int | None 
     ids=["between", "behind", "source back", "copy back", "record alone", "both back"],
 )
 def test_two_runs_that_diverged_are_not_mixed(
-    store: MemoryStore,
-    empty_url: str,
-    source_change: dict[str, int],
-    copy_change: dict[str, int],
-    message: str,
-) -> None:
+    store, empty_url, source_change, copy_change, message
+):
     run_cli("copy", store.url, empty_url)
     for each, change in ((store, source_change), (open_store(empty_url), copy_change)):
         if change:
@@ -264,9 +247,7 @@ def test_two_runs_that_diverged_are_not_mixed(
             assert message in result.err
 
 
-def test_two_runs_that_diverged_on_one_branch_are_not_mixed(
-    store: MemoryStore, empty_url: str
-) -> None:
+def test_two_runs_that_diverged_on_one_branch_are_not_mixed(store, empty_url):
     snapshot = hf.Run(store).open(Version(20))
     hf.Run(store).leave_from(snapshot, Version(20), "on request")
     run_cli("copy", store.url, empty_url)
@@ -279,7 +260,7 @@ def test_two_runs_that_diverged_on_one_branch_are_not_mixed(
         assert run_cli("copy", a, b).code == 8
 
 
-def test_a_damaged_version_of_the_source_proves_nothing(store: MemoryStore, empty_url: str) -> None:
+def test_a_damaged_version_of_the_source_proves_nothing(store, empty_url):
     """Both continued to step 80, and that of the source is damaged: nobody knows whose it is."""
     run_cli("copy", store.url, empty_url)
     continue_training(open_store(empty_url), 20)
@@ -290,7 +271,7 @@ def test_a_damaged_version_of_the_source_proves_nothing(store: MemoryStore, empt
     assert keys(empty_url) == before
 
 
-def test_versions_added_to_a_copy_can_be_copied_back(store: MemoryStore, empty_url: str) -> None:
+def test_versions_added_to_a_copy_can_be_copied_back(store, empty_url):
     run_cli("copy", store.url, empty_url)
     continue_training(open_store(empty_url), 40)
     continue_training(open_store(empty_url), 40, at=80)
@@ -302,7 +283,7 @@ def test_versions_added_to_a_copy_can_be_copied_back(store: MemoryStore, empty_u
     assert run_cli("copy", store.url, empty_url).code == 0
 
 
-def test_a_copy_that_is_ahead_is_not_changed(store: MemoryStore, empty_url: str) -> None:
+def test_a_copy_that_is_ahead_is_not_changed(store, empty_url):
     run_cli("copy", store.url, empty_url)
     continue_training(open_store(empty_url), 40, at=40)
     before = keys(empty_url)
@@ -311,9 +292,7 @@ def test_a_copy_that_is_ahead_is_not_changed(store: MemoryStore, empty_url: str)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_backup_keeps_versions_that_its_source_deletes(
-    store: MemoryStore, empty_url: str, seed: int
-) -> None:
+def test_a_backup_keeps_versions_that_its_source_deletes(store, empty_url, seed):
     rng = random.Random(seed)
     run = hf.Run(store)
     saved: set[Version] = set()
@@ -341,8 +320,8 @@ def test_a_backup_keeps_versions_that_its_source_deletes(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_backup_continues_without_common_versions_after_training_went_back(
-    store: MemoryStore, empty_url: str, seed: int
-) -> None:
+    store, empty_url, seed
+):
     """Retention has deleted what the last copy had, and a sweep what the training left."""
     rng, run, to = random.Random(seed), hf.Run(store), open_store(empty_url)
     backup, saved = hf.Run(to), set(run.listing().versions)
@@ -361,9 +340,7 @@ def test_a_backup_continues_without_common_versions_after_training_went_back(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_two_diverged_runs_are_always_distinguished(
-    store: MemoryStore, empty_url: str, seed: int
-) -> None:
+def test_two_diverged_runs_are_always_distinguished(store, empty_url, seed):
     rng = random.Random(seed)
     run_cli("copy", store.url, empty_url)
     for each in (store, open_store(empty_url)):
@@ -377,7 +354,7 @@ def test_two_diverged_runs_are_always_distinguished(
         assert keys(b) == before
 
 
-def test_a_run_is_not_copied_into_a_snapshot(run: str, store: MemoryStore, tmp_path: Path) -> None:
+def test_a_run_is_not_copied_into_a_snapshot(run, store, tmp_path):
     hf.save(tmp_path / "b" / "version_4", {"n": 1})
     hf.save(tmp_path / "lone", {"n": 1})
     before = keys(str(tmp_path))
@@ -389,9 +366,7 @@ def test_a_run_is_not_copied_into_a_snapshot(run: str, store: MemoryStore, tmp_p
     assert keys(str(tmp_path)) == before
 
 
-def test_a_folder_named_like_a_version_is_that_version(
-    store: MemoryStore,
-) -> None:
+def test_a_folder_named_like_a_version_is_that_version(store):
     for stat in list(store.list("version_20")):
         inner = stat.key.replace("version_20", "version_40/version_20")
         store.put_if_absent(inner, store.get(stat.key, 1 << 20))
@@ -404,7 +379,7 @@ def test_a_folder_named_like_a_version_is_that_version(
         assert "Delete" not in result.out + result.err
 
 
-def test_a_damaged_manifest_can_be_replaced_from_a_copy(run: str, store: MemoryStore) -> None:
+def test_a_damaged_manifest_can_be_replaced_from_a_copy(run, store):
     to = f"{run}-copied"
     run_cli("copy", run, to)
     flip_bit(store, f"version_40/{MANIFEST}")
@@ -420,21 +395,21 @@ def test_a_damaged_manifest_can_be_replaced_from_a_copy(run: str, store: MemoryS
 # -- concurrent retention ------------------------------------------------------------------------
 
 
-def copy_and_check(run: hf.Run) -> list[object]:
+def copy_and_check(run):
     copy_result = _copy_run(run, run.listing(), hf.Run(MemoryStore()), quiet=True)
     assert copy_result.damaged == []
     return list(copy_result.copied)
 
 
 @pytest.mark.parametrize("damage", ["loses", "fails"])
-def test_files_lost_by_the_destination_are_errors(store: MemoryStore, damage: str) -> None:
+def test_files_lost_by_the_destination_are_errors(store, damage):
     to = HookedStore(MemoryStore())
 
-    def lose(method: str, key: str) -> None:
+    def lose(method, key):
         if key.endswith(".index.json") and method == "put_if_absent":
             to.inner.delete(key.replace(".index.json", ".safetensors"))
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "commit":
             raise NotFound("the file share is unavailable", key=key, store="elsewhere")
 
@@ -450,34 +425,26 @@ def test_files_lost_by_the_destination_are_errors(store: MemoryStore, damage: st
     assert hf.Run(to.inner).listing().versions == []
 
 
-def verify_and_check(run: hf.Run) -> list[object]:
+def verify_and_check(run):
     found, _ = _verify_run(run, run.listing(), quiet=True)
     assert [c.problems for c in found] == [()] * len(found)
     return list(found)
 
 
-def list_and_check(run: hf.Run) -> list[object]:
+def list_and_check(run):
     entries = list_versions(run, run.listing()).entries
     assert [e.problem for e in entries] == [None] * len(entries)
     return list(entries)
 
 
 @pytest.mark.parametrize("use", [copy_and_check, verify_and_check, list_and_check])
-def test_concurrently_deleted_versions_are_not_damaged(
-    use: Callable[[hf.Run], list[object]],
-) -> None:
+def test_concurrently_deleted_versions_are_not_damaged(use):
     """Run retention before each call in turn."""
     results_by_count = Counter[int]()
     for at in itertools.count(1):
         store, calls = HookedStore(make_run(MemoryStore())), itertools.count(1)
 
-        def retain(
-            method: str,
-            key: str,
-            store: HookedStore = store,
-            n: Iterator[int] = calls,
-            at: int = at,
-        ) -> None:
+        def retain(method, key, store=store, n=calls, at=at):
             if next(n) == at:
                 hf.Run(store.inner).retain(hf.KeepLast(1))
 
@@ -489,7 +456,7 @@ def test_concurrently_deleted_versions_are_not_damaged(
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_two_concurrent_copies_of_a_run_both_succeed(incremental: bool) -> None:
+def test_two_concurrent_copies_of_a_run_both_succeed(incremental):
     """Copy the run a second time before each call on the destination in turn."""
     run, copied_counts = hf.Run(MemoryStore()), set[int]()
     state = {"frozen": np.arange(100_000), "progress": hf.Progress()}
@@ -503,13 +470,7 @@ def test_two_concurrent_copies_of_a_run_both_succeed(incremental: bool) -> None:
     for at in itertools.count(1):
         to, calls = HookedStore(MemoryStore()), itertools.count(1)
 
-        def copy_too(
-            method: str,
-            key: str,
-            to: HookedStore = to,
-            n: Iterator[int] = calls,
-            at: int = at,
-        ) -> None:
+        def copy_too(method, key, to=to, n=calls, at=at):
             if next(n) == at:
                 _copy_run(run, run.listing(), hf.Run(to.inner), quiet=True)
 
@@ -529,15 +490,13 @@ def test_two_concurrent_copies_of_a_run_both_succeed(incremental: bool) -> None:
 
 
 @pytest.mark.slow
-def test_two_copies_of_a_run_that_interrupt_each_other_both_succeed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_copies_of_a_run_that_interrupt_each_other_both_succeed(monkeypatch):
     monkeypatch.setenv("LIMPET_THREADS", "1")
     run = hf.Run(MemoryStore())
     for step in (1, 2):
         hf.save(run.store.at(f"version_{step}"), {"x": np.arange(3000), "n": step}, step=step)
 
-    def copy(store: Store) -> object:
+    def copy(store):
         return _copy_run(run, run.listing(), hf.Run(store), quiet=True)
 
     calls = count_calls(MemoryStore(), copy)
@@ -551,16 +510,14 @@ def test_two_copies_of_a_run_that_interrupt_each_other_both_succeed(
         assert all(hf.Run(to).open(v).verify().ok for v in run.listing().versions)
 
 
-def test_the_versions_of_a_run_are_not_all_in_memory(
-    empty_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_versions_of_a_run_are_not_all_in_memory(empty_url, monkeypatch):
     """A snapshot has its tree and its indexes in memory: megabytes for a large model."""
     for step in range(1, 21):
         hf.save(f"{empty_url}/a/version_{step}", {"x": np.full(4, step)}, step=step)
     alive, most = WeakSet[SnapshotReader](), 0
     original = SnapshotReader.__init__
 
-    def init(self: SnapshotReader, *arguments: Any) -> None:
+    def init(self, *arguments):
         nonlocal most
         original(self, *arguments)
         alive.add(self)
@@ -574,9 +531,7 @@ def test_the_versions_of_a_run_are_not_all_in_memory(
         assert 1 <= most <= 4, arguments
 
 
-def test_an_evaluation_that_differs_does_not_stop_a_copy(
-    store: MemoryStore, empty_url: str
-) -> None:
+def test_an_evaluation_that_differs_does_not_stop_a_copy(store, empty_url):
     run = hf.Run(store)
     run.add_metrics(20, {"x": 1.0})
     assert run_cli("copy", store.url, empty_url).code == 0
@@ -598,13 +553,11 @@ def test_an_evaluation_that_differs_does_not_stop_a_copy(
     assert run_cli("verify", empty_url).code == 0
 
 
-def test_a_copy_of_a_later_format_is_not_called_damaged(
-    run: str, empty_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_a_later_format_is_not_called_damaged(run, empty_url, monkeypatch):
     assert run_cli("copy", run, empty_url).code == 0
     original = SnapshotReader.check_files
 
-    def check_files(self: SnapshotReader) -> None:
+    def check_files(self):
         if self.url.startswith(empty_url):
             raise FormatTooNew("its format is 9")
         original(self)
@@ -618,9 +571,7 @@ def test_a_copy_of_a_later_format_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
-def test_nothing_is_written_to_an_address(
-    kind: str, run: str, empty_url: str, tmp_path: Path
-) -> None:
+def test_nothing_is_written_to_an_address(kind, run, empty_url, tmp_path):
     url = empty_url if kind == "memory" else str(tmp_path)
     assert run_cli("copy", run, f"{url}/b").code == 0
     for arguments in (

@@ -1,7 +1,5 @@
 """``limpet diff``."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from typing import Any
@@ -11,18 +9,17 @@ import pytest
 import torch
 
 import limpet as hf
-from limpet.storage.memory import MemoryStore
-from tests.cli.invoke import CommandResult, run_cli
+from tests.cli.invoke import run_cli
 from tests.trainings import flip_bit, shard_of
 
 
-def compare(folder: str, a: dict[str, Any], b: dict[str, Any], *arguments: str) -> CommandResult:
+def compare(folder, a, b, *arguments):
     hf.save(f"{folder}/a", a)
     hf.save(f"{folder}/b", b)
     return run_cli("diff", f"{folder}/a", f"{folder}/b", *arguments)
 
 
-def test_equal_states_are_identical_without_reading_them(empty_url: str) -> None:
+def test_equal_states_are_identical_without_reading_them(empty_url):
     state = {"x": torch.arange(70000.0), "y": np.ones(3), "n": 1, "l": [1, 2]}
     result = compare(empty_url, state, state, "--json")
     assert result.code == 0
@@ -32,7 +29,7 @@ def test_equal_states_are_identical_without_reading_them(empty_url: str) -> None
     assert "Identical" in run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").out
 
 
-def test_unchanged_leaves_that_share_a_chunk_with_a_change_are_equal(empty_url: str) -> None:
+def test_unchanged_leaves_that_share_a_chunk_with_a_change_are_equal(empty_url):
     a = {"x": np.arange(5.0), "y": np.arange(3.0)}
     b = {"x": np.arange(5.0), "y": np.array([0.0, 1.0, 2.5])}
     report = compare(empty_url, a, b, "--json").json
@@ -41,7 +38,7 @@ def test_unchanged_leaves_that_share_a_chunk_with_a_change_are_equal(empty_url: 
     assert report["bytes_read"] == 64
 
 
-def test_json_keys_are_stable(run: str) -> None:
+def test_json_keys_are_stable(run):
     result = run_cli("diff", f"{run}/version_20", f"{run}/version_40", "--json")
     assert result.code == 7
     report = result.json
@@ -76,7 +73,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), CASES)
-def test_differences_other_than_bytes(empty_url: str, a: Any, b: Any, expected: Any) -> None:
+def test_differences_other_than_bytes(empty_url, a, b, expected):
     result = compare(empty_url, a, b, "--json")
     changes = [(c["key"], c["what"]) for c in result.json["changed"]]
     assert changes == expected
@@ -84,7 +81,7 @@ def test_differences_other_than_bytes(empty_url: str, a: Any, b: Any, expected: 
     assert run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").code == result.code
 
 
-def test_members_on_one_side_only_are_reported_once(empty_url: str) -> None:
+def test_members_on_one_side_only_are_reported_once(empty_url):
     a = {"both": 1, "gone": {"x": torch.zeros(2), "y": 1}}
     b = {"both": 1, "new": {"z": torch.zeros(2)}}
     report = compare(empty_url, a, b, "--json").json
@@ -95,7 +92,7 @@ def test_members_on_one_side_only_are_reported_once(empty_url: str) -> None:
     assert "only in B  new" in out
 
 
-def test_tied_tensors_are_compared_with_untied_ones(empty_url: str) -> None:
+def test_tied_tensors_are_compared_with_untied_ones(empty_url):
     one = torch.zeros(3)
     a = {"x": one, "y": one}
     b = {"x": torch.zeros(3), "y": torch.ones(3)}
@@ -105,19 +102,19 @@ def test_tied_tensors_are_compared_with_untied_ones(empty_url: str) -> None:
     assert report["equal"] == 1
 
 
-def test_keys_limit_the_comparison(run: str) -> None:
+def test_keys_limit_the_comparison(run):
     arguments = ("diff", f"{run}/version_20", f"{run}/version_40", "--json", "--keys")
     assert [c["key"] for c in run_cli(*arguments, "small/**").json["changed"]] == ["small/bias"]
 
 
-def test_damage_is_not_a_difference(store: MemoryStore) -> None:
+def test_damage_is_not_a_difference(store):
     flip_bit(store, shard_of(store, "version_40"))
     result = run_cli("diff", f"{store.url}/version_20", f"{store.url}/version_40")
     assert result.code == 3
     assert "damaged" in result.err
 
 
-def test_counts_use_singular_and_plural(empty_url: str, run: str) -> None:
+def test_counts_use_singular_and_plural(empty_url, run):
     compare(empty_url, {"x": 1}, {"x": 1})
     assert "Identical: 1 leaf or value\n" in run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").out
     out = run_cli("diff", f"{run}/version_20", f"{run}/version_20").out

@@ -1,7 +1,5 @@
 """``limpet evaluate``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,31 +50,31 @@ SLOW = "import os\n" + SCORING.replace(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "scoring.py").write_text(SCORING)
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "failing.py").write_text(SCORING.replace("model(inputs)", "missing(inputs)"))
     return tmp_path
 
 
-def save(folder: Path, step: int) -> None:
+def save(folder, step):
     torch.manual_seed(step)
     state = {"model": torch.nn.Linear(4, 2)}
     limpet.save(folder / "run" / f"version_{step}", state, step=step)
 
 
-def command(*more: str, module: str = "scoring") -> list[str]:
+def command(*more, module="scoring"):
     own = [sys.executable, "-m", "limpet", "evaluate", "run", "--with", module]
     return [*own, "--data", f"{module}:dataset", "--keys", "model/**", "--workers", "0", *more]
 
 
-def evaluate(folder: Path, *more: str, module: str = "scoring") -> subprocess.CompletedProcess[str]:
+def evaluate(folder, *more, module="scoring"):
     return subprocess.run(
         command(*more, module=module), cwd=folder, capture_output=True, text=True, check=False
     )
 
 
-def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder: Path) -> None:
+def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder):
     for step in (10, 20):
         save(folder, step)
     metric = ["--metric", "val/loss", "--mode", "min"]
@@ -85,8 +82,7 @@ def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder: Path) 
     assert done.returncode == 0, done.stderr
     versions = json.loads(done.stdout)["versions"]
     assert [v["version"] for v in versions] == ["version_10", "version_20"]
-    run = Run(folder / "run")
-    assert run.metrics(20) == versions[1]["metrics"]
+    assert Run(folder / "run").metrics(20) == versions[1]["metrics"]
     assert len([*(folder / "run").glob("objective-*.json")]) == 1
     again = evaluate(folder, "--all")
     assert "Nothing to evaluate" in again.stdout
@@ -112,9 +108,7 @@ with limpet.Checkpointer("run", state, save=limpet.EverySteps(5), quiet=True) as
 
 
 @pytest.mark.parametrize("selection", [("--all",), ("--follow",), ()])
-def test_metrics_that_the_training_adds_are_no_evaluation(
-    folder: Path, selection: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_that_the_training_adds_are_no_evaluation(folder, selection, monkeypatch):
     """The end of an epoch added its metrics to the version that was saved at its last step, under
     the name of the evaluation: it had a record of each version, and evaluated none."""
     monkeypatch.chdir(folder)
@@ -133,7 +127,7 @@ def test_metrics_that_the_training_adds_are_no_evaluation(
     assert run.best("val/loss") is not None
 
 
-def test_a_version_of_another_release_is_evaluated_under_another_name(folder: Path) -> None:
+def test_a_version_of_another_release_is_evaluated_under_another_name(folder):
     """Such a release recorded the metrics of the training under the name of the evaluation."""
     save(folder, 10)
     Run(folder / "run").add_metrics(10, {"train_acc": 0.5}, "evaluation")
@@ -145,7 +139,7 @@ def test_a_version_of_another_release_is_evaluated_under_another_name(folder: Pa
     assert Run(folder / "run").metrics(10) == {"train_acc": 0.5, **version["metrics"]}
 
 
-def test_a_misspelled_module_is_an_error_also_if_nothing_is_to_be_evaluated(folder: Path) -> None:
+def test_a_misspelled_module_is_an_error_also_if_nothing_is_to_be_evaluated(folder):
     save(folder, 10)
     assert evaluate(folder).returncode == 0
     done = evaluate(folder, module="nowhere")
@@ -156,7 +150,7 @@ def test_a_misspelled_module_is_an_error_also_if_nothing_is_to_be_evaluated(fold
     assert "scoring:datset cannot be imported" in done.stderr
 
 
-def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> None:
+def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder):
     save(folder, 10)
     done = evaluate(folder, module="failing")
     assert done.returncode == EVALUATION_FAILED
@@ -169,7 +163,7 @@ def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> No
     assert again.returncode == EVALUATION_FAILED, "a job that is started again is not green"
 
 
-def test_a_version_that_cannot_be_evaluated_at_all_is_named_once(folder: Path) -> None:
+def test_a_version_that_cannot_be_evaluated_at_all_is_named_once(folder):
     for step in (10, 20):
         save(folder, step)
     (folder / "run" / "version_20" / "manifest.json").write_text("garbage")
@@ -180,7 +174,7 @@ def test_a_version_that_cannot_be_evaluated_at_all_is_named_once(folder: Path) -
     assert (len(lines), done.stderr, done.returncode) == (2, "", EVALUATION_FAILED)
 
 
-def test_a_command_that_waits_for_a_run_says_so(folder: Path) -> None:
+def test_a_command_that_waits_for_a_run_says_so(folder):
     with (folder / "errors").open("w") as errors:
         own = subprocess.Popen(command("--follow"), cwd=folder, stderr=errors)
     wait_until(lambda: "waiting" in (folder / "errors").read_text())
@@ -191,9 +185,8 @@ def test_a_command_that_waits_for_a_run_says_so(folder: Path) -> None:
     assert lines == [waiting, "limpet: interrupted"]
 
 
-def test_bad_input_is_one_line(folder: Path) -> None:
-    missing = evaluate(folder)
-    assert missing.returncode == NOT_FOUND
+def test_bad_input_is_one_line(folder):
+    assert evaluate(folder).returncode == NOT_FOUND
     save(folder, 10)
     for arguments, code in (
         (("--metric", "val/loss"), USAGE),
@@ -211,9 +204,7 @@ def test_bad_input_is_one_line(folder: Path) -> None:
     assert "nowhere:setup cannot be imported" in done.stderr
 
 
-def test_an_evaluator_that_is_killed_leaves_no_workers_and_another_one_takes_over(
-    folder: Path,
-) -> None:
+def test_an_evaluator_that_is_killed_leaves_no_workers_and_another_one_takes_over(folder):
     save(folder, 10)
     first = subprocess.Popen(
         command("--follow", "--workers", "2", "--batch-size", "1", module="slow"), cwd=folder
@@ -232,7 +223,7 @@ def test_an_evaluator_that_is_killed_leaves_no_workers_and_another_one_takes_ove
     assert list_leases(store) == []
 
 
-def test_an_interrupt_ends_it_and_its_lease(folder: Path) -> None:
+def test_an_interrupt_ends_it_and_its_lease(folder):
     save(folder, 10)
     own = subprocess.Popen(
         command("--follow", "--batch-size", "1", module="slow"),
@@ -249,12 +240,12 @@ def test_an_interrupt_ends_it_and_its_lease(folder: Path) -> None:
     assert list_leases(store) == []
 
 
-def _children_of(pid: int) -> list[int]:
+def _children_of(pid):
     return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("address", ["run/version_10", "run@10", "run@latest"])
-def test_a_version_is_not_followed(folder: Path, address: str) -> None:
+def test_a_version_is_not_followed(folder, address):
     """The command waited for versions of a run at that place, and wrote its lease there."""
     save(folder, 10)
     before = sorted(folder.rglob("*"))
@@ -266,9 +257,7 @@ def test_a_version_is_not_followed(folder: Path, address: str) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_an_evaluation_that_takes_long_is_named_on_a_terminal(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_that_takes_long_is_named_on_a_terminal(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr(verb, "_LONG_SECONDS", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     printed = ""
@@ -290,7 +279,7 @@ SECRET = "0123456789abcdef" * 4
 
 
 @contextmanager
-def started(folder: Path, *arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def started(folder, *arguments, **environ):
     """A command, which is killed at the end of the block."""
     with subprocess.Popen(
         [sys.executable, "-m", "limpet", "evaluate", *arguments],
@@ -307,14 +296,13 @@ def started(folder: Path, *arguments: str, **environ: str) -> Iterator[subproces
 
 
 @pytest.mark.slow
-def test_workers_of_other_machines_connect_with_a_secret(folder: Path) -> None:
+def test_workers_of_other_machines_connect_with_a_secret(folder):
     """One of them hangs, and loses its lease."""
     save(folder, 10)
     (folder / "secret").write_text(f"{SECRET}\n")
     listen = ["--listen", "127.0.0.1:0", "--secret-file", "secret", "--workers", "0"]
     own = [*command("--task-time", "3s", "--batch-size", "5", module="slow")[4:], *listen]
     with started(folder, *own) as evaluation:
-        assert evaluation.stderr is not None
         line = evaluation.stderr.readline()
         address = line.removeprefix("limpet: workers can connect to ").strip()
         assert address.startswith("127.0.0.1:"), line
@@ -337,7 +325,7 @@ def test_workers_of_other_machines_connect_with_a_secret(folder: Path) -> None:
     assert Run(folder / "run").metrics(10).keys() == {"val/loss"}
 
 
-def test_a_secret_is_needed_and_never_shown(folder: Path) -> None:
+def test_a_secret_is_needed_and_never_shown(folder):
     save(folder, 10)
     (folder / "secret").write_text("short")
     done = evaluate(folder, "--listen", "127.0.0.1:0", "--secret-file", "secret")

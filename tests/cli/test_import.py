@@ -1,7 +1,5 @@
 """``limpet import``."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -17,14 +15,13 @@ import limpet as hf
 from limpet.cli.verbs import import_
 from limpet.errors import NoSpace
 from limpet.format.names import Version
-from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
-from tests.cli.invoke import CommandResult, run_cli, train_branch
+from tests.cli.invoke import run_cli, train_branch
 from tests.unreliable_stores import HookedStore
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Return the working directory, with a checkpoint ``step_7.pt`` of a model and an epoch."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)
@@ -33,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
+def check_error_line(result, code, *parts):
     assert result.code == code, result
     assert result.err.startswith("limpet: ")
     assert result.err.count("\n") == 1
@@ -41,7 +38,7 @@ def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
         assert part in result.err
 
 
-def test_a_file_becomes_a_version(folder: Path) -> None:
+def test_a_file_becomes_a_version(folder):
     result = run_cli("import", "step_7.pt", "runs/a")
     assert result.code == 0
     assert result.out.splitlines() == [
@@ -58,7 +55,7 @@ def test_a_file_becomes_a_version(folder: Path) -> None:
     assert "import" in run_cli("show", "runs/a@latest").out
 
 
-def test_a_bare_state_dict_is_imported_as_the_model(folder: Path) -> None:
+def test_a_bare_state_dict_is_imported_as_the_model(folder):
     torch.save(nn.Linear(3, 2).state_dict(), "w.pt")
     assert run_cli("import", "w.pt", "runs/a", "--step", 0).code == 0
     hf.load("runs/a/version_0", into={"model": nn.Linear(3, 2)})
@@ -66,7 +63,7 @@ def test_a_bare_state_dict_is_imported_as_the_model(folder: Path) -> None:
     hf.load("runs/a/version_1", into={"net/a": nn.Linear(3, 2)})
 
 
-def test_json_keys_are_stable(folder: Path) -> None:
+def test_json_keys_are_stable(folder):
     report = run_cli("import", "step_7.pt", "runs/a", "--json").json
     assert list(report) == [
         "from", "kind", "snapshot", "step", "leaves", "bytes", "mapped", "members", "renamed",
@@ -82,7 +79,7 @@ def test_json_keys_are_stable(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_kind_of_checkpoint(folder: Path) -> None:
+def test_every_kind_of_checkpoint(folder):
     state = {"weight": torch.ones(2, 3)}
     save_file(state, "m.safetensors")
     os.mkdir("checkpoint-20")
@@ -104,7 +101,7 @@ def test_every_kind_of_checkpoint(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_changes_of_the_content_are_reported(folder: Path) -> None:
+def test_changes_of_the_content_are_reported(folder):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     state = {f"module.{k}": v for k, v in model.state_dict().items()}
@@ -132,7 +129,7 @@ def test_changes_of_the_content_are_reported(folder: Path) -> None:
 # -- errors --------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_without_a_step(folder: Path) -> None:
+def test_a_checkpoint_without_a_step(folder):
     torch.save({"w": torch.ones(1)}, "w.pt")
     for options in ((), ("--json",)):
         result = run_cli("import", "w.pt", "runs/a", *options)
@@ -145,7 +142,7 @@ def test_a_checkpoint_without_a_step(folder: Path) -> None:
     assert run_cli("import", "w.pt", "runs/a", "--step", 10**18 - 1).code == 0
 
 
-def test_an_existing_version_is_not_changed(folder: Path) -> None:
+def test_an_existing_version_is_not_changed(folder):
     hf.save("runs/a/version_7", {"x": np.arange(3)})
     check_error_line(
         run_cli("import", "step_7.pt", "runs/a"), 8, "already exists at runs/a/version_7"
@@ -153,17 +150,16 @@ def test_an_existing_version_is_not_changed(folder: Path) -> None:
     assert list(hf.load("runs/a/version_7")) == ["x"]
 
 
-def test_the_version_joins_the_current_lineage(store: MemoryStore, folder: Path) -> None:
+def test_the_version_joins_the_current_lineage(store, folder):
     train_branch(store, start=40, last_step=60)
     report = run_cli("import", "step_7.pt", store.url, "--step", 70, "--json").json
     assert report["snapshot"].endswith("version_70.1")
     newest = hf.Run(store.url).latest()
-    assert newest is not None
     assert newest.version == Version(70, 1)
     assert newest.metadata["reason"] == "import"
 
 
-def test_the_destination_must_be_a_run(folder: Path) -> None:
+def test_the_destination_must_be_a_run(folder):
     hf.save("one", {"x": np.arange(3)})
     check_error_line(
         run_cli("import", "step_7.pt", "one"), 8, "location of a snapshot, not of a run"
@@ -171,7 +167,7 @@ def test_the_destination_must_be_a_run(folder: Path) -> None:
     check_error_line(run_cli("import", "step_7.pt", "runs/version_3"), 8, "not of a run")
 
 
-def test_missing_files(folder: Path) -> None:
+def test_missing_files(folder):
     check_error_line(
         run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "you meant step_7.pt"
     )
@@ -182,11 +178,11 @@ def test_missing_files(folder: Path) -> None:
 
 
 class RunsCommand:
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return os.system, ("touch canary",)
 
 
-def test_a_pickle_that_would_run_code_is_rejected(folder: Path) -> None:
+def test_a_pickle_that_would_run_code_is_rejected(folder):
     torch.save({"w": RunsCommand()}, "step_9.pt")
     check_error_line(run_cli("import", "step_9.pt", "run"), 6, "refers to posix.system")
     result = run_cli("import", "step_9.pt", "run", "--json")
@@ -197,7 +193,7 @@ def test_a_pickle_that_would_run_code_is_rejected(folder: Path) -> None:
     assert "unpickle" not in run_cli("import", "--help").out  # and no option permits it
 
 
-def test_damaged_files_and_other_files(folder: Path) -> None:
+def test_damaged_files_and_other_files(folder):
     raw = Path("step_7.pt").read_bytes()
     Path("step_8.pt").write_bytes(raw[: len(raw) // 2])
     check_error_line(run_cli("import", "step_8.pt", "run"), 3, "step_8.pt is damaged")
@@ -210,18 +206,18 @@ def test_damaged_files_and_other_files(folder: Path) -> None:
     assert not os.path.exists("run")
 
 
-def test_a_file_without_read_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deny(path: str, flags: int) -> int:
+def test_a_file_without_read_permission(folder, monkeypatch):
+    def deny(path, flags):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr("limpet.convert.mmap_files.os.open", deny)
     check_error_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
 
 
-def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_version(folder, monkeypatch):
     store = HookedStore(open_store("memory://import-full"))
 
-    def full(method: str, key: str) -> None:
+    def full(method, key):
         if method == "write_at":
             raise NoSpace("The disk is full")
 
@@ -231,6 +227,6 @@ def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyP
     assert not any("manifest" in s.key for s in store.list(""))
 
 
-def test_import_without_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
+def test_import_without_torch(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
     check_error_line(run_cli("import", "step_7.pt", "run"), 1, "needs PyTorch")

@@ -1,10 +1,5 @@
 """Commands on incremental versions report references, verify them once, and copy all data."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,7 +11,6 @@ from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of
-from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.forging import seal, sealed_content
@@ -24,16 +18,15 @@ from tests.trainings import flip_bit, shard_of
 
 
 @pytest.fixture
-def store(empty_url: str) -> MemoryStore:
+def store(empty_url):
     """Return a run whose versions 2 and 3 refer to the full version 1."""
     store = open_store(empty_url)
-    assert isinstance(store, MemoryStore)
     for step in (1, 2, 3):
         save(store, step)
     return store
 
 
-def save(store: MemoryStore, step: int, **other_values: Any) -> None:
+def save(store, step, **other_values):
     """Save an incremental version based on the previous one."""
     state = {"frozen": np.arange(20_000.0), "adapter": np.full(10, float(step)), **other_values}
     location = Location(store, f"version_{step}")
@@ -43,7 +36,7 @@ def save(store: MemoryStore, step: int, **other_values: Any) -> None:
     finish_save(job)
 
 
-def test_ls_reports_own_and_referred_bytes(store: MemoryStore) -> None:
+def test_ls_reports_own_and_referred_bytes(store):
     versions = run_cli("ls", store.url, "--json").json["versions"]
     assert [v["referred_bytes"] for v in versions] == [0, 160_000, 160_000]
     assert all(4096 + 80 < v["bytes"] < 10_000 for v in versions[1:])  # indexes and manifests, too
@@ -56,7 +49,7 @@ def test_ls_reports_own_and_referred_bytes(store: MemoryStore) -> None:
     assert "referred" not in run_cli("ls", alone).out
 
 
-def test_show_reports_own_and_referred_bytes_and_bases(store: MemoryStore) -> None:
+def test_show_reports_own_and_referred_bytes_and_bases(store):
     report = run_cli("show", f"{store.url}/version_3", "--json").json
     assert report["bytes"] == 4096 + 80
     assert report["referred_bytes"] == 160_000
@@ -69,7 +62,7 @@ def test_show_reports_own_and_referred_bytes_and_bases(store: MemoryStore) -> No
     assert "refers to" not in run_cli("show", f"{store.url}/version_1").out
 
 
-def test_verify_names_every_version_that_a_damaged_base_affects(store: MemoryStore) -> None:
+def test_verify_names_every_version_that_a_damaged_base_affects(store):
     flip_bit(store, shard_of(store, "version_1"), byte=5000)
     result = run_cli("verify", store.url, "--json")
     assert result.code == 3
@@ -87,7 +80,7 @@ def test_verify_names_every_version_that_a_damaged_base_affects(store: MemorySto
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_verify_distinguishes_two_problems_of_one_file(store: MemoryStore, deleted: bool) -> None:
+def test_verify_distinguishes_two_problems_of_one_file(store, deleted):
     save(store, 4, more=np.arange(9000.0))
     save(store, 5, more=np.arange(9000.0))
     if deleted:
@@ -104,25 +97,25 @@ def test_verify_distinguishes_two_problems_of_one_file(store: MemoryStore, delet
     assert "5 of 5 damaged" in text_result.out
 
 
-def branch_without_versions(store: MemoryStore) -> None:
+def branch_without_versions(store):
     """End the lineage in a branch without versions that starts at a deleted version."""
     hf.Run(store).leave_from(hf.Run(store).open(Version(1)), Version(1), "on request")
     flip_bit(store, f"version_1/{MANIFEST}")
 
 
-def branch_in_newer_format(store: MemoryStore) -> None:
+def branch_in_newer_format(store):
     hf.Run(store).leave_from(hf.Run(store).open(Version(2)), Version(2), "on request")
     raw = store.get("branch-1.json", 1 << 20)
     store.delete("branch-1.json")
     store.put_if_absent("branch-1.json", seal(sealed_content(raw), 99))
 
 
-def branch_from_deleted_version(store: MemoryStore) -> None:
+def branch_from_deleted_version(store):
     hf.Run(store).leave_from(hf.Run(store).open(Version(1)), Version(1), "on request")
     store.delete(f"version_1/{MANIFEST}")
 
 
-def branch_from_itself(store: MemoryStore) -> None:
+def branch_from_itself(store):
     record = Branch(1, "version_2.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
     store.put_if_absent("branch-1.json", encode_record(record))
 
@@ -136,9 +129,7 @@ def branch_from_itself(store: MemoryStore) -> None:
         branch_from_itself,
     ],
 )
-def test_verify_reports_all_problems_although_the_lineage_is_unknown(
-    store: MemoryStore, damage: Callable[[MemoryStore], None]
-) -> None:
+def test_verify_reports_all_problems_although_the_lineage_is_unknown(store, damage):
     damage(store)
     flip_bit(store, shard_of(store, "version_3"), byte=-1)
     report = run_cli("verify", store.url, "--json")
@@ -149,7 +140,7 @@ def test_verify_reports_all_problems_although_the_lineage_is_unknown(
     assert report.json["danger"] is None
 
 
-def continue_run(store: MemoryStore, steps: int) -> hf.Snapshot:
+def continue_run(store, steps):
     """Save one more version, as a training that is still running does."""
     state = {"frozen": np.arange(20_000.0), "adapter": np.zeros(10), "p": hf.Progress()}
     state["p"].step = steps - 1
@@ -160,9 +151,7 @@ def continue_run(store: MemoryStore, steps: int) -> hf.Snapshot:
         return ckpt.save()
 
 
-def test_verify_says_what_to_do_while_a_training_uses_a_damaged_base(
-    store: MemoryStore,
-) -> None:
+def test_verify_says_what_to_do_while_a_training_uses_a_damaged_base(store):
     assert run_cli("verify", store.url, "--json").json["danger"] is None
     shard = shard_of(store, "version_1")
     flip_bit(store, shard, byte=5000)
@@ -177,7 +166,7 @@ def test_verify_says_what_to_do_while_a_training_uses_a_damaged_base(
     assert run_cli("verify", store.url, "--json").json["danger"] is None
 
 
-def test_verify_of_a_run_reads_a_shared_chunk_once(store: MemoryStore) -> None:
+def test_verify_of_a_run_reads_a_shared_chunk_once(store):
     report = run_cli("verify", store.url, "--json").json
     assert report["ok"]
     first, *others = [v["bytes"] for v in report["versions"]]
@@ -187,7 +176,7 @@ def test_verify_of_a_run_reads_a_shared_chunk_once(store: MemoryStore) -> None:
     assert alone["bytes"] > 160_000
 
 
-def test_a_copy_is_self_contained(store: MemoryStore) -> None:
+def test_a_copy_is_self_contained(store):
     to = "memory://cli-copies-of-increments"
     result = run_cli("copy", store.url, to, "--json")
     assert result.code == 0
@@ -199,24 +188,21 @@ def test_a_copy_is_self_contained(store: MemoryStore) -> None:
     assert hf.load(f"{to}-of-one/version_3")["frozen"][5] == 5.0
     store.delete(shard_of(store, "version_1"))
     for step in (1, 2, 3):
-        found = hf.load(f"{to}/version_{step}")
-        assert found["adapter"].tolist() == [float(step)] * 10
+        assert hf.load(f"{to}/version_{step}")["adapter"].tolist() == [float(step)] * 10
         assert hf.open(f"{to}/version_{step}").bases == frozenset()
     assert run_cli("verify", to).code == 0
 
 
-def test_evaluations_of_incremental_versions_apply_to_their_copies(store: MemoryStore) -> None:
+def test_evaluations_of_incremental_versions_apply_to_their_copies(store):
     to = "memory://cli-evaluated-increments"
     hf.Run(store).add_metrics(2, {"val": 0.5})
     for _ in range(2):
         assert run_cli("copy", store.url, to, "--json").json["evaluations"] == 1
-        best = hf.Run(to).best("val")
-        assert best is not None
-        assert best.step == 2
+        assert hf.Run(to).best("val").step == 2
     assert run_cli("verify", to).code == 0
 
 
-def test_files_copied_by_other_tools_are_not_copied_again(store: MemoryStore) -> None:
+def test_files_copied_by_other_tools_are_not_copied_again(store):
     other = open_store("memory://cli-increments-by-rsync")
     for stat in store.list(""):
         other.put_if_absent(stat.key, store.get(stat.key, 1 << 30))
@@ -226,11 +212,10 @@ def test_files_copied_by_other_tools_are_not_copied_again(store: MemoryStore) ->
     assert len(result.json["present"]) == 3
 
 
-def test_versions_added_to_a_copy_can_be_copied_back(store: MemoryStore) -> None:
+def test_versions_added_to_a_copy_can_be_copied_back(store):
     to = "memory://cli-increments-copied-back"
     run_cli("copy", store.url, to)
     other = open_store(to)
-    assert isinstance(other, MemoryStore)
     continue_run(other, 4)
     result = run_cli("copy", to, store.url, "--json")
     assert result.code == 0
@@ -241,9 +226,7 @@ def test_versions_added_to_a_copy_can_be_copied_back(store: MemoryStore) -> None
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_damaged_manifest_can_be_replaced_although_others_refer_to_its_files(
-    store: MemoryStore, step: int
-) -> None:
+def test_a_damaged_manifest_can_be_replaced_although_others_refer_to_its_files(store, step):
     """The version may be incremental. Its shard has a different name in the full copy."""
     to = f"memory://cli-healed-from-copies-{step}"
     for stat in [*store.list("version_3")]:

@@ -1,20 +1,16 @@
 """``limpet ls``."""
 
-from __future__ import annotations
-
 import pytest
 
 from limpet.errors import Denied
 from limpet.format.names import MANIFEST, Version, random_id, shard_name
 from limpet.run.catalog import Catalog
 from limpet.run.run import Run
-from limpet.snapshot.reader import SnapshotReader
-from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of
 
 
-def test_lists_all_versions_oldest_first(run: str) -> None:
+def test_lists_all_versions_oldest_first(run):
     result = run_cli("ls", run)
     assert result.code == 0
     rows = [line.split() for line in result.out.splitlines()]
@@ -24,7 +20,7 @@ def test_lists_all_versions_oldest_first(run: str) -> None:
     assert "not checked" in result.out
 
 
-def test_json_keys_are_stable(run: str) -> None:
+def test_json_keys_are_stable(run):
     report = run_cli("ls", run, "--json").json
     assert list(report) == [
         "run", "latest", "branch", "versions", "branches", "orphans", "bytes_checked",
@@ -42,7 +38,7 @@ def test_json_keys_are_stable(run: str) -> None:
     assert report["bytes_checked"] is False
 
 
-def test_abandoned_versions_are_listed_and_marked(store: MemoryStore) -> None:
+def test_abandoned_versions_are_listed_and_marked(store):
     train_branch(store, start=40, last_step=60)
     report = run_cli("ls", store.url, "--json").json
     assert [(v["version"], v["on_line"]) for v in report["versions"]] == [
@@ -61,7 +57,7 @@ def test_abandoned_versions_are_listed_and_marked(store: MemoryStore) -> None:
     assert "branch 1 starts at version_40" in result.out
 
 
-def test_the_sizes_add_up_and_are_what_rm_frees(store: MemoryStore) -> None:
+def test_the_sizes_add_up_and_are_what_rm_frees(store):
     Run(store).add_metrics(20, {"val": 2.0})
     Run(store).add_metrics(40, {"val": 1.0})
     store.put_if_absent(f"version_40/{shard_name(0, 1, random_id())}", b"12345")
@@ -80,7 +76,7 @@ def test_the_sizes_add_up_and_are_what_rm_frees(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("damage", ["manifest", "truncated", "deleted"])
-def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, damage: str) -> None:
+def test_damaged_versions_are_listed_and_not_the_latest(store, damage):
     shard = shard_of(store, "version_60")
     if damage == "manifest":
         flip_bit(store, f"version_60/{MANIFEST}")
@@ -100,21 +96,21 @@ def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, dama
     assert "version_60:" in result.out
 
 
-def test_a_run_without_any_intact_version(store: MemoryStore) -> None:
+def test_a_run_without_any_intact_version(store):
     for step in (20, 40, 60):
         flip_bit(store, f"version_{step}/{MANIFEST}")
     assert "No version on the current lineage is intact" in run_cli("ls", store.url).out
     assert run_cli("ls", store.url, "--json").json["latest"] is None
 
 
-def test_a_damaged_branch_record_is_reported(store: MemoryStore) -> None:
+def test_a_damaged_branch_record_is_reported(store):
     train_branch(store, start=40, last_step=60)
     flip_bit(store, "branch-1.json")
     assert run_cli("ls", store.url, "--json").json["branches"][0]["problem"]
     assert "branch 1:" in run_cli("ls", store.url).out
 
 
-def test_metrics_come_from_evaluations(store: MemoryStore) -> None:
+def test_metrics_come_from_evaluations(store):
     Run(store).add_metrics(Version(40), {"loss": 0.125, "worst": float("nan")})
     report = run_cli("ls", store.url, "--json").json
     assert report["versions"][1]["metrics"] == {"loss": 0.125, "worst": "nan"}
@@ -122,19 +118,17 @@ def test_metrics_come_from_evaluations(store: MemoryStore) -> None:
     assert "loss 0.125, worst nan" in run_cli("ls", store.url).out
 
 
-def test_orphans_are_counted(store: MemoryStore) -> None:
+def test_orphans_are_counted(store):
     for folder in ("version_60", "version_80"):
         store.put_if_absent(f"{folder}/{shard_name(0, 1, random_id())}", b"x" * 10)
     assert run_cli("ls", store.url, "--json").json["orphans"] == {"files": 2, "bytes": 20}
     assert "2 files (20 B) that no manifest names" in run_cli("ls", store.url).out
 
 
-def test_an_unreadable_version_is_listed(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_version_is_listed(store, monkeypatch):
     real = Catalog.open
 
-    def fail(self: Catalog, version: Version) -> SnapshotReader:
+    def fail(self, version):
         if version.step == 60:
             raise Denied("Cannot read version_60")
         return real(self, version)
@@ -146,9 +140,7 @@ def test_an_unreadable_version_is_listed(
 
 
 @pytest.mark.parametrize("columns", [20, 44, 60, 80, 400])
-def test_only_metrics_are_cut_short_on_a_narrow_terminal(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_only_metrics_are_cut_short_on_a_narrow_terminal(store, monkeypatch, columns):
     train_branch(store, start=40, last_step=60)
     run = Run(store)
     run.pin(20)

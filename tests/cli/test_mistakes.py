@@ -1,7 +1,5 @@
 """Each common mistake gives an error of one line and a specific exit code."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from pathlib import Path
@@ -28,11 +26,11 @@ from limpet.errors import (
 )
 from limpet.run.run import Run
 from limpet.storage.open import open_store
-from tests.cli.invoke import CommandResult, run_cli
+from tests.cli.invoke import run_cli
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Return the working directory, with a run ``runs/a`` of versions 1, 2, and 10."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2, 10):
@@ -40,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
+def check_error_line(result, code, *parts):
     assert result.code == code
     assert result.err.startswith("limpet: ")
     assert result.err.count("\n") == 1
@@ -48,13 +46,13 @@ def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
         assert part in result.err
 
 
-def test_a_run_instead_of_a_snapshot(folder: Path) -> None:
+def test_a_run_instead_of_a_snapshot(folder):
     message = "runs/a is a run of 3 versions, not a snapshot. Name one of them, such as"
     check_error_line(run_cli("diff", "runs/a/version_1", "runs/a"), 4, message, "runs/a/version_10")
     check_error_line(run_cli("reshard", "runs/a", "out", "--shards", 1), 4, message)
 
 
-def test_show_and_export_use_the_newest_version_of_a_run(folder: Path) -> None:
+def test_show_and_export_use_the_newest_version_of_a_run(folder):
     note = "limpet: runs/a is a run; this is its newest version, version_10\n"
     shown = run_cli("show", "runs/a")
     assert (shown.code, shown.err) == (0, note)
@@ -68,12 +66,10 @@ def test_show_and_export_use_the_newest_version_of_a_run(folder: Path) -> None:
     assert run_cli("show", "runs/a", "--json").json["step"] == 2
 
 
-def test_a_version_instead_of_a_run(folder: Path) -> None:
+def test_a_version_instead_of_a_run(folder):
     for verb in ("ls", "sweep", "request-save"):
         check_error_line(
-            run_cli(verb, "runs/a@2"),
-            4,
-            "runs/a@2 is one version, not a run. Use the run: runs/a.",
+            run_cli(verb, "runs/a@2"), 4, "runs/a@2 is one version, not a run. Use the run: runs/a."
         )
         check_error_line(run_cli(verb, "runs/a@best"), 4, "Use the run: runs/a.")
         check_error_line(
@@ -83,7 +79,7 @@ def test_a_version_instead_of_a_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["@best:", "@version_2", "@", "/2", "@-1", "/best"])
-def test_an_almost_valid_address(folder: Path, address: str) -> None:
+def test_an_almost_valid_address(folder, address):
     forms = "RUN/version_120, RUN@120 (on branch 1: RUN@120.1), RUN@latest, RUN@best, or"
     check_error_line(
         run_cli("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms
@@ -92,9 +88,7 @@ def test_an_almost_valid_address(folder: Path, address: str) -> None:
 
 
 @pytest.mark.parametrize("location", [".", "./", ".."])
-def test_a_relative_path_of_dots_is_resolved_in_the_message(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, location: str
-) -> None:
+def test_a_relative_path_of_dots_is_resolved_in_the_message(folder, monkeypatch, location):
     (folder / "empty" / "more").mkdir(parents=True)
     monkeypatch.chdir(folder / "empty" / "more")
     message = f"There is no run at {os.path.abspath(location)}. Expected a folder of versions"
@@ -103,15 +97,13 @@ def test_a_relative_path_of_dots_is_resolved_in_the_message(
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
-def test_an_empty_folder(folder: Path, verb: str) -> None:
+def test_an_empty_folder(folder, verb):
     (folder / "empty").mkdir()
     check_error_line(run_cli(verb, "empty"), 4, "an empty folder")
 
 
-def test_a_large_folder_of_other_files_is_not_listed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: object) -> None:
+def test_a_large_folder_of_other_files_is_not_listed(folder, monkeypatch):
+    def fail(self):
         raise RuntimeError("the whole folder is listed")
 
     monkeypatch.setattr(Run, "listing", fail)
@@ -119,7 +111,7 @@ def test_a_large_folder_of_other_files_is_not_listed(
         assert run_cli(verb, "runs").code == 4
 
 
-def test_dot_and_dot_dot_are_valid_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dot_and_dot_dot_are_valid_paths(folder, monkeypatch):
     monkeypatch.chdir(folder / "runs/a")
     assert run_cli("ls", ".").code == 0
     assert run_cli("verify", "./").code == 0
@@ -134,13 +126,13 @@ def test_dot_and_dot_dot_are_valid_paths(folder: Path, monkeypatch: pytest.Monke
     "location", ["", "s3://bucket/run", "file://other-host/x", "memory://", "/"]
 )
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
-def test_urls_that_name_no_location(verb: str, location: str) -> None:
+def test_urls_that_name_no_location(verb, location):
     result = run_cli(verb, location)
     check_error_line(result, result.code)
     assert result.code in (4, 5)
 
 
-def test_unprintable_names(folder: Path) -> None:
+def test_unprintable_names(folder):
     result = run_cli("ls", "runs/\x1b[31mred\nx")
     check_error_line(result, 4)
     assert "\x1b" not in result.err
@@ -148,7 +140,7 @@ def test_unprintable_names(folder: Path) -> None:
     assert run_cli("ls", "runs/\udcff").code == 4
 
 
-def test_json_errors(folder: Path) -> None:
+def test_json_errors(folder):
     result = run_cli("reshard", "runs/a", "out", "--shards", 1, "--json")
     assert result.code == 4
     report = result.json
@@ -158,7 +150,7 @@ def test_json_errors(folder: Path) -> None:
     assert result.err.count("\n") == 1
 
 
-def test_a_typo_in_the_command() -> None:
+def test_a_typo_in_the_command():
     result = run_cli("verfiy", "x")
     assert result.code == 2
     assert "Did you mean verify?" in result.err
@@ -173,7 +165,7 @@ def test_a_typo_in_the_command() -> None:
         ["ftp://me:S3CRET@h/x"], ["ls", "a", "b", "--json"],
     ],
 )  # fmt: skip
-def test_invalid_arguments(arguments: list[str]) -> None:
+def test_invalid_arguments(arguments):
     result = run_cli(*arguments)
     check_error_line(result, 2)
     assert result.out == ""
@@ -182,13 +174,13 @@ def test_invalid_arguments(arguments: list[str]) -> None:
     assert "S3CRET" not in result.err
 
 
-def test_no_arguments_show_the_help() -> None:
+def test_no_arguments_show_the_help():
     result = run_cli()
     assert "Commands:" in result.out + result.err
 
 
 @pytest.mark.parametrize("arguments", [["pin", 1], ["request-save"], ["copy", "memory://no"]])
-def test_what_python_can_do_and_no_command(arguments: list[object]) -> None:
+def test_what_python_can_do_and_no_command(arguments):
     """``fsspec+`` stores accept no writes until a program accepts their weakness."""
     url = f"fsspec+memory://{uuid.uuid4().hex}"
     weak = open_store(url, allow_weak=True)
@@ -203,18 +195,16 @@ def test_what_python_can_do_and_no_command(arguments: list[object]) -> None:
 # -- waiting for a server ------------------------------------------------------------------------
 
 
-def emit_waiting(seconds: float = 295.2, store: str = "s3://bucket/runs/a") -> None:
+def emit_waiting(seconds=295.2, store="s3://bucket/runs/a"):
     error = Unavailable("Could not connect to http://h:1", todo="Check the network")
     events.emit("waiting", store=store, action="list folder", error=error, seconds=seconds)
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_command_that_waits_for_a_server_says_so_once(
-    run: str, monkeypatch: pytest.MonkeyPatch, as_json: bool
-) -> None:
+def test_a_command_that_waits_for_a_server_says_so_once(run, monkeypatch, as_json):
     listing = Run.listing
 
-    def wait(self: Run) -> object:
+    def wait(self):
         emit_waiting()
         emit_waiting(265.2)
         emit_waiting(store="s3://other")
@@ -231,7 +221,7 @@ def test_a_command_that_waits_for_a_server_says_so_once(
     emit_waiting()  # the command is over
 
 
-def test_an_unknown_environment_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_environment_variable(folder, monkeypatch):
     monkeypatch.setenv("LIMPET_THREDS", "2")
     check_error_line(run_cli("verify", "runs/a"), 1, "LIMPET_THREDS")
 
@@ -255,10 +245,10 @@ ERRORS: list[tuple[BaseException, int]] = [
 ]
 
 
-def test_every_kind_of_failure_has_its_exit_code(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_failure_has_its_exit_code(run, monkeypatch):
     raised: list[BaseException] = []
 
-    def fail(self: object) -> None:
+    def fail(self):
         raise raised[-1]
 
     monkeypatch.setattr(Run, "listing", fail)
@@ -270,7 +260,7 @@ def test_every_kind_of_failure_has_its_exit_code(run: str, monkeypatch: pytest.M
         run_cli("ls", run)
 
 
-def test_the_help_lists_the_exit_codes() -> None:
+def test_the_help_lists_the_exit_codes():
     result = run_cli("--help")
     assert result.code == 0
     for code, meaning in exit_codes.MEANINGS.items():
@@ -279,13 +269,13 @@ def test_the_help_lists_the_exit_codes() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_command_has_help_and_json(verb: str) -> None:
+def test_every_command_has_help_and_json(verb):
     result = run_cli(verb, "--help")
     assert result.code == 0
     assert "--json" in result.out
 
 
-def test_the_documentation_lists_the_exit_codes() -> None:
+def test_the_documentation_lists_the_exit_codes():
     document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     for code, meaning in exit_codes.MEANINGS.items():
         assert f"| {code} | {meaning} |" in document

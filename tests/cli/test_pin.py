@@ -1,18 +1,15 @@
 """``limpet pin``."""
 
-from __future__ import annotations
-
 import pytest
 
 from limpet.format.names import Version
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
-from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit
 
 
-def test_a_pin_protects_until_it_is_removed(store: MemoryStore) -> None:
+def test_a_pin_protects_until_it_is_removed(store):
     result = run_cli("pin", store.url, 20)
     assert (result.code, result.out) == (0, "version_20 is pinned\n")
     assert run_cli("pin", store.url, 20).code == 0
@@ -25,14 +22,14 @@ def test_a_pin_protects_until_it_is_removed(store: MemoryStore) -> None:
     assert [v.step for v in Run(store).line()] == [60]
 
 
-def test_json_keys_are_stable(run: str) -> None:
+def test_json_keys_are_stable(run):
     report = run_cli("pin", run, 40, "--json").json
     assert report == {"run": run, "version": "version_40", "pinned": True}
     report = run_cli("pin", run, 40, "--remove", "--json").json
     assert report == {"run": run, "version": "version_40", "pinned": False}
 
 
-def test_steps_of_branches(store: MemoryStore) -> None:
+def test_steps_of_branches(store):
     train_branch(store, start=40, last_step=60)
     assert run_cli("pin", store.url, 60).out == "version_60.1 is pinned\n"
     assert run_cli("pin", store.url, "60.0").out == "version_60 is pinned\n"
@@ -42,7 +39,7 @@ def test_steps_of_branches(store: MemoryStore) -> None:
     assert "no branch 7" in result.err
 
 
-def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store: MemoryStore) -> None:
+def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store):
     run_cli("pin", store.url, 60)
     train_branch(store, start=40, last_step=60)
     run_cli("pin", store.url, 60)
@@ -53,7 +50,7 @@ def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store: MemoryStor
     assert Run(store).pins() == [Version(60)]
 
 
-def test_the_error_for_a_missing_step_lists_existing_ones(run: str) -> None:
+def test_the_error_for_a_missing_step_lists_existing_ones(run):
     result = run_cli("pin", run, 50)
     assert result.code == 4
     assert "no version of step 50" in result.err
@@ -62,18 +59,18 @@ def test_the_error_for_a_missing_step_lists_existing_ones(run: str) -> None:
 
 
 @pytest.mark.parametrize("step", ["", "x", "1.", ".1", "-", "01", "1.2.3", "version_20", "20 "])
-def test_an_invalid_step_is_a_usage_error(run: str, step: str) -> None:
+def test_an_invalid_step_is_a_usage_error(run, step):
     result = run_cli("pin", run, step)
     assert result.code == 2
     assert "120.1" in result.err
 
 
-def test_a_location_without_a_run(empty_url: str, run: str) -> None:
+def test_a_location_without_a_run(empty_url, run):
     assert run_cli("pin", empty_url, 20).code == 4
     assert run_cli("pin", f"{run}/version_20", 20).code == 4
 
 
-def test_ls_marks_pinned_versions(store: MemoryStore) -> None:
+def test_ls_marks_pinned_versions(store):
     run_cli("pin", store.url, 20)
     run_cli("pin", store.url, 60)
     report = run_cli("ls", store.url, "--json").json

@@ -1,10 +1,6 @@
 """A wrong URL of any store is explained as a wrong path is: by what is there instead."""
 
-from __future__ import annotations
-
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +11,11 @@ from limpet.format.names import SAVE_REQUEST
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Entry
-from tests.cli.invoke import CommandResult, run_cli
+from tests.cli.invoke import run_cli
 
 
 @pytest.fixture(params=["memory", "local", "file"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def root(request, tmp_path):
     """Return the URL of a folder with the run ``runs/a``, and a file."""
     name = uuid.uuid4().hex
     root = {
@@ -33,7 +29,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return root
 
 
-def check(result: CommandResult, *parts: str) -> None:
+def check(result, *parts):
     assert result.code == 4
     assert result.err.startswith("limpet: There is no ")
     assert result.err.count("\n") == 1
@@ -45,7 +41,7 @@ ON_RUN = ["ls", "verify", "sweep", "request-save"]
 
 
 @pytest.mark.parametrize("verb", [*ON_RUN, "show"])
-def test_a_wrong_location_is_explained(root: str, verb: str) -> None:
+def test_a_wrong_location_is_explained(root, verb):
     check(run_cli(verb, f"{root}/runs"), "found a folder with a.")
     check(run_cli(verb, f"{root}/runs/"), "found a folder with a.")
     check(run_cli(verb, root), "found a folder with notes.txt, runs.")
@@ -57,7 +53,7 @@ def test_a_wrong_location_is_explained(root: str, verb: str) -> None:
         check(run_cli(verb, f"{root}/notes.txt"), "found a file")
 
 
-def test_a_missing_version_is_explained(root: str) -> None:
+def test_a_missing_version_is_explained(root):
     for name in ("a/version_3", "a@best:"):
         check(
             run_cli("show", f"{root}/runs/{name}"), "found nothing. ", "The address of a version is"
@@ -67,7 +63,7 @@ def test_a_missing_version_is_explained(root: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ON_RUN)
-def test_a_snapshot_is_not_a_run(root: str, verb: str) -> None:
+def test_a_snapshot_is_not_a_run(root, verb):
     assert run_cli("copy", f"{root}/runs/a@latest", f"{root}/cc").code == 0
     if verb != "verify":
         found = run_cli(verb, f"{root}/cc").err
@@ -81,12 +77,11 @@ def test_a_snapshot_is_not_a_run(root: str, verb: str) -> None:
 
 
 @pytest.fixture
-def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
+def folders(monkeypatch):
     """Return a store with 5,000 folders that no call lists completely, or recursively."""
     store = open_store(f"memory://{uuid.uuid4().hex}")
-    assert isinstance(store, MemoryStore)
 
-    def list_level(self: MemoryStore, folder: str, prefix: str = "") -> Iterator[Entry]:
+    def list_level(self, folder, prefix=""):
         counts.append(0)
         if self.url == store.url and not folder:
             for number in range(5000):
@@ -104,23 +99,20 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     assert len(counts) <= 20
 
 
-def test_only_the_first_of_many_folders_are_looked_at(folders: MemoryStore) -> None:
+def test_only_the_first_of_many_folders_are_looked_at(folders):
     check(run_cli("ls", folders.url), "found a folder with data-0000, data-0001, data-0002 ...")
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["writer.json", "spread-01/version_1/shard", "deleting/0123456789ab.json"],
+    "key", ["writer.json", "spread-01/version_1/shard", "deleting/0123456789ab.json"]
 )
-def test_a_training_without_a_version_is_found_behind_many_folders(
-    folders: MemoryStore, key: str
-) -> None:
+def test_a_training_without_a_version_is_found_behind_many_folders(folders, key):
     folders.put_if_absent(key, b"{}")
     assert resolve._has_run_files(folders.url)
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "show", "pin"])
-def test_a_run_without_a_version(root: str, verb: str) -> None:
+def test_a_run_without_a_version(root, verb):
     open_store(f"{root}/new").put_if_absent("writer.json", b"{}")
     result = run_cli(verb, f"{root}/new", *([3] if verb == "pin" else []))
     assert result.code == 4
@@ -128,7 +120,7 @@ def test_a_run_without_a_version(root: str, verb: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["writer.json", "branch-1.json"])
-def test_the_first_save_of_a_training_can_be_requested(root: str, file: str) -> None:
+def test_the_first_save_of_a_training_can_be_requested(root, file):
     """The training runs, but has no version yet."""
     url = f"{root}/new"
     open_store(url).put_if_absent(file, b"{}")

@@ -1,9 +1,6 @@
 """``limpet request-save``."""
 
-from __future__ import annotations
-
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,35 +22,34 @@ _store_numbers = count()
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     """Return a run with one version under a unique URL."""
     store = open_store(f"memory://request-save-{next(_store_numbers)}")
-    assert isinstance(store, MemoryStore)
     Trainer(store, step=60).save("cadence")
     return store
 
 
 @pytest.fixture
-def trainer(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def trainer(store, monkeypatch):
     """Make a training run a step, and answer, while the command sleeps."""
     monkeypatch.setattr(request_save, "sleep", Trainer(store, step=60).wait)
 
 
 @pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sleep(seconds: float) -> None:
+def no_waiting(monkeypatch):
+    def sleep(seconds):
         raise AssertionError("the command waits")
 
     monkeypatch.setattr(request_save, "sleep", sleep)
 
 
-def test_the_command_prints_the_version(store: MemoryStore, trainer: None) -> None:
+def test_the_command_prints_the_version(store, trainer):
     result = run_cli("request-save", store.url)
     assert (result.code, result.out, result.err) == (0, "version_61\n", "")
     assert read_request(store) is None
 
 
-def test_json_keys_are_stable(store: MemoryStore, trainer: None) -> None:
+def test_json_keys_are_stable(store, trainer):
     report = run_cli("request-save", store.url, "--json").json
     assert report == {"run": store.url, "version": "version_61", "joined": False}
     put_request(store, A)
@@ -61,7 +57,7 @@ def test_json_keys_are_stable(store: MemoryStore, trainer: None) -> None:
     assert report == {"run": store.url, "version": "version_62", "joined": True}
 
 
-def test_no_wait_only_creates_the_request(store: MemoryStore, no_waiting: None) -> None:
+def test_no_wait_only_creates_the_request(store, no_waiting):
     result = run_cli("request-save", store.url, "--no-wait")
     assert (result.code, result.out) == (0, "Requested a save at the next step\n")
     existing = read_request(store)
@@ -73,9 +69,7 @@ def test_no_wait_only_creates_the_request(store: MemoryStore, no_waiting: None) 
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_timeout_withdraws_the_request(
-    store: MemoryStore, no_waiting: None, options: list[str]
-) -> None:
+def test_a_timeout_withdraws_the_request(store, no_waiting, options):
     result = run_cli("request-save", store.url, "--timeout", "0", *options)
     assert result.code == 10
     assert result.err.count("\n") == 1
@@ -87,10 +81,10 @@ def test_a_timeout_withdraws_the_request(
         assert result.json["error"]["kind"] == "DeadlinePassed"
 
 
-def test_a_plain_number_is_seconds(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_number_is_seconds(store, monkeypatch):
     timeouts: list[float] = []
 
-    def record_timeout(run: object, timeout: float, *, wait: object) -> RequestedSave:
+    def record_timeout(run, timeout, *, wait):
         timeouts.append(timeout)
         return RequestedSave(Version(60), joined=False)
 
@@ -100,21 +94,18 @@ def test_a_plain_number_is_seconds(store: MemoryStore, monkeypatch: pytest.Monke
     assert timeouts == [5.0, 1.5, 120.0]
 
 
-def test_ctrl_c_withdraws_the_request(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(seconds: float) -> None:
+def test_ctrl_c_withdraws_the_request(store, monkeypatch):
+    def interrupt(seconds):
         assert read_request(store) is not None
         raise KeyboardInterrupt
 
     monkeypatch.setattr(request_save, "sleep", interrupt)
-    result = run_cli("request-save", store.url)
-    assert result.code == 130
+    assert run_cli("request-save", store.url).code == 130
     assert read_request(store) is None
 
 
-def test_a_folder_that_cannot_be_written(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def deny(self: object, key: str, data: bytes) -> None:
+def test_a_folder_that_cannot_be_written(store, monkeypatch):
+    def deny(self, key, data):
         raise Denied("The folder is read-only")
 
     monkeypatch.setattr(MemoryStore, "put_if_absent", deny)
@@ -122,13 +113,13 @@ def test_a_folder_that_cannot_be_written(
     assert (result.code, result.err) == (5, "limpet: The folder is read-only.\n")
 
 
-def test_a_damaged_request_is_joined(store: MemoryStore, trainer: None) -> None:
+def test_a_damaged_request_is_joined(store, trainer):
     store.put_if_absent(SAVE_REQUEST, b"\0")
     assert run_cli("request-save", store.url).out == "version_61\n"
     assert read_request(store) is None
 
 
-def test_a_run_in_a_local_folder(tmp_path: Path, no_waiting: None) -> None:
+def test_a_run_in_a_local_folder(tmp_path, no_waiting):
     hf.save(tmp_path / "run" / "version_1", {"x": np.arange(3)})
     assert run_cli("request-save", tmp_path / "run", "--no-wait").code == 0
     assert (tmp_path / "run" / SAVE_REQUEST).exists()
@@ -138,15 +129,13 @@ def test_a_run_in_a_local_folder(tmp_path: Path, no_waiting: None) -> None:
     assert not (tmp_path / "to" / SAVE_REQUEST).exists()
 
 
-def test_an_empty_folder_can_belong_to_a_training_without_saves(tmp_path: Path) -> None:
+def test_an_empty_folder_can_belong_to_a_training_without_saves(tmp_path):
     result = run_cli("request-save", tmp_path, "--no-wait")
     assert (result.code, result.out) == (0, "Requested a save at the next step\n")
 
 
 @pytest.mark.parametrize("location", ["none", "other", "run/version_1", "file"])
-def test_nothing_is_written_to_other_locations(
-    tmp_path: Path, no_waiting: None, location: str
-) -> None:
+def test_nothing_is_written_to_other_locations(tmp_path, no_waiting, location):
     hf.save(tmp_path / "run" / "version_1", {"x": np.arange(3)})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").write_text("x")
@@ -157,10 +146,10 @@ def test_nothing_is_written_to_other_locations(
 
 
 @pytest.mark.parametrize("arguments", [["--timeout", "5x"], ["--timeout", "-5"], ["x", "y"], []])
-def test_invalid_arguments(arguments: list[str]) -> None:
+def test_invalid_arguments(arguments):
     assert run_cli("request-save", *(["x"] if len(arguments) == 2 else []), *arguments).code == 2
 
 
-def test_json_needs_neither_torch_nor_rich(tmp_path: Path) -> None:
+def test_json_needs_neither_torch_nor_rich(tmp_path):
     hf.save(tmp_path / "version_1", {"x": np.arange(3)})
     assert not imported("request-save", str(tmp_path), "--no-wait", "--json") & {"torch", "rich"}

@@ -1,19 +1,14 @@
 """Every command that takes a snapshot accepts ``RUN@STEP``."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 import limpet as hf
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
-from limpet.storage.store import Stat
 from tests.cli.invoke import run_cli
 
 
-def test_missing_versions_and_runs_are_reported(store: MemoryStore, empty_url: str) -> None:
+def test_missing_versions_and_runs_are_reported(store, empty_url):
     for verb in ("show", "verify"):
         result = run_cli(verb, f"{store.url}@30")
         assert result.code == 4
@@ -30,9 +25,7 @@ def test_missing_versions_and_runs_are_reported(store: MemoryStore, empty_url: s
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_an_existing_path_takes_precedence(
-    is_local: bool, tmp_path: Path, store: MemoryStore
-) -> None:
+def test_an_existing_path_takes_precedence(is_local, tmp_path, store):
     root = str(tmp_path) if is_local else store.url
     hf.save(f"{root}/a/version_5", {"n": 1})
     assert "version_5" in run_cli("show", f"{root}/a@5").out
@@ -40,12 +33,11 @@ def test_an_existing_path_takes_precedence(
     assert run_cli("show", f"{root}/a@5", "--json").json["snapshot"] == f"{root}/a@5"
     hf.save(f"{root}/b/version_5", {"n": 1})
     hf.save(f"{root}/b@5/version_7", {"n": 1})  # a run with that name
-    shown = run_cli("show", f"{root}/b@5", "--json")
-    assert shown.json["snapshot"] == f"{root}/b@5/version_7"
+    assert run_cli("show", f"{root}/b@5", "--json").json["snapshot"] == f"{root}/b@5/version_7"
     assert run_cli("verify", f"{root}/b@5", "--json").json["place"] == f"{root}/b@5"
 
 
-def test_a_snapshot_cannot_be_copied_to_a_run(run: str) -> None:
+def test_a_snapshot_cannot_be_copied_to_a_run(run):
     before = keys(run)
     for to in (run, f"{run}/"):
         result = run_cli("copy", f"{run}@40", to)
@@ -54,7 +46,7 @@ def test_a_snapshot_cannot_be_copied_to_a_run(run: str) -> None:
     assert keys(run) == before
 
 
-def test_a_folder_that_is_both_a_run_and_a_snapshot(store: MemoryStore, empty_url: str) -> None:
+def test_a_folder_that_is_both_a_run_and_a_snapshot(store, empty_url):
     """Commands for a run or a snapshot take it as a run."""
     hf.save(empty_url, {"n": 1})  # the snapshot existed first
     for stat in list(store.list("")):
@@ -68,18 +60,16 @@ def test_a_folder_that_is_both_a_run_and_a_snapshot(store: MemoryStore, empty_ur
     assert run_cli("show", empty_url, "--json").json["snapshot"] == empty_url
 
 
-def keys(url: str) -> list[str]:
+def keys(url):
     return [s.key for s in open_store(url).list("")]
 
 
 @pytest.mark.parametrize("arguments", [("show", "@latest"), ("show", "@3"), ("pin", "", "3")])
-def test_the_requests_for_one_version_do_not_grow_with_the_run(
-    arguments: tuple[str, ...], empty_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_requests_for_one_version_do_not_grow_with_the_run(arguments, empty_url, monkeypatch):
     counts: list[int] = []
     original = MemoryStore.stat
 
-    def stat(self: MemoryStore, key: str) -> Stat:
+    def stat(self, key):
         counts[-1] += 1
         return original(self, key)
 

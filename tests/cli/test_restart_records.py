@@ -1,7 +1,5 @@
 """The records of restarts in a run, which the commands leave alone."""
 
-from __future__ import annotations
-
 import re
 import uuid
 
@@ -11,7 +9,6 @@ from limpet.cli.resolve import _has_run_files
 from limpet.format.names import restart_name
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
-from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.tiers.restarts import Restart, write_restart
 from tests.cli.invoke import run_cli
@@ -19,7 +16,7 @@ from tests.cli.invoke import run_cli
 RECORD = Restart(0, 60, "version_60", "a" * 32, False, None, "2026-01-02T03:04:05+00:00")
 
 
-def add_records(store: MemoryStore) -> list[str]:
+def add_records(store):
     keys = [restart_name(0, f"{number:012x}") for number in range(20)]
     for key in keys[:-1]:
         write_restart(store, key, RECORD)
@@ -27,7 +24,7 @@ def add_records(store: MemoryStore) -> list[str]:
     return keys
 
 
-def restart_keys(store: MemoryStore) -> list[str]:
+def restart_keys(store):
     return [s.key for s in store.list("") if s.key.startswith("restart-")]
 
 
@@ -38,10 +35,10 @@ def restart_keys(store: MemoryStore) -> list[str]:
         ["sweep", "--grace", "0", "--abandoned"], ["sweep", "--dry-run", "--json"],
     ],
 )  # fmt: skip
-def test_commands_show_the_same_as_without_records(store: MemoryStore, command: list[str]) -> None:
+def test_commands_show_the_same_as_without_records(store, command):
     url = store.url if command[0] != "show" else f"{store.url}@latest"
 
-    def run() -> tuple[int, str, str]:
+    def run():
         found = run_cli(command[0], url, *command[1:])
         return found.code, re.sub(r"[0-9.]+ (m?s|[KMG]iB/s)", "TIME", found.out), found.err
 
@@ -51,7 +48,7 @@ def test_commands_show_the_same_as_without_records(store: MemoryStore, command: 
     assert restart_keys(store) == keys
 
 
-def test_they_are_not_copied(store: MemoryStore) -> None:
+def test_they_are_not_copied(store):
     """A copy of a run begins anew: it has not failed anywhere."""
     add_records(store)
     target = open_store(f"memory://{uuid.uuid4().hex}")
@@ -60,7 +57,7 @@ def test_they_are_not_copied(store: MemoryStore) -> None:
     assert Run(target).line() == Run(store).line()
 
 
-def test_the_functions_of_a_run_do_not_see_them(store: MemoryStore) -> None:
+def test_the_functions_of_a_run_do_not_see_them(store):
     before = Run(store).listing()
     keys = add_records(store)
     run = Run(store)
@@ -73,7 +70,7 @@ def test_the_functions_of_a_run_do_not_see_them(store: MemoryStore) -> None:
     assert restart_keys(store) == keys
 
 
-def test_a_training_that_has_saved_nothing_yet_is_a_run() -> None:
+def test_a_training_that_has_saved_nothing_yet_is_a_run():
     store = open_store(f"memory://{uuid.uuid4().hex}")
     write_restart(store, restart_name(0, "0" * 12), RECORD)
     assert _has_run_files(store.url)

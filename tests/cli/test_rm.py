@@ -1,7 +1,5 @@
 """``limpet rm`` and ``Run.delete``."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -17,11 +15,11 @@ from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 
 
-def versions(store: MemoryStore) -> list[str]:
+def versions(store):
     return [str(v) for v in Run(store).listing().versions]
 
 
-def test_versions_are_deleted_by_their_steps(run: str, store: MemoryStore) -> None:
+def test_versions_are_deleted_by_their_steps(run, store):
     nbytes = sum(s.length for s in store.list("") if s.key.startswith(("version_20", "version_40")))
     result = run_cli("rm", run, 20, 40, 20, "--json")
     assert result.code == 0
@@ -29,7 +27,7 @@ def test_versions_are_deleted_by_their_steps(run: str, store: MemoryStore) -> No
     assert versions(store) == ["version_60"]
 
 
-def test_the_text_names_what_was_deleted(run: str, store: MemoryStore) -> None:
+def test_the_text_names_what_was_deleted(run, store):
     result = run_cli("rm", run, 20)
     assert result.out.startswith("deleted version_20: ")
     assert (result.code, result.err) == (0, "")
@@ -44,9 +42,7 @@ def test_the_text_names_what_was_deleted(run: str, store: MemoryStore) -> None:
         ([40, 20], "version_40 of .* was not deleted: it is pinned"),
     ],
 )
-def test_all_versions_are_deleted_or_none(
-    run: str, store: MemoryStore, steps: list[int], message: str
-) -> None:
+def test_all_versions_are_deleted_or_none(run, store, steps, message):
     Run(store).pin(40)
     result = run_cli("rm", run, *steps)
     assert result.code != 0
@@ -54,7 +50,7 @@ def test_all_versions_are_deleted_or_none(
     assert versions(store) == ["version_20", "version_40", "version_60"]
 
 
-def test_branches(run: str, store: MemoryStore) -> None:
+def test_branches(run, store):
     """The newest version of an abandoned branch is not the one that a training continues from."""
     train_branch(store, 20, 60)
     assert versions(store)[-2:] == ["version_60", "version_60.1"]
@@ -64,7 +60,7 @@ def test_branches(run: str, store: MemoryStore) -> None:
     assert versions(store) == ["version_20", "version_40", "version_40.1", "version_60.1"]
 
 
-def test_what_a_resume_needs_is_kept(store: MemoryStore) -> None:
+def test_what_a_resume_needs_is_kept(store):
     """As by retention: the newest intact version."""
     run = Run(store)
     with pytest.raises(LimpetError, match="newest intact version"):
@@ -78,7 +74,7 @@ def test_what_a_resume_needs_is_kept(store: MemoryStore) -> None:
     assert versions(store) == ["version_40"]
 
 
-def test_delete_accepts_steps_versions_and_snapshots(store: MemoryStore) -> None:
+def test_delete_accepts_steps_versions_and_snapshots(store):
     run = Run(store)
     assert run.delete(20, run.open(Version(40))) > 0
     assert versions(store) == ["version_60"]
@@ -87,7 +83,7 @@ def test_delete_accepts_steps_versions_and_snapshots(store: MemoryStore) -> None
     assert run.delete() == 0
 
 
-def test_a_version_in_use_by_an_evaluation_is_kept(run: str, store: MemoryStore) -> None:
+def test_a_version_in_use_by_an_evaluation_is_kept(run, store):
     holder = LeaseHolder(store, "val", seconds=2.0)
     holder.acquire()
     holder.start()
@@ -99,7 +95,7 @@ def test_a_version_in_use_by_an_evaluation_is_kept(run: str, store: MemoryStore)
     assert run_cli("rm", run, 20, 40).code == 0
 
 
-def test_a_version_that_another_one_refers_to_is_kept() -> None:
+def test_a_version_that_another_one_refers_to_is_kept():
     store, state = MemoryStore(), {"x": np.arange(20_000.0), "y": np.zeros(1)}
     with limpet.Checkpointer(store, state, save=limpet.EverySteps(1), incremental=True) as ckpt:
         for _ in range(3):
@@ -112,7 +108,7 @@ def test_a_version_that_another_one_refers_to_is_kept() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("rm",), ("rm", "RUN"), ("rm", "RUN", "latest")])
-def test_mistakes(run: str, arguments: tuple[str, ...]) -> None:
+def test_mistakes(run, arguments):
     result = run_cli(*(run if a == "RUN" else a for a in arguments))
     assert result.code == exit_code(LimpetError("")) or result.code == 2
     assert result.err.count("\n") <= 1

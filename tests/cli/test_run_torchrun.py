@@ -1,7 +1,5 @@
 """``limpet run -- torchrun ...`` with real processes, and what torchrun does without it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -18,14 +16,14 @@ TERM = signal.SIGTERM
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def torchrun(folder: Path, *actions: str, restarts: int = 0) -> list[str | Path]:
+def torchrun(folder, *actions, restarts=0):
     return [
         *TORCHRUN, "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}",
         WORKER, folder, *actions,
     ]  # fmt: skip
 
 
-def pids(folder: Path, *names: str) -> list[int]:
+def pids(folder, *names):
     return [read_pid(folder / name) for name in names]
 
 
@@ -36,9 +34,7 @@ def pids(folder: Path, *names: str) -> list[int]:
         ("USR1", ["0"], 0), ("TERM", ["75", "1"], 1),
     ],
 )  # fmt: skip
-def test_the_statuses_decide_although_torchrun_returns_1(
-    name: str, actions: list[str], expected: int, tmp_path: Path
-) -> None:
+def test_the_statuses_decide_although_torchrun_returns_1(name, actions, expected, tmp_path):
     with started("--json", "--", *torchrun(tmp_path, *actions, restarts=3)) as process:
         workers = pids(tmp_path, "0.0", "1.0")
         process.send_signal(signal.Signals[f"SIG{name}"])
@@ -50,14 +46,14 @@ def test_the_statuses_decide_although_torchrun_returns_1(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.0", "1.0"], "there was no restart"
 
 
-def test_workers_that_leave_by_themselves(tmp_path: Path) -> None:
+def test_workers_that_leave_by_themselves(tmp_path):
     """As after the notice of a cloud. All exit with 0, so torchrun returns 0."""
     result = run_to_end("--json", "--", *torchrun(tmp_path, "now-75", restarts=3))
     assert result.code == 75
     assert result.json["command"]["exit_code"] == 0
 
 
-def test_a_status_of_an_earlier_restart_is_not_the_last_word(tmp_path: Path) -> None:
+def test_a_status_of_an_earlier_restart_is_not_the_last_word(tmp_path):
     """Rank 1 fails. torchrun sends SIGTERM to rank 0, which takes that for a preemption."""
     result = run_to_end("--json", "--", *torchrun(tmp_path, "76/end", "fail/end", restarts=1))
     assert result.code == 0
@@ -65,20 +61,20 @@ def test_a_status_of_an_earlier_restart_is_not_the_last_word(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
 
 
-def test_the_status_of_the_last_restart_counts(tmp_path: Path) -> None:
+def test_the_status_of_the_last_restart_counts(tmp_path):
     with started("--", *torchrun(tmp_path, "76/75", "fail/75", restarts=1)) as process:
         pids(tmp_path, "0.1", "1.1")
         process.send_signal(TERM)
         assert finish(process).code == 75
 
 
-def test_a_worker_that_fails_is_a_failure(tmp_path: Path) -> None:
+def test_a_worker_that_fails_is_a_failure(tmp_path):
     result = run_to_end("--", *torchrun(tmp_path, "75", "fail"))
     assert result.code == 1
     assert "exit code 1: the command exited with 1" in result.err
 
 
-def test_torchrun_has_the_grace_to_stop_its_workers(tmp_path: Path) -> None:
+def test_torchrun_has_the_grace_to_stop_its_workers(tmp_path):
     """``--shutdown-timeout`` is 30 s without it. A worker that ignores SIGTERM is killed."""
     with started("--grace", "1", "--json", "--", *torchrun(tmp_path, "75", "ignore")) as process:
         workers = pids(tmp_path, "0.0", "1.0")
@@ -89,13 +85,13 @@ def test_torchrun_has_the_grace_to_stop_its_workers(tmp_path: Path) -> None:
     assert not any(is_alive(pid) for pid in workers)
 
 
-def torchrun_pid(wrapper: int) -> int:
+def torchrun_pid(wrapper):
     children = Path(f"/proc/{wrapper}/task/{wrapper}/children").read_text().split()
     (pid,) = map(int, children)
     return pid
 
 
-def test_the_workers_of_a_killed_torchrun_stop_and_save(tmp_path: Path) -> None:
+def test_the_workers_of_a_killed_torchrun_stop_and_save(tmp_path):
     """They are in sessions of their own, so nobody else would end them."""
     with started("--json", "--", *torchrun(tmp_path, "75")) as process:
         workers = pids(tmp_path, "0.0", "1.0")
@@ -106,7 +102,7 @@ def test_the_workers_of_a_killed_torchrun_stop_and_save(tmp_path: Path) -> None:
     assert not any(is_alive(pid) for pid in workers)
 
 
-def test_torchrun_that_slurm_signals_directly_too(tmp_path: Path) -> None:
+def test_torchrun_that_slurm_signals_directly_too(tmp_path):
     """A signal to the whole job step reaches torchrun twice, and the workers more often."""
     with started("--", *torchrun(tmp_path, "75")) as process:
         workers = pids(tmp_path, "0.0", "1.0")
@@ -115,7 +111,7 @@ def test_torchrun_that_slurm_signals_directly_too(tmp_path: Path) -> None:
         assert finish(process).code == 75
 
 
-def test_two_launchers_under_one_wrapper(tmp_path: Path) -> None:
+def test_two_launchers_under_one_wrapper(tmp_path):
     """Two agents of one job on one host, as in tests of several hosts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,7 +1,5 @@
 """``limpet run`` with real trainings, which get SIGTERM: what its exit code says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from limpet.run.run import Run
-from tests.cli.invoke import CommandResult
 from tests.cli.supervised import finish, is_alive, read_pid, started, wait_until
 
 pytestmark = pytest.mark.slow
@@ -21,9 +18,7 @@ WORKER = Path(__file__).with_name("training_worker.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def run_until_sigterm(
-    folder: Path, action: str, *options: str, run: str | Path = "run", by_torchrun: bool = False
-) -> CommandResult:
+def run_until_sigterm(folder, action, *options, run="run", by_torchrun=False):
     """Run a training, send SIGTERM to ``limpet run`` once it has made three steps, and wait."""
     launcher, ranks = (TORCHRUN, 2) if by_torchrun else ([sys.executable], 1)
     command = [*launcher, WORKER, folder / run, folder / "ready", action]
@@ -35,7 +30,7 @@ def run_until_sigterm(
     return result
 
 
-def saved_steps(run: Path) -> list[int]:
+def saved_steps(run):
     return [s.step for s in Run(run).snapshots()]
 
 
@@ -52,9 +47,7 @@ def saved_steps(run: Path) -> list[int]:
         ("exit-later", 76, [0]),
     ],
 )
-def test_a_training_that_gets_a_notice(
-    action: str, expected: int, codes: list[int], tmp_path: Path
-) -> None:
+def test_a_training_that_gets_a_notice(action, expected, codes, tmp_path):
     result = run_until_sigterm(tmp_path, action)
     assert result.code == expected, result.err
     assert [s["code"] for s in result.json["statuses"]] == codes
@@ -65,9 +58,7 @@ def test_a_training_that_gets_a_notice(
 
 
 @pytest.mark.parametrize(("action", "expected"), [("fail", 1), ("end", 0), ("apart", 75)])
-def test_a_training_under_torchrun_that_gets_a_notice(
-    action: str, expected: int, tmp_path: Path
-) -> None:
+def test_a_training_under_torchrun_that_gets_a_notice(action, expected, tmp_path):
     """torchrun returns 1 in any case, or aborts while it exits. ``apart``: each worker is rank 0 of
     its own group."""
     result = run_until_sigterm(tmp_path, action, by_torchrun=True)
@@ -78,9 +69,7 @@ def test_a_training_under_torchrun_that_gets_a_notice(
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
-def test_a_signal_that_requests_a_save_does_not_stop_the_training(
-    by_torchrun: bool, tmp_path: Path
-) -> None:
+def test_a_signal_that_requests_a_save_does_not_stop_the_training(by_torchrun, tmp_path):
     """torchrun itself would stop: it ends at every signal."""
     launcher, ranks = (TORCHRUN, 2) if by_torchrun else ([sys.executable], 1)
     command = [*launcher, WORKER, tmp_path / "run", tmp_path / "ready", "request"]
@@ -97,7 +86,7 @@ def test_a_signal_that_requests_a_save_does_not_stop_the_training(
     assert len(saved_steps(tmp_path / "run")) == 3
 
 
-def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path: Path) -> None:
+def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path):
     """A thread saves the third step. The process must have ended when ``limpet run`` kills."""
     began = time.monotonic()
     result = run_until_sigterm(tmp_path, "long", "--grace", "6s")
@@ -107,7 +96,7 @@ def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path: P
     assert saved_steps(tmp_path / "run") == [3]
 
 
-def test_a_training_that_has_ended_is_no_reason_to_run_again(tmp_path: Path) -> None:
+def test_a_training_that_has_ended_is_no_reason_to_run_again(tmp_path):
     """The shell is killed by the signal, so only the statuses can say that all is saved."""
     script = '"$1" "$2" "$3/a" "$3/a" done && "$1" "$2" "$3/b" "$3/b" train'
     with started("--", "sh", "-c", script, "sh", sys.executable, WORKER, tmp_path) as process:
@@ -118,7 +107,7 @@ def test_a_training_that_has_ended_is_no_reason_to_run_again(tmp_path: Path) -> 
     assert len(saved_steps(tmp_path / "b")) == 1
 
 
-def test_a_run_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+def test_a_run_whose_name_is_not_utf_8(tmp_path):
     run = os.fsdecode(b"run-\xff")
     result = run_until_sigterm(tmp_path, "train", run=run)
     assert result.code == 75, result.err
@@ -153,9 +142,7 @@ except ValueError:
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_later_training_in_the_process_makes_the_end_of_an_earlier_one_void(
-    code: int, tmp_path: Path
-) -> None:
+def test_a_later_training_in_the_process_makes_the_end_of_an_earlier_one_void(code, tmp_path):
     statuses = tmp_path / "statuses"
     statuses.mkdir()
     command = [sys.executable, "-c", TWO, str(tmp_path / "run"), str(code)]

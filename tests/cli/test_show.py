@@ -1,10 +1,7 @@
 """``limpet show``."""
 
-from __future__ import annotations
-
 import io
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +17,11 @@ from limpet.format.records import FailedEvaluation
 from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
-from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli
 from tests.forging import seal, sealed_content, small_state
 
 
-def test_header_and_tree(run: str) -> None:
+def test_header_and_tree(run):
     result = run_cli("show", f"{run}/version_40")
     assert result.code == 0
     for part in ("step     40", "version_20", "cadence", "1 shard", "not checked"):
@@ -35,7 +31,7 @@ def test_header_and_tree(run: str) -> None:
     assert "  bias" in result.out
 
 
-def test_json_keys_are_stable(run: str) -> None:
+def test_json_keys_are_stable(run):
     report = run_cli("show", f"{run}/version_40", "--json", "--layout").json
     assert list(report) == [
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
@@ -58,7 +54,7 @@ def test_json_keys_are_stable(run: str) -> None:
     assert report["parent"]["version"] == "version_20"
 
 
-def test_each_evaluation_is_shown_with_its_state(run: str) -> None:
+def test_each_evaluation_is_shown_with_its_state(run):
     opened = Run(run)
     opened.add_metrics(40, {"accuracy": 0.75}, "val")
     opened.put_record(FailedEvaluation, "robust", 40, cause="records 0 to 31: no data")
@@ -80,7 +76,7 @@ def test_each_evaluation_is_shown_with_its_state(run: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-def test_every_kind_of_node(empty_url: str) -> None:
+def test_every_kind_of_node(empty_url):
     hf.save(f"{empty_url}/version_7", small_state(), step=7)
     result = run_cli("show", f"{empty_url}/version_7")
     assert result.code == 0
@@ -95,7 +91,7 @@ def test_every_kind_of_node(empty_url: str) -> None:
     assert values["plain/numpy"] == 1.5
 
 
-def test_keys_select_leaves(run: str) -> None:
+def test_keys_select_leaves(run):
     report = run_cli("show", f"{run}/version_40", "--json", "--keys", "small/**").json
     assert [leaf["key"] for leaf in report["leaves"]] == ["small/bias"]
     assert report["values"] == []
@@ -104,18 +100,18 @@ def test_keys_select_leaves(run: str) -> None:
     assert "weights" not in result.out
 
 
-def test_a_key_within_a_plain_list_selects_the_list(run: str) -> None:
+def test_a_key_within_a_plain_list_selects_the_list(run):
     report = run_cli("show", f"{run}/version_40", "--json", "--keys", "history/0").json
     assert [v["key"] for v in report["values"]] == ["history"]
 
 
-def test_keys_that_match_nothing_are_an_error(run: str) -> None:
+def test_keys_that_match_nothing_are_an_error(run):
     result = run_cli("show", f"{run}/version_40", "--keys", "modle/**")
     assert result.code == 6
     assert "weights" in result.err
 
 
-def test_depth_limits_the_tree(run: str) -> None:
+def test_depth_limits_the_tree(run):
     result = run_cli("show", f"{run}/version_40", "--depth", "1")
     assert "small" in result.out
     assert "bias" not in result.out
@@ -123,14 +119,14 @@ def test_depth_limits_the_tree(run: str) -> None:
     assert run_cli("show", f"{run}/version_40", "--depth", "0").code == 2
 
 
-def test_a_long_tree_is_limited_to_the_levels_that_fit(empty_url: str) -> None:
+def test_a_long_tree_is_limited_to_the_levels_that_fit(empty_url):
     state = {f"block{i}": {str(j): np.zeros(1) for j in range(10)} for i in range(8)}
     snapshot = hf.save(empty_url, state)
     assert fitting_depth(list(iter_tree_rows(reader_of(snapshot)))) == 1
     assert fitting_depth(list(iter_tree_rows(reader_of(snapshot)))[:30]) is None
 
 
-def test_a_shard_of_wrong_length_is_reported(tmp_path: Path) -> None:
+def test_a_shard_of_wrong_length_is_reported(tmp_path):
     hf.save(tmp_path / "snap", {"a": np.zeros(10)})
     [shard] = (tmp_path / "snap").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -138,7 +134,7 @@ def test_a_shard_of_wrong_length_is_reported(tmp_path: Path) -> None:
     assert run_cli("show", tmp_path / "snap", "--json").json["intact"] is False
 
 
-def test_control_characters_do_not_reach_the_terminal(empty_url: str) -> None:
+def test_control_characters_do_not_reach_the_terminal(empty_url):
     state = {"\x1b[31mred\x1b]0;title\x07": 1, "[bold]x[nope]": "\x1b[2J", "line\nbreak": 2}
     hf.save(empty_url, state, note={"\x1b[1m": "\x1b[5m"})
     result = run_cli("show", empty_url)
@@ -147,21 +143,19 @@ def test_control_characters_do_not_reach_the_terminal(empty_url: str) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_a_narrow_terminal_wraps_no_row(
-    empty_url: str, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_a_narrow_terminal_wraps_no_row(empty_url, monkeypatch, width):
     name = "layers.0.attention.a_very_long_name_of_a_projection.weight"
     hf.save(empty_url, {"model": {name: torch.zeros(3, 4)}, "text": "long " * 50})
     terminal = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
     monkeypatch.setattr("limpet.cli.verbs.show.make_console", lambda: terminal)
     assert run_cli("show", empty_url).code == 0
-    lines = terminal.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = terminal.file.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
     assert sum("float32" in line for line in lines) == 1
     assert any("float32 [3, 4]" in line and line.rstrip().endswith("48 B") for line in lines)
 
 
-def test_containers_show_their_number_of_leaves(empty_url: str) -> None:
+def test_containers_show_their_number_of_leaves(empty_url):
     one = {"deep": [{"x": np.zeros(3), "n": 1, "more": [np.zeros(1), 2]}], "none": {}}
     hf.save(empty_url, {"one": one, "two": [np.zeros(2)]})
     lines = [line.split(maxsplit=1) for line in run_cli("show", empty_url).out.splitlines()]
@@ -173,15 +167,13 @@ def test_containers_show_their_number_of_leaves(empty_url: str) -> None:
     assert report["none"] == "dict, empty"
 
 
-def test_each_row_is_looked_at_a_few_times_whatever_the_number_of_containers(
-    empty_url: str,
-) -> None:
+def test_each_row_is_looked_at_a_few_times_whatever_the_number_of_containers(empty_url):
     hf.save(empty_url, {"parts": [{"x": np.zeros(1), "n": {"of": i}} for i in range(500)]})
 
     class Rows(list[Any]):
         looked_at = 0
 
-        def __iter__(self) -> Any:
+        def __iter__(self):
             for row in super().__iter__():
                 self.looked_at += 1
                 yield row
@@ -194,7 +186,7 @@ def test_each_row_is_looked_at_a_few_times_whatever_the_number_of_containers(
 
 
 @pytest.mark.parametrize("verb", ["show", "ls", "verify", "diff", "copy", "sweep"])
-def test_no_line_ends_with_spaces_in_a_pipe(run: str, empty_url: str, verb: str) -> None:
+def test_no_line_ends_with_spaces_in_a_pipe(run, empty_url, verb):
     hf.save(f"{run}/version_80", {"text": "long " * 50, "n": 1, "x": np.zeros(3)})
     arguments = {
         "show": [f"{run}/version_80"],
@@ -206,7 +198,7 @@ def test_no_line_ends_with_spaces_in_a_pipe(run: str, empty_url: str, verb: str)
     assert [line for line in result.out.splitlines() if line != line.rstrip()] == []
 
 
-def test_patterns_show_full_keys(run: str) -> None:
+def test_patterns_show_full_keys(run):
     """Error messages of ``load`` refer to this command for the valid keys."""
     shown = run_cli("show", f"{run}/version_20", "--keys", "**").out.splitlines()
     first = [line.split()[0] for line in shown if line]
@@ -215,7 +207,7 @@ def test_patterns_show_full_keys(run: str) -> None:
 
 @pytest.mark.parametrize("value", [None, 5, "x", {"dict": {"loss": "low"}}])
 @pytest.mark.parametrize("name", ["metrics", "reason", "note", "statistics"])
-def test_any_metadata_is_listed_and_shown(store: MemoryStore, name: str, value: Any) -> None:
+def test_any_metadata_is_listed_and_shown(store, name, value):
     """Other programs may write it."""
     key = f"version_20/{MANIFEST}"
     content = sealed_content(store.get(key, 1 << 20))

@@ -1,9 +1,6 @@
 """Every command on a run that spreads its shards."""
 
-from __future__ import annotations
-
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,18 +23,18 @@ from tests.trainings import initial_state, state_after, states_equal, train
 
 
 @pytest.fixture(params=["memory", "local"])
-def parent(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def parent(request, tmp_path):
     """Return the URL of an empty folder."""
     return f"memory://{uuid.uuid4()}" if request.param == "memory" else str(tmp_path)
 
 
 @pytest.fixture
-def run(parent: str) -> str:
+def run(parent):
     """Return the URL of a run with the versions 1 and 2, spread over 16 folders."""
     return make_run(f"{parent}/spread", 16)
 
 
-def make_run(url: str, prefixes: int | None) -> str:
+def make_run(url, prefixes):
     state, store = initial_state(), spread_over(open_store(url), prefixes or 0)
     with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         for step in (1, 2):
@@ -46,13 +43,13 @@ def make_run(url: str, prefixes: int | None) -> str:
     return url
 
 
-def shard_folders(url: str) -> set[str]:
+def shard_folders(url):
     """Return the first levels of the keys of all shards of a run."""
     found = keys(open_store(url))
     return {key.partition("/")[0] for key in found if names.parse_attempt(key.rpartition("/")[2])}
 
 
-def check_versions(url: str, spread: bool) -> None:
+def check_versions(url, spread):
     for step in (1, 2):
         state = initial_state()
         limpet.load(f"{url}/version_{step}", into=state)
@@ -61,7 +58,7 @@ def check_versions(url: str, spread: bool) -> None:
     assert run_cli("verify", url).code == 0
 
 
-def test_commands_that_read(run: str, parent: str, tmp_path: Path) -> None:
+def test_commands_that_read(run, parent, tmp_path):
     listed = run_cli("ls", run, "--json").json
     assert [v["problem"] for v in listed["versions"]] == [None, None]
     assert listed["latest"] == "version_2"
@@ -76,7 +73,7 @@ def test_commands_that_read(run: str, parent: str, tmp_path: Path) -> None:
     assert load_file(file)["weights"].tobytes() == state_after(2)["weights"].tobytes()
 
 
-def test_a_copy_has_its_shards_where_its_destination_says(run: str, parent: str) -> None:
+def test_a_copy_has_its_shards_where_its_destination_says(run, parent):
     assert run_cli("copy", run, f"{parent}/plain").code == 0
     check_versions(f"{parent}/plain", spread=False)
     again = run_cli("copy", run, f"{parent}/plain", "--json").json
@@ -98,7 +95,7 @@ def test_a_copy_has_its_shards_where_its_destination_says(run: str, parent: str)
     assert run_cli("verify", f"{parent}/other").code == 0
 
 
-def test_commands_that_write(run: str, parent: str, tmp_path: Path) -> None:
+def test_commands_that_write(run, parent, tmp_path):
     assert run_cli("reshard", f"{run}@2", f"{parent}/resharded/version_2", "--shards", 3).code == 0
     assert shard_folders(f"{parent}/resharded") == {"version_2"}
     assert run_cli("diff", f"{run}@2", f"{parent}/resharded@2").code == 0
@@ -108,7 +105,7 @@ def test_commands_that_write(run: str, parent: str, tmp_path: Path) -> None:
     assert run_cli("pin", run, 1, "--remove").code == 0
 
 
-def test_what_to_delete_or_move_is_named_by_its_place(run: str, parent: str) -> None:
+def test_what_to_delete_or_move_is_named_by_its_place(run, parent):
     """The user does it with another tool."""
     shard = next(k for k in keys(Run(run).store) if names.is_shard_name(k.rpartition("/")[2]))
     copied = shard.partition("/")[2]
@@ -131,7 +128,7 @@ def test_what_to_delete_or_move_is_named_by_its_place(run: str, parent: str) -> 
     assert f"Move {base} out of the run now" in danger
 
 
-def test_sweep(run: str, parent: str) -> None:
+def test_sweep(run, parent):
     orphan = f"spread-0d/version_3/{shard_name(0, 1, '0c9d1e2f3a4b')}"
     put(Run(run).store, orphan, b"123")
     assert run_cli("ls", run, "--json").json["orphans"] != []
@@ -141,7 +138,7 @@ def test_sweep(run: str, parent: str) -> None:
     check_versions(run, spread=True)
 
 
-def test_a_run_of_which_only_orphans_exist_is_swept(parent: str) -> None:
+def test_a_run_of_which_only_orphans_exist_is_swept(parent):
     """As after the first save of a training was killed in a store without folders."""
     run = Run(f"{parent}/run")
     orphan = f"spread-0e/version_1/{shard_name(0, 1, '0c9d1e2f3a4b')}"

@@ -1,12 +1,9 @@
 """Commands in a process: imports, exit codes, and closed pipes."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,14 +24,14 @@ print(*sorted({m.partition(".")[0] for m in sys.modules}), file=sys.stderr)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start") / "run"
     for step in (1, 2):
         hf.save(folder / f"version_{step}", {"x": np.arange(3.0) * step})
     return folder
 
 
-def imported(*arguments: str) -> set[str]:
+def imported(*arguments):
     done = subprocess.run(
         [sys.executable, "-c", REPORT_IMPORTS, *arguments],
         capture_output=True,
@@ -46,17 +43,17 @@ def imported(*arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize("verb", ["ls", "show", "verify", "diff", "sweep"])
-def test_json_needs_neither_torch_nor_rich(run: Path, verb: str) -> None:
+def test_json_needs_neither_torch_nor_rich(run, verb):
     arguments = {"ls": [run], "verify": [run], "sweep": [run], "show": [run / "version_1"]}
     chosen_arguments = arguments.get(verb, [run / "version_1", run / "version_2"])
     assert not imported(verb, *map(str, chosen_arguments), "--json") & {"torch", "rich"}
 
 
-def test_copy_needs_neither_torch_nor_rich(run: Path, tmp_path: Path) -> None:
+def test_copy_needs_neither_torch_nor_rich(run, tmp_path):
     assert not imported("copy", str(run), str(tmp_path / "to"), "--json") & {"torch", "rich"}
 
 
-def test_the_process_returns_the_exit_code(run: Path) -> None:
+def test_the_process_returns_the_exit_code(run):
     command = [sys.executable, "-m", "limpet"]
     done = subprocess.run([*command, "ls", run], capture_output=True, text=True, check=True)
     assert "latest" in done.stdout
@@ -68,7 +65,7 @@ def test_the_process_returns_the_exit_code(run: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_closed_pipe_is_not_an_error(run: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(run):
     script = f"{sys.executable} -m limpet ls {run} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60
@@ -78,13 +75,11 @@ def test_a_closed_pipe_is_not_an_error(run: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--sort", "?"], ["none"], ["--help"]])
-def test_a_command_changes_the_garbage_collector_only_while_it_runs(
-    run: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_changes_the_garbage_collector_only_while_it_runs(run, arguments, monkeypatch):
     before = gc.get_threshold()
     seen: list[tuple[int, bool]] = []
 
-    def observe(*_: object) -> None:
+    def observe(*_):
         seen.append((gc.get_threshold()[0], gc.get_freeze_count() > 0))
 
     monkeypatch.setattr(ls, "print_result", observe)

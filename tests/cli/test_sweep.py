@@ -1,7 +1,5 @@
 """``limpet sweep``."""
 
-from __future__ import annotations
-
 import pytest
 
 from limpet.format.names import random_id, shard_name
@@ -15,17 +13,17 @@ from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit
 
 
-def orphan(store: MemoryStore, attempt: str | None = None) -> str:
+def orphan(store, attempt=None):
     key = f"version_80/{shard_name(0, 1, attempt or random_id())}"
     store.put_if_absent(key, b"x" * 10)
     return key
 
 
-def keys(store: MemoryStore) -> list[str]:
+def keys(store):
     return [s.key for s in store.list("")]
 
 
-def test_only_files_that_no_manifest_names_are_removed(store: MemoryStore) -> None:
+def test_only_files_that_no_manifest_names_are_removed(store):
     before = keys(store)
     key = orphan(store)
     result = run_cli("sweep", store.url, "--grace", "0")
@@ -36,7 +34,7 @@ def test_only_files_that_no_manifest_names_are_removed(store: MemoryStore) -> No
     assert "Nothing to remove" in run_cli("sweep", store.url, "--grace", "0").out
 
 
-def test_json_keys_are_stable(store: MemoryStore) -> None:
+def test_json_keys_are_stable(store):
     key = orphan(store)
     report = run_cli("sweep", store.url, "--json", "--grace", "1h30m").json
     assert report == {
@@ -51,9 +49,7 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
     }
 
 
-def test_what_removes_uploads_that_cannot_be_listed_is_said(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_removes_uploads_that_cannot_be_listed_is_said(store, monkeypatch):
     rule = "add the rule R"
     monkeypatch.setattr(
         MemoryStore, "traits", Traits("memory", 1, durable=False, hidden_uploads=rule)
@@ -63,13 +59,13 @@ def test_what_removes_uploads_that_cannot_be_listed_is_said(
     assert run_cli("sweep", store.url, "--json").json["hidden_uploads"] == rule
 
 
-def test_a_dry_run_removes_nothing(store: MemoryStore) -> None:
+def test_a_dry_run_removes_nothing(store):
     key = orphan(store)
     assert "would remove" in run_cli("sweep", store.url, "--grace", "0", "--dry-run").out
     assert key in keys(store)
 
 
-def test_the_files_of_an_active_save_are_kept(store: MemoryStore) -> None:
+def test_the_files_of_an_active_save_are_kept(store):
     attempt = random_id()
     key = orphan(store, attempt)
     pins.create_pin(Location(store, "version_80"), attempt)
@@ -78,7 +74,7 @@ def test_the_files_of_an_active_save_are_kept(store: MemoryStore) -> None:
     assert key in keys(store)
 
 
-def test_abandoned_versions_are_removed_on_request(store: MemoryStore) -> None:
+def test_abandoned_versions_are_removed_on_request(store):
     train_branch(store, start=40, last_step=60)
     assert not run_cli("sweep", store.url, "--grace", "0", "--json").json["removed"]
     out = run_cli("sweep", store.url, "--abandoned", "--dry-run").out
@@ -97,7 +93,7 @@ def test_abandoned_versions_are_removed_on_request(store: MemoryStore) -> None:
     ]
 
 
-def test_pinned_abandoned_versions_are_kept(store: MemoryStore) -> None:
+def test_pinned_abandoned_versions_are_kept(store):
     train_branch(store, start=40, last_step=60)
     run_cli("pin", store.url, "60.0")
     result = run_cli("sweep", store.url, "--abandoned")
@@ -120,7 +116,7 @@ def test_pinned_abandoned_versions_are_kept(store: MemoryStore) -> None:
     assert "\nRemoved 1 version and 1 file, " in out
 
 
-def test_unclassified_versions_are_not_counted_as_files(store: MemoryStore) -> None:
+def test_unclassified_versions_are_not_counted_as_files(store):
     train_branch(store, start=40, last_step=60)
     flip_bit(store, "branch-1.json")
     raw = sealed_content(store.get("version_60.1/manifest.json", 1 << 20))
@@ -132,9 +128,8 @@ def test_unclassified_versions_are_not_counted_as_files(store: MemoryStore) -> N
     assert out.endswith("\nRemoved nothing\n")
 
 
-def test_a_run_without_any_version_can_be_swept(empty_url: str) -> None:
+def test_a_run_without_any_version_can_be_swept(empty_url):
     store = open_store(empty_url)
-    assert isinstance(store, MemoryStore)
     orphan(store)
     assert run_cli("ls", empty_url).code == 4
     assert "1 uncommitted save" in run_cli("ls", empty_url).err
@@ -142,7 +137,7 @@ def test_a_run_without_any_version_can_be_swept(empty_url: str) -> None:
     assert keys(store) == []
 
 
-def test_a_location_without_a_run_is_an_error(empty_url: str) -> None:
+def test_a_location_without_a_run_is_an_error(empty_url):
     assert run_cli("sweep", empty_url).code == 4
 
 
@@ -150,7 +145,7 @@ def test_a_location_without_a_run_is_an_error(empty_url: str) -> None:
     "grace",
     ["", "-5", "-5s", "5 ", "1e3", ".", "5.", "inf", "9" * 10, "1w", "h", "1h 2m", "nan", "24 h"],
 )
-def test_an_invalid_grace_is_a_usage_error(run: str, grace: str) -> None:
+def test_an_invalid_grace_is_a_usage_error(run, grace):
     result = run_cli("sweep", run, "--grace", grace)
     assert result.code == 2
     assert "24h" in result.err
@@ -169,5 +164,5 @@ def test_an_invalid_grace_is_a_usage_error(run: str, grace: str) -> None:
         ("0.5h", 1800),
     ],
 )
-def test_durations(run: str, grace: str, seconds: float) -> None:
+def test_durations(run, grace, seconds):
     assert run_cli("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds

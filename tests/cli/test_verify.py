@@ -1,9 +1,5 @@
 """``limpet verify``."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from limpet.cli.verbs import verify
@@ -13,25 +9,24 @@ from limpet.run.catalog import Catalog
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import Problem
-from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of
 
 
-def test_an_intact_run(run: str) -> None:
+def test_an_intact_run(run):
     result = run_cli("verify", run)
     assert result.code == 0
     assert result.out.count("ok") == 3
     assert "3 versions intact" in result.out
 
 
-def test_one_snapshot(run: str) -> None:
+def test_one_snapshot(run):
     result = run_cli("verify", f"{run}/version_40")
     assert result.code == 0
     assert "1 version intact" in result.out
 
 
-def test_json_keys_are_stable(store: MemoryStore) -> None:
+def test_json_keys_are_stable(store):
     shard = shard_of(store, "version_40")
     flip_bit(store, shard)
     result = run_cli("verify", store.url, "--json")
@@ -51,7 +46,7 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "/version_40"])
-def test_damage_is_reported_with_file_offset_and_leaf(store: MemoryStore, place: str) -> None:
+def test_damage_is_reported_with_file_offset_and_leaf(store, place):
     flip_bit(store, shard_of(store, "version_40"))
     result = run_cli("verify", store.url + place)
     assert result.code == 3
@@ -59,7 +54,7 @@ def test_damage_is_reported_with_file_offset_and_leaf(store: MemoryStore, place:
         assert part in result.out
 
 
-def test_a_damaged_manifest_is_reported(store: MemoryStore) -> None:
+def test_a_damaged_manifest_is_reported(store):
     flip_bit(store, f"version_40/{MANIFEST}")
     result = run_cli("verify", store.url)
     assert result.code == 3
@@ -67,7 +62,7 @@ def test_a_damaged_manifest_is_reported(store: MemoryStore) -> None:
     assert run_cli("verify", f"{store.url}/version_40").code == 3
 
 
-def test_evaluations_and_lasting_pins_are_verified(store: MemoryStore) -> None:
+def test_evaluations_and_lasting_pins_are_verified(store):
     """A damaged evaluation no longer counts, so another version could become the best."""
     run = Run(store)
     run.add_metrics(Version(20), {"loss": 0.1})
@@ -84,7 +79,7 @@ def test_evaluations_and_lasting_pins_are_verified(store: MemoryStore) -> None:
     assert evaluation in run_cli("verify", store.url).out
 
 
-def test_abandoned_versions_and_branch_records_are_verified(store: MemoryStore) -> None:
+def test_abandoned_versions_and_branch_records_are_verified(store):
     train_branch(store, start=40, last_step=60)
     flip_bit(store, shard_of(store, "version_60"))
     flip_bit(store, "branch-1.json")
@@ -95,12 +90,10 @@ def test_abandoned_versions_and_branch_records_are_verified(store: MemoryStore) 
     ]
 
 
-def test_a_concurrently_deleted_version_is_not_damaged(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_concurrently_deleted_version_is_not_damaged(store, monkeypatch):
     real = SnapshotReader.verify
 
-    def deleted(snapshot: SnapshotReader, *rest: Any) -> object:
+    def deleted(snapshot, *rest):
         for stat in list(store.list("version_20")):
             store.delete(stat.key)
         return real(snapshot, *rest)
@@ -111,10 +104,8 @@ def test_a_concurrently_deleted_version_is_not_damaged(
     assert [v["version"] for v in result.json["versions"]] == ["version_40", "version_60"]
 
 
-def test_an_unreadable_version_is_not_called_damaged(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: object, version: object) -> None:
+def test_an_unreadable_version_is_not_called_damaged(store, monkeypatch):
+    def fail(self, version):
         raise Denied("Cannot read it")
 
     monkeypatch.setattr(Catalog, "open", fail)
@@ -124,15 +115,15 @@ def test_an_unreadable_version_is_not_called_damaged(
     assert "damaged" not in result.out
 
 
-def test_a_location_without_versions_is_not_found(empty_url: str) -> None:
+def test_a_location_without_versions_is_not_found(empty_url):
     assert run_cli("verify", empty_url).code == 4
 
 
-def test_each_problem_is_reported_exactly_once() -> None:
-    def damage(offset: int | None, what: str = "it is bad", digest: str = "a") -> Problem:
+def test_each_problem_is_reported_exactly_once():
+    def damage(offset, what="it is bad", digest="a"):
         return Problem("f", offset, (), FormatError(what, expected=digest, found="b"))
 
-    def result_of(name: str, *problems: Problem) -> verify.Checked:
+    def result_of(name, *problems):
         return verify.VerifyResult(name, name, 0, problems)
 
     one, two, nowhere = damage(0), damage(8), damage(None)
@@ -153,7 +144,7 @@ def test_each_problem_is_reported_exactly_once() -> None:
     ]
 
 
-def test_brief_errors_omit_the_advice() -> None:
+def test_brief_errors_omit_the_advice():
 
     report = LimpetError("A is bad", expected=1, found=2, todo="Do this").brief
     assert report == "A is bad. Expected 1, found 2."

@@ -47,7 +47,7 @@ save = limpet.EverySteps(10**6)
 ckpt = limpet.Checkpointer(run, state, save=save, group=group, preemption=preemption)
 
 
-def train() -> None:
+def train():
     ckpt.resume()
     for _ in range(3):
         if action == "long":  # no savepoint follows a step that is not much longer than a copy

@@ -1,12 +1,9 @@
 """Checkpoints of other libraries, valid and malicious, and short functions that import them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,10 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import limpet
 from limpet.convert.arrange import arrange_state
-from limpet.convert.import_ import (
-    read_foreign_checkpoint,
-    save_foreign_checkpoint,
-)
+from limpet.convert.import_ import read_foreign_checkpoint, save_foreign_checkpoint
 from limpet.snapshot.location import Location
 from limpet.state.flatten import flatten
 from limpet.storage.open import open_store
@@ -50,14 +44,14 @@ def import_and_load(path, under=None, **options):
 class MaliciousPickle:
     """An object whose pickle calls ``os.system`` to create a file."""
 
-    def __init__(self, canary: Path) -> None:
+    def __init__(self, canary):
         self.canary = canary
 
     def __reduce__(self):
         return os.system, (f"touch {self.canary}",)
 
 
-def write_dcp_folder(folder: Path, tensors, values=None, planner_data=None) -> None:
+def write_dcp_folder(folder, tensors, values=None, planner_data=None):
     """Write a DCP folder by hand.
 
     ``tensors``: name to (full shape, dtype, [(offsets, tensor)]); ``values``: name to bytes.
@@ -96,7 +90,7 @@ def fake_process_group(rank, size):
         dist.destroy_process_group()
 
 
-def write_dcp_as_ranks(folder: Path, size: int, make_state) -> None:
+def write_dcp_as_ranks(folder, size, make_state):
     """Write a DCP folder like ``size`` ranks. ``make_state(rank)`` returns the state of a rank.
 
     This process acts as one rank after another. The planners and writers are those of PyTorch.

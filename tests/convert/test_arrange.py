@@ -1,7 +1,5 @@
 """The key, the names, and the step of an imported state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

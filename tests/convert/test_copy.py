@@ -1,7 +1,5 @@
 """Copies: they have the same bytes or are not committed, and never replace existing files."""
 
-from __future__ import annotations
-
 from threading import Event, Lock
 from typing import Any
 
@@ -11,21 +9,13 @@ import pytest
 import limpet
 from limpet.convert import copy as copy_module
 from limpet.convert.copy import copy_snapshot
-from limpet.errors import (
-    AlreadyExists,
-    CommitError,
-    DigestMismatch,
-    FormatError,
-    NoSpace,
-    NotFound,
-)
+from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NoSpace, NotFound
 from limpet.format.names import MANIFEST, parse_pin
 from limpet.run.run import Run
 from limpet.snapshot.location import Location
-from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Stat, Traits
+from limpet.storage.store import Traits
 from limpet.types import MIB
 from tests.unreliable_stores import HookedStore
 
@@ -35,17 +25,17 @@ class FullStore(MemoryStore):
 
     suffix = MANIFEST
 
-    def put_if_absent(self, key: str, data: bytes) -> Stat:
+    def put_if_absent(self, key, data):
         if self.suffix and key.endswith(self.suffix):
             raise NoSpace(f"No room for {key}")
         return super().put_if_absent(key, data)
 
 
-def objects(store: MemoryStore) -> dict[str, bytes]:
+def objects(store):
     return {s.key: store.get(s.key, 1 << 30) for s in store.list("")}
 
 
-def damage(store: MemoryStore, suffix: str) -> None:
+def damage(store, suffix):
     [key] = [k for k in objects(store) if k.endswith(suffix)]
     raw = bytearray(store.get(key, 1 << 30))
     raw[-1] ^= 1
@@ -54,17 +44,17 @@ def damage(store: MemoryStore, suffix: str) -> None:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     return MemoryStore("source")
 
 
 @pytest.fixture
-def snapshot(store: MemoryStore) -> SnapshotReader:
+def snapshot(store):
     state = {"big": np.arange(300_000.0), "small": np.ones(3), "n": 1}
     return reader_of(limpet.save(store.at("version_7"), state))
 
 
-def test_a_copy_is_identical(store: MemoryStore, snapshot: SnapshotReader) -> None:
+def test_a_copy_is_identical(store, snapshot):
     to = MemoryStore()
     copied: list[int] = []
     copy = copy_snapshot(snapshot, Location(to, "version_7"), copied.append)
@@ -74,9 +64,7 @@ def test_a_copy_is_identical(store: MemoryStore, snapshot: SnapshotReader) -> No
     assert sum(copied) == sum(s.length + s.index.length for s in snapshot.manifest.shards)
 
 
-def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(
-    tmp_path: Any, snapshot: SnapshotReader
-) -> None:
+def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(tmp_path, snapshot):
     run = Run(tmp_path / "run")
     copy_snapshot(snapshot, Location(run.store, "version_7"))
     back = MemoryStore()
@@ -87,7 +75,7 @@ def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(
     assert not list(run.store.partials(""))
 
 
-def test_a_copy_over_an_existing_snapshot_is_refused(snapshot: SnapshotReader) -> None:
+def test_a_copy_over_an_existing_snapshot_is_refused(snapshot):
     to = MemoryStore()
     copy_snapshot(snapshot, Location(to, "version_7"))
     before = objects(to)
@@ -97,9 +85,7 @@ def test_a_copy_over_an_existing_snapshot_is_refused(snapshot: SnapshotReader) -
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json", MANIFEST])
-def test_a_damaged_snapshot_is_not_copied(
-    store: MemoryStore, snapshot: SnapshotReader, suffix: str
-) -> None:
+def test_a_damaged_snapshot_is_not_copied(store, snapshot, suffix):
     damage(store, suffix)
     to = MemoryStore()
     with pytest.raises(FormatError):
@@ -108,7 +94,7 @@ def test_a_damaged_snapshot_is_not_copied(
     assert not list(to.partials(""))
 
 
-def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: SnapshotReader) -> None:
+def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot):
     to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -119,7 +105,7 @@ def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: Snapsho
     assert copy_snapshot(snapshot, Location(to, "version_7")).verify().ok
 
 
-def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot: SnapshotReader) -> None:
+def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot):
     to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -131,27 +117,25 @@ def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot: Snap
     assert not [k for k in objects(to) if k.endswith(MANIFEST)]
 
 
-def test_the_error_for_a_different_index_in_the_location_states_what_to_do(
-    snapshot: SnapshotReader,
-) -> None:
+def test_the_error_for_a_different_index_in_the_location_states_what_to_do(snapshot):
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].index.name}", b"another")
     with pytest.raises(AlreadyExists, match=r"not a copy.*delete that file first"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_truncated_shard_in_the_location_is_refused(snapshot: SnapshotReader) -> None:
+def test_a_truncated_shard_in_the_location_is_refused(snapshot):
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].name}", b"short")
     with pytest.raises(AlreadyExists, match="not a copy"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: SnapshotReader) -> None:
+def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot):
     to = MemoryStore()
     swept: list[Any] = []
 
-    def sweep(nbytes: int) -> None:
+    def sweep(nbytes):
         swept.append(Run(to).sweep(grace=0.0))
 
     copy_snapshot(snapshot, Location(to, "version_7"), sweep)
@@ -161,9 +145,7 @@ def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: SnapshotReader
     assert not [k for k in objects(to) if parse_pin(k)]
 
 
-def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
-    store: MemoryStore, snapshot: SnapshotReader
-) -> None:
+def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(store, snapshot):
     snapshot.indexes()
     store.delete(f"version_7/{MANIFEST}")
     limpet.save(store.at("version_7"), {"n": 2})
@@ -172,12 +154,10 @@ def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json"])
-def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(
-    snapshot: SnapshotReader, suffix: str
-) -> None:
+def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(snapshot, suffix):
     to = HookedStore(MemoryStore("backup"))
 
-    def delete(method: str, key: str) -> None:
+    def delete(method, key):
         if method == "put_if_absent" and key.endswith(".index.json"):
             for stat in to.inner.list("version_7"):
                 if stat.key.endswith(suffix):
@@ -190,9 +170,7 @@ def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(
 
 
 @pytest.mark.parametrize(("parts", "expected"), [(1, 1), (4, 4), (100, 8)])
-def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(
-    parts: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(parts, expected, monkeypatch):
     """The first writes wait until as many threads write as may."""
     monkeypatch.setenv("LIMPET_THREADS", "8")
     monkeypatch.setattr(copy_module, "MAX_UPLOAD_BYTES", parts * MIB)
@@ -202,7 +180,7 @@ def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(
     to, lock, all_write = HookedStore(MemoryStore()), Lock(), Event()
     writing = most = 0
 
-    def begin(method: str, key: str) -> None:
+    def begin(method, key):
         nonlocal writing, most
         if method == "write_at":
             with lock:
@@ -212,7 +190,7 @@ def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(
                     all_write.set()
             assert all_write.wait(60)
 
-    def end(method: str, key: str) -> None:
+    def end(method, key):
         nonlocal writing
         if method == "write_at":
             with lock:

@@ -1,7 +1,5 @@
 """Exports: other libraries read exactly what was saved. Nothing is omitted silently."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -25,7 +23,7 @@ from torch import nn
 
 import limpet
 from limpet.convert import windows
-from limpet.convert.export import PreparedExport, locate_export, prepare_export
+from limpet.convert.export import locate_export, prepare_export
 from limpet.errors import (
     AlreadyExists,
     DigestMismatch,
@@ -39,11 +37,10 @@ from limpet.format import names
 from limpet.run.policy import EverySteps
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
-from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Traits, Upload
+from limpet.storage.store import Traits
 from limpet.testing.faults import Fault, FaultFs
 from tests.layout.random_boxes import shapes, tilings
 from tests.snapshot.manual_shards import split_columns, split_rows, write_resharded
@@ -54,9 +51,7 @@ from tests.unreliable_stores import HookedStore, HookedUpload
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
 
-def export(
-    snapshot: SnapshotReader | dict[str, Any], kind: str, to: Path, **options: Any
-) -> PreparedExport:
+def export(snapshot, kind, to, **options):
     """Export a snapshot, or a state that is saved first."""
     if isinstance(snapshot, dict):
         snapshot = reader_of(limpet.open(save_state(snapshot)))
@@ -65,22 +60,20 @@ def export(
     return prepared
 
 
-def list_exported(folder: Path) -> list[str]:
+def list_exported(folder):
     """Return the names in a folder without the record, which must be there."""
     names = sorted(os.listdir(folder))
     assert [n for n in names if n.endswith(".limpet.json")]
     return [n for n in names if not n.endswith(".limpet.json")]
 
 
-def export_and_read(
-    snapshot: SnapshotReader | dict[str, Any], to: Path, **options: Any
-) -> dict[str, Any]:
+def export_and_read(snapshot, to, **options):
     """Export a snapshot, and read it with the safetensors library."""
     export(snapshot, "safetensors", to, **options)
     return st.load_file(to / "model.safetensors")
 
 
-def export_to_torch(snapshot: SnapshotReader | dict[str, Any], to: Path, **options: Any) -> Any:
+def export_to_torch(snapshot, to, **options):
     """Export a snapshot, and read it with ``torch.load``, with and without mmap."""
     export(snapshot, "torch", to, **options)
     assert zipfile.ZipFile(to / "model.pt").testzip() is None
@@ -89,12 +82,12 @@ def export_to_torch(snapshot: SnapshotReader | dict[str, Any], to: Path, **optio
     return loaded_state
 
 
-def header(file: Path) -> dict[str, Any]:
+def header(file):
     raw = file.read_bytes()
     return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
 
 
-def state_of_all_dtypes() -> dict[str, Any]:
+def state_of_all_dtypes():
     """Return a model with tensors of every dtype, and progress."""
     model: dict[str, Any] = {
         str(d).removeprefix("torch."): random_tensor(d, (3, 4), i)
@@ -111,7 +104,7 @@ def state_of_all_dtypes() -> dict[str, Any]:
 READABLE = [d for d in TORCH_DTYPES if d not in (torch.complex32, torch.complex128)]
 
 
-def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path: Path) -> None:
+def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path):
     model = {str(i): random_tensor(d, (3, 4), i) for i, d in enumerate(READABLE)}
     export({"model": model}, "safetensors", tmp_path / "exported")
     st.save_file(model, tmp_path / "reference", {"format": "pt"})
@@ -133,7 +126,7 @@ def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path: Path
         assert (begin + a) % model[name].dtype.itemsize == 0
 
 
-def test_tied_tensors_are_written_twice(tmp_path: Path) -> None:
+def test_tied_tensors_are_written_twice(tmp_path):
     """A reader finds each tensor by its name and does not need to know the ties."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
@@ -146,7 +139,7 @@ def test_tied_tensors_are_written_twice(tmp_path: Path) -> None:
     )  # it expects only one of the two
 
 
-def test_arrays_become_tensors_and_plain_values_are_omitted(tmp_path: Path) -> None:
+def test_arrays_become_tensors_and_plain_values_are_omitted(tmp_path):
     state = {"a": np.arange(6, dtype=">i4").astype("i4").reshape(2, 3), "b": np.float64(3), "n": 1}
     state |= {"text": "x", "long": bytes(5000), "nan": float("nan"), "s": {1}, "d": {}, "l": [1, 2]}
     plan = export(state, "safetensors", tmp_path)
@@ -156,7 +149,7 @@ def test_arrays_become_tensors_and_plain_values_are_omitted(tmp_path: Path) -> N
     assert torch.equal(tensor, torch.arange(6, dtype=torch.int32).reshape(2, 3))
 
 
-def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path: Path) -> None:
+def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path):
     state = {
         "ok": torch.ones(2),
         "c": torch.ones(2, dtype=torch.complex128),
@@ -180,7 +173,7 @@ def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path: Path
 
 
 @pytest.fixture
-def training() -> SnapshotReader:
+def training():
     net = nn.Linear(3, 2)
     adam = torch.optim.Adam(net.parameters())
     net(torch.ones(3)).sum().backward()
@@ -190,10 +183,8 @@ def training() -> SnapshotReader:
     )
 
 
-def test_the_model_is_exported_unless_another_part_is_selected(
-    training: SnapshotReader, tmp_path: Path
-) -> None:
-    def selected(**options: Any) -> tuple[list[str], str]:
+def test_the_model_is_exported_unless_another_part_is_selected(training, tmp_path):
+    def selected(**options):
         plan = prepare_export(training, "memory://x/y", "safetensors", **options)
         return [t.key for f in plan.files for t in f.tensors], plan.root
 
@@ -213,15 +204,11 @@ def test_the_model_is_exported_unless_another_part_is_selected(
     assert "model/weight" in export_and_read(training, tmp_path / "b", root="/")
     assert sorted(
         export_and_read(training, tmp_path / "c", root="optimizer/state/model.weight")
-    ) == [
-        "exp_avg",
-        "exp_avg_sq",
-        "step",
-    ]
+    ) == ["exp_avg", "exp_avg_sq", "step"]
     assert list(export_and_read(training, tmp_path / "d", keys=["n/**"])) == ["n/1"]
 
 
-def test_an_empty_selection_is_an_error(training: SnapshotReader) -> None:
+def test_an_empty_selection_is_an_error(training):
     for root in ("modle", "model/weight", "model/weight/x", "mode", "n/1", "model/", "n/7"):
         if root != "model/":
             with pytest.raises(MissingLeaf, match=f"nothing below {root}"):
@@ -242,7 +229,7 @@ UNUSUAL_NAMES = [
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_names_equal_those_of_the_state_dict(kind: str, tmp_path: Path) -> None:
+def test_names_equal_those_of_the_state_dict(kind, tmp_path):
     model = {name: torch.full((2,), float(i)) for i, name in enumerate(UNUSUAL_NAMES)}
     read = export_and_read if kind == "safetensors" else export_to_torch
     loaded = read({"model": model}, tmp_path, root="model")
@@ -250,7 +237,7 @@ def test_names_equal_those_of_the_state_dict(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[k], model[k]) for k in model)
 
 
-def test_equal_names_are_an_error(tmp_path: Path) -> None:
+def test_equal_names_are_an_error(tmp_path):
     state = {"a": {"b": torch.ones(1)}, "a/b": torch.ones(2), "__metadata__": torch.ones(3)}
     with pytest.raises(Unsupported, match="is taken") as raised:
         export(state, "safetensors", tmp_path / "out")
@@ -258,7 +245,7 @@ def test_equal_names_are_an_error(tmp_path: Path) -> None:
     assert list(export_and_read(state, tmp_path / "out", root="a")) == ["b"]
 
 
-def test_keys_with_equal_text(tmp_path: Path) -> None:
+def test_keys_with_equal_text(tmp_path):
     state = {1: torch.ones(1), "1": torch.ones(2)}
     assert set(export_and_read({"d": state}, tmp_path / "a", root="d")) == {"1", "1~2"}
     loaded = export_to_torch({"d": state}, tmp_path / "b", root="d", keys=["d/1~2"])
@@ -281,9 +268,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("sizes", "max_size", "expected"), SPLITS)
-def test_shards_of_a_hugging_face_checkpoint(
-    tmp_path: Path, sizes: list[int], max_size: int, expected: list[list[int]]
-) -> None:
+def test_shards_of_a_hugging_face_checkpoint(tmp_path, sizes, max_size, expected):
     """The split equals that of ``huggingface_hub`` 1.33."""
     letters = "zyxwvu"
     model = {letters[i]: torch.full((n,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
@@ -310,7 +295,7 @@ def test_shards_of_a_hugging_face_checkpoint(
 # -- torch ----------------------------------------------------------------------------------------
 
 
-def test_torch_reads_the_same_state_as_load(tmp_path: Path) -> None:
+def test_torch_reads_the_same_state_as_load(tmp_path):
     state = state_of_all_dtypes()
     at = save_state(state)
     loaded = export_to_torch(reader_of(limpet.open(at)), tmp_path)
@@ -329,12 +314,12 @@ PLAIN: list[Any] = [
 ]  # fmt: skip
 
 
-def test_weights_only_reads_plain_values(tmp_path: Path) -> None:
+def test_weights_only_reads_plain_values(tmp_path):
     state = {"values": PLAIN, **{str(i): value for i, value in enumerate(PLAIN)}}
     assert_same(state, export_to_torch(state, tmp_path))
 
 
-def test_numpy_values_become_torch_and_python_values(tmp_path: Path) -> None:
+def test_numpy_values_become_torch_and_python_values(tmp_path):
     state = {"f": np.float32(0.1), "i": np.int8(-3), "b": np.bool_(True), "a": np.ones((2, 0, 3))}
     state |= {"c": np.complex64(1j), "u": np.arange(3, dtype=np.uint16), "d": {np.int64(7): 1}}
     expected = {"f": float(np.float32(0.1)), "i": -3, "b": True, "a": torch.ones(2, 0, 3).double()}
@@ -344,7 +329,7 @@ def test_numpy_values_become_torch_and_python_values(tmp_path: Path) -> None:
     assert loaded["a"].stride() == expected["a"].stride()
 
 
-def test_module_metadata_is_exported(tmp_path: Path) -> None:
+def test_module_metadata_is_exported(tmp_path):
     module_state = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
     loaded = export_to_torch({"module": module_state}, tmp_path)["module"]
     assert type(loaded) is OrderedDict
@@ -353,7 +338,7 @@ def test_module_metadata_is_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["coo", "uncoalesced", "csr", "csc", "bsr", "bsc", "empty"])
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-def test_sparse_tensors(layout: str, tmp_path: Path) -> None:
+def test_sparse_tensors(layout, tmp_path):
     dense = torch.tensor([[0.0, 1, 0, 2], [3, 0, 0, 0]])
     makers = {
         "coo": dense.to_sparse,
@@ -371,7 +356,7 @@ def test_sparse_tensors(layout: str, tmp_path: Path) -> None:
     assert_same(state, torch.load(tmp_path / "model.pt", weights_only=True))
 
 
-def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path: Path) -> None:
+def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path):
     state = {
         "ok": torch.ones(1),
         "frozen": frozenset([1]),
@@ -394,14 +379,14 @@ def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path: Path) ->
     assert_same({"ok": torch.ones(1)}, export_to_torch(state, tmp_path / "out", keys=["ok"]))
 
 
-def test_unselected_list_elements_become_none(tmp_path: Path) -> None:
+def test_unselected_list_elements_become_none(tmp_path):
     state = {"l": [torch.ones(1), 5, torch.zeros(2)]}
     loaded = export_to_torch(state, tmp_path, keys=["l/2"])
     assert loaded["l"][:2] == [None, None]
     assert torch.equal(loaded["l"][2], torch.zeros(2))
 
 
-def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path: Path) -> None:
+def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path):
     weight = torch.randn(3)
     state = {"a": weight, "b": weight}
     for read in (export_and_read, export_to_torch):
@@ -410,7 +395,7 @@ def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path: Path) -> None:
         assert torch.equal(loaded["b"], weight)
 
 
-def test_the_error_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_torch_says_what_to_do(monkeypatch):
     snapshot = limpet.open(save_state({"a": np.ones(2)}))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(LimpetError, match="pip install"):
@@ -422,7 +407,7 @@ def test_the_error_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(4)], ids=["rows", "columns"])
-def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path: Path) -> None:
+def test_the_files_do_not_depend_on_the_layout(kind, layout, tmp_path):
     state = state_of_all_dtypes()
     for name in ("complex32", "complex128"):
         del state["model"][name]
@@ -461,7 +446,7 @@ def sharded_models(draw):
 @settings(max_examples=30)
 @given(sharded_models(), st_.sampled_from([1, 48, 400, 64 << 20]), st_.booleans())
 @pytest.mark.slow
-def test_any_layout(sharded_model: Any, window: int, ordered: bool) -> None:
+def test_any_layout(sharded_model, window, ordered):
     model, layout = sharded_model
     original = limpet.save(unused_url(), {"model": model})
     location = Location(MemoryStore(), "version_1")
@@ -477,15 +462,13 @@ def test_any_layout(sharded_model: Any, window: int, ordered: bool) -> None:
 
 
 @pytest.mark.parametrize(("layout", "limit"), [(split_rows(4), 1.3), (split_columns(4), 1.5)])
-def test_few_bytes_are_read_twice(
-    layout: Any, limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_bytes_are_read_twice(layout, limit, monkeypatch):
     model = {f"w{i}": np.zeros((1024, 1024 * i), np.float32) for i in (1, 2, 3)}
     model |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
     read: list[int] = []
 
     class CountingStore(MemoryStore):
-        def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        def get_range(self, key, offset, length, into):
             read.append(length if key.endswith(".safetensors") else 0)
             super().get_range(key, offset, length, into)
 
@@ -499,7 +482,7 @@ def test_few_bytes_are_read_twice(
     assert sum(read) < limit * sum(a.nbytes for a in model.values()) + headers
 
 
-def test_an_incremental_version(tmp_path: Path) -> None:
+def test_an_incremental_version(tmp_path):
     state = {"model": {"a": torch.randn(100_000), "b": torch.randn(1000)}}
     store = MemoryStore()
     with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
@@ -507,12 +490,11 @@ def test_an_incremental_version(tmp_path: Path) -> None:
             state["model"]["b"] += 1
             ckpt.step()
     latest = limpet.Run(store).latest()
-    assert latest is not None
     assert latest.bases
     assert_same(export_and_read(reader_of(latest), tmp_path), state["model"])
 
 
-def test_export_to_another_store() -> None:
+def test_export_to_another_store():
     snapshot = limpet.open(save_state({"model": {"w": torch.arange(5.0)}}))
     for kind, name in (("safetensors", "model.safetensors"), ("torch", "model.pt")):
         at = unused_url().removesuffix("/version_1")
@@ -529,21 +511,21 @@ def test_export_to_another_store() -> None:
 class AppendingStore(MemoryStore):
     """A store that only appends. It counts the bytes that wait for those in front of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.waiting: dict[int, int] = {}
         self.position = self.most_waiting = 0
 
     @property
-    def traits(self) -> Traits:
+    def traits(self):
         return Traits("appending", 1, durable=False, ordered=True)
 
-    def put(self, key: str, length: int, head: int = 0) -> Upload:
+    def put(self, key, length, head=0):
         store = HookedStore(self)
         upload = HookedUpload(store, key, super().put(key, length))
         real, lock = upload.write_at, Lock()
 
-        def write_at(offset: int, data: memoryview) -> None:
+        def write_at(offset, data):
             with lock:
                 self.waiting[offset] = len(data)
                 while self.position in self.waiting:
@@ -551,17 +533,17 @@ class AppendingStore(MemoryStore):
                 self.most_waiting = max(self.most_waiting, sum(self.waiting.values()))
             real(offset, data)
 
-        upload.write_at = write_at  # type: ignore[method-assign]
+        upload.write_at = write_at
         return upload
 
 
-def prepare_for(snapshot: SnapshotReader, store: MemoryStore, kind: str) -> PreparedExport:
+def prepare_for(snapshot, store, kind):
     """Prepare an export into the folder ``out`` of a store."""
     prepared = prepare_export(snapshot, "memory://x/out", kind)
     return replace(prepared, location=Location(store, "out"))
 
 
-def test_few_bytes_wait_if_a_store_only_appends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_bytes_wait_if_a_store_only_appends(monkeypatch):
     nbytes = 1 << 16
     monkeypatch.setattr(windows, "WINDOW_BYTES", 2 * nbytes)
     model = {f"w{i:02}": torch.full((nbytes // 4,), i, dtype=torch.float32) for i in range(20)}
@@ -576,7 +558,7 @@ def test_few_bytes_wait_if_a_store_only_appends(monkeypatch: pytest.MonkeyPatch)
     assert_same(dict(sorted(loaded.items())), model)
 
 
-def test_progress_counts_every_byte(tmp_path: Path) -> None:
+def test_progress_counts_every_byte(tmp_path):
     snapshot = limpet.open(save_state(state_of_all_dtypes()))
     for kind in ("hf", "torch"):
         reported: list[int] = []
@@ -590,9 +572,7 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
             assert sum(reported) == os.path.getsize(to / "model.pt") > plan.nbytes
 
 
-def test_a_version_is_pinned_during_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_is_pinned_during_an_export(tmp_path, monkeypatch):
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     store = MemoryStore()
     limpet.save(store.at("version_1"), {"model": {"w": torch.ones(100)}}, step=1)
@@ -600,7 +580,7 @@ def test_a_version_is_pinned_during_an_export(
     assert snapshot is not None
     pins_by_call: list[list[str]] = []
 
-    def record_pins(nbytes: int) -> None:
+    def record_pins(nbytes):
         pins_by_call.append([s.key for s in store.list("") if names.parse_pin(s.key)])
 
     prepare_export(reader_of(snapshot), str(tmp_path), "safetensors").write(record_pins)
@@ -611,7 +591,7 @@ def test_a_version_is_pinned_during_an_export(
 # -- destinations ---------------------------------------------------------------------------------
 
 
-def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_destinations_of_folders_and_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     snapshot = reader_of(limpet.open(save_state({"model": {"w": torch.ones(2)}})))
     targets = {
@@ -624,10 +604,10 @@ def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.M
         ".": "model.safetensors",
     }
     for to, file in targets.items():
-        export(snapshot, "safetensors", to)  # type: ignore[arg-type]
+        export(snapshot, "safetensors", to)
         assert list(st.load_file(tmp_path / file)) == ["w"], to
     for to in ("w.pt", "w.pth", "w.bin", "w.ckpt"):
-        export(snapshot, "torch", to)  # type: ignore[arg-type]
+        export(snapshot, "torch", to)
         assert torch.load(to, weights_only=True)
     for to in ("", "/"):
         with pytest.raises(StoreError, match="does not name a folder"):
@@ -637,7 +617,7 @@ def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_existing_files_are_not_changed(tmp_path: Path) -> None:
+def test_existing_files_are_not_changed(tmp_path):
     at = tmp_path / "run" / "version_1"
     snapshot = limpet.save(at, {"model": {"w": torch.ones(2), "v": torch.ones(2)}})
     run = tmp_path / "run"
@@ -670,7 +650,7 @@ def test_existing_files_are_not_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
-def test_damage_is_reported_and_leaves_no_file(kind: str, tmp_path: Path) -> None:
+def test_damage_is_reported_and_leaves_no_file(kind, tmp_path):
     store = MemoryStore()
     state = {"model": {n: torch.randn(50_000) for n in "abcd"}}
     snapshot = limpet.save(store.at("version_1"), state)
@@ -689,7 +669,7 @@ def test_damage_is_reported_and_leaves_no_file(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_failure_of_any_call_leaves_no_file(tmp_path: Path) -> None:
+def test_a_failure_of_any_call_leaves_no_file(tmp_path):
     """Fail the n-th writing system call with ENOSPC, for all n."""
     state = {"model": {n: torch.randn(20, 20) for n in "abc"}}
     snapshot = limpet.open(save_state(state))
@@ -744,7 +724,7 @@ print((memory("VmHWM") - before) >> 20)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_state() -> None:
+def test_memory_does_not_grow_with_the_state():
     """Export a tensor of 256 MiB split by columns and one of 128 MiB split by rows."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         state = {"model": {"a": np.zeros((1 << 13, 1 << 13), np.float32)}}
@@ -753,7 +733,7 @@ def test_memory_does_not_grow_with_the_state() -> None:
         original = limpet.save(f"{folder}/version_1", state)
         del state
 
-        def layout(key: str, shape: tuple[int, ...]) -> Any:
+        def layout(key, shape):
             return split_columns(3)(key, shape) if key.endswith("a") else split_rows(3)(key, shape)
 
         resharded = write_resharded(

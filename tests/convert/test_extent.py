@@ -1,8 +1,6 @@
 """Files that claim far more than they contain are refused in time and memory that are proportional
 to their length. Shared values and expanded tensors of reasonable size are imported exactly."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -3,8 +3,6 @@
 Both the original and the restored training make the same two steps, and all bits are equal.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 
@@ -16,14 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import limpet
-from limpet.errors import (
-    AlreadyExists,
-    FormatError,
-    MissingLeaf,
-    NotFound,
-    PlanError,
-    Unsupported,
-)
+from limpet.errors import AlreadyExists, FormatError, MissingLeaf, NotFound, PlanError, Unsupported
 from tests.convert.checkpoints import MaliciousPickle, write_dcp_folder
 
 pytestmark = [
@@ -38,7 +29,7 @@ DATA = torch.utils.data.TensorDataset(X, Y)
 class Net(nn.Module):
     """A model with a frozen layer, a tied weight, and a parameter without gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
@@ -213,10 +204,7 @@ def test_the_errors_of_load_open_and_resume_say_what_to_do(tmp_path, kind):
     for into in (None, make()):
         with pytest.raises(NotFound, match=call):
             limpet.load(path, into=into)
-    with (
-        limpet.Checkpointer(tmp_path / "run", make()) as ckpt,
-        pytest.raises(NotFound, match=call),
-    ):
+    with limpet.Checkpointer(tmp_path / "run", make()) as ckpt, pytest.raises(NotFound, match=call):
         ckpt.resume(start=path)
 
 

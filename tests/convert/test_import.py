@@ -1,7 +1,5 @@
 """Imports of other libraries' checkpoints are exact or raise. No code in them is run."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -21,9 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import limpet
-from limpet.convert.import_ import (
-    read_foreign_checkpoint,
-)
+from limpet.convert.import_ import read_foreign_checkpoint
 from limpet.convert.mmap_files import MappedFile, read_zip_records
 from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
 from limpet.snapshot.snapshot import reader_of

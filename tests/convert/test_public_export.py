@@ -1,7 +1,5 @@
 """``limpet.export``: what other libraries read, the record of an export, and its checks."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -15,13 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import limpet
 from limpet.convert.export_record import check_export
-from limpet.errors import (
-    AlreadyExists,
-    DigestMismatch,
-    LimpetError,
-    MissingLeaf,
-    NotFound,
-)
+from limpet.errors import AlreadyExists, DigestMismatch, LimpetError, MissingLeaf, NotFound
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -31,13 +23,13 @@ from tests.cli.invoke import run_cli
 KINDS = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "model.safetensors"}
 
 
-def flip_bit(file: Path, place: int) -> None:
+def flip_bit(file, place):
     raw = bytearray(file.read_bytes())
     raw[place] ^= 1
     file.write_bytes(raw)
 
 
-def make_run(folder: Path) -> nn.Module:
+def make_run(folder):
     """Train three versions with the metric ``val/loss``; the second one is the best."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -53,12 +45,12 @@ def make_run(folder: Path) -> nn.Module:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     make_run(tmp_path / "a")
     return tmp_path / "a"
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path):
     """Read an export with the library that it is for."""
     if path.suffix == ".safetensors":
         return st.load_file(path)
@@ -66,12 +58,12 @@ def read(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path):
     return json.loads(Path(f"{path}.limpet.json").read_text())["origin"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_best_version_is_exported_with_a_record(run: Path, kind: Any, tmp_path: Path) -> None:
+def test_the_best_version_is_exported_with_a_record(run, kind, tmp_path):
     result = limpet.export(f"{run}@best", tmp_path / "out", kind, root="model")
     best = limpet.open(f"{run}@2")
     file = tmp_path / "out" / KINDS[kind]
@@ -95,15 +87,13 @@ def test_the_best_version_is_exported_with_a_record(run: Path, kind: Any, tmp_pa
     assert run_cli("verify", file).code == 0
 
 
-def test_metrics_that_json_lacks_and_later_evaluations_are_recorded(
-    run: Path, tmp_path: Path
-) -> None:
+def test_metrics_that_json_lacks_and_later_evaluations_are_recorded(run, tmp_path):
     limpet.Run(run).add_metrics(3, {"acc": 0.5})
     limpet.export(f"{run}@3", tmp_path / "x.safetensors", "safetensors")
     assert read_record(tmp_path / "x.safetensors")["metrics"] == {"val/loss": "nan", "acc": 0.5}
 
 
-def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path: Path) -> None:
+def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path):
     limpet.save(tmp_path / "plain", {"model": {"w": torch.ones(3)}}, step=7)
     limpet.export(limpet.open(tmp_path / "plain"), tmp_path / "out")
     record = read_record(tmp_path / "out" / "model.safetensors")
@@ -114,7 +104,7 @@ def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "hf"])
-def test_every_flipped_bit_is_found(run: Path, kind: Any, tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(run, kind, tmp_path):
     """Bits all over each file, in the headers and in the tensors."""
     limpet.export(f"{run}@1", tmp_path / "out", kind, root="model", max_shard_size=60)
     for file in sorted((tmp_path / "out").iterdir()):
@@ -131,7 +121,7 @@ def test_every_flipped_bit_is_found(run: Path, kind: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_verify_and_import_refuse_a_flipped_bit(run: Path, kind: Any, tmp_path: Path) -> None:
+def test_verify_and_import_refuse_a_flipped_bit(run, kind, tmp_path):
     limpet.export(f"{run}@1", tmp_path / "out", kind, root="model")
     file = tmp_path / "out" / KINDS[kind]
     assert run_cli("import", file, tmp_path / "imported", "--step", 1).code == 0
@@ -149,7 +139,7 @@ def test_verify_and_import_refuse_a_flipped_bit(run: Path, kind: Any, tmp_path: 
         assert "differs from what was exported" in result.err
 
 
-def test_a_part_that_is_missing_or_of_another_export(run: Path, tmp_path: Path) -> None:
+def test_a_part_that_is_missing_or_of_another_export(run, tmp_path):
     for step in (1, 2):
         limpet.export(f"{run}@{step}", tmp_path / f"{step}", "hf", max_shard_size=60)
     parts = sorted((tmp_path / "1").glob("model-*"))
@@ -161,13 +151,12 @@ def test_a_part_that_is_missing_or_of_another_export(run: Path, tmp_path: Path) 
     assert result.code == 3
     assert "is missing" in result.out
     (tmp_path / "2" / parts[0].name).rename(parts[0])
-    result = run_cli("verify", tmp_path / "1")
-    assert result.code == 3
+    assert run_cli("verify", tmp_path / "1").code == 3
     with pytest.raises(DigestMismatch):
         raise next(c.error for c in check_export(str(tmp_path / "1")) if c.error)
 
 
-def test_a_killed_export_has_no_record_and_no_index(run: Path, tmp_path: Path) -> None:
+def test_a_killed_export_has_no_record_and_no_index(run, tmp_path):
     """Both are written last. Libraries do not take parts without an index for a model."""
     limpet.export(f"{run}@1", tmp_path / "out", "hf", max_shard_size=60)
     for name in ("model.safetensors.index.json.limpet.json", "model.safetensors.index.json"):
@@ -180,7 +169,7 @@ def test_a_killed_export_has_no_record_and_no_index(run: Path, tmp_path: Path) -
     ("old", "new"),
     [(b'"length":', b'"lengtH":'), (b'"files":{', b'"files":['), (b'"val/loss"', b'"val/losS"')],
 )
-def test_a_damaged_record_is_reported(run: Path, old: bytes, new: bytes, tmp_path: Path) -> None:
+def test_a_damaged_record_is_reported(run, old, new, tmp_path):
     limpet.export(f"{run}@1", tmp_path / "out")
     record = tmp_path / "out" / "model.safetensors.limpet.json"
     raw = record.read_bytes()
@@ -191,7 +180,7 @@ def test_a_damaged_record_is_reported(run: Path, old: bytes, new: bytes, tmp_pat
     assert run_cli("import", tmp_path / "out", tmp_path / "run", "--step", 1).code == 3
 
 
-def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
+def test_files_without_a_record_are_not_exports(tmp_path):
     st.save_file({'"limpet.crc32":"00000000"': torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"\x10" + bytes(7) + b"{ not JSON     }")
     assert check_export(str(tmp_path)) == []
@@ -204,7 +193,7 @@ def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
     assert result.code == 0
 
 
-def test_a_changed_file_that_another_library_wrote_again(run: Path, tmp_path: Path) -> None:
+def test_a_changed_file_that_another_library_wrote_again(run, tmp_path):
     limpet.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
     st.save_file(st.load_file(tmp_path / "x.safetensors"), tmp_path / "z.safetensors")
     assert run_cli("verify", tmp_path / "z.safetensors").code == 4
@@ -216,15 +205,13 @@ class OrderedStore(MemoryStore):
     """A store that only appends."""
 
     @property
-    def traits(self) -> Any:
+    def traits(self):
         traits = super().traits
         return type(traits)(**{f: getattr(traits, f) for f in traits.__slots__} | {"ordered": True})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_store_that_only_appends_gets_the_same_files(
-    run: Path, kind: Any, tmp_path: Path
-) -> None:
+def test_a_store_that_only_appends_gets_the_same_files(run, kind, tmp_path):
     limpet.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
     name = f"ordered-{kind}"
     store = open_store(f"memory://{name}")
@@ -241,7 +228,7 @@ def test_a_store_that_only_appends_gets_the_same_files(
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
+def test_invalid_arguments(run, tmp_path):
     out = tmp_path / "out"
     for expected, kind, options in (
         ("Invalid value for to=", "onnx", {}),
@@ -261,7 +248,7 @@ def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_an_existing_target_is_not_changed(run: Path, tmp_path: Path) -> None:
+def test_an_existing_target_is_not_changed(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.pt.limpet.json").write_text("mine")
     with pytest.raises(AlreadyExists):
@@ -275,9 +262,7 @@ def test_an_existing_target_is_not_changed(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "is_wrapped"), [("safetensors", False), ("torch", True)])
-def test_an_ema_is_exported_under_the_names_of_the_model(
-    kind: Any, is_wrapped: bool, tmp_path: Path
-) -> None:
+def test_an_ema_is_exported_under_the_names_of_the_model(kind, is_wrapped, tmp_path):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     wrapped = nn.DataParallel(model) if is_wrapped else model
     ema = AveragedModel(wrapped, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
@@ -304,7 +289,7 @@ def test_an_ema_is_exported_under_the_names_of_the_model(
     assert torch.equal(source[0].weight, fresh[0].weight)
 
 
-def test_a_selection_of_an_ema_and_a_module_of_that_name(tmp_path: Path) -> None:
+def test_a_selection_of_an_ema_and_a_module_of_that_name(tmp_path):
     ema = {"n_averaged": torch.tensor(3), "module.w": torch.ones(2), "module.b": torch.ones(1)}
     plain = {"module.w": torch.ones(2)}
     mixed = {**ema, "scale": torch.ones(1)}

@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint: from PyTorch, from many ranks, and invalid ones."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,8 +1,6 @@
 """Resharding: it writes the same bytes in other shards, or commits nothing. It reads few bytes
 twice and needs little memory."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -39,11 +37,11 @@ from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.compare import compare_bytes
 from limpet.snapshot.location import Location, is_snapshot
-from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.reader import open_location
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Stat, Traits, Upload
+from limpet.storage.store import Traits
 from limpet.testing.crashfs import CrashFs, PowerCut
 from limpet.testing.faults import Fault, FaultFs
 from limpet.types import Box
@@ -65,7 +63,7 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     """Use chunks of 1 KiB and windows of 4 KiB, so that small states have many."""
     for name in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{name}.BLOCK_SIZE", 1024)
@@ -76,15 +74,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMPET_THREADS", "3")
 
 
-def url() -> str:
+def url():
     return f"memory://reshard{next(_numbers)}/version_1"
 
 
-def new_location() -> Location:
+def new_location():
     return Location(MemoryStore(), "version_1")
 
 
-def assert_same_leaves(a: SnapshotReader, b: SnapshotReader) -> None:
+def assert_same_leaves(a, b):
     """Assert that both snapshots have the same tree and the same bytes. They are read by other code
     than the code that reshards."""
     assert a.manifest.tree == b.manifest.tree
@@ -92,7 +90,7 @@ def assert_same_leaves(a: SnapshotReader, b: SnapshotReader) -> None:
     assert [d.differing for d in compare_bytes(a, b, pairs).values()] == [0] * len(pairs)
 
 
-def plain_files(snapshot: SnapshotReader) -> dict[str, list[tuple[int, ...]]]:
+def plain_files(snapshot):
     """Return the names that the safetensors library finds in the shards, with the shapes of their
     parts."""
     found: dict[str, list[tuple[int, ...]]] = {}
@@ -109,7 +107,7 @@ DTYPES = ["uint8", "bool", "int16", "float32", "float64", "complex128"]
 
 
 @st.composite
-def tiled_states(draw: Any) -> Any:
+def tiled_states(draw):
     """Draw arrays and tilings. Each box goes to one or two of three shards."""
     state, layout = {}, {}
     dtypes = draw(st.lists(st.sampled_from(DTYPES), max_size=5))
@@ -138,8 +136,8 @@ def tiled_states(draw: Any) -> Any:
     at_a_time=st.sampled_from([1, 3, 256]),
 )
 def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
-    tiled_state: Any, shards: int, split: str, window: int, at_a_time: int, small_chunks: None
-) -> None:
+    tiled_state, shards, split, window, at_a_time, small_chunks
+):
     state, layout = tiled_state
     whole = limpet.save(url(), {**state, "n": 1})
     old = write_resharded(reader_of(whole), new_location(), lambda key, shape: layout[key], 3)
@@ -165,7 +163,7 @@ def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
     [torch.bfloat16, torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.complex32, torch.bool],
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_the_bits_of_every_dtype_are_unchanged(dtype: torch.dtype, small_chunks: None) -> None:
+def test_the_bits_of_every_dtype_are_unchanged(dtype, small_chunks):
     raw = torch.arange(7 * 6 * dtype.itemsize).to(torch.uint8)
     tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(7, 6)
     state = {"a": tensor, "b": tensor[0], "c": tensor[:, 3].clone(), "n": 1}
@@ -176,7 +174,7 @@ def test_the_bits_of_every_dtype_are_unchanged(dtype: torch.dtype, small_chunks:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 64])
-def test_rows_are_split_like_fsdp2(shards: int) -> None:
+def test_rows_are_split_like_fsdp2(shards):
     """Each rank of a later load then needs only the shard with its own number."""
     shapes = [(64, 3), (65, 2), (7,), (4, 4, 2), (63, 1), (1000,), (8, 0)]
     state = {str(i): np.arange(np.prod(s), dtype="f4").reshape(s) for i, s in enumerate(shapes)}
@@ -193,7 +191,7 @@ def test_rows_are_split_like_fsdp2(shards: int) -> None:
                 assert found.get(key, [Box.whole(array.shape)]) == [Box.whole(array.shape)]
 
 
-def test_leaves_that_are_not_split_are_balanced_by_bytes() -> None:
+def test_leaves_that_are_not_split_are_balanced_by_bytes():
     state = {f"{i}": np.zeros(1000 + i) for i in range(40)}
     new = reshard(reader_of(limpet.save(url(), state)), new_location(), 4, "none")
     sizes = [sum(8 * leaf.shape[0] for leaf in i.leaves) for i in new.indexes()]
@@ -201,7 +199,7 @@ def test_leaves_that_are_not_split_are_balanced_by_bytes() -> None:
     assert [len(parts) for parts in plain_files(new).values()] == [1] * 40
 
 
-def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors() -> None:
+def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors():
     state = {f"w{i}": np.random.default_rng(i).random((40, 3 + i), np.float32) for i in range(9)}
     old = write_resharded(reader_of(limpet.save(url(), state)), new_location(), split_rows(16), 16)
     new = reshard(old, new_location(), 1)
@@ -212,14 +210,14 @@ def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors() -> None
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_state_without_tensors_is_resharded(shards: int) -> None:
+def test_a_state_without_tensors_is_resharded(shards):
     new = reshard(reader_of(limpet.save(url(), {"n": 1, "s": "x"})), new_location(), shards)
     assert new.verify().ok
     assert len(new.manifest.shards) == shards
     assert limpet.load(new.location.store.at("version_1")) == {"n": 1, "s": "x"}
 
 
-def test_an_incremental_version_becomes_self_contained(small_chunks: None) -> None:
+def test_an_incremental_version_becomes_self_contained(small_chunks):
     store = MemoryStore()
     state: dict[str, Any] = {"frozen": np.arange(5000.0), "a": np.zeros(300)}
     with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
@@ -242,7 +240,7 @@ def test_an_incremental_version_becomes_self_contained(small_chunks: None) -> No
 # -- the manifest and the metadata ----------------------------------------------------------------
 
 
-def test_other_fields_are_unchanged_and_the_metadata_records_the_reshard() -> None:
+def test_other_fields_are_unchanged_and_the_metadata_records_the_reshard():
     store, state = MemoryStore(), {"a": np.arange(9.0), "list": [1, (2, None)]}
     with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         ckpt.step({"loss": 1.0})
@@ -258,7 +256,7 @@ def test_other_fields_are_unchanged_and_the_metadata_records_the_reshard() -> No
     assert {parse_attempt(s.name) for s in new.manifest.shards} == {new.manifest.attempt}
 
 
-def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch):
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     source, to = MemoryStore(), MemoryStore()
     limpet.save(source.at("version_1"), {"a": np.arange(99.0)})
@@ -266,7 +264,7 @@ def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch: pytest.Mo
     before = {s.key: source.get(s.key, 1 << 30) for s in source.list("")}
     pin_counts: list[int] = []
 
-    def on_progress(nbytes: int) -> None:
+    def on_progress(nbytes):
         pin_counts.append(sum(parse_pin(s.key) is not None for s in source.list("")))
         assert not Run(to).sweep(grace=0).removed
         assert Run(source).listing().versions
@@ -280,7 +278,7 @@ def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("at", ["version_1", ""])
-def test_a_reshard_over_an_existing_snapshot_or_run_is_refused(at: str) -> None:
+def test_a_reshard_over_an_existing_snapshot_or_run_is_refused(at):
     old, to = limpet.save(url(), {"a": np.arange(9.0)}), MemoryStore()
     limpet.save(to.at("version_1"), {"n": 2})
     before = [s.key for s in to.list("")]
@@ -297,7 +295,7 @@ class Counting(MemoryStore):
 
     read = 0
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+    def get_range(self, key, offset, length, into):
         if key.endswith(".safetensors"):
             self.read += length
         super().get_range(key, offset, length, into)
@@ -317,9 +315,7 @@ class Counting(MemoryStore):
         (split_columns(8), 4, 1.3),
     ],
 )
-def test_few_bytes_are_read_twice(
-    layout: Any, shards: int, limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_bytes_are_read_twice(layout, shards, limit, monkeypatch):
     """The cases are: few shards to many, many to few, a leaf that is larger than a window, and many
     leaves that share chunks in more shards than fit in a window. All sizes are scaled down."""
     unit = 16 << 10
@@ -365,7 +361,7 @@ with print_peak_memory():
 
 
 @pytest.mark.slow
-def test_resharding_512_mib_needs_at_most_256_mib_of_memory(tmp_path: Any) -> None:
+def test_resharding_512_mib_needs_at_most_256_mib_of_memory(tmp_path):
     state = {f"w{i}": np.ones((32 << 10, 1 << 10), np.float32) for i in range(4)}
     state |= {f"b{i}": np.ones(3000) for i in range(100)}
     limpet.save(tmp_path / "version_1", state)
@@ -383,16 +379,16 @@ class CollectingStore(MemoryStore):
 
     kept, is_ordered = 3000, False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.open: dict[str, int] = {}
         self.most_bytes = self.most_open = self.early = 0
 
     @property
-    def traits(self) -> Traits:
+    def traits(self):
         return Traits("x", 1, False, ordered=self.is_ordered, upload_memory=self.kept)
 
-    def put(self, key: str, length: int, head: int = 0) -> Upload:
+    def put(self, key, length, head=0):
         self.open[key] = min(self.kept, 2 * length)
         self.most_bytes = max(self.most_bytes, sum(self.open.values()))
         self.most_open = max(self.most_open, len(self.open))
@@ -400,15 +396,15 @@ class CollectingStore(MemoryStore):
 
 
 class CollectingUpload(HookedUpload):
-    def __init__(self, store: CollectingStore, key: str, inner: Upload) -> None:
+    def __init__(self, store, key, inner):
         self.counted, self.key, self.inner, self.position = store, key, inner, 0
 
-    def write_at(self, offset: int, data: memoryview) -> None:
+    def write_at(self, offset, data):
         self.counted.early += offset != self.position
         self.position = offset + len(data)
         self.inner.write_at(offset, data)
 
-    def commit(self) -> Stat:
+    def commit(self):
         self.counted.open.pop(self.key)
         return self.inner.commit()
 
@@ -416,8 +412,8 @@ class CollectingUpload(HookedUpload):
 @pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize(("limit", "at_once"), [(1, 1), (9000, 3), (1 << 30, 12)])
 def test_the_uploads_of_a_store_that_collects_bytes_are_bounded(
-    limit: int, at_once: int, is_ordered: bool, monkeypatch: pytest.MonkeyPatch, small_chunks: None
-) -> None:
+    limit, at_once, is_ordered, monkeypatch, small_chunks
+):
     monkeypatch.setattr(reshard_module, "MAX_UPLOAD_BYTES", limit)
     store = CollectingStore()
     store.is_ordered = is_ordered
@@ -435,7 +431,7 @@ def test_the_uploads_of_a_store_that_collects_bytes_are_bounded(
 # -- failures -------------------------------------------------------------------------------------
 
 
-def assert_nothing_left(to: MemoryStore) -> None:
+def assert_nothing_left(to):
     """Assert that there is no snapshot, shard, unfinished file, or pin, and that all buffers are
     free."""
     assert [s.key for s in to.list("")] == []
@@ -445,9 +441,7 @@ def assert_nothing_left(to: MemoryStore) -> None:
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
 @pytest.mark.parametrize("shards", [1, 4])
-def test_the_error_names_the_damaged_file_and_nothing_is_committed(
-    layout: Any, shards: int, small_chunks: None
-) -> None:
+def test_the_error_names_the_damaged_file_and_nothing_is_committed(layout, shards, small_chunks):
     state = {"a": np.arange(3000.0).reshape(30, 100), "b": np.ones((6, 5))}
     source, to = MemoryStore(), MemoryStore()
     old = write_resharded(
@@ -462,7 +456,7 @@ def test_the_error_names_the_damaged_file_and_nothing_is_committed(
     assert_nothing_left(to)
 
 
-def test_a_missing_shard_and_a_deleted_version_raise_different_errors(small_chunks: None) -> None:
+def test_a_missing_shard_and_a_deleted_version_raise_different_errors(small_chunks):
     for first in (".safetensors", MANIFEST):
         source, to = MemoryStore(), MemoryStore()
         old = limpet.save(source.at("version_1"), {"a": np.arange(999.0)})
@@ -476,12 +470,12 @@ def test_a_missing_shard_and_a_deleted_version_raise_different_errors(small_chun
         assert_nothing_left(to)
 
 
-def test_nothing_is_committed_if_the_store_loses_a_shard_or_changes_an_index() -> None:
+def test_nothing_is_committed_if_the_store_loses_a_shard_or_changes_an_index():
     old = limpet.save(url(), {"a": np.arange(999.0)})
     for kind, error in ((".safetensors", CommitError), (".index.json", FormatError)):
         to = HookedStore(MemoryStore())
 
-        def damage(method: str, key: str, to: HookedStore = to, kind: str = kind) -> None:
+        def damage(method, key, to=to, kind=kind):
             if kind == ".safetensors" and method == "commit" and "00001-of" in key:
                 to.inner.delete(key)
             elif method == "put_if_absent" and key.endswith(kind) and "00001-of" in key:
@@ -494,10 +488,10 @@ def test_nothing_is_committed_if_the_store_loses_a_shard_or_changes_an_index() -
         assert not Run(to.inner).listing().process_pins
 
 
-def test_one_of_two_reshards_to_the_same_location_commits() -> None:
+def test_one_of_two_reshards_to_the_same_location_commits():
     old, to = limpet.save(url(), {"a": np.arange(999.0)}), HookedStore(MemoryStore())
 
-    def reshard_first(method: str, key: str) -> None:
+    def reshard_first(method, key):
         if method == "put_if_absent" and key.endswith(MANIFEST):
             to.before = lambda method, key: None
             reshard(reader_of(old), Location(to.inner, "version_1"), 3)
@@ -510,7 +504,7 @@ def test_one_of_two_reshards_to_the_same_location_commits() -> None:
     assert new.verify().ok
 
 
-def save_to_crash_fs() -> tuple[CrashFs, SnapshotReader]:
+def save_to_crash_fs():
     """Save a small version on a file system that can simulate power cuts."""
     fs = CrashFs()
     state = {"a": np.arange(1500.0).reshape(15, 100), "b": np.ones(7), "n": 1}
@@ -518,12 +512,12 @@ def save_to_crash_fs() -> tuple[CrashFs, SnapshotReader]:
     return fs, reader_of(saved)
 
 
-def reshard_on(fs: Any) -> SnapshotReader:
+def reshard_on(fs):
     old = open_location(Location(LocalStore(SOURCE_URL, fs=fs), "version_1"))
     return reshard(old, Location(LocalStore("/b/run", fs=fs), "version_1"), 3)
 
 
-def check_snapshots(fs: Any, whole: SnapshotReader) -> bool:
+def check_snapshots(fs, whole):
     """Return True if the new snapshot exists. Assert that it is then complete, and that the old
     snapshot is intact."""
     assert open_location(Location(LocalStore(SOURCE_URL, fs=fs), "version_1")).verify().ok
@@ -538,9 +532,7 @@ def check_snapshots(fs: Any, whole: SnapshotReader) -> bool:
 
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_power_cut_at_any_call_leaves_a_complete_snapshot_or_none(
-    every: int, small_chunks: None
-) -> None:
+def test_a_power_cut_at_any_call_leaves_a_complete_snapshot_or_none(every, small_chunks):
     whole = limpet.save(url(), limpet.load(save_to_crash_fs()[1].location.store))
     seen = set()
     for cut_at in itertools.count(1, every):
@@ -565,9 +557,7 @@ def test_a_power_cut_at_any_call_leaves_a_complete_snapshot_or_none(
 
 @pytest.mark.parametrize("every", [13, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("error", [NoSpace.__name__, "EIO", "lost"])
-def test_a_failed_call_leaves_a_complete_snapshot_or_none(
-    error: str, every: int, small_chunks: None
-) -> None:
+def test_a_failed_call_leaves_a_complete_snapshot_or_none(error, every, small_chunks):
     """Each read and each write fails in turn, or every nth of them."""
     import errno
 
@@ -592,7 +582,7 @@ def test_a_failed_call_leaves_a_complete_snapshot_or_none(
     assert failed > 100 // every
 
 
-def test_an_index_without_some_of_its_boxes_is_refused(small_chunks: None) -> None:
+def test_an_index_without_some_of_its_boxes_is_refused(small_chunks):
     """The boxes do not cover their leaf, and the reshard must not fill the gaps."""
     old = write_resharded(
         reader_of(limpet.save(url(), {"a": np.arange(60.0).reshape(6, 10)})),

@@ -1,7 +1,5 @@
 """Imports from a store: what is fetched, how often, and what a failure leaves."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -17,10 +15,7 @@ from safetensors.torch import save as to_safetensors
 import limpet
 from limpet.convert import stored_files
 from limpet.convert.arrange import arrange_state
-from limpet.convert.import_ import (
-    read_foreign_checkpoint,
-    save_foreign_checkpoint,
-)
+from limpet.convert.import_ import read_foreign_checkpoint, save_foreign_checkpoint
 from limpet.convert.stored_files import size_of_foreign
 from limpet.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
 from limpet.snapshot.location import Location
@@ -44,50 +39,50 @@ MODEL = {
 class CountingStore(MemoryStore):
     """Records the ranges that are read; ``refused`` keys raise ``Denied``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("counting")
         self.ranges: list[tuple[str, int, int]] = []
         self.refused: tuple[str, ...] = ()
         self.lock = threading.Lock()
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+    def get_range(self, key, offset, length, into):
         if key.endswith(self.refused) and self.refused:
             raise Denied(f"Access to {key} was denied", key=key)
         with self.lock:
             self.ranges.append((key, offset, length))
         super().get_range(key, offset, length, into)
 
-    def bytes_read(self, key: str) -> int:
+    def bytes_read(self, key):
         return sum(n for k, _, n in self.ranges if k == key)
 
 
-def torch_bytes(value: object, **options: object) -> bytes:
+def torch_bytes(value, **options):
     out = io.BytesIO()
     torch.save(value, out, **options)
     return out.getvalue()
 
 
-def import_from(source: Location, to: MemoryStore, step: int = 1) -> limpet.Snapshot:
+def import_from(source, to, step=1):
     checkpoint = read_foreign_checkpoint(source)
     flat = flatten(arrange_state(checkpoint.value, None).state)
     location = Location(to, f"version_{step}")
     return Snapshot(save_foreign_checkpoint(location, flat, checkpoint, step))
 
 
-def temporary_files() -> list[str]:
+def temporary_files():
     """Return the temporary files of imports that this process has open."""
     opened = [os.path.join("/proc/self/fd", n) for n in os.listdir("/proc/self/fd")]
     links = [os.readlink(path) for path in opened if os.path.lexists(path)]
     return [link for link in links if "/temporary/" in link]
 
 
-def assert_equal(loaded: dict[str, object], expected: dict[str, object]) -> None:
+def assert_equal(loaded, expected):
     assert loaded.keys() == expected.keys()
     assert_same({name: loaded[name] for name in expected}, expected)
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch) -> CountingStore:
+def store(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     return CountingStore()
@@ -201,7 +196,7 @@ def test_a_folder_of_parts(store, suffix):
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_an_object_that_is_replaced_during_the_import_is_not_committed(store, kind):
-    def write(value: float) -> None:
+    def write(value):
         state = {"w": torch.full((2000,), value)}
         raw = to_safetensors(state) if kind == "safetensors" else torch_bytes(state)
         store.delete("x")

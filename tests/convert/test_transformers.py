@@ -1,9 +1,5 @@
 """Exports load in Transformers, if it is installed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,9 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("max_shard_size", [10**9, 50_000])
-def test_a_model_is_loaded_and_generates(
-    is_tied: bool, max_shard_size: int, tmp_path: Path
-) -> None:
+def test_a_model_is_loaded_and_generates(is_tied, max_shard_size, tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=is_tied,

@@ -1,12 +1,8 @@
 """``Progress`` and ``RNG``: a resumed training gets the same values as an uninterrupted one."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,16 +14,11 @@ from limpet.errors import PlanError
 from limpet.storage.memory import MemoryStore
 
 
-def draw() -> tuple[float, float, float, list[float]]:
-    return (
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.normal()),
-        torch.randn(3).tolist(),
-    )
+def draw():
+    return (random.random(), random.gauss(0, 1), float(np.random.normal()), torch.randn(3).tolist())
 
 
-def test_random_numbers_continue_after_a_load() -> None:
+def test_random_numbers_continue_after_a_load():
     store = MemoryStore()
     np.random.normal()  # caches a second number, which is part of the state
     random.gauss(0, 1)
@@ -38,7 +29,7 @@ def test_random_numbers_continue_after_a_load() -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-def test_progress_is_restored() -> None:
+def test_progress_is_restored():
     store = MemoryStore()
     progress = limpet.Progress()
     progress.epoch, progress.step, progress.samples = 3, 70, 2240
@@ -49,7 +40,7 @@ def test_progress_is_restored() -> None:
     assert repr(other) == "Progress(epoch=3, step=70, samples=2240)"
 
 
-def test_progress_rejects_another_state() -> None:
+def test_progress_rejects_another_state():
     with pytest.raises(PlanError, match="epoch, step, and samples"):
         limpet.Progress().load_state_dict({"epoch": 1})
 
@@ -57,46 +48,46 @@ def test_progress_rejects_another_state() -> None:
 class FakeDevice:
     """A device module like ``torch.cuda``, with a generator per device."""
 
-    def __init__(self, count: int, initialized: bool = True) -> None:
+    def __init__(self, count, initialized=True):
         self.generators = [torch.Generator().manual_seed(i) for i in range(count)]
         self.initialized = initialized
 
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return self.initialized
 
-    def get_rng_state(self, device: int = 0) -> torch.Tensor:
+    def get_rng_state(self, device=0):
         return self.generators[device].get_state()
 
-    def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
+    def set_rng_state(self, state, device=0):
         self.generators[device].set_state(state)
 
-    def draw(self) -> list[float]:
+    def draw(self):
         return [float(torch.rand(1, generator=g)) for g in self.generators]
 
 
 class FakeMps(FakeDevice):
     """A device module without ``is_initialized``, whose only device has no index."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(1)
 
-    def __getattribute__(self, name: str) -> object:
+    def __getattribute__(self, name):
         if name == "is_initialized":
             raise AttributeError(name)
         return super().__getattribute__(name)
 
-    def get_rng_state(self) -> torch.Tensor:  # type: ignore[override]
+    def get_rng_state(self):
         return self.generators[0].get_state()
 
-    def set_rng_state(self, state: torch.Tensor) -> None:  # type: ignore[override]
+    def set_rng_state(self, state):
         self.generators[0].set_state(state)
 
 
 @pytest.fixture
-def install_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FakeDevice], None]:
+def install_device(monkeypatch):
     """Return a function that makes PyTorch find a fake accelerator."""
 
-    def install(kind: str, device: FakeDevice) -> None:
+    def install(kind, device):
         accelerator = SimpleNamespace(
             current_accelerator=lambda: SimpleNamespace(type=kind),
             is_available=lambda: bool(device.generators),
@@ -109,9 +100,7 @@ def install_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FakeDevice
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_the_generators_of_all_devices_continue(
-    install_device: Callable[[str, FakeDevice], None], count: int
-) -> None:
+def test_the_generators_of_all_devices_continue(install_device, count):
     store = MemoryStore()
     device = FakeDevice(count)
     install_device("cuda", device)
@@ -124,9 +113,7 @@ def test_the_generators_of_all_devices_continue(
     assert other.draw() == expected
 
 
-def test_the_generator_of_a_device_without_index_continues(
-    install_device: Callable[[str, FakeDevice], None],
-) -> None:
+def test_the_generator_of_a_device_without_index_continues(install_device):
     device = FakeMps()
     install_device("mps", device)
     state = limpet.RNG().state_dict()
@@ -136,9 +123,7 @@ def test_the_generator_of_a_device_without_index_continues(
 
 
 @pytest.mark.parametrize(("saved", "available"), [(2, 4), (4, 2), (4, 1), (1, 4), (2, 0)])
-def test_devices_without_saved_state_keep_their_generators(
-    install_device: Callable[[str, FakeDevice], None], saved: int, available: int
-) -> None:
+def test_devices_without_saved_state_keep_their_generators(install_device, saved, available):
     first = FakeDevice(saved)
     install_device("xpu", first)
     state = limpet.RNG().state_dict()
@@ -154,9 +139,7 @@ def test_devices_without_saved_state_keep_their_generators(
     assert second.draw() == drawn[:common] + untouched[common:]
 
 
-def test_another_kind_of_device_keeps_its_generators(
-    install_device: Callable[[str, FakeDevice], None],
-) -> None:
+def test_another_kind_of_device_keeps_its_generators(install_device):
     install_device("cuda", FakeDevice(2))
     state = limpet.RNG().state_dict()
     other, twin = FakeDevice(2), FakeDevice(2)
@@ -165,22 +148,18 @@ def test_another_kind_of_device_keeps_its_generators(
     assert other.draw() == twin.draw()
 
 
-def test_a_device_that_the_program_does_not_use_is_not_initialized(
-    install_device: Callable[[str, FakeDevice], None],
-) -> None:
+def test_a_device_that_the_program_does_not_use_is_not_initialized(install_device):
     class UninitializedDevice(FakeDevice):
-        def get_rng_state(self, device: int = 0) -> torch.Tensor:
+        def get_rng_state(self, device=0):
             raise AssertionError("this initializes the device")
 
     device = UninitializedDevice(1, initialized=False)
     install_device("cuda", device)
-    torch.accelerator.is_available = lambda: pytest.fail("this could break a later fork")  # type: ignore[method-assign]
+    torch.accelerator.is_available = lambda: pytest.fail("this could break a later fork")
     assert "cuda" not in limpet.RNG().state_dict()
 
 
-def test_a_state_without_devices_loads_where_devices_exist(
-    install_device: Callable[[str, FakeDevice], None],
-) -> None:
+def test_a_state_without_devices_loads_where_devices_exist(install_device):
     state = limpet.RNG().state_dict()
     device, twin = FakeDevice(2), FakeDevice(2)
     install_device("cuda", device)
@@ -189,12 +168,12 @@ def test_a_state_without_devices_loads_where_devices_exist(
 
 
 @pytest.mark.parametrize("state", [{}, {"python": 1}, [], None])
-def test_rng_rejects_another_state(state: object) -> None:
+def test_rng_rejects_another_state(state):
     with pytest.raises(PlanError, match="not the state of an RNG"):
-        limpet.RNG().load_state_dict(state)  # type: ignore[arg-type]
+        limpet.RNG().load_state_dict(state)
 
 
-def test_torch_is_not_imported_for_the_rng(tmp_path: Path) -> None:
+def test_torch_is_not_imported_for_the_rng(tmp_path):
     """A state without PyTorch's generator is saved and restored without PyTorch.
 
     A saved generator is also restored if the program imports PyTorch later.

@@ -1,7 +1,5 @@
 """``ElasticSampler``: order, parts of the ranks, counting, passes, and states."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -9,7 +7,6 @@ import pickle
 import tracemalloc
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import chain, islice
 from typing import Any
@@ -31,22 +28,22 @@ from limpet.storage.memory import MemoryStore
 Sampler = limpet.ElasticSampler
 
 
-def order(length: int, seed: int = 0, epoch: int = 0) -> list[int]:
-    return permute(np.arange(length), length, seed, epoch).tolist()  # type: ignore[no-any-return]
+def order(length, seed=0, epoch=0):
+    return permute(np.arange(length), length, seed, epoch).tolist()
 
 
-def flat(batches: Iterable[list[int]]) -> list[int]:
+def flat(batches):
     return list(chain.from_iterable(batches))
 
 
-def resumed(sampler: Sampler, *arguments: Any, **options: Any) -> Sampler:
+def resumed(sampler, *arguments, **options):
     """Return a new sampler with the state of ``sampler``, as after a restart."""
     other = Sampler(*arguments, **options)
     other.load_state_dict(sampler.state_dict())
     return other
 
 
-def train(sampler: Sampler, batches: int | None = None) -> list[list[int]]:
+def train(sampler, batches=None):
     """Count and return up to ``batches`` batches of one pass."""
     seen = []
     for batch in islice(iter(sampler), batches):
@@ -66,7 +63,7 @@ GOLDEN = {
 }
 
 
-def test_the_order_never_changes() -> None:
+def test_the_order_never_changes():
     """Saved positions refer to the order. If this test fails, resumed runs get other samples."""
     assert order(5) == GOLDEN["5"]
     assert order(10, seed=-1, epoch=7) == GOLDEN["10"]
@@ -79,20 +76,18 @@ def test_the_order_never_changes() -> None:
 @example(1023, 0, 0)
 @example(1024, 0, 0)
 @settings(max_examples=60)
-def test_the_order_is_a_permutation(length: int, seed: int, epoch: int) -> None:
+def test_the_order_is_a_permutation(length, seed, epoch):
     assert sorted(order(length, seed, epoch)) == list(range(length))
 
 
-def test_the_order_is_a_permutation_for_every_small_length() -> None:
+def test_the_order_is_a_permutation_for_every_small_length():
     for length in range(1, 130):
         assert sorted(order(length)) == list(range(length))
 
 
 @given(st.integers(1, 1 << 61), st.data())
 @settings(max_examples=60)
-def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(
-    length: int, data: st.DataObject
-) -> None:
+def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(length, data):
     positions = data.draw(
         st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True)
     )
@@ -102,21 +97,21 @@ def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(
     assert all(0 <= sample < length for sample in values)
 
 
-def excess_chi_square(counts: np.ndarray[Any, Any]) -> float:
+def excess_chi_square(counts):
     """Return by how many standard deviations chi-square exceeds that of a uniform distribution."""
     mean, freedom = counts.mean(), counts.size - 1
     return float((((counts - mean) ** 2 / mean).sum() - freedom) / math.sqrt(2 * freedom))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
-def test_all_orders_of_few_samples_are_equally_likely(length: int) -> None:
+def test_all_orders_of_few_samples_are_equally_likely(length):
     kinds = math.factorial(length)
     seen = Counter(tuple(order(length, seed=5, epoch=e)) for e in range(20 * kinds))
     assert abs(excess_chi_square(np.array([*seen.values(), *[0] * (kinds - len(seen))]))) < 4
 
 
 @pytest.mark.parametrize(("length", "other"), [(7, 1), (12, 11), (25, 1), (30, 29)])
-def test_the_positions_of_two_samples_are_independent(length: int, other: int) -> None:
+def test_the_positions_of_two_samples_are_independent(length, other):
     positions, seen = np.array([0, other]), np.zeros((length, length))
     for epoch in range(5 * length * length):
         first, second = permute(positions, length, 5, epoch)
@@ -126,7 +121,7 @@ def test_the_positions_of_two_samples_are_independent(length: int, other: int) -
 
 
 @pytest.mark.parametrize("length", [1000, 4096, 10**6, 10**10 + 19])
-def test_large_orders_are_uniform(length: int) -> None:
+def test_large_orders_are_uniform(length):
     count = min(length, 20_000)
     at = np.arange(count)
     first, second = (permute(at, length, 1, e).astype(np.float64) / length for e in (0, 1))
@@ -137,16 +132,16 @@ def test_large_orders_are_uniform(length: int) -> None:
         assert abs(excess_chi_square(np.histogram2d(a, b, 5, ((0, 1), (0, 1)))[0])) < 4
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_differ():
     orders = [tuple(order(50, seed, epoch)) for seed in range(10) for epoch in range(10)]
     assert len(set(orders)) == 100
 
 
-def test_without_shuffle_samples_keep_their_order() -> None:
+def test_without_shuffle_samples_keep_their_order():
     assert train(Sampler(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_a_batch_of_a_huge_data_set_needs_little_memory() -> None:
+def test_a_batch_of_a_huge_data_set_needs_little_memory():
     sampler = Sampler(10**10, 256)
     current_pass = iter(sampler)
     next(current_pass)
@@ -160,11 +155,11 @@ def test_a_batch_of_a_huge_data_set_needs_little_memory() -> None:
 # -- ranks ---------------------------------------------------------------------------------------
 
 
-def ranks_of(count: int, *arguments: Any, **options: Any) -> list[Sampler]:
+def ranks_of(count, *arguments, **options):
     return [Sampler(*arguments, **options, rank=r, ranks=count) for r in range(count)]
 
 
-def step_together(samplers: list[Sampler], passes: list[Iterator[list[int]]]) -> list[list[int]]:
+def step_together(samplers, passes):
     """Return each rank's part of the next batch, or an empty list at the end of the pass."""
     parts = [part for p in passes if (part := next(p, None)) is not None]
     assert len(parts) in (0, len(samplers))
@@ -181,7 +176,7 @@ def step_together(samplers: list[Sampler], passes: list[Iterator[list[int]]]) ->
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 8), st.booleans())
 @example(1, 4, 4, False)
 @example(3, 8, 8, False)
-def test_ranks_divide_an_epoch(length: int, batch: int, count: int, drop_last: bool) -> None:
+def test_ranks_divide_an_epoch(length, batch, count, drop_last):
     batch = max(batch, count)
     if drop_last:
         length = max(length, batch)
@@ -215,9 +210,7 @@ def test_ranks_divide_an_epoch(length: int, batch: int, count: int, drop_last: b
 )
 @example(40, 4, [(4, 3), (2, 3), (3, 100)], 0, True)
 @pytest.mark.slow
-def test_the_number_of_ranks_may_change(
-    length: int, batch: int, changes: list[tuple[int, int]], seed: int, prefetch: bool
-) -> None:
+def test_the_number_of_ranks_may_change(length, batch, changes, seed, prefetch):
     """Each epoch has every sample once, and exactly the padding twice, for any ranks."""
     state: dict[str, int] | None = None
     seen: dict[int, list[int]] = {}
@@ -258,7 +251,7 @@ def test_the_number_of_ranks_may_change(
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 40), min_size=2, max_size=6), st.data())
-def test_the_batch_size_may_change(length: int, sizes: list[int], data: st.DataObject) -> None:
+def test_the_batch_size_may_change(length, sizes, data):
     seen: list[int] = []
     state = None
     for size in sizes:
@@ -274,7 +267,7 @@ def test_the_batch_size_may_change(length: int, sizes: list[int], data: st.DataO
     assert seen == order(length)
 
 
-def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch):
     sampler = Sampler(8, 4, shuffle=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -285,7 +278,7 @@ def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch: pytest.Monkey
         Sampler(8, 2)
 
 
-def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch):
     sampler = Sampler(8, 4)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -310,25 +303,25 @@ def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch: pytest.Monk
         ({"rank": 0, "ranks": 5}, "empty batch"),
     ],
 )
-def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(LimpetError, match=message):
         Sampler(**({"length": 8, "batch_size": 4} | arguments))
 
 
 @pytest.mark.parametrize("wrong", [4.0, "4", None])
-def test_sizes_must_be_ints(wrong: Any) -> None:
+def test_sizes_must_be_ints(wrong):
     with pytest.raises(TypeError):
         Sampler(wrong, 4)
     with pytest.raises(TypeError):
         Sampler(8, wrong)
 
 
-def test_a_data_set_instead_of_its_length_is_refused() -> None:
+def test_a_data_set_instead_of_its_length_is_refused():
     with pytest.raises(LimpetError, match=r"ElasticSampler\(len\(dataset\), batch_size="):
-        Sampler(TensorDataset(torch.zeros(4)), batch_size=2)  # type: ignore[arg-type]
+        Sampler(TensorDataset(torch.zeros(4)), batch_size=2)
 
 
-def test_numpy_sizes_become_plain_ints() -> None:
+def test_numpy_sizes_become_plain_ints():
     sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
     assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
 
@@ -336,7 +329,7 @@ def test_numpy_sizes_become_plain_ints() -> None:
 # -- passes --------------------------------------------------------------------------------------
 
 
-def test_each_pass_is_one_epoch() -> None:
+def test_each_pass_is_one_epoch():
     sampler = Sampler(6, 4)
     for epoch in range(4):
         assert flat(train(sampler)) == order(6, epoch=epoch)
@@ -344,7 +337,7 @@ def test_each_pass_is_one_epoch() -> None:
 
 
 @pytest.mark.parametrize("steps", range(13))
-def test_a_resume_continues_after_the_last_step(steps: int) -> None:
+def test_a_resume_continues_after_the_last_step(steps):
     """A resume at the end of an epoch begins with an empty pass."""
     sampler = Sampler(13, 4)
     batches = [batch for _ in range(3) for batch in train(sampler)]
@@ -362,7 +355,7 @@ def test_a_resume_continues_after_the_last_step(steps: int) -> None:
     assert first == batches[steps:]
 
 
-def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass() -> None:
+def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass():
     sampler = Sampler(8, 4)
     train(sampler)
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["samples"]) == (0, 8)
@@ -372,7 +365,7 @@ def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass() -> None:
     assert other.epochs == 2
 
 
-def test_drop_last_ends_the_epoch() -> None:
+def test_drop_last_ends_the_epoch():
     sampler = Sampler(10, 4, drop_last=True)
     train(sampler)
     assert sampler.epochs == 1
@@ -381,26 +374,26 @@ def test_drop_last_ends_the_epoch() -> None:
     assert flat(train(other)) == order(10, epoch=1)[:8]
 
 
-def test_the_rest_of_an_epoch_follows_a_break() -> None:
+def test_the_rest_of_an_epoch_follows_a_break():
     sampler = Sampler(8, 2)
     first = train(sampler, 1)
     assert flat(first + train(sampler)) == order(8)
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_a_batch_that_was_not_counted_is_repeated() -> None:
+def test_a_batch_that_was_not_counted_is_repeated():
     sampler = Sampler(8, 2)
     next(iter(sampler))  # for example, to inspect the data
     assert flat(train(sampler)) == order(8)
 
 
-def test_a_break_at_the_last_step_ends_the_epoch() -> None:
+def test_a_break_at_the_last_step_ends_the_epoch():
     sampler = Sampler(8, 2)
     train(sampler, 4)
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_the_length_is_that_of_a_full_epoch() -> None:
+def test_the_length_is_that_of_a_full_epoch():
     sampler = Sampler(10, 4)
     assert len(sampler) == 3
     train(sampler, 2)
@@ -409,7 +402,7 @@ def test_the_length_is_that_of_a_full_epoch() -> None:
     assert len(Sampler(8, 4)) == 2
 
 
-def test_left_counts_the_remaining_batches_of_the_epoch() -> None:
+def test_left_counts_the_remaining_batches_of_the_epoch():
     sampler, left = Sampler(10, 4), []
     assert sampler.left == 3
     for _ in range(2):
@@ -423,7 +416,7 @@ def test_left_counts_the_remaining_batches_of_the_epoch() -> None:
     assert resumed(sampler, 10, 4, drop_last=True).left == 1
 
 
-def test_counting_more_batches_than_yielded_is_an_error() -> None:
+def test_counting_more_batches_than_yielded_is_an_error():
     sampler = Sampler(8, 2)
     with pytest.raises(LimpetError, match="Expected at most 0, found 1"):
         sampler.advance()
@@ -440,7 +433,7 @@ def test_counting_more_batches_than_yielded_is_an_error() -> None:
         sampler.advance(-1)
 
 
-def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause() -> None:
+def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause():
     sampler = Sampler(8, 2, 5)
     next(iter(sampler))
     sampler.advance()
@@ -450,7 +443,7 @@ def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause() -
         sampler.advance()
 
 
-def test_a_pass_from_before_the_resume_is_an_error() -> None:
+def test_a_pass_from_before_the_resume_is_an_error():
     sampler = Sampler(8, 2)
     saved = sampler.state_dict()
     current_pass = iter(sampler)
@@ -462,7 +455,7 @@ def test_a_pass_from_before_the_resume_is_an_error() -> None:
         sampler.advance()
 
 
-def test_an_iterator_created_before_the_resume_yields_the_rest() -> None:
+def test_an_iterator_created_before_the_resume_yields_the_rest():
     sampler = Sampler(8, 2)
     train(sampler, 1)
     other = Sampler(8, 2)
@@ -471,7 +464,7 @@ def test_an_iterator_created_before_the_resume_yields_the_rest() -> None:
     assert flat(current_pass) == order(8)[2:]
 
 
-def test_two_concurrent_passes_are_an_error() -> None:
+def test_two_concurrent_passes_are_an_error():
     sampler = Sampler(8, 2)
     with pytest.raises(LimpetError, match="one pass at a time"):
         list(zip(sampler, sampler, strict=True))
@@ -480,7 +473,7 @@ def test_two_concurrent_passes_are_an_error() -> None:
 # -- accumulation --------------------------------------------------------------------------------
 
 
-def accumulate(sampler: Sampler, per_step: int, steps: int) -> list[tuple[dict[str, int], int]]:
+def accumulate(sampler, per_step, steps):
     """Run steps of ``per_step`` batches across the ends of epochs.
 
     Return, for each step, the saved state and the number of batches yielded so far.
@@ -500,7 +493,7 @@ def accumulate(sampler: Sampler, per_step: int, steps: int) -> list[tuple[dict[s
 
 @pytest.mark.parametrize("per_step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("length", [10, 16, 20])
-def test_steps_may_cross_the_ends_of_epochs(length: int, per_step: int) -> None:
+def test_steps_may_cross_the_ends_of_epochs(length, per_step):
     epoch_batches = -(-length // 2)
     whole = [
         tuple(order(length, epoch=e)[i : i + 2]) for e in range(8) for i in range(0, length, 2)
@@ -527,7 +520,7 @@ NEVER = (
 )
 
 
-def test_a_sampler_without_any_counted_batch_raises() -> None:
+def test_a_sampler_without_any_counted_batch_raises():
     """The sampler is missing from the state or used for evaluation.
 
     Two passes are permitted, for example to inspect the data.
@@ -541,7 +534,7 @@ def test_a_sampler_without_any_counted_batch_raises() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_without_any_counted_batch_raises(workers: int) -> None:
+def test_a_loader_without_any_counted_batch_raises(workers):
     loader = DataLoader(Squares(), batch_sampler=Sampler(10, 2), num_workers=workers)
     for _ in range(2):
         list(loader)
@@ -549,7 +542,7 @@ def test_a_loader_without_any_counted_batch_raises(workers: int) -> None:
         list(loader)
 
 
-def test_reading_only_the_first_batches_causes_no_warning() -> None:
+def test_reading_only_the_first_batches_causes_no_warning():
     sampler = Sampler(10, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -560,7 +553,7 @@ def test_reading_only_the_first_batches_causes_no_warning() -> None:
 
 
 @pytest.mark.parametrize("counted", [0, 1])
-def test_batches_that_were_not_counted_follow_in_the_next_pass(counted: int) -> None:
+def test_batches_that_were_not_counted_follow_in_the_next_pass(counted):
     """The sampler is in the state, but ``step`` gets ``batches=0`` or no ``batches=``."""
     sampler = Sampler(10, 2)
     current_pass = iter(sampler)
@@ -571,7 +564,7 @@ def test_batches_that_were_not_counted_follow_in_the_next_pass(counted: int) -> 
         assert flat(sampler) == order(10)[2 * counted :]
 
 
-def test_a_resumed_sampler_that_no_step_counts_also_raises() -> None:
+def test_a_resumed_sampler_that_no_step_counts_also_raises():
     sampler = Sampler(10, 2)
     train(sampler, 2)
     other = resumed(sampler, 10, 2)
@@ -584,7 +577,7 @@ def test_a_resumed_sampler_that_no_step_counts_also_raises() -> None:
     assert flat(train(other)) == order(10, epoch=1)
 
 
-def test_the_rest_of_a_step_may_be_counted_after_the_epoch() -> None:
+def test_the_rest_of_a_step_may_be_counted_after_the_epoch():
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number == 3:
@@ -599,7 +592,7 @@ def test_the_rest_of_a_step_may_be_counted_after_the_epoch() -> None:
     assert sampler.state_dict()["samples"] == 2
 
 
-def test_a_state_within_a_step_across_epochs_resumes_as_one_pass() -> None:
+def test_a_state_within_a_step_across_epochs_resumes_as_one_pass():
     """With two passes, a loop that counts passes would train one epoch less."""
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
@@ -621,7 +614,7 @@ def test_a_state_within_a_step_across_epochs_resumes_as_one_pass() -> None:
 # -- the ends of epochs --------------------------------------------------------------------------
 
 
-def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_ended() -> None:
+def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_ended():
     sampler = Sampler(8, 2)
     train(sampler)
     assert sampler.epochs == 1
@@ -631,7 +624,7 @@ def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_en
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_a_finished_loop_can_be_resumed_with_more_epochs() -> None:
+def test_a_finished_loop_can_be_resumed_with_more_epochs():
     state: dict[str, int] = {}
     trained: list[int] = []
     for first, last in ((0, 1), (1, 2), (2, 2), (2, 4)):
@@ -645,7 +638,7 @@ def test_a_finished_loop_can_be_resumed_with_more_epochs() -> None:
     assert trained == [sample for epoch in range(4) for sample in order(8, epoch=epoch)]
 
 
-def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass() -> None:
+def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass():
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number == 3:
@@ -656,7 +649,7 @@ def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass() -> None:
     assert flat(resumed(sampler, 10, 2)) == order(10)[8:] + order(10, epoch=1)
 
 
-def test_a_loaded_state_is_saved_unchanged() -> None:
+def test_a_loaded_state_is_saved_unchanged():
     sampler = Sampler(8, 2)
     train(sampler)
     saved = sampler.state_dict()
@@ -665,7 +658,7 @@ def test_a_loaded_state_is_saved_unchanged() -> None:
     assert sampler.state_dict() == saved
 
 
-def test_an_empty_pass_that_was_not_started_is_ended_too() -> None:
+def test_an_empty_pass_that_was_not_started_is_ended_too():
     """The loop ends with the first of two samplers, and the saved state has both as finished."""
     old = Sampler(8, 2)
     train(old)
@@ -684,7 +677,7 @@ def test_an_empty_pass_that_was_not_started_is_ended_too() -> None:
 # -- states --------------------------------------------------------------------------------------
 
 
-def test_the_state_is_plain_and_independent_of_the_ranks() -> None:
+def test_the_state_is_plain_and_independent_of_the_ranks():
     sampler = Sampler(9, 4, 7, rank=1, ranks=3)
     train(sampler, 2)
     assert sampler.state_dict() == {
@@ -699,7 +692,7 @@ def test_the_state_is_plain_and_independent_of_the_ranks() -> None:
     }
 
 
-def test_the_error_lists_all_differences() -> None:
+def test_the_error_lists_all_differences():
     sampler = Sampler(8, 2)
     train(sampler, 1)
     other = Sampler(9, 2, 1, shuffle=False, drop_last=True)
@@ -710,7 +703,7 @@ def test_the_error_lists_all_differences() -> None:
     assert train(other, 1) == [[0, 1]]  # the sampler is unchanged
 
 
-def test_the_length_may_change_at_the_beginning_of_an_epoch() -> None:
+def test_the_length_may_change_at_the_beginning_of_an_epoch():
     other = resumed(Sampler(8, 2), 90, 2)
     assert flat(train(other)) == order(90)
     sampler = Sampler(8, 2)
@@ -724,8 +717,8 @@ def test_the_length_may_change_at_the_beginning_of_an_epoch() -> None:
 @example(8, 4, 4, 4, False)
 @pytest.mark.slow
 def test_the_length_may_change_only_at_the_end_of_an_epoch(
-    length: int, other: int, batch: int, other_batch: int, drop_last: bool
-) -> None:
+    length, other, batch, other_batch, drop_last
+):
     """With ``drop_last``, an epoch ends if fewer samples than a batch are left."""
     if drop_last:
         batch, other_batch = min(batch, length), min(other_batch, other)
@@ -747,7 +740,7 @@ def test_the_length_may_change_only_at_the_end_of_an_epoch(
     assert live.epochs == 2
 
 
-def test_the_length_must_not_change_within_a_step() -> None:
+def test_the_length_must_not_change_within_a_step():
     """The rest of the step would use samples of a different order."""
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
@@ -778,7 +771,7 @@ def test_the_length_must_not_change_within_a_step() -> None:
         {"unknown": 1},
     ],
 )
-def test_impossible_states_are_rejected(change: dict[str, Any]) -> None:
+def test_impossible_states_are_rejected(change):
     sampler = Sampler(8, 2)
     train(sampler, 1)
     with pytest.raises(PlanError, match="state of an ElasticSampler"):
@@ -787,12 +780,12 @@ def test_impossible_states_are_rejected(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"epoch": 1, "samples": 0}])
-def test_other_objects_are_rejected_as_states(state: Any) -> None:
+def test_other_objects_are_rejected_as_states(state):
     with pytest.raises(PlanError, match="not the state of an ElasticSampler"):
         Sampler(8, 2).load_state_dict(state)
 
 
-def test_a_sampler_is_saved_and_loaded_by_limpet() -> None:
+def test_a_sampler_is_saved_and_loaded_by_limpet():
     store = MemoryStore()
     sampler = Sampler(8, 2)
     train(sampler, 3)
@@ -807,7 +800,7 @@ def test_a_sampler_is_saved_and_loaded_by_limpet() -> None:
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_is_independent_of_the_original(make_copy: Any) -> None:
+def test_a_copy_is_independent_of_the_original(make_copy):
     sampler = Sampler(8, 2)
     train(sampler, 1)
     copied = make_copy(sampler)
@@ -818,7 +811,7 @@ def test_a_copy_is_independent_of_the_original(make_copy: Any) -> None:
     assert "at sample 8 of epoch 0" in repr(sampler)
 
 
-def test_copies_of_several_samplers_form_their_own_group() -> None:
+def test_copies_of_several_samplers_form_their_own_group():
     state = {"samplers": [Sampler(8, 2), Sampler(8, 2)], "progress": limpet.Progress()}
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in zip(*state["samplers"]):
@@ -835,7 +828,7 @@ def test_copies_of_several_samplers_form_their_own_group() -> None:
 
 
 class Squares(torch.utils.data.Dataset[int]):
-    def __getitem__(self, i: int) -> int:
+    def __getitem__(self, i):
         return i * i
 
 
@@ -848,7 +841,7 @@ LOADERS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LOADERS, ids=str)
-def test_prefetched_batches_are_not_counted(options: dict[str, Any]) -> None:
+def test_prefetched_batches_are_not_counted(options):
     whole = [sample**2 for epoch in range(3) for sample in order(10, epoch=epoch)]
     for steps in (0, 1, 4, 5, 6, 9):
         sampler = Sampler(10, 2)
@@ -872,7 +865,7 @@ def test_prefetched_batches_are_not_counted(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_loader_with_spawned_workers() -> None:
+def test_a_loader_with_spawned_workers():
     sampler = Sampler(10, 2)
     loader = DataLoader(
         Squares(), batch_sampler=sampler, num_workers=1, multiprocessing_context="spawn"
@@ -924,7 +917,7 @@ GOLDEN_BATCHES: dict[str, tuple[Any, Any, int | None, tuple[int, str]]] = {
 
 
 @pytest.mark.parametrize("name", GOLDEN_BATCHES)
-def test_the_batches_are_those_of_every_earlier_release(name: str) -> None:
+def test_the_batches_are_those_of_every_earlier_release(name):
     arguments, options, batches, expected = GOLDEN_BATCHES[name]
     digest, count = sha256(), 0
     for batch in islice(limpet.ElasticSampler(*arguments, **options), batches):
@@ -933,19 +926,19 @@ def test_the_batches_are_those_of_every_earlier_release(name: str) -> None:
     assert (count, digest.hexdigest()[:16]) == expected
 
 
-def batch_alone(sampler: Any, epoch: int, start: int, rank: int, ranks: int) -> list[int]:
+def batch_alone(sampler, epoch, start, rank, ranks):
     """Return a batch as it is computed without blocks."""
     stop = min(start + sampler.batch_size, sampler.length)
     if stop - start < sampler.batch_size:
         stop += -(stop - start) % ranks
     at = np.arange(start + rank, stop, ranks) % sampler.length
     order = permute(at, sampler.length, sampler.seed, epoch) if sampler.shuffle else at
-    return order.tolist()  # type: ignore[no-any-return]
+    return order.tolist()
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_blocks_hold_the_batches_that_are_computed_alone(data: Any) -> None:
+def test_blocks_hold_the_batches_that_are_computed_alone(data):
     """Also after resumes in the middle of a block, with other batch sizes and world sizes."""
     length = data.draw(st.sampled_from([1, 10, 97, 1000, 20011, 10**6, 10**9]), "length")
     shuffle = data.draw(st.booleans(), "shuffle")
@@ -972,10 +965,10 @@ def test_blocks_hold_the_batches_that_are_computed_alone(data: Any) -> None:
         state = sampler.state_dict()
 
 
-def test_many_batches_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_batches_are_computed_at_once(monkeypatch):
     sizes: list[int] = []
 
-    def counted(positions: Any, *arguments: Any) -> Any:
+    def counted(positions, *arguments):
         sizes.append(len(positions))
         return permute(positions, *arguments)
 
@@ -986,7 +979,7 @@ def test_many_batches_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(sizes) == 100_000  # nothing is computed twice
 
 
-def test_the_sizes_of_a_sampler_count_at_the_next_batch() -> None:
+def test_the_sizes_of_a_sampler_count_at_the_next_batch():
     """Attributes that the user changes during a pass count from the next batch on."""
     sampler = limpet.ElasticSampler(1000, 10)
     batches = iter(sampler)

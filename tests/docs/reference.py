@@ -1,7 +1,5 @@
 """Writes build/reference.md from the docstrings of the public names: ``make reference``."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from importlib import import_module
@@ -28,7 +26,7 @@ and every module that is not listed here, may change at any time.
 """
 
 
-def render() -> str:
+def render():
     """Return the text of the page."""
     parts, seen = [TITLE], list[Any]()
     for package in map(import_module, PACKAGES):
@@ -41,7 +39,7 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def render_name(name: str, value: Any) -> str:
+def render_name(name, value):
     """Return the section of a class or a function."""
     parts = [f"### `{name}`", signature(name.rpartition(".")[2], value), docstring(value)]
     for member, found in vars(value).items() if inspect.isclass(value) else ():
@@ -57,14 +55,14 @@ def render_name(name: str, value: Any) -> str:
 class Text:
     """What a signature shows as it is: a type without quotes, or the name of a function."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         self.text = text
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return self.text
 
 
-def signature(name: str, value: Any) -> str:
+def signature(name, value):
     """Return the signature in a code block, with one parameter per line if it is long."""
     try:
         found = inspect.signature(value)
@@ -84,7 +82,7 @@ def signature(name: str, value: Any) -> str:
     return f"```text\n{text}{result}\n```"
 
 
-def as_written(parameter: inspect.Parameter) -> inspect.Parameter:
+def as_written(parameter):
     """Return a parameter whose type and default are shown as they are written."""
     if isinstance(parameter.annotation, str):
         parameter = parameter.replace(annotation=Text(parameter.annotation))
@@ -94,7 +92,7 @@ def as_written(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter
 
 
-def docstring(value: Any) -> str:
+def docstring(value):
     """Return the docstring as Markdown: a block of code is indented, as in the docstring."""
     text = re.sub(r"``([^`]+)``", r"`\1`", inspect.getdoc(value) or "")
     return re.sub(r"^::$\n\n|:(?=:$)", "", text, flags=re.MULTILINE)

@@ -1,11 +1,8 @@
 """Statements of the README and the documents that no other test shows."""
 
-from __future__ import annotations
-
 import random
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import limpet
 from limpet.errors import Unsupported
 from limpet.storage.memory import MemoryStore
-from tests.ranks.trainings import TrainingJob, TrainingRank
+from tests.ranks.trainings import TrainingJob
 from tests.unreliable_stores import HookedStore
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +24,7 @@ WHOLE_BYTE_INTEGERS = {
 }
 
 
-def is_claimed(dtype: torch.dtype) -> bool:
+def is_claimed(dtype):
     """Return True for the dtypes that the README names."""
     return (
         dtype.is_floating_point
@@ -38,7 +35,7 @@ def is_claimed(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_every_dtype_is_saved_exactly_or_refused(dtype: torch.dtype) -> None:
+def test_every_dtype_is_saved_exactly_or_refused(dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some dtypes are experimental or deprecated
         tensor = torch.empty(4, dtype=dtype)
@@ -58,12 +55,12 @@ def test_every_dtype_is_saved_exactly_or_refused(dtype: torch.dtype) -> None:
         assert list(store.list("")) == []
 
 
-def training_thread_calls(store: HookedStore) -> list[tuple[str, str]]:
+def training_thread_calls(store):
     """Return a list that receives the calls of the store from this thread."""
     calls: list[tuple[str, str]] = []
     thread = threading.current_thread()
 
-    def record(method: str, key: str) -> None:
+    def record(method, key):
         if threading.current_thread() is thread:
             calls.append((method, key))
 
@@ -71,7 +68,7 @@ def training_thread_calls(store: HookedStore) -> list[tuple[str, str]]:
     return calls
 
 
-def test_a_step_that_does_not_save_does_not_access_the_store() -> None:
+def test_a_step_that_does_not_save_does_not_access_the_store():
     """With policies of every kind, early stopping, and incremental versions."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -97,12 +94,12 @@ def test_a_step_that_does_not_save_does_not_access_the_store() -> None:
         assert ("stat", "version_500/manifest.json") in calls
 
 
-def test_a_step_that_does_not_save_waits_for_no_other_rank() -> None:
+def test_a_step_that_does_not_save_waits_for_no_other_rank():
     """A rank makes 100 steps while the others are stopped, and calls no store from its thread."""
     with TrainingJob(3, lockstep=False) as job:
         running = [threading.Event() for _ in range(3)]
 
-        def work(trainer: TrainingRank) -> int:
+        def work(trainer):
             rank = trainer.rank
             with trainer.make_checkpointer(save=limpet.EverySteps(1000)):
                 trainer.train_steps(1)  # the first step checks the run, on all ranks
@@ -120,13 +117,13 @@ def test_a_step_that_does_not_save_waits_for_no_other_rank() -> None:
 class Noisy(Dataset[torch.Tensor]):
     """Samples with noise, from the global generator or from one per sample."""
 
-    def __init__(self, by_index: bool) -> None:
+    def __init__(self, by_index):
         self.by_index = by_index
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         draw = random.Random(index) if self.by_index else random
         return torch.tensor(index + draw.random())
 
@@ -134,10 +131,10 @@ class Noisy(Dataset[torch.Tensor]):
 class FetchAhead:
     """Fetches each batch before the loop asks for it, as the loader of Accelerate does."""
 
-    def __init__(self, loader: DataLoader[torch.Tensor]) -> None:
+    def __init__(self, loader):
         self.loader = loader
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         batches = iter(self.loader)
         ahead = next(batches, None)
         while ahead is not None:
@@ -150,9 +147,9 @@ class FetchAhead:
     [(False, False, True), (True, False, False), (True, True, True)],
 )
 def test_draws_in_a_data_set_are_exact_unless_the_loader_fetches_ahead(
-    fetch_ahead: bool, by_index: bool, exact: bool
-) -> None:
-    def train(store: MemoryStore, last_step: int) -> list[list[float]]:
+    fetch_ahead, by_index, exact
+):
+    def train(store, last_step):
         random.seed(1)
         sampler = limpet.ElasticSampler(64, batch_size=4, seed=0)
         loader: Any = DataLoader(Noisy(by_index), batch_sampler=sampler)

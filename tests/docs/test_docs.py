@@ -9,8 +9,6 @@ What follows a command is its output, and an ``output`` block is that of the Pyt
 ``...`` in an output stands for any text.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -44,7 +42,7 @@ class Block:
     line: int
 
 
-def blocks(document: Path) -> list[Block]:
+def blocks(document):
     text = document.read_text()
     found = []
     for match in FENCE.finditer(text):
@@ -53,7 +51,7 @@ def blocks(document: Path) -> list[Block]:
     return found
 
 
-def sides_of_diff(code: str) -> tuple[str, str]:
+def sides_of_diff(code):
     """Return the script before and after the change."""
     lines = code.splitlines(keepends=True)
     assert all(line[0] in " +-\n" for line in lines)
@@ -61,20 +59,18 @@ def sides_of_diff(code: str) -> tuple[str, str]:
     return before, "".join(line[1:] or line for line in lines if line[0] != "-")
 
 
-def runnable(document: Path) -> bool:
+def runnable(document):
     return any(b.language in ("python", "console") for b in blocks(document))
 
 
-def document_id(document: Path) -> str:
+def document_id(document):
     return str(document.relative_to(ROOT))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if runnable(d)], ids=document_id)
-def test_code_blocks_run_without_errors(
-    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_blocks_run_without_errors(document, tmp_path, monkeypatch):
     for library in LIBRARIES.get(document.name, []):
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
@@ -100,7 +96,7 @@ def test_code_blocks_run_without_errors(
             run_commands(block, tmp_path)
 
 
-def run_commands(block: Block, folder: Path) -> None:
+def run_commands(block, folder):
     """Run the commands of a block. Assert that each succeeds, or is killed as its output says."""
     commands = COMMAND.findall(block.code)
     assert commands, f"line {block.line}: no command in this block"
@@ -125,7 +121,7 @@ def run_commands(block: Block, folder: Path) -> None:
         assert done.returncode == 0 or output.endswith("Killed\n"), f"{command}: {done}"
 
 
-def check_output(found: str, shown: str, where: str) -> None:
+def check_output(found, shown, where):
     """Assert that the output is the one that the document shows, with any spaces in its lines."""
     pattern, found = (
         "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
@@ -136,11 +132,11 @@ def check_output(found: str, shown: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=document_id)
-def test_code_blocks_have_known_languages(document: Path) -> None:
+def test_code_blocks_have_known_languages(document):
     """Without this test, a block with a misspelled language would be skipped silently."""
     known = {"python", "diff", "output", "console", "text", "json", "sh", ""}
     assert {b.language for b in blocks(document)} <= known
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 135

@@ -4,8 +4,6 @@ A new class in ``limpet.errors`` needs a section. A section with a message needs
 that causes it.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import os
@@ -15,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -48,16 +45,16 @@ CAUSES: dict[str, Callable[[], str | None]] = {}
 """Each function returns the message of an error, or None after it caused a warning."""
 
 
-def causes(cause: Callable[[], Any]) -> Callable[[], Any]:
+def causes(cause):
     """Register a function under the name of the class that it causes."""
     CAUSES[cause.__name__] = cause
     return cause
 
 
-def raising(cause: Callable[[], Any]) -> Callable[[], str]:
+def raising(cause):
     """Register a function that raises the class of its name."""
 
-    def message() -> str:
+    def message():
         with pytest.raises(CLASSES[cause.__name__]) as caught:
             cause()
         return str(caught.value)
@@ -66,16 +63,16 @@ def raising(cause: Callable[[], Any]) -> Callable[[], str]:
     return message
 
 
-def linear() -> torch.nn.Module:
+def linear():
     return torch.nn.Linear(4, 2)
 
 
-def save_snapshot(**more: Any) -> Path:
+def save_snapshot(**more):
     limpet.save("snap", {"model": linear(), **more})
     return Path("snap")
 
 
-def save_run(last: int = 40, run: str = "runs/a") -> dict[str, Any]:
+def save_run(last=40, run="runs/a"):
     state = {"model": linear(), "progress": limpet.Progress()}
     with limpet.Checkpointer(run, state, save=limpet.EverySteps(10)) as ckpt:
         while ckpt.current_step < last:
@@ -83,37 +80,37 @@ def save_run(last: int = 40, run: str = "runs/a") -> dict[str, Any]:
     return state
 
 
-def shard_of(snapshot: str | Path) -> Path:
+def shard_of(snapshot):
     (path,) = Path(snapshot).glob("shard-*.safetensors")
     return path
 
 
-def flip_last_bit(path: Path) -> None:
+def flip_last_bit(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
 @raising
-def LimpetError() -> None:
+def LimpetError():
     limpet.EverySteps(0)
 
 
 @raising
-def FormatError() -> None:
+def FormatError():
     shard = shard_of(save_snapshot())
     shard.write_bytes(shard.read_bytes()[:-10])
     limpet.load("snap")
 
 
 @raising
-def ManifestInvalid() -> None:
+def ManifestInvalid():
     Path(save_snapshot(), "manifest.json").write_text("{}")
     limpet.open("snap")
 
 
 @raising
-def FormatTooNew() -> None:
+def FormatTooNew():
     class Content(msgspec.Struct):
         new: int = 1
 
@@ -122,49 +119,49 @@ def FormatTooNew() -> None:
 
 
 @raising
-def DigestMismatch() -> None:
+def DigestMismatch():
     flip_last_bit(shard_of(save_snapshot()))
     limpet.load("snap")
 
 
 @raising
-def NotFound() -> None:
+def NotFound():
     limpet.open("runs/typo")
 
 
 @raising
-def AlreadyExists() -> None:
+def AlreadyExists():
     save_snapshot()
     save_snapshot()
 
 
-def save_with_fault(error: int) -> None:
+def save_with_fault(error):
     fs = FaultFs(None, Fault("open", error=error, lasting=True))
     limpet.save(LocalStore("runs/a", fs=fs), {"model": linear()})
 
 
 @raising
-def Denied() -> None:
+def Denied():
     save_with_fault(errno.EACCES)
 
 
 @raising
-def NoSpace() -> None:
+def NoSpace():
     save_with_fault(errno.ENOSPC)
 
 
 @raising
-def Unavailable() -> None:
+def Unavailable():
     save_with_fault(errno.ESTALE)
 
 
 @raising
-def StoreError() -> None:
+def StoreError():
     save_with_fault(errno.EIO)
 
 
 @raising
-def BrokenLink() -> None:
+def BrokenLink():
     shard = shard_of(save_snapshot())
     shard.unlink()
     shard.symlink_to("/mnt/disk-2/shard.safetensors")
@@ -172,54 +169,54 @@ def BrokenLink() -> None:
 
 
 @raising
-def PlanError() -> None:
+def PlanError():
     save_snapshot(note="x")
     limpet.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
 
 
 @raising
-def MissingLeaf() -> None:
+def MissingLeaf():
     save_snapshot()
     limpet.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
 
 
 @raising
-def UnexpectedLeaf() -> None:
+def UnexpectedLeaf():
     save_snapshot(note="x")
     limpet.load("snap", into={"model": linear()})
 
 
 @raising
-def ShapeMismatch() -> None:
+def ShapeMismatch():
     save_snapshot()
     limpet.load("snap", into={"model": torch.nn.Linear(4, 3)})
 
 
 @raising
-def DTypeMismatch() -> None:
+def DTypeMismatch():
     save_snapshot()
     limpet.load("snap", into={"model": linear().double()})
 
 
 @raising
-def Unsupported() -> None:
+def Unsupported():
     limpet.save("snap", {"model": linear(), "path": Path("data")})
 
 
 @raising
-def MemberFailed() -> None:
+def MemberFailed():
     class Bad:
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             raise KeyError("average")
 
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+        def load_state_dict(self, state): ...
 
     limpet.save("snap", {"model": linear(), "ema": Bad()})
 
 
 @raising
-def RankFailed() -> None:
-    def save(rank: int) -> None:
+def RankFailed():
+    def save(rank):
         fs = FaultFs(None, *[Fault("open", error=errno.ENOSPC, lasting=True)] * rank)
         limpet.save(LocalStore("runs/a", fs=fs), {"value": limpet.PerRank(torch.zeros(4))})
 
@@ -228,13 +225,13 @@ def RankFailed() -> None:
 
 
 @raising
-def DeadlinePassed() -> None:
+def DeadlinePassed():
     save_run()
     request_and_wait(limpet.Run("runs/a"), 0.1)
 
 
 @raising
-def NoSnapshot() -> None:
+def NoSnapshot():
     state = save_run(10)
     flip_last_bit(shard_of("runs/a/version_10"))
     with limpet.Checkpointer("runs/a", state) as ckpt:
@@ -242,12 +239,12 @@ def NoSnapshot() -> None:
 
 
 @raising
-def TaskError() -> None:
+def TaskError():
     limpet.tasks.Queue().job("val@100")
 
 
 @raising
-def LeaseLost() -> None:
+def LeaseLost():
     queue = limpet.tasks.Queue(lease_seconds=0.001)
     queue.add("training", 10, task_size=5, name="train")
     task = queue.training.get()
@@ -256,7 +253,7 @@ def LeaseLost() -> None:
 
 
 @raising
-def JobFailed() -> None:
+def JobFailed():
     queue = limpet.tasks.Queue(attempts=1)
     job = queue.add("evaluation", 10, task_size=5, name="val@100")
     queue.evaluation.get().fail("ValueError: bad record")
@@ -264,7 +261,7 @@ def JobFailed() -> None:
 
 
 @causes
-def Preempted() -> str:
+def Preempted():
     state = {"model": linear(), "progress": limpet.Progress()}
     with pytest.raises(errors.Preempted) as caught, limpet.Checkpointer("runs/a", state) as ckpt:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -279,7 +276,7 @@ def Preempted() -> str:
 
 
 @causes
-def SkippedVersion() -> None:
+def SkippedVersion():
     state = save_run()
     flip_last_bit(shard_of("runs/a/version_40"))
     with limpet.Checkpointer("runs/a", state) as ckpt:
@@ -287,8 +284,8 @@ def SkippedVersion() -> None:
 
 
 @causes
-def SaveFailed() -> None:
-    def fail(method: str, key: str) -> None:
+def SaveFailed():
+    def fail(method, key):
         if method == "put":
             raise errors.NoSpace("Cannot write the shard: No space left on device")
 
@@ -302,12 +299,12 @@ def SaveFailed() -> None:
 
 
 @causes
-def UnsavedSteps() -> None:
+def UnsavedSteps():
     save_run(25)
 
 
 @causes
-def InexactResume() -> None:
+def InexactResume():
     model = torch.nn.Sequential(linear(), torch.nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with limpet.Checkpointer("runs/a", {"model": model, "optimizer": optimizer}) as ckpt:
@@ -318,8 +315,8 @@ def InexactResume() -> None:
 
 
 @causes
-def SinkFailed() -> None:
-    def to_dashboard(name: str, fields: dict[str, Any]) -> None:
+def SinkFailed():
+    def to_dashboard(name, fields):
         raise ConnectionError("no route to host")
 
     with limpet.attach(to_dashboard):
@@ -329,25 +326,23 @@ def SinkFailed() -> None:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def test_the_page_describes_every_class_and_nothing_else() -> None:
+def test_the_page_describes_every_class_and_nothing_else():
     missing, unknown = CLASSES.keys() - SECTIONS.keys(), SECTIONS.keys() - CLASSES.keys()
     assert not missing, f"write a section of docs/errors.md for {sorted(missing)}"
     assert not unknown, f"docs/errors.md describes classes that do not exist: {sorted(unknown)}"
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_every_section_says_what_to_do(name: str) -> None:
+def test_every_section_says_what_to_do(name):
     assert "**What to do:**" in SECTIONS[name]
 
 
-def test_every_message_of_the_page_is_checked() -> None:
+def test_every_message_of_the_page_is_checked():
     assert {name for name, text in SECTIONS.items() if MESSAGE.search(text)} == CAUSES.keys()
 
 
 @pytest.mark.parametrize("name", sorted(SECTIONS.keys() & CAUSES.keys()))
-def test_the_message_is_what_limpet_writes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_message_is_what_limpet_writes(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,13 +1,10 @@
 """The scripts of docs/import-export.md resume exactly after a kill."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +35,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """Runs a script, which gets a signal in the step after a given one."""
 
 
-def run_script(folder: Path, run: str, *arguments: object) -> int:
+def run_script(folder, run, *arguments):
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
@@ -53,7 +50,7 @@ def run_script(folder: Path, run: str, *arguments: object) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["lightning", "accelerate"])
-def test_a_training_that_is_killed_resumes_exactly(library: str, tmp_path: Path) -> None:
+def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
     """In the middle of an epoch, at the end of one (step 32), and after SIGTERM."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
@@ -74,7 +71,7 @@ def test_a_training_that_is_killed_resumes_exactly(library: str, tmp_path: Path)
     assert {key: content(whole, key) for key in keys} == {key: content(parts, key) for key in keys}
 
 
-def content(snapshot: limpet.Snapshot, key: str) -> object:
+def content(snapshot, key):
     """Return the numbers of a tensor or an array, or a value."""
     leaf = snapshot[key]
     return leaf[...].tolist() if isinstance(leaf, limpet.LeafView) else leaf

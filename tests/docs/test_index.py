@@ -1,7 +1,5 @@
 """docs/README.md names every page, and the reference has every public name."""
 
-from __future__ import annotations
-
 import re
 
 import limpet
@@ -14,12 +12,12 @@ MODULES = ["errors", "preemption", "sinks", "tasks"]
 INDEX = (DOCS / "README.md").read_text()
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_every_page_is_in_the_index():
     pages = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
     missing = pages - set(re.findall(r"\]\(([\w-]+\.md)\)", INDEX))
     assert not missing, f"add a line to docs/README.md for {sorted(missing)}"
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_has_every_public_name():
     text = render()
     assert [name for name in limpet.__all__ if f"### `limpet.{name}`" not in text] == MODULES

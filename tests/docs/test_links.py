@@ -1,7 +1,5 @@
 """Test the links to repository files and the line lengths of the documents."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -15,20 +13,20 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 SECTION_LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]*)#([^)\s]+)\)")
 
 
-def headings(document: Path) -> set[str]:
+def headings(document):
     """The anchors of a document's headings, as GitHub makes them."""
     found = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
-def test_links_refer_to_existing_files(document: Path) -> None:
+def test_links_refer_to_existing_files(document):
     for target in LINK.findall(FENCE.sub("", document.read_text())):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
-def test_links_to_sections_refer_to_existing_headings(document: Path) -> None:
+def test_links_to_sections_refer_to_existing_headings(document):
     for target, anchor in SECTION_LINK.findall(FENCE.sub("", document.read_text())):
         other = document.parent / target if target else document
         if other.suffix == ".md" and other.exists():
@@ -36,13 +34,13 @@ def test_links_to_sections_refer_to_existing_headings(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
-def test_lines_have_at_most_120_characters(document: Path) -> None:
+def test_lines_have_at_most_120_characters(document):
     """Table rows are exempt because Markdown cannot wrap them."""
     lines = document.read_text().splitlines()
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
-def test_a_report_wraps_the_errors_of_what_it_could_not_measure() -> None:
+def test_a_report_wraps_the_errors_of_what_it_could_not_measure():
     missing = ["a library, save: " + "a long message of another library, " * 10]
     lines = render(Section("A title", "A text.", [], missing=missing), markdown=True).splitlines()
     assert max(map(len, lines)) <= 120

@@ -1,12 +1,9 @@
 """The script of the README is exact, wherever it is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +18,7 @@ KILL = """
 """
 
 
-def run_script(folder: Path, kill_at: int) -> tuple[int, list[str]]:
+def run_script(folder, kill_at):
     """Run the script in the folder. Return its exit code, and the epochs that it completed."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "train.py"],
@@ -35,7 +32,7 @@ def run_script(folder: Path, kill_at: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_script_of_the_readme_ends_with_the_same_bits_after_kills(tmp_path: Path) -> None:
+def test_the_script_of_the_readme_ends_with_the_same_bits_after_kills(tmp_path):
     (diff,) = [b.code for b in blocks(ROOT / "README.md") if b.language == "diff"]
     before, script = sides_of_diff(diff)
     compile(before, "before", "exec")

@@ -1,15 +1,11 @@
 """Evaluations by Ray actors equal a computation in one process. ``test_ray.py`` runs this file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,52 +14,44 @@ from limpet.evaluation import Selection, Workers
 from limpet.run.lease import list_leases
 from limpet.run.run import Run
 from tests.evaluation import functions
-from tests.evaluation.test_evaluation import (
-    check,
-    check_script,
-    evaluator,
-    save_version,
-    until,
-)
+from tests.evaluation.test_evaluation import check, check_script, evaluator, save_version, until
 from tests.evaluation.test_evaluation import evaluation as local_evaluation
 
 
 @pytest.fixture
-def run(cluster: Path, tmp_path: Path) -> Iterator[Path]:
+def run(cluster, tmp_path):
     yield tmp_path / "run"
     until(lambda: not actors())  # whatever the test did, Ray has got everything back
     for left in ("first", "second", "hang", *map(str, cluster.glob("pid-*"))):
         (cluster / left).unlink(missing_ok=True)
 
 
-def evaluation(
-    run: Path, evaluate: Any = functions.evaluate, count: int = 2, ray: Any = None, **more: Any
-) -> Any:
+def evaluation(run, evaluate=functions.evaluate, count=2, ray=None, **more):
     limits = {name: more.pop(name) for name in ("start", "task") if name in more}
     return local_evaluation(run, evaluate, workers=Workers(count, ray=ray or {}, **limits), **more)
 
 
-def pids(folder: Path) -> list[int]:
+def pids(folder):
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
 
-def actors() -> list[int]:
+def actors():
     """The process ids of all actors that are alive."""
     return [pid for pid in _processes() if b"ray::RayActor" in _command(pid)]
 
 
-def _processes() -> list[int]:
+def _processes():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _command(pid: int) -> bytes:
+def _command(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
 
 
-def start(run: Path, **more: Any) -> tuple[threading.Thread, list[Any], Any]:
+def start(run, **more):
     """Start a slow evaluation in a thread."""
     own, found = evaluation(run, functions.evaluate_and_tell, **more), []
     thread = threading.Thread(target=lambda: found.append(own.run()))
@@ -72,7 +60,7 @@ def start(run: Path, **more: Any) -> tuple[threading.Thread, list[Any], Any]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, workers: int) -> None:
+def test_the_metrics_equal_those_of_a_computation_in_one_process(run, workers):
     state = save_version(run, 5)
     (outcome,) = evaluation(run, count=workers).run()
     check(outcome, run, state)
@@ -81,7 +69,7 @@ def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, work
     assert list_leases(Run(run).store) == []
 
 
-def test_several_versions_are_evaluated_by_the_same_actors(run: Path, cluster: Path) -> None:
+def test_several_versions_are_evaluated_by_the_same_actors(run, cluster):
     states = {step: save_version(run, step) for step in (1, 2, 3)}
     options = {
         "select": Selection(skip_none=True),
@@ -95,14 +83,14 @@ def test_several_versions_are_evaluated_by_the_same_actors(run: Path, cluster: P
     assert len(pids(cluster)) <= 2, "under load, one of them may do all of the work"
 
 
-def test_actors_that_die_in_a_task_change_nothing(run: Path, cluster: Path) -> None:
+def test_actors_that_die_in_a_task_change_nothing(run, cluster):
     state = save_version(run, 5)
     (outcome,) = evaluation(run, functions.evaluate_dying).run()
     check(outcome, run, state)
     assert (cluster / "second").exists()
 
 
-def test_an_actor_that_somebody_kills_through_ray_changes_nothing(run: Path, cluster: Path) -> None:
+def test_an_actor_that_somebody_kills_through_ray_changes_nothing(run, cluster):
     import ray
 
     state = save_version(run, 5)
@@ -113,7 +101,7 @@ def test_an_actor_that_somebody_kills_through_ray_changes_nothing(run: Path, clu
     check(found[0][0], run, state)
 
 
-def test_an_actor_that_never_returns_its_task_is_replaced(run: Path, cluster: Path) -> None:
+def test_an_actor_that_never_returns_its_task_is_replaced(run, cluster):
     state = save_version(run, 5)
     (outcome,) = evaluation(run, functions.evaluate_hanging, task=1.0).run()
     check(outcome, run, state)
@@ -127,7 +115,7 @@ def test_an_actor_that_never_returns_its_task_is_replaced(run: Path, cluster: Pa
         (functions.evaluate_poison, r"records 500 to 519.*The actor died unexpectedly"),
     ],
 )
-def test_a_failure_is_recorded_with_its_cause(run: Path, evaluate: Any, cause: str) -> None:
+def test_a_failure_is_recorded_with_its_cause(run, evaluate, cause):
     save_version(run, 5)
     (outcome,) = evaluation(run, evaluate).run()
     assert outcome.state == "FAILED"
@@ -146,16 +134,14 @@ def test_a_failure_is_recorded_with_its_cause(run: Path, evaluate: Any, cause: s
         ({"ray": {"num_cpus": -1}}, r"Ray refuses ray=\{'num_cpus': -1\}"),
     ],
 )
-def test_what_cannot_be_started_is_an_error_of_the_command(
-    run: Path, arguments: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_started_is_an_error_of_the_command(run, arguments, message):
     save_version(run, 5)
     with pytest.raises(LimpetError, match=message):
         evaluation(run, **arguments).run()
     assert list_leases(Run(run).store) == []
 
 
-def test_a_stop_ends_the_actors_and_those_that_wait_for_resources(run: Path) -> None:
+def test_a_stop_ends_the_actors_and_those_that_wait_for_resources(run):
     save_version(run, 5)
     thread, found, own = start(run, count=3)  # the third one waits for a CPU
     until(lambda: len(own._pool._places) == 3 and len(actors()) >= 2)
@@ -166,12 +152,12 @@ def test_a_stop_ends_the_actors_and_those_that_wait_for_resources(run: Path) -> 
     assert found == [[]]
 
 
-def test_the_functions_of_a_script_are_found_and_its_handlers_stay(run: Path) -> None:
+def test_the_functions_of_a_script_are_found_and_its_handlers_stay(run):
     check_script(run, "ray")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_actors_end_with_their_evaluator(run: Path, cluster: Path, number: int) -> None:
+def test_actors_end_with_their_evaluator(run, cluster, number):
     save_version(run, 5)
     with evaluator(run.parent, "script.py", str(run), "ray") as process:
         until(lambda: pids(cluster), 60)
@@ -183,7 +169,7 @@ def test_actors_end_with_their_evaluator(run: Path, cluster: Path, number: int) 
     assert Run(run).metrics(5) == {}
 
 
-def test_the_command_evaluates_with_ray(run: Path) -> None:
+def test_the_command_evaluates_with_ray(run):
     save_version(run, 5)
     (run.parent / "scoring.py").write_text(
         "from tests.evaluation.functions import *\nevaluate = evaluate_and_tell\n"

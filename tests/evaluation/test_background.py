@@ -1,10 +1,6 @@
 """Evaluation of exactly one version at a time, by worker processes, while the training goes on."""
 
-from __future__ import annotations
-
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,36 +16,34 @@ from tests.fakegroup import FakeGroup
 
 
 @pytest.fixture(autouse=True)
-def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_often(monkeypatch):
     monkeypatch.setattr(evaluation_module, "POLL_SECONDS", 0.05)
 
 
-def evaluation(run: Path, **more: Any) -> limpet.Evaluation:
+def evaluation(run, **more):
     options = {"setup": functions.setup, "evaluate": functions.evaluate, **more}
     options = {"data": functions.data, "workers": 1, "follow": True, "batch_size": 50, **options}
     return limpet.Evaluation(run, options.pop("setup"), options.pop("evaluate"), **options)
 
 
-def training(run: Path) -> tuple[dict[str, Any], limpet.Checkpointer]:
+def training(run):
     state = {"model": make_model(), "progress": limpet.Progress()}
     return state, limpet.Checkpointer(run, state, save=EverySteps(4))
 
 
-def step(state: dict[str, Any], ckpt: limpet.Checkpointer) -> None:
+def step(state, ckpt):
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.mul_(0.9)
     ckpt.step()
 
 
-def evaluating_threads() -> list[threading.Thread]:
+def evaluating_threads():
     return [t for t in threading.enumerate() if t.name == "limpet-evaluation"]
 
 
 @pytest.mark.slow
-def test_the_newest_version_is_evaluated_exactly_while_the_training_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_version_is_evaluated_exactly_while_the_training_goes_on(tmp_path):
     run = tmp_path / "run"
     state, ckpt = training(run)
     with evaluation(run).background() as outcomes, ckpt:
@@ -70,12 +64,12 @@ def test_the_newest_version_is_evaluated_exactly_while_the_training_goes_on(
 
 
 @pytest.mark.slow
-def test_a_failure_is_reported_at_once_and_never_stops_the_training(tmp_path: Path) -> None:
+def test_a_failure_is_reported_at_once_and_never_stops_the_training(tmp_path):
     run, reported = tmp_path / "run", threading.Event()
     state, ckpt = training(run)
     broken = evaluation(run, setup="tests.evaluation.no_such_module:setup")
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         if name == "evaluation_stopped":
             assert "no_such_module" in str(fields["error"])
             reported.set()
@@ -95,12 +89,12 @@ def test_a_failure_is_reported_at_once_and_never_stops_the_training(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_an_exception_of_the_training_ends_the_workers_at_once(tmp_path: Path) -> None:
+def test_an_exception_of_the_training_ends_the_workers_at_once(tmp_path):
     run, started = tmp_path / "run", threading.Event()
     state, ckpt = training(run)
     slow = evaluation(run, evaluate=functions.evaluate_slowly, batch_size=1)  # 50 s per version
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         if name == "evaluation_started":
             started.set()
         assert name != "evaluation_stopped"
@@ -118,8 +112,8 @@ def test_an_exception_of_the_training_ends_the_workers_at_once(tmp_path: Path) -
     assert Run(run).metrics(4) == {}
 
 
-def test_only_the_first_rank_evaluates(tmp_path: Path) -> None:
-    def work(rank: int) -> int:
+def test_only_the_first_rank_evaluates(tmp_path):
+    def work(rank):
         before = len(evaluating_threads())
         if rank == 1:
             with evaluation(tmp_path / "run").background():
@@ -131,7 +125,7 @@ def test_only_the_first_rank_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"follow": False}, {"workers": 0}])
-def test_it_must_follow_and_have_workers(tmp_path: Path, option: dict[str, Any]) -> None:
+def test_it_must_follow_and_have_workers(tmp_path, option):
     background = evaluation(tmp_path / "run", **option).background()
     with pytest.raises(LimpetError, match="to run in the background"), background:
         pass

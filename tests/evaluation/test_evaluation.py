@@ -1,16 +1,12 @@
 """Evaluations by several workers equal a computation in one process, whatever happens to them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,32 +32,32 @@ from tests.trainings import delete_version
 ALL = Selection(skip_none=True)
 
 
-def save_version(run: Path, step: int, seed: int | None = None) -> dict[str, Any]:
+def save_version(run, step, seed=None):
     state = {"model": make_model(step if seed is None else seed), "big": torch.zeros(1000)}
     limpet.save(run / f"version_{step}", state, step=step)
     return {"model": state["model"].state_dict()}
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     return tmp_path / "run"
 
 
-def evaluation(run: Path, evaluate: Any = functions.evaluate, **more: Any) -> Evaluation:
+def evaluation(run, evaluate=functions.evaluate, **more):
     options = {"setup": functions.setup, "data": functions.data, "batch_size": 10, "workers": 1}
     options |= {"lease_seconds": 1.0, **more}
     return Evaluation(run, options.pop("setup"), evaluate, **options)
 
 
-def check(outcome: Outcome, run: Path, state: dict[str, Any]) -> None:
+def check(outcome, run, state):
     assert outcome.state == "DONE", outcome.cause
     assert outcome.metrics == pytest.approx(expected(state), rel=1e-6)
     assert Run(run).metrics(outcome.version) == outcome.metrics
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, workers: int) -> None:
+def test_the_metrics_equal_those_of_a_computation_in_one_process(run, workers):
     state = save_version(run, 5)
     (outcome,) = evaluation(run, workers=workers).run()
     check(outcome, run, state)
@@ -97,7 +93,7 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def evaluator(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+def evaluator(folder, *command):
     """Another process, in which all modules of this one can be imported."""
     (folder / "script.py").write_text(SCRIPT)
     with subprocess.Popen(
@@ -114,7 +110,7 @@ def evaluator(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def check_script(run: Path, engine: str) -> None:
+def check_script(run, engine):
     """Functions at the top level of a script are found, and its handlers stay."""
     state = save_version(run, 5)
     with evaluator(run.parent, "script.py", str(run), engine) as process:
@@ -123,33 +119,31 @@ def check_script(run: Path, engine: str) -> None:
     assert Run(run).metrics(5) == pytest.approx(expected(state), rel=1e-6)
 
 
-def test_the_functions_of_a_script_are_found(run: Path) -> None:
+def test_the_functions_of_a_script_are_found(run):
     check_script(run, "local")
 
 
-def test_the_result_does_not_depend_on_the_number_of_workers(run: Path) -> None:
+def test_the_result_does_not_depend_on_the_number_of_workers(run):
     save_version(run, 5)
     found = [evaluation(run, workers=n, name=f"w{n}").run()[0].metrics for n in (0, 3)]
     assert found[0] == found[1]
 
 
-def test_keys_select_the_leaves_that_setup_gets(run: Path) -> None:
+def test_keys_select_the_leaves_that_setup_gets(run):
     state = save_version(run, 5)
     chosen = {"setup": functions.setup_from_dict, "keys": "model/**"}
     (outcome,) = evaluation(run, **chosen).run()
     check(outcome, run, state)
 
 
-def test_an_entry_of_the_path_that_is_no_string_is_ignored(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_of_the_path_that_is_no_string_is_ignored(run, monkeypatch):
     state = save_version(run, 5)
     monkeypatch.setattr(sys, "path", [run, *sys.path])
     (outcome,) = evaluation(run).run()
     check(outcome, run, state)
 
 
-def test_a_metric_that_the_function_keeps_is_not_counted_twice(run: Path) -> None:
+def test_a_metric_that_the_function_keeps_is_not_counted_twice(run):
     save_version(run, 5)
     chosen = {"evaluate": functions.evaluate_with_one_metric, "workers": 0}
     one = evaluation(run, **chosen, name="one").run()[0]
@@ -157,20 +151,20 @@ def test_a_metric_that_the_function_keeps_is_not_counted_twice(run: Path) -> Non
     assert one.metrics == pytest.approx(whole.metrics)
 
 
-def test_workers_that_are_killed_change_nothing(run: Path) -> None:
+def test_workers_that_are_killed_change_nothing(run):
     state = save_version(run, 5)
     (outcome,) = evaluation(run, functions.evaluate_dying, workers=3).run()
     check(outcome, run, state)
 
 
-def test_a_function_that_returns_in_two_processes_gives_one_result(run: Path) -> None:
+def test_a_function_that_returns_in_two_processes_gives_one_result(run):
     """The second one was taken for that of the next task."""
     state = save_version(run, 5)
     (outcome,) = evaluation(run, functions.evaluate_forking).run()
     check(outcome, run, state)
 
 
-def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
+def test_a_worker_that_never_returns_its_task_is_replaced(run):
     state = save_version(run, 5)
     workers = Workers(1, task=1.0)
     (outcome,) = evaluation(run, functions.evaluate_hanging, workers=workers).run()
@@ -187,9 +181,7 @@ def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
         (functions.evaluate_vector, r"MulticlassConfusionMatrix.compute\(\) returned something"),
     ],
 )  # fmt: skip
-def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(
-    run: Path, evaluate: Any, cause: str
-) -> None:
+def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(run, evaluate, cause):
     state = save_version(run, 5)
     workers = 2 if evaluate is functions.evaluate_poison else 0
     (outcome,) = evaluation(run, evaluate, workers=workers).run()
@@ -209,14 +201,14 @@ def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(
     check(again, run, state)
 
 
-def test_a_failing_setup_is_recorded(run: Path) -> None:
+def test_a_failing_setup_is_recorded(run):
     save_version(run, 5)
     (outcome,) = evaluation(run, setup=functions.setup_failing, workers=0).run()
     assert outcome.state == "FAILED"
     assert "FileNotFoundError: tokenizer.json" in outcome.cause
 
 
-def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
+def test_nan_is_recorded_and_never_the_best(run):
     save_version(run, 5)
     (outcome,) = evaluation(run, functions.evaluate_nan, workers=0).run()
     assert outcome.state == "DONE"
@@ -261,23 +253,19 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"select": 60}, "Invalid value for select="),
     ],
 )
-def test_a_function_that_cannot_be_used_is_an_error_of_the_command(
-    run: Path, arguments: Any, message: str
-) -> None:
+def test_a_function_that_cannot_be_used_is_an_error_of_the_command(run, arguments, message):
     save_version(run, 5)
     with pytest.raises(LimpetError, match=message):
         evaluation(run, **arguments).run()
     assert list_leases(Run(run).store) == []
 
 
-def test_a_run_that_does_not_exist_is_an_error_without_follow(run: Path) -> None:
+def test_a_run_that_does_not_exist_is_an_error_without_follow(run):
     with pytest.raises(NotFound, match="is not a run with versions"):
         evaluation(run).run()
 
 
-def follow(
-    run: Path, workers: int = 1, **more: Any
-) -> tuple[threading.Thread, list[Outcome], Evaluation]:
+def follow(run, workers=1, **more):
     outcomes: list[Outcome] = []
     own = evaluation(run, follow=True, workers=workers, **more)
     thread = threading.Thread(target=lambda: own.run(outcomes.append))
@@ -285,7 +273,7 @@ def follow(
     return thread, outcomes, own
 
 
-def until(condition: Any, seconds: float = 30.0) -> None:
+def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -293,13 +281,13 @@ def until(condition: Any, seconds: float = 30.0) -> None:
 
 
 @pytest.fixture
-def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_polls(monkeypatch):
     for module in ("evaluation", "worker"):
         monkeypatch.setattr(f"limpet.evaluation.{module}.POLL_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("quick_polls")
-def test_an_evaluation_follows_a_run_that_does_not_exist_yet(run: Path) -> None:
+def test_an_evaluation_follows_a_run_that_does_not_exist_yet(run):
     thread, outcomes, own = follow(run)
     time.sleep(0.2)
     states = {step: save_version(run, step) for step in (1, 2)}
@@ -314,7 +302,7 @@ def test_an_evaluation_follows_a_run_that_does_not_exist_yet(run: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_polls")
-def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run: Path) -> None:
+def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run):
     for step in (1, 2):
         save_version(run, step)
     own = evaluation(run, workers=0, follow=True)
@@ -329,7 +317,7 @@ def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run: P
 
 
 @pytest.mark.usefixtures("quick_polls")
-def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None:
+def test_skip_none_evaluates_all_and_protects_those_that_wait(run):
     for step in range(1, 6):
         save_version(run, step)
     own = evaluation(run, functions.evaluate_slowly, workers=1, batch_size=100, select=ALL)
@@ -346,9 +334,7 @@ def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None
     assert {outcome.state for outcome in outcomes} == {"DONE"}
 
 
-def test_the_lease_of_very_many_versions_that_wait_can_be_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lease_of_very_many_versions_that_wait_can_be_read(run, monkeypatch):
     """With 60,000 of them, readers rejected it, and nothing was protected."""
     save_version(run, 5)
     own = evaluation(run, workers=0, select=ALL)
@@ -364,7 +350,7 @@ def test_the_lease_of_very_many_versions_that_wait_can_be_read(
     assert len(lease.versions) == 10_001
 
 
-def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run: Path) -> None:
+def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run):
     save_version(run, 5)
     (shard,) = (run / "version_5").glob("shard-*.safetensors")
     raw = bytearray(shard.read_bytes())
@@ -377,7 +363,7 @@ def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_version_with_a_damaged_manifest_fails(run: Path, older: bool) -> None:
+def test_a_version_with_a_damaged_manifest_fails(run, older):
     """Nothing said so: the outcome was that all versions have been evaluated."""
     if older:
         state = save_version(run, 4)
@@ -391,7 +377,7 @@ def test_a_version_with_a_damaged_manifest_fails(run: Path, older: bool) -> None
         check(done[0], run, state)
 
 
-def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
+def test_two_evaluations_with_one_name_do_not_run_at_once(run):
     save_version(run, 5)
     slow = evaluation(run, functions.evaluate_slowly, workers=1)
     thread = threading.Thread(target=slow.run)
@@ -404,14 +390,14 @@ def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
     thread.join(60)
 
 
-def test_workers_end_with_their_evaluator(run: Path) -> None:
+def test_workers_end_with_their_evaluator(run):
     save_version(run, 5)
     slow = evaluation(run, functions.evaluate_slowly, workers=2)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(slow.run()))
     thread.start()
     until(lambda: len(slow._pool._places) == 2 and list_leases(Run(run).store))
-    pids = [place.process.pid for place in slow._pool._places]  # type: ignore[attr-defined]
+    pids = [place.process.pid for place in slow._pool._places]
     slow.stop()
     thread.join(20)
     assert not thread.is_alive()
@@ -422,7 +408,7 @@ def test_workers_end_with_their_evaluator(run: Path) -> None:
     assert Run(run).metrics(5) == {}
 
 
-def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: Path) -> None:
+def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run):
     for step in (1, 2, 3):
         save_version(run, step)
     outcomes = evaluation(run, workers=0, select=ALL, objective=("val/loss", "min")).run()
@@ -432,22 +418,14 @@ def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: 
     assert limpet.open(f"{run}@best:val/loss").step == best
     with pytest.raises(NotFound, match=r"does not record whether.*limpet evaluate RUN --metric"):
         limpet.open(f"{run}@best:accuracy")
-    evaluation(
-        run,
-        workers=0,
-        select=ALL,
-        name="again",
-        objective=("val/loss", "max"),
-    ).run()
+    evaluation(run, workers=0, select=ALL, name="again", objective=("val/loss", "max")).run()
     with pytest.raises(NotFound, match="does not record whether"):
         limpet.open(f"{run}@best:val/loss")
 
 
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.usefixtures("quick_polls")
-def test_an_objective_that_is_given_after_the_evaluation_is_recorded(
-    run: Path, follow: bool
-) -> None:
+def test_an_objective_that_is_given_after_the_evaluation_is_recorded(run, follow):
     save_version(run, 1)
     evaluation(run, workers=0).run()
     own = evaluation(run, workers=0, follow=follow, objective=("val/loss", "min"))
@@ -458,7 +436,7 @@ def test_an_objective_that_is_given_after_the_evaluation_is_recorded(
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.usefixtures("quick_polls")
-def test_one_event_says_that_a_follower_waits(run: Path, saved: bool) -> None:
+def test_one_event_says_that_a_follower_waits(run, saved):
     waits: list[str] = []
     if saved:
         save_version(run, 1)
@@ -476,12 +454,12 @@ def test_one_event_says_that_a_follower_waits(run: Path, saved: bool) -> None:
 
 @pytest.mark.parametrize("written", ["record_objective", "Run.add_metrics"])
 def test_an_objective_is_recorded_also_if_the_evaluator_dies_between_two_records(
-    run: Path, written: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run, written, monkeypatch
+):
     save_version(run, 1)
     own = evaluation(run, workers=0, objective=("val/loss", "min"))
 
-    def die(*arguments: object) -> None:
+    def die(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -491,7 +469,7 @@ def test_an_objective_is_recorded_also_if_the_evaluator_dies_between_two_records
     assert limpet.open(f"{run}@best").step == 1
 
 
-def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) -> None:
+def test_an_objective_that_the_evaluation_does_not_return_fails_it(run):
     save_version(run, 1)
     (outcome,) = evaluation(run, workers=0, objective=("loss", "min")).run()
     assert outcome.state == "FAILED"
@@ -500,7 +478,7 @@ def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) ->
 
 
 @pytest.mark.usefixtures("quick_polls")
-def test_a_store_that_does_not_answer_for_a_while_fails_no_version(run: Path) -> None:
+def test_a_store_that_does_not_answer_for_a_while_fails_no_version(run):
     state = save_version(run, 5)
     (outcome,) = evaluation(run, setup=functions.setup_unavailable, workers=0).run()
     check(outcome, run, state)
@@ -508,13 +486,11 @@ def test_a_store_that_does_not_answer_for_a_while_fails_no_version(run: Path) ->
 
 @pytest.mark.usefixtures("quick_polls")
 @pytest.mark.parametrize("evaluate", [functions.evaluate, functions.evaluate_nothing])
-def test_a_store_that_does_not_answer_for_a_while_loses_no_result(
-    run: Path, evaluate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_for_a_while_loses_no_result(run, evaluate, monkeypatch):
     save_version(run, 5)
     original, calls = Run.put_record, list[object]()
 
-    def fail(*arguments: Any, **content: Any) -> None:
+    def fail(*arguments, **content):
         calls.append(None)
         if len(calls) < 5:
             raise Unavailable("503")
@@ -526,7 +502,7 @@ def test_a_store_that_does_not_answer_for_a_while_loses_no_result(
     assert len(calls) == 5
     assert Run(run).evaluations(5)["evaluation"].state == outcome.state
 
-    def fail_always(*arguments: Any, **content: Any) -> None:
+    def fail_always(*arguments, **content):
         raise Unavailable("503")
 
     monkeypatch.setattr(Run, "put_record", fail_always)
@@ -536,15 +512,13 @@ def test_a_store_that_does_not_answer_for_a_while_loses_no_result(
 
 
 @pytest.mark.usefixtures("quick_polls")
-def test_failures_of_the_store_end_an_evaluation_only_in_a_row(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_of_the_store_end_an_evaluation_only_in_a_row(run, monkeypatch):
     """Ten that were hours apart, while no new version came, ended it."""
     save_version(run, 5)
     own = evaluation(run, workers=0, follow=True)
     original, looks = own._follower.next, list[object]()
 
-    def fail_often() -> Any:
+    def fail_often():
         looks.append(None)
         if len(looks) == 60:
             own.stop()
@@ -558,9 +532,7 @@ def test_failures_of_the_store_end_an_evaluation_only_in_a_row(
     assert len(looks) == 60
 
 
-def test_what_a_worker_prints_does_not_go_to_stdout(
-    run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_worker_prints_does_not_go_to_stdout(run, capfd):
     save_version(run, 5)
     evaluation(run, functions.evaluate_printing, workers=1).run()
     out, err = capfd.readouterr()
@@ -568,7 +540,7 @@ def test_what_a_worker_prints_does_not_go_to_stdout(
     assert "a batch" in err
 
 
-def test_an_evaluation_runs_once(run: Path) -> None:
+def test_an_evaluation_runs_once(run):
     save_version(run, 5)
     own = evaluation(run, workers=0)
     own.run()
@@ -576,7 +548,7 @@ def test_an_evaluation_runs_once(run: Path) -> None:
         own.run()
 
 
-def test_an_evaluation_in_this_process_can_be_stopped(run: Path) -> None:
+def test_an_evaluation_in_this_process_can_be_stopped(run):
     save_version(run, 5)
     own = evaluation(run, functions.evaluate_slowly, workers=0, follow=True)
     found: list[Any] = []
@@ -588,7 +560,7 @@ def test_an_evaluation_in_this_process_can_be_stopped(run: Path) -> None:
     assert found == [[]]
 
 
-def test_only_the_selected_leaves_are_read(run: Path) -> None:
+def test_only_the_selected_leaves_are_read(run):
     """Damage in a part of the version that the evaluation does not need does not matter."""
     model = make_model(5)
     state = {"model": model, "optimizer": torch.zeros(4 << 20)}
@@ -602,7 +574,7 @@ def test_only_the_selected_leaves_are_read(run: Path) -> None:
     check(outcome, run, {"model": model.state_dict()})
 
 
-def test_a_version_that_a_person_deletes_meanwhile_is_skipped(run: Path) -> None:
+def test_a_version_that_a_person_deletes_meanwhile_is_skipped(run):
     save_version(run, 4)
     save_version(run, 5)
     (outcome,) = evaluation(run, setup=functions.setup_of_a_deleted_version).run()
@@ -611,7 +583,7 @@ def test_a_version_that_a_person_deletes_meanwhile_is_skipped(run: Path) -> None
     assert sorted(path.name for path in run.iterdir()) == ["version_4"]
 
 
-def test_a_folder_without_a_manifest_is_not_evaluated(run: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_evaluated(run):
     state = save_version(run, 4)
     save_version(run, 5)
     (run / "version_5" / "manifest.json").unlink()
@@ -620,7 +592,7 @@ def test_a_folder_without_a_manifest_is_not_evaluated(run: Path) -> None:
     check(outcome, run, state)
 
 
-def test_a_version_of_any_layout_is_evaluated(run: Path, tmp_path: Path) -> None:
+def test_a_version_of_any_layout_is_evaluated(run, tmp_path):
     state = save_version(tmp_path / "other", 5)
     reshard(reader_of(limpet.open(tmp_path / "other" / "version_5")), locate(run / "version_5"), 3)
     assert len([*(run / "version_5").glob("shard-*.safetensors")]) == 3
@@ -629,12 +601,12 @@ def test_a_version_of_any_layout_is_evaluated(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("option", ["throttle", "every_seconds"])
-def test_evaluations_keep_their_distance(run: Path, option: str) -> None:
+def test_evaluations_keep_their_distance(run, option):
     for step in (1, 2, 3):
         save_version(run, step)
     times: list[tuple[float, float]] = []
 
-    def note(outcome: Outcome) -> None:
+    def note(outcome):
         now = time.monotonic()
         times.append((now - outcome.seconds, now))
 

@@ -1,9 +1,6 @@
 """A follower reads the manifest and the records of each version a bounded number of times."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +12,16 @@ from limpet.evaluation.options import Selection
 from limpet.format.names import Version
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
-from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
 from tests.trainings import delete_version
 
 
-def test_each_version_is_opened_twice_whatever_the_number_of_those_that_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_version_is_opened_twice_whatever_the_number_of_those_that_wait(monkeypatch):
     run, opened = Run(make_run(*range(1, 41))), Counter[Version]()
     original = run.catalog.open
 
-    def count(version: Version) -> SnapshotReader:
+    def count(version):
         opened[version] += 1
         return original(version)
 
@@ -42,15 +36,13 @@ def test_each_version_is_opened_twice_whatever_the_number_of_those_that_wait(
     assert set(opened.values()) == {2}
 
 
-def test_a_version_whose_records_could_not_be_read_is_looked_up_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_version_whose_records_could_not_be_read_is_looked_up_again(monkeypatch):
     run = Run(make_run(1, 2))
     run.add_metrics(2, {"loss": 1.0}, "val")
     follower = Follower(run, "val", Selection())
     with monkeypatch.context() as patch:
 
-        def fail(*arguments: object) -> None:
+        def fail(*arguments):
             raise Unavailable("503")
 
         patch.setattr(run.catalog.evaluations, "read", fail)
@@ -62,17 +54,15 @@ def test_a_version_whose_records_could_not_be_read_is_looked_up_again(
 @pytest.mark.parametrize(
     "selection", [Selection(), Selection(skip_none=True), Selection(every_steps=2)]
 )
-def test_a_look_at_a_run_in_which_nothing_is_new_costs_one_listing(
-    selection: Selection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_a_run_in_which_nothing_is_new_costs_one_listing(selection, monkeypatch):
     """It cost a request for each version."""
     follower, calls = Follower(Run(make_run(*range(1, 31))), "val", selection), Counter[str]()
     evaluate_all(follower)
 
-    def count(method: str) -> None:
+    def count(method):
         original = getattr(MemoryStore, method)
 
-        def call(*arguments: object) -> object:
+        def call(*arguments):
             calls[method] += 1
             return original(*arguments)
 
@@ -84,7 +74,7 @@ def test_a_look_at_a_run_in_which_nothing_is_new_costs_one_listing(
     assert calls == {"list_level": 1}
 
 
-def evaluate_all(follower: Follower) -> list[Version]:
+def evaluate_all(follower):
     found = []
     while (next_one := follower.next()) is not None:
         found.append(next_one[0].version)
@@ -93,7 +83,7 @@ def evaluate_all(follower: Follower) -> list[Version]:
 
 
 @pytest.mark.parametrize("skip_none", [False, True])
-def test_no_other_version_replaces_one_that_was_evaluated_and_deleted(skip_none: bool) -> None:
+def test_no_other_version_replaces_one_that_was_evaluated_and_deleted(skip_none):
     """With every_steps=100, the version of step 130 was evaluated after that of step 100 had been
     deleted."""
     run = Run(make_run(*range(10, 160, 10)))
@@ -106,10 +96,10 @@ def test_no_other_version_replaces_one_that_was_evaluated_and_deleted(skip_none:
     assert evaluate_all(follower) == [Version(130)]
 
 
-def test_a_version_that_is_deleted_and_saved_again_is_evaluated_again(tmp_path: Path) -> None:
+def test_a_version_that_is_deleted_and_saved_again_is_evaluated_again(tmp_path):
     run = Run(tmp_path / "run")
 
-    def save(step: int, value: int) -> None:
+    def save(step, value):
         limpet.save(tmp_path / f"run/version_{step}", {"x": np.array([value])}, step=step)
 
     save(1, 1)
@@ -122,7 +112,7 @@ def test_a_version_that_is_deleted_and_saved_again_is_evaluated_again(tmp_path: 
     assert evaluate_all(follower) == [Version(2)]
 
 
-def test_nothing_is_kept_of_versions_that_were_deleted(tmp_path: Path) -> None:
+def test_nothing_is_kept_of_versions_that_were_deleted(tmp_path):
     """An evaluation may follow a run for months."""
     run = Run(tmp_path / "run")
     follower = Follower(run, "val", Selection())
@@ -135,7 +125,7 @@ def test_nothing_is_kept_of_versions_that_were_deleted(tmp_path: Path) -> None:
     assert run.catalog.version_count == 1
 
 
-def test_a_save_in_progress_is_evaluated_when_it_is_committed(tmp_path: Path) -> None:
+def test_a_save_in_progress_is_evaluated_when_it_is_committed(tmp_path):
     run, state = Run(tmp_path / "run"), {"x": np.array([1])}
     limpet.save(tmp_path / "run/version_1", state, step=1)
     limpet.save(tmp_path / "run/version_2", state, step=2)

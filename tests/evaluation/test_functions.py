@@ -1,9 +1,6 @@
 """The names of a user's functions, and what the errors of their import advise."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,16 +17,16 @@ limpet.Evaluation(".", setup, evaluate, data=data, workers=1)
 
 
 class Scoring:
-    def evaluate(self, model: object, batch: object) -> dict[str, object]:
+    def evaluate(self, model, batch):
         return {}
 
     @classmethod
-    def setup(cls, state: object) -> object:
+    def setup(cls, state):
         return state
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "scoring_of_user.py").write_text("def setup(state): return state\n")
     (tmp_path / "wrong_of_user.py").write_text("def setup(state)\n")
@@ -49,15 +46,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("needing_of_user:setup", "The module was found, but it fails"),
     ],
 )
-def test_the_error_of_an_import_says_what_to_do(folder: Path, name: str, advice: str) -> None:
+def test_the_error_of_an_import_says_what_to_do(folder, name, advice):
     with pytest.raises(LimpetError, match="cannot be imported") as caught:
         FunctionName.of(name, "setup").resolve()
     assert advice in str(caught.value)
 
 
-def test_a_script_that_starts_an_evaluation_on_import_gets_the_advice(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_starts_an_evaluation_on_import_gets_the_advice(folder, monkeypatch):
     script = folder / "script.py"
     script.write_text(UNGUARDED)
     monkeypatch.chdir(folder)
@@ -70,7 +65,7 @@ def test_a_script_that_starts_an_evaluation_on_import_gets_the_advice(
     assert "__evaluation_main__" not in sys.modules
 
 
-def test_a_method_of_an_object_is_refused_because_a_worker_has_no_such_object() -> None:
+def test_a_method_of_an_object_is_refused_because_a_worker_has_no_such_object():
     with pytest.raises(LimpetError, match="Another process cannot import the function evaluate"):
         FunctionName.of(Scoring().evaluate, "evaluate")
     assert FunctionName.of(Scoring.setup, "setup").resolve()(3) == 3

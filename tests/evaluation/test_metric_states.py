@@ -1,7 +1,5 @@
 """Metrics of parts of the data, merged, equal the metrics of all of it (BEHAVIOURS B 46, 51)."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from math import inf, isnan, nan
@@ -18,11 +16,11 @@ from limpet.errors import LimpetError
 from limpet.evaluation.metric_states import MetricStates, compute
 
 
-def through_json(state: Any) -> Any:
+def through_json(state):
     return json.loads(json.dumps(state))
 
 
-def merged(parts: list[list[dict[str, Any]]]) -> dict[str, float]:
+def merged(parts):
     """The metrics of several tasks, each of several batches."""
     templates: dict[str, Any] = {}
     states = []
@@ -34,10 +32,10 @@ def merged(parts: list[list[dict[str, Any]]]) -> dict[str, float]:
     return compute(states, templates)
 
 
-def test_46_batches_of_different_sizes_are_weighted() -> None:
+def test_46_batches_of_different_sizes_are_weighted():
     labels, outputs = [[1, 0, 0], [0]], [[5, 4, 2], [0]]
 
-    def batch(i: int) -> dict[str, Any]:
+    def batch(i):
         right = sum(a == b for a, b in zip(labels[i], outputs[i], strict=True))
         squares = sum((a - b) ** 2 for a, b in zip(labels[i], outputs[i], strict=True))
         return {"acc": (right, len(labels[i])), "mse": (squares, len(labels[i]))}
@@ -57,7 +55,7 @@ METRICS: dict[str, Any] = {
 }
 
 
-def update(name: str, metric: Metric, rows: torch.Tensor) -> None:
+def update(name, metric, rows):
     if name in ("accuracy", "f1"):
         metric.update(rows[:, :3], rows[:, 3].abs().mul(10).long() % 3)
     elif "auroc" in name:
@@ -72,9 +70,7 @@ def update(name: str, metric: Metric, rows: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", METRICS)
 @settings(max_examples=25, derandomize=True)
 @given(sizes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=5))
-def test_51_any_partition_of_the_data_gives_the_metric_of_all_of_it(
-    name: str, sizes: list[list[int]]
-) -> None:
+def test_51_any_partition_of_the_data_gives_the_metric_of_all_of_it(name, sizes):
     data = torch.randn(sum(map(sum, sizes)), 4, generator=torch.Generator().manual_seed(len(sizes)))
     whole = METRICS[name]()
     update(name, whole, data)
@@ -100,9 +96,7 @@ def test_51_any_partition_of_the_data_gives_the_metric_of_all_of_it(
     cuts=st.lists(st.integers(0, 30), max_size=5),
     seed=st.randoms(use_true_random=False),
 )
-def test_sums_do_not_depend_on_the_order_of_tasks(
-    pairs: list[tuple[float, int]], cuts: list[int], seed: Any
-) -> None:
+def test_sums_do_not_depend_on_the_order_of_tasks(pairs, cuts, seed):
     bounds = sorted({0, len(pairs), *(cut for cut in cuts if cut < len(pairs))})
     batches = [{"x": pair} for pair in pairs]
     parts = [batches[a:b] for a, b in pairwise(bounds)]
@@ -111,18 +105,18 @@ def test_sums_do_not_depend_on_the_order_of_tasks(
     assert merged(parts) == expected
 
 
-def test_a_metric_of_some_batches_only_is_merged_over_these() -> None:
+def test_a_metric_of_some_batches_only_is_merged_over_these():
     parts = [[{"a": (1, 1)}], [{"a": (3, 1), "b": (4, 2)}], [{"b": (0, 2)}]]
     assert merged(parts) == {"a": 2.0, "b": 1.0}
 
 
-def test_numbers_of_every_kind_are_accepted() -> None:
+def test_numbers_of_every_kind_are_accepted():
     values = {"t": (torch.tensor(2.5), torch.tensor(1)), "i": [3, 1], "f": (torch.ones(1), 2)}
     assert merged([[values]]) == {"t": 2.5, "i": 3.0, "f": 0.5}
 
 
 @pytest.mark.parametrize(("total", "is_right"), [(nan, isnan), (inf, inf.__eq__)])
-def test_nan_and_infinity_are_values(total: float, is_right: Any) -> None:
+def test_nan_and_infinity_are_values(total, is_right):
     assert is_right(merged([[{"x": (total, 1)}], [{"x": (1.0, 1)}]])["x"])
     assert isnan(merged([[{"x": (inf, 1)}], [{"x": (-inf, 1)}]])["x"])
 
@@ -132,24 +126,24 @@ class Averaged(Metric):
 
     full_state_update = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
 
-    def update(self, values: torch.Tensor) -> None:
+    def update(self, values):
         self.value = values.mean()
 
-    def compute(self) -> torch.Tensor:
+    def compute(self):
         return self.value
 
 
-def averaged() -> Averaged:
+def averaged():
     metric = Averaged()
     metric.update(torch.ones(3))
     return metric
 
 
-def cat() -> CatMetric:
+def cat():
     metric = CatMetric()
     metric.update(torch.ones(3))
     return metric
@@ -171,6 +165,6 @@ def cat() -> CatMetric:
         ({"x": cat()}, "other than a number for x"),
     ],
 )
-def test_what_is_no_metric_is_refused(returned: Any, message: str) -> None:
+def test_what_is_no_metric_is_refused(returned, message):
     with pytest.raises(LimpetError, match=message):
         merged([[returned]])

@@ -1,13 +1,8 @@
 """The pool of workers, with workers that are threads of this process."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from threading import Thread, Timer
-from typing import Any
 
 import pytest
 import torch
@@ -27,13 +22,13 @@ TRIVIAL = {name: f"tests.evaluation.trivial:{name}" for name in ("setup", "evalu
 class ThreadWorker:
     """A worker on a thread. It ends with its connection."""
 
-    def __init__(self, pool: WorkerPool, name: str, tasks: float) -> None:
+    def __init__(self, pool, name, tasks):
         self._queue = RemoteQueue(pool._server.connect(name))
         self._tasks = tasks
         self._thread = Thread(target=self._work)
         self._thread.start()
 
-    def _work(self) -> None:
+    def _work(self):
         worker = Worker()
         try:
             while self._tasks:
@@ -45,10 +40,10 @@ class ThreadWorker:
             pass
         self._queue.close()
 
-    def end(self) -> str | None:
+    def end(self):
         return None if self._thread.is_alive() else "out of memory"
 
-    def kill(self) -> None:
+    def kill(self):
         self._queue.close()
         self._thread.join()
 
@@ -56,37 +51,33 @@ class ThreadWorker:
 class Idle:
     """A worker that never asks for a task."""
 
-    def end(self) -> str | None:
+    def end(self):
         return None
 
-    def kill(self) -> None:
+    def kill(self):
         """Nothing to end."""
 
 
-def make_pool(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[WorkerPool, str], Any]
-) -> WorkerPool:
+def make_pool(monkeypatch, make):
     monkeypatch.setattr(WorkerPool, "_make", make)
     functions = {**TRIVIAL, "collate": None}
     return WorkerPool(Workers(2), functions, batch_size=1, keys=(), device=None)
 
 
 @pytest.fixture
-def version(tmp_path: Path) -> tuple[str, str]:
+def version(tmp_path):
     snapshot = limpet.save(tmp_path / "version_5", {"a": torch.zeros(2)}, step=5)
     return snapshot.url, reader_of(snapshot).digest
 
 
-def test_the_others_go_on_without_a_worker_that_never_stays_alive(
-    version: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_others_go_on_without_a_worker_that_never_stays_alive(version, monkeypatch):
     made, lost = [], []
 
-    def make(pool: WorkerPool, name: str) -> ThreadWorker:
+    def make(pool, name):
         made.append(name)
         return ThreadWorker(pool, name, 1 if name.startswith("worker-0") else float("inf"))
 
-    def note(name: str, fields: dict[str, Any]) -> None:
+    def note(name, fields):
         lost.append(str(fields["error"]) if name == "worker_lost" else name)
 
     pool = make_pool(monkeypatch, make)
@@ -101,12 +92,10 @@ def test_the_others_go_on_without_a_worker_that_never_stays_alive(
     assert all("ended. Found out of memory" in text for text in lost)
 
 
-def test_without_a_worker_that_stays_alive_the_version_has_no_score(
-    version: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_worker_that_stays_alive_the_version_has_no_score(version, monkeypatch):
     count = [2.0]  # tasks of each worker: the first one counts the records
 
-    def make(pool: WorkerPool, name: str) -> ThreadWorker:
+    def make(pool, name):
         return ThreadWorker(pool, name, count[0])
 
     pool = make_pool(monkeypatch, make)
@@ -123,9 +112,7 @@ def test_without_a_worker_that_stays_alive_the_version_has_no_score(
         pool.close()
 
 
-def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(monkeypatch):
     pool = make_pool(monkeypatch, lambda pool, name: ThreadWorker(pool, name, 0.0))
     with pytest.raises(WorkerLost, match=r"Worker worker-[01] ended"):
         pool.start()
@@ -134,12 +121,12 @@ def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
 @pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
-def test_limits_that_nothing_can_keep_are_refused(name: str, value: Any) -> None:
+def test_limits_that_nothing_can_keep_are_refused(name, value):
     with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Workers"):
         Workers(**{name: value})
 
 
-def test_an_interrupt_ends_the_wait_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_wait_for_workers(monkeypatch):
     pool = make_pool(monkeypatch, lambda pool, name: Idle())
     timer = Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

@@ -1,7 +1,5 @@
 """The Ray engine: the tests of it run in a process of their own, on one small cluster."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket
@@ -24,7 +22,7 @@ CASES = "tests/evaluation/ray_cases.py", "tests/tasks/ray_cases.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_the_cases_pass_in_a_process_of_their_own() -> None:
+def test_the_cases_pass_in_a_process_of_their_own():
     """Ray leaves threads and a signal handler behind, and each worker of pytest would start its own
     cluster. The files ``CASES`` have the tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -41,18 +39,14 @@ def test_the_cases_pass_in_a_process_of_their_own() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_without_ray_the_engine_is_an_error_that_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_the_engine_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LimpetError, match=r'needs the package ray.*"limpet\[ray\]"'):
         evaluation(tmp_path / "run", workers=Workers(1, ray={}))
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
-def test_an_address_at_which_nothing_listens_is_an_error_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_an_address_at_which_nothing_listens_is_an_error_at_once(tmp_path, monkeypatch, form):
     """Ray itself tries for more than six minutes."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = form.format(closed.getsockname()[1])
@@ -62,7 +56,7 @@ def test_an_address_at_which_nothing_listens_is_an_error_at_once(
         evaluation(tmp_path / "run", workers=Workers(1, ray={}))
 
 
-def test_nothing_imports_ray_unless_an_evaluation_uses_it() -> None:
+def test_nothing_imports_ray_unless_an_evaluation_uses_it():
     code = (
         "import sys, limpet\n"
         "limpet.Evaluation('run', 'm:s', 'm:e', data='m:d')\n"
@@ -76,23 +70,18 @@ def test_nothing_imports_ray_unless_an_evaluation_uses_it() -> None:
     [
         ({"count": 0, "ray": {}}, "Invalid value for count= of Workers"),
         ({"ray": 4}, "Invalid value for ray= of Workers"),
-        (
-            {"ray": {"lifetime": "detached", 5: 1}},
-            "Invalid value for ray= of Workers: 5, lifetime",
-        ),
+        ({"ray": {"lifetime": "detached", 5: 1}}, "Invalid value for ray= of Workers: 5, lifetime"),
         ({"ray": {}, "setup": lambda snapshot: None}, "cannot import the function setup"),
     ],
 )
-def test_invalid_options_are_refused_before_ray_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], message: str
-) -> None:
+def test_invalid_options_are_refused_before_ray_is_used(tmp_path, monkeypatch, arguments, message):
     monkeypatch.setitem(sys.modules, "ray", None)
     functions_of_user = {k: arguments.pop(k) for k in ("setup",) if k in arguments}
     with pytest.raises(LimpetError, match=message):
-        evaluation(tmp_path / "run", workers=Workers(**arguments), **functions_of_user)  # type: ignore[arg-type]
+        evaluation(tmp_path / "run", workers=Workers(**arguments), **functions_of_user)
 
 
-def test_a_version_that_a_worker_does_not_find_is_a_failure(tmp_path: Path) -> None:
+def test_a_version_that_a_worker_does_not_find_is_a_failure(tmp_path):
     """It was skipped as deleted; but a worker on another machine may not have the folder."""
     limpet.save(tmp_path / "run" / "version_5", {"model": functions.make_model()}, step=5)
     (outcome,) = evaluation(

@@ -1,10 +1,6 @@
 """What a worker says of an error: the line of the user, and the line that raised."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -14,37 +10,37 @@ from limpet.evaluation.worker import Work, Worker, describe
 from limpet.tasks import Queue
 
 
-def call_library(text: str) -> Any:
+def call_library(text):
     return json.loads(text)
 
 
-def describe_error(call: Callable[[], object]) -> str:
+def describe_error(call):
     with pytest.raises(Exception) as caught:
         call()
     return describe(caught.value)
 
 
-def test_an_error_of_a_library_names_the_line_of_the_user_too() -> None:
+def test_an_error_of_a_library_names_the_line_of_the_user_too():
     line = call_library.__code__.co_firstlineno + 1
     text = describe_error(lambda: call_library("{"))
     assert text.startswith("JSONDecodeError: Expecting")
     assert f"(test_worker.py:{line}, decoder.py:" in text
 
 
-def test_an_error_of_the_user_names_its_line_once() -> None:
-    def fail() -> None:
+def test_an_error_of_the_user_names_its_line_once():
+    def fail():
         raise ValueError("two\nlines")
 
     line = fail.__code__.co_firstlineno + 1
     assert describe_error(fail) == f"ValueError: two lines (test_worker.py:{line})"
 
 
-def test_an_error_of_limpet_or_without_a_traceback_has_no_line() -> None:
+def test_an_error_of_limpet_or_without_a_traceback_has_no_line():
     assert describe(LimpetError("a", found="b")) == "a. Found b."
     assert describe(ValueError("a")) == "ValueError: a"
 
 
-def test_a_worker_that_cannot_import_the_functions_leaves_its_task_to_others() -> None:
+def test_a_worker_that_cannot_import_the_functions_leaves_its_task_to_others():
     """It would take one task after the other, and let all of them fail."""
     names = {
         label: FunctionName("no.such.module", label) for label in ("setup", "evaluate", "data")

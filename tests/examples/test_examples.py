@@ -1,7 +1,5 @@
 """Run the examples as a user runs them, as separate processes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -18,58 +16,59 @@ SMALL = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16", "--
 pytestmark = pytest.mark.slow
 
 
-def python(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def python(script, *arguments, folder):
     command = [sys.executable, "-W", "error", EXAMPLES / script, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def train(folder: Path, run: str, steps: int) -> list[str]:
-    arguments = ["--run", run, "--steps", str(steps), "--every", "3", *SMALL]
+def train(folder, run, epochs, steps):
+    """Train for epochs of ``steps`` steps, and return the lines of the output."""
+    arguments = ["--run", run, "--epochs", str(epochs), "--windows", str(2 * steps), "--every", "3"]
+    arguments += SMALL
     done = python("train.py", *arguments, folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_train_saves_the_versions_that_it_prints(tmp_path: Path) -> None:
-    lines = train(tmp_path, "run", 10)
+def test_train_saves_the_versions_that_it_prints(tmp_path):
+    lines = train(tmp_path, "run", 2, 5)
     assert lines[0] == "starting from scratch"
-    assert lines[10].startswith("step    10  loss ")
-    assert lines[11].startswith("4 saves of ")
+    assert lines[6].startswith("epoch 0: held out ")
+    assert lines[11].startswith("step    10  loss ")
+    assert lines[13].startswith("4 saves of ")
     snapshots = limpet.Run(tmp_path / "run").snapshots()
     assert [s.step for s in snapshots] == [6, 9, 10], (
         "the last three versions, which include the last step"
     )
     newest = snapshots[-1]
     assert newest["progress/step"] == 10
-    assert newest["progress/samples"] == 20
-    assert f"loss {snapshots[1].metadata['metrics']['loss']:.4f}" in lines[9]
+    assert newest["progress/epoch"] == 2
+    assert f"loss {snapshots[1].metrics['loss']:.4f}" in lines[10]
+    assert f"held out {newest.metrics['held_out']:.4f}" in lines[12]
     assert newest.verify().ok
 
 
-def test_resumed_train_prints_the_same_losses(tmp_path: Path) -> None:
+def test_resumed_train_prints_the_same_losses(tmp_path):
     """The losses after a resume are equal to those of the uninterrupted run."""
-    uninterrupted = train(tmp_path, "a", 9)
+    uninterrupted = train(tmp_path, "a", 2, 5)
     # a second run that contains only version 6 of the first
     shutil.copytree(tmp_path / "a" / "version_6", tmp_path / "b" / "version_6")
-    resumed = train(tmp_path, "b", 9)
+    resumed = train(tmp_path, "b", 2, 5)
     assert resumed[0] == "resuming from b/version_6"
-    assert resumed[1:4] == uninterrupted[7:10]
+    assert resumed[1:6] == uninterrupted[8:13]
 
 
-def test_train_resumed_for_more_steps_uses_the_longer_learning_rate_schedule(
-    tmp_path: Path,
-) -> None:
-    train(tmp_path, "run", 4)
-    resumed = train(tmp_path, "run", 9)
-    assert resumed[0] == "resuming from run/version_4"
+def test_train_resumed_for_more_epochs_uses_the_longer_learning_rate_schedule(tmp_path):
+    train(tmp_path, "run", 1, 4)
+    assert train(tmp_path, "run", 2, 4)[0] == "resuming from run/version_4"
     snapshots = limpet.Run(tmp_path / "run").snapshots()
-    assert [s.step for s in snapshots] == [4, 6, 9]
+    assert [s.step for s in snapshots] == [4, 6, 8]
     rates = [s["optimizer/groups/0/lr"] for s in snapshots]
     assert rates[0] == rates[2] == 0, "the rate is 0 at the end of each schedule"
     assert rates[1] == pytest.approx(3e-3 * 7 / 100)
 
 
-def test_demo_shows_every_result(tmp_path: Path) -> None:
+def test_demo_shows_every_result(tmp_path):
     done = python("demo.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     output = " ".join(done.stdout.split())
@@ -83,7 +82,7 @@ def test_demo_shows_every_result(tmp_path: Path) -> None:
     assert "✗" not in output
 
 
-def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path: Path) -> None:
+def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path):
     done = python("elastic.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 6 checks passed in" in done.stdout
@@ -112,7 +111,7 @@ fsdp.main()
 """
 
 
-def test_the_log_of_fsdp_includes_the_steps_of_every_version(tmp_path: Path) -> None:
+def test_the_log_of_fsdp_includes_the_steps_of_every_version(tmp_path):
     """A process that ends as soon as a version is committed has printed the losses up to it.
 
     A resumed run does not repeat these steps, so no other log would include them.

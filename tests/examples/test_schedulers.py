@@ -1,7 +1,5 @@
 """The recipes for Kubernetes and Slurm are consistent, and valid for the schedulers' validators."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -10,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -29,69 +25,68 @@ KUBERNETES = ["1.31", kubernetes_validate.latest_version()]
 """The first version in which podFailurePolicy is stable, and the newest one that is known."""
 
 
-def names(path: Path) -> str:
+def names(path):
     return path.stem
 
 
-def documents(manifest: Path) -> list[dict[str, Any]]:
+def documents(manifest):
     return list(yaml.safe_load_all(manifest.read_text()))
 
 
-def job_of(manifest: Path) -> Any:
+def job_of(manifest):
     (job,) = (d for d in documents(manifest) if d["kind"] == "Job")
     return job
 
 
-def test_there_are_recipes() -> None:
+def test_there_are_recipes():
     assert [names(p) for p in MANIFESTS] == ["host-path", "one-node", "several-nodes"]
     assert [names(p) for p in SCRIPTS] == ["one-node", "several-nodes"]
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=names)
-def test_kubernetes_accepts_the_manifest(manifest: Path, version: str) -> None:
+def test_kubernetes_accepts_the_manifest(manifest, version):
     for document in documents(manifest):
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def misspell(job: Any) -> None:
+def misspell(job):
     job["spec"]["podFailurePolicies"] = job["spec"].pop("podFailurePolicy")
 
 
-def quote_a_code(job: Any) -> None:
+def quote_a_code(job):
     job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] = ["93"]
 
 
-def leave_out_the_action(job: Any) -> None:
+def leave_out_the_action(job):
     del job["spec"]["podFailurePolicy"]["rules"][0]["action"]
 
 
-def put_grace_into_the_container(job: Any) -> None:
+def put_grace_into_the_container(job):
     job["spec"]["template"]["spec"]["containers"][0]["terminationGracePeriodSeconds"] = 120
 
 
 @pytest.mark.parametrize(
     "mistake", [misspell, quote_a_code, leave_out_the_action, put_grace_into_the_container]
 )
-def test_the_validator_finds_a_mistake(mistake: Callable[[Any], None]) -> None:
+def test_the_validator_finds_a_mistake(mistake):
     job = copy.deepcopy(job_of(MANIFESTS[0]))
     mistake(job)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, KUBERNETES[0], strict=True)
 
 
-def grace_of(command: list[str]) -> float:
+def grace_of(command):
     """The seconds of ``--grace`` in a command line of ``limpet run``, which must be valid."""
     assert command[:2] == ["limpet", "run"]
     verb = cli.get_command(cli.make_context("limpet", ["--help"], resilient_parsing=True), "run")
-    assert verb is not None
     context = verb.make_context("run", command[2:])
     assert context.params["command"][0] == "torchrun"
     return float(context.params["grace"])
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=names)
-def test_the_job_reacts_to_the_exit_codes(manifest: Path) -> None:
+def test_the_job_reacts_to_the_exit_codes(manifest):
     """What the API server checks beyond the schema, and what the codes mean."""
     spec = job_of(manifest)["spec"]
     pod = spec["template"]["spec"]
@@ -112,7 +107,7 @@ def test_the_job_reacts_to_the_exit_codes(manifest: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=names)
-def test_the_names_in_a_manifest_refer_to_each_other(manifest: Path) -> None:
+def test_the_names_in_a_manifest_refer_to_each_other(manifest):
     job = job_of(manifest)
     spec = job["spec"]["template"]["spec"]
     claims = {d["metadata"]["name"] for d in documents(manifest) if d["kind"].endswith("Claim")}
@@ -132,18 +127,18 @@ def test_the_names_in_a_manifest_refer_to_each_other(manifest: Path) -> None:
         assert any(a.startswith("--rdzv-endpoint=training-0.training:") for a in args)
 
 
-def shellcheck(script: Path) -> str:
+def shellcheck(script):
     command = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([command, script], capture_output=True, text=True, check=False)
     return done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=names)
-def test_shellcheck_accepts_the_script(script: Path) -> None:
+def test_shellcheck_accepts_the_script(script):
     assert shellcheck(script) == ""
 
 
-def test_shellcheck_finds_a_mistake(tmp_path: Path) -> None:
+def test_shellcheck_finds_a_mistake(tmp_path):
     bad = tmp_path / "bad.sh"
     bad.write_text(SCRIPTS[0].read_text().replace('exit "$code"', "exit $cod"))
     assert "SC2154" in shellcheck(bad)
@@ -154,7 +149,7 @@ needs_sbatch = pytest.mark.skipif(
 )
 
 
-def sbatch(script: Path, folder: Path) -> str:
+def sbatch(script, folder):
     """What sbatch says about a script. It checks the options before it looks for a controller."""
     configuration = folder / "slurm.conf"
     configuration.write_text(
@@ -171,7 +166,7 @@ def sbatch(script: Path, folder: Path) -> str:
 @pytest.mark.slow
 @needs_sbatch
 @pytest.mark.parametrize("script", SCRIPTS, ids=names)
-def test_sbatch_accepts_the_options(script: Path, tmp_path: Path) -> None:
+def test_sbatch_accepts_the_options(script, tmp_path):
     assert "Unable to contact slurm controller" in sbatch(script, tmp_path)
 
 
@@ -184,19 +179,17 @@ def test_sbatch_accepts_the_options(script: Path, tmp_path: Path) -> None:
         ("--time=24:00:00", "--time=1 day", "Invalid directive found in batch script: day"),
     ],
 )
-def test_sbatch_finds_a_mistake(right: str, wrong: str, message: str, tmp_path: Path) -> None:
+def test_sbatch_finds_a_mistake(right, wrong, message, tmp_path):
     bad = tmp_path / "bad.sh"
     bad.write_text(SCRIPTS[0].read_text().replace(right, wrong))
     assert message in sbatch(bad, tmp_path)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=names)
-def test_slurm_gives_more_time_than_the_grace(script: Path) -> None:
+def test_slurm_gives_more_time_than_the_grace(script):
     text = script.read_text()
     signal_at = re.search(r"--signal=B:TERM@(\d+)", text)
     grace = re.search(r"limpet run --grace (\w+) --", text)
-    assert signal_at is not None
-    assert grace is not None
     context = cli.make_context("limpet", ["--help"], resilient_parsing=True)
     seconds = parse_duration(context, cli.params[0], grace[1])
     # the script must still requeue the job before Slurm's own SIGTERM
@@ -220,7 +213,7 @@ esac
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> dict[str, str]:
+def cluster(tmp_path):
     """The environment of a job on a cluster whose commands are scripts."""
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -236,7 +229,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def read_log(environment: dict[str, str]) -> list[str]:
+def read_log(environment):
     log = Path(environment["LOG"])
     return log.read_text().split("\n")[:-1] if log.exists() else []
 
@@ -248,9 +241,7 @@ def read_log(environment: dict[str, str]) -> list[str]:
      (0, 0, False)],
 )  # fmt: skip
 @pytest.mark.parametrize("script", SCRIPTS, ids=names)
-def test_the_script_requeues_the_job(
-    script: Path, code: int, restarts: int, requeued: bool, stop: bool, cluster: dict[str, str]
-) -> None:
+def test_the_script_requeues_the_job(script, code, restarts, requeued, stop, cluster):
     cluster |= {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
     with subprocess.Popen(["bash", script], env=cluster, stderr=subprocess.PIPE) as batch:
         try:
@@ -263,7 +254,6 @@ def test_the_script_requeues_the_job(
             else:
                 Path(cluster["END"]).touch()
             assert batch.wait(60) == code
-            assert batch.stderr is not None
             assert batch.stderr.read() == b""
         finally:
             batch.kill()

@@ -1,11 +1,8 @@
 """``docs/format.md`` agrees with the code: its examples can be read and its tables are correct."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from jsonschema import Draft202012Validator
@@ -36,7 +33,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "format.md").read_text()
 
 
-def blocks(text: str) -> list[Any]:
+def blocks(text):
     found = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [json.loads(block) for block in found]
 
@@ -46,12 +43,12 @@ RECORDS = blocks((DOCS / "saving.md").read_text())
 EVALUATION, FAILURE, ENDED, INEXACT, LEASE, OBJECTIVE = RECORDS
 
 
-def raw(document: Any) -> bytes:
+def raw(document):
     """Return the document as the bytes of a file, on one line."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def test_the_schema_accepts_the_examples() -> None:
+def test_the_schema_accepts_the_examples():
     schema = json.loads((DOCS / "format.schema.json").read_text())
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
@@ -66,7 +63,7 @@ def test_the_schema_accepts_the_examples() -> None:
     Draft202012Validator(schema).validate(tree)
 
 
-def test_the_decoders_read_the_examples() -> None:
+def test_the_decoders_read_the_examples():
     assert decode_manifest(raw(MANIFEST), "f")[0].step == 120
     assert decode_branch(raw(BRANCH), "f").number == 1
     assert decode_pin(raw(PIN), "f").host == "node-3"
@@ -82,7 +79,7 @@ def test_the_decoders_read_the_examples() -> None:
     assert decode_index(raw(INDEX), "f").length == 4120
 
 
-def test_the_examples_form_one_snapshot() -> None:
+def test_the_examples_form_one_snapshot():
     """With the data that the text describes, the snapshot can be loaded."""
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
@@ -94,15 +91,14 @@ def test_the_examples_form_one_snapshot() -> None:
         "branch-1.json": raw(BRANCH),
     }
     store = store_of(files)
-    snapshot = limpet.Run(store).open(names.Version(120, 1))
-    assert snapshot.verify().ok
+    assert limpet.Run(store).open(names.Version(120, 1)).verify().ok
     state = limpet.load(store.at("version_120.1"))
     expected = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
     assert values_equal(state, expected)
     assert state["model"]["tied"] is state["model"]["weight"]
 
 
-def test_the_incremental_example_refers_to_the_full_one() -> None:
+def test_the_incremental_example_refers_to_the_full_one():
     weight, bias = torch.arange(6, dtype=torch.float32).view(2, 3), torch.tensor([0.5])
     header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
     own_header = build_header([("model/bias", "F32", (1,), 0, 4)])
@@ -124,7 +120,7 @@ def test_the_incremental_example_refers_to_the_full_one() -> None:
     )
 
 
-def test_the_examples_include_every_kind_of_node() -> None:
+def test_the_examples_include_every_kind_of_node():
     leaves = check_tree({"dict": NODES}, "f")
     assert leaves.keys() == {
         "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values", "subclass/codes"
@@ -147,7 +143,7 @@ def test_the_examples_include_every_kind_of_node() -> None:
     assert (decoded["dtype"], decoded["device"], decoded["size"]) == types
 
 
-def test_the_table_of_dtypes() -> None:
+def test_the_table_of_dtypes():
     rows = re.findall(r"`(\w+)` \| (\d+) \| (\w+)(?:, (\d))?", TEXT)
     documented = {name: (int(size), stored, int(per or 1)) for name, size, stored, per in rows}
     assert documented == {
@@ -155,10 +151,9 @@ def test_the_table_of_dtypes() -> None:
     }
 
 
-def test_names_and_numbers_in_the_text() -> None:
+def test_names_and_numbers_in_the_text():
     assert f"number {FORMAT}" in TEXT.splitlines()[0]
     tree = re.search(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    assert tree is not None
     entries = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)
     assert [names.version_of_key(w) for w in entries if w.endswith("/")] == [
         names.Version(120), names.Version(120, 1), names.Version(240)
@@ -182,5 +177,5 @@ def test_names_and_numbers_in_the_text() -> None:
     assert digest(b"") == "99aa06d3014798d86001c324468d497f", "XXH3-128 of nothing, canonical"
 
 
-def test_the_document_is_short() -> None:
+def test_the_document_is_short():
     assert len(TEXT.splitlines()) < 310

@@ -1,7 +1,5 @@
 """The published JSON Schema accepts all files that we write, and rejects what decoders reject."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +45,6 @@ from tests.attacks.test_invalid_files import (
 )
 from tests.forging import (
     TORCH_DTYPES,
-    Json,
     files_of,
     forge,
     get_at,
@@ -71,20 +68,12 @@ pytestmark = pytest.mark.filterwarnings(
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
 KINDS = {
     kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
-    for kind in (
-        "manifest",
-        "index",
-        "branch",
-        "pin",
-        "lasting",
-        "evaluation",
-        "ended",
-    )
+    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation", "ended")
 }
 ANY = Draft202012Validator(SCHEMA)
 
 
-def kind_of(key: str) -> str | None:
+def kind_of(key):
     name = key.rpartition("/")[2]
     for kind, found in (
         ("manifest", name == "manifest.json"),
@@ -101,7 +90,7 @@ def kind_of(key: str) -> str | None:
     return None
 
 
-def check(store: MemoryStore) -> set[str]:
+def check(store):
     """Validate every file in the store. Return the kinds of files found."""
     kinds = set()
     for key, raw in files_of(store).items():
@@ -112,11 +101,11 @@ def check(store: MemoryStore) -> set[str]:
     return kinds
 
 
-def test_the_schema_is_valid() -> None:
+def test_the_schema_is_valid():
     Draft202012Validator.check_schema(SCHEMA)
 
 
-def test_every_kind_of_node_and_dtype() -> None:
+def test_every_kind_of_node_and_dtype():
     store = MemoryStore()
     limpet.save(store.at("a"), small_state())
     limpet.save(store.at("b"), plain_values())
@@ -132,7 +121,7 @@ def test_every_kind_of_node_and_dtype() -> None:
     assert check(store) == {"manifest", "index"}
 
 
-def test_a_run_with_branches_and_pins() -> None:
+def test_a_run_with_branches_and_pins():
     store = MemoryStore()
     run = Run(store)
     limpet.save(store.at("version_1"), {"n": 0, "p": limpet.Progress()}, step=1)
@@ -147,7 +136,7 @@ def test_a_run_with_branches_and_pins() -> None:
     assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation", "ended"}
 
 
-def test_a_run_that_is_spread() -> None:
+def test_a_run_that_is_spread():
     store = MemoryStore()
     state = {"n": 1, "p": limpet.Progress()}
     with limpet.Checkpointer(spread_over(store, 16), state) as ckpt:
@@ -156,7 +145,7 @@ def test_a_run_that_is_spread() -> None:
 
 
 @pytest.mark.parametrize("metrics", [{"loss": 0.5}, {"loss": float("nan")}])
-def test_the_record_of_an_export(tmp_path: Path, metrics: dict[str, float]) -> None:
+def test_the_record_of_an_export(tmp_path, metrics):
     run = Run(MemoryStore())
     with run.writer() as writer:
         version = writer.save({"model": torch.nn.Linear(2, 3)}, step=1, metrics=metrics)
@@ -171,7 +160,7 @@ def test_the_record_of_an_export(tmp_path: Path, metrics: dict[str, float]) -> N
 
 @settings(derandomize=True, max_examples=40)
 @given(values)
-def test_any_plain_value(value: Any) -> None:
+def test_any_plain_value(value):
     store = MemoryStore()
     limpet.save(store, {"x": value})
     assert check(store) == {"manifest", "index"}
@@ -204,7 +193,7 @@ UNDETECTABLE = {
 
 
 @pytest.mark.slow
-def test_the_schema_rejects_invalid_files_where_it_can() -> None:
+def test_the_schema_rejects_invalid_files_where_it_can():
     files = save_to_files(small_state())
     for name, change in MANIFEST_EDITS.items():
         if name.startswith("depth"):
@@ -232,7 +221,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
 }
 
 
-def can_decode(kind: str, raw: bytes) -> bool:
+def can_decode(kind, raw):
     try:
         if kind == "manifest":
             manifest, _ = decode_manifest(raw, "f")
@@ -245,7 +234,7 @@ def can_decode(kind: str, raw: bytes) -> bool:
     return True
 
 
-def documents() -> dict[str, Json]:
+def documents():
     files = save_to_files(
         {"w": torch.ones(2, 3), "t": [1, ("x", b"y")], "s": {1: {2}}, "n": 1 << 70}
     )
@@ -266,7 +255,7 @@ def documents() -> dict[str, Json]:
     }
 
 
-def raw_of(kind: str, document: Json) -> bytes:
+def raw_of(kind, document):
     if kind == "index":
         return json.dumps(document).encode()
     return seal({k: v for k, v in document.items() if k not in ("limpet", "digest")})
@@ -274,7 +263,7 @@ def raw_of(kind: str, document: Json) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_schema_and_decoder_agree(kind: str) -> None:
+def test_schema_and_decoder_agree(kind):
     """Delete, add or change each field of each kind of file."""
     original = documents()[kind]
     assert KINDS[kind].is_valid(original)
@@ -295,7 +284,7 @@ def test_schema_and_decoder_agree(kind: str) -> None:
             check_agreement(kind, changed, (*path, wrong))
 
 
-def check_agreement(kind: str, document: Json, where: tuple[Any, ...]) -> None:
+def check_agreement(kind, document, where):
     decoded, valid = can_decode(kind, raw_of(kind, document)), KINDS[kind].is_valid(document)
     if decoded:
         # a leaf's shape in an index is compared with the tree, which has been checked
@@ -309,5 +298,5 @@ def check_agreement(kind: str, document: Json, where: tuple[Any, ...]) -> None:
         assert wrong != "deleted" or type(where[-2]) is int, where
 
 
-def test_sealed_content_omits_the_seal() -> None:
+def test_sealed_content_omits_the_seal():
     assert sealed_content(seal(PIN)) == PIN

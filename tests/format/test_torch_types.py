@@ -1,11 +1,8 @@
 """dtypes, devices, and sizes of PyTorch are plain values, in manifests of format 3."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,27 +14,13 @@ from hypothesis import strategies as st
 import limpet
 from limpet.convert.copy import copy_snapshot
 from limpet.convert.reshard import reshard
-from limpet.errors import (
-    DTypeMismatch,
-    LimpetError,
-    ManifestInvalid,
-    PlanError,
-    Unsupported,
-)
+from limpet.errors import DTypeMismatch, LimpetError, ManifestInvalid, PlanError, Unsupported
 from limpet.format import torch_types
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
-from tests.forging import (
-    Files,
-    Json,
-    manifest_key,
-    save_to_files,
-    seal,
-    sealed_content,
-    store_of,
-)
+from tests.forging import manifest_key, save_to_files, seal, sealed_content, store_of
 from tests.states import unused_url
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -48,11 +31,11 @@ STATE: dict[str, Any] = {
 }
 
 
-def save(state: dict[str, Any]) -> limpet.Snapshot:
+def save(state):
     return limpet.save(unused_url(), state)
 
 
-def test_they_are_restored_with_their_types() -> None:
+def test_they_are_restored_with_their_types():
     snapshot = save(STATE)
     assert limpet.load(snapshot.url) == STATE
     loaded = limpet.load(snapshot.url)["nested"]["size"][0]
@@ -63,18 +46,18 @@ def test_they_are_restored_with_their_types() -> None:
     assert opened.verify().ok
 
 
-def test_every_dtype_of_pytorch_is_restored() -> None:
+def test_every_dtype_of_pytorch_is_restored():
     assert limpet.load(save({"d": list(DTYPES)}).url)["d"] == DTYPES
     assert len(DTYPES) > 30
 
 
 @given(st.lists(st.integers(0, 2**63 - 1), max_size=5), st.integers(0, 127))
-def test_any_size_and_device(sizes: list[int], index: int) -> None:
+def test_any_size_and_device(sizes, index):
     state = {"size": torch.Size(sizes), "device": torch.device("cuda", index)}
     assert limpet.load(save(state).url) == state
 
 
-def test_they_replace_live_values() -> None:
+def test_they_replace_live_values():
     live = {
         "dtype": torch.float64,
         "devices": [torch.device("cpu")] * 3,
@@ -86,7 +69,7 @@ def test_they_replace_live_values() -> None:
         limpet.load(save(STATE).url, into={"nested": {"size": ((9,), None)}}, keys="nested/**")
 
 
-def test_they_are_not_members_of_sets_or_names() -> None:
+def test_they_are_not_members_of_sets_or_names():
     for value in ({torch.float32}, {torch.float32: 1}):
         with pytest.raises(Unsupported, match=r"Save str\(value\)"):
             save({"x": value})
@@ -94,12 +77,12 @@ def test_they_are_not_members_of_sets_or_names() -> None:
         limpet.save(unused_url(), {}, note={"d": torch.float32})
 
 
-def test_dicts_that_look_like_their_nodes_are_dicts() -> None:
+def test_dicts_that_look_like_their_nodes_are_dicts():
     misleading = {"dict": {"dtype": "float32"}, "device": "cpu", "size": [1]}
     assert limpet.load(save(misleading).url) == misleading
 
 
-def test_an_incremental_version_and_its_copies(tmp_path: Path) -> None:
+def test_an_incremental_version_and_its_copies(tmp_path):
     state = {**STATE, "w": np.zeros(300_000), "progress": limpet.Progress()}
     url = str(tmp_path / "run")
     every = limpet.EverySteps(1)
@@ -120,7 +103,7 @@ def test_an_incremental_version_and_its_copies(tmp_path: Path) -> None:
         assert limpet.load(copies.at(name))["devices"] == STATE["devices"]
 
 
-def test_several_ranks_must_agree() -> None:
+def test_several_ranks_must_agree():
     url = unused_url()
     with FakeGroup(2) as group:
         group.run(lambda r: limpet.save(url, STATE))
@@ -134,7 +117,7 @@ def test_several_ranks_must_agree() -> None:
     assert limpet.load(url) == {"d": {"0": torch.device("cuda:0"), "1": torch.device("cuda:1")}}
 
 
-def test_ranks_that_disagree_are_named() -> None:
+def test_ranks_that_disagree_are_named():
     url = unused_url()
     with FakeGroup(2) as group:
         for error in group.outcomes(
@@ -147,7 +130,7 @@ def test_ranks_that_disagree_are_named() -> None:
 # -- without torch, and forged files -------------------------------------------------------------
 
 
-def test_a_command_does_not_import_torch(tmp_path: Path) -> None:
+def test_a_command_does_not_import_torch(tmp_path):
     limpet.save(str(tmp_path / "version_1"), STATE)
     code = (
         "import sys\n"
@@ -156,7 +139,7 @@ def test_a_command_does_not_import_torch(tmp_path: Path) -> None:
         "runpy.run_module('limpet', run_name='__main__')\n"
     )
 
-    def run(*args: str) -> str:
+    def run(*args):
         command = [sys.executable, "-c", code, *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -170,7 +153,7 @@ def test_a_command_does_not_import_torch(tmp_path: Path) -> None:
     run("diff", str(tmp_path / "version_1"), str(tmp_path / "version_1"))
 
 
-def test_a_load_imports_torch_or_says_that_it_needs_it(tmp_path: Path) -> None:
+def test_a_load_imports_torch_or_says_that_it_needs_it(tmp_path):
     limpet.save(str(tmp_path / "version_1"), STATE)
     code = (
         "import sys, limpet\n"
@@ -184,7 +167,7 @@ def test_a_load_imports_torch_or_says_that_it_needs_it(tmp_path: Path) -> None:
         assert expected in done.stdout
 
 
-def forged(node: Json, where: str = "tree") -> Files:
+def forged(node, where="tree"):
     files = save_to_files({"x": torch.float32})
     key = manifest_key(files)
     content = sealed_content(files[key])
@@ -192,7 +175,7 @@ def forged(node: Json, where: str = "tree") -> Files:
     return {**files, key: seal(content)}
 
 
-def open_files(files: Files) -> limpet.Snapshot:
+def open_files(files):
     return limpet.open(store_of(files).at(next(iter(files)).partition("/")[0]))
 
 
@@ -222,12 +205,12 @@ def open_files(files: Files) -> limpet.Snapshot:
     ],
     ids=str,
 )
-def test_a_malformed_node_is_refused(node: Json) -> None:
+def test_a_malformed_node_is_refused(node):
     with pytest.raises(ManifestInvalid):
         open_files(forged(node))
 
 
-def test_metadata_has_no_such_nodes() -> None:
+def test_metadata_has_no_such_nodes():
     assert open_files(forged({"dtype": "float16"}))["x"] is torch.float16
     with pytest.raises(ManifestInvalid):
         open_files(forged({"dict": {"a": {"dtype": "float16"}}}, where="metadata"))
@@ -236,7 +219,7 @@ def test_metadata_has_no_such_nodes() -> None:
 @pytest.mark.parametrize(
     "node", [{"dtype": "onnx"}, {"dtype": "load"}, {"dtype": "float99"}, {"device": "abacus:0"}]
 )
-def test_a_name_that_is_no_dtype_or_device_is_never_used(node: Json) -> None:
+def test_a_name_that_is_no_dtype_or_device_is_never_used(node):
     files = forged(node)
     with pytest.raises(LimpetError, match="does not know"):
         _ = open_files(files)["x"]
@@ -244,7 +227,7 @@ def test_a_name_that_is_no_dtype_or_device_is_never_used(node: Json) -> None:
         limpet.load(store_of(files).at(next(iter(files)).partition("/")[0]))
 
 
-def test_the_text_of_a_node() -> None:
+def test_the_text_of_a_node():
     for value in (torch.int8, torch.Size([1])):
         node = torch_types.encode(value)
         assert repr(torch_types.describe(node)) == repr(value)

@@ -1,7 +1,5 @@
 """A load returns plain values and leaves with their value and type, under any name."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from math import nan
 from typing import Any
@@ -53,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def save_and_load(state: dict[str, Any]) -> Any:
+def save_and_load(state):
     store = MemoryStore()
     limpet.save(store, state)
     return limpet.load(store)
@@ -62,12 +60,12 @@ def save_and_load(state: dict[str, Any]) -> Any:
 @pytest.mark.slow
 @settings(derandomize=True, max_examples=150)
 @given(values)
-def test_plain_values_keep_their_types(value: Any) -> None:
+def test_plain_values_keep_their_types(value):
     state = {"x": value}
     assert values_equal(save_and_load(state), state)
 
 
-def test_every_kind_of_node_is_restored() -> None:
+def test_every_kind_of_node_is_restored():
     assert values_equal(save_and_load(small_state()), small_state())
     assert values_equal(save_and_load(plain_values()), plain_values())
 
@@ -100,7 +98,7 @@ NAMES = [
 ]
 
 
-def test_any_name_is_valid() -> None:
+def test_any_name_is_valid():
     state: dict[Any, Any] = {n: torch.tensor([i]) for i, n in enumerate(NAMES)}
     state["deep"] = {n: {n: torch.tensor([i, i])} for i, n in enumerate(NAMES)}
     state["keys"] = {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), "1~2": torch.tensor([3.0])}
@@ -113,13 +111,13 @@ def test_any_name_is_valid() -> None:
     assert files == {"manifest", "shard"}, "no file is named after a leaf"
 
 
-def test_an_empty_name_is_distinct_from_other_names() -> None:
+def test_an_empty_name_is_distinct_from_other_names():
     one, two = torch.tensor([1]), torch.tensor([2])
     state = {"": {"a": one, "": {"a": two}}, "a": two + 1, "~": {"a": two + 2}}
     assert values_equal(save_and_load(state), state)
 
 
-def test_keys_with_equal_text_are_distinguished_in_a_partial_load() -> None:
+def test_keys_with_equal_text_are_distinguished_in_a_partial_load():
     state = {"d": {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), (1,): [torch.tensor([3.0])]}}
     store = MemoryStore()
     keys = limpet.save(store, state).keys()
@@ -128,12 +126,12 @@ def test_keys_with_equal_text_are_distinguished_in_a_partial_load() -> None:
         assert values_equal(part, {"d": {name: torch.tensor([value])}})
 
 
-def test_safetensors_can_open_the_shard(tmp_path: Any) -> None:
+def test_safetensors_can_open_the_shard(tmp_path):
     state = {n: torch.tensor([i]) for i, n in enumerate(NAMES) if n != "__metadata__"}
     state |= {d: torch.zeros(4, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
     limpet.save(str(tmp_path / "version_1"), state)
     shard = next((tmp_path / "version_1").glob("*.safetensors"))
-    with safe_open(shard, "pt") as f:  # type: ignore[no-untyped-call]
+    with safe_open(shard, "pt") as f:
         names = set(f.keys())
         assert names == set(limpet.open(str(tmp_path / "version_1")).keys())
         assert f.get_tensor("float32").dtype == torch.float32
@@ -143,7 +141,7 @@ def test_safetensors_can_open_the_shard(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 2)])
-def test_every_dtype_is_restored_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
+def test_every_dtype_is_restored_bit_for_bit(name, shape):
     dtype = getattr(torch, name)
     size = torch.empty((), dtype=dtype).element_size()
     count = int(np.prod(shape)) * size
@@ -172,7 +170,7 @@ def test_every_dtype_is_restored_bit_for_bit(name: str, shape: tuple[int, ...]) 
     ],
     ids=lambda a: str(a.dtype)[:30],
 )
-def test_arrays_of_other_dtypes_are_restored(array: np.ndarray[Any, Any]) -> None:
+def test_arrays_of_other_dtypes_are_restored(array):
     assert values_equal(save_and_load({"a": array})["a"], array)
     if array.size:
         one = array.flat[0]
@@ -187,12 +185,12 @@ def test_arrays_of_other_dtypes_are_restored(array: np.ndarray[Any, Any]) -> Non
     [np.str_(""), np.bytes_(b""), np.void(b""), np.void(b"abc"), 1 << 20000, -(1 << 20000)],
     ids=range(6),
 )
-def test_values_that_are_difficult_to_encode_as_text(value: Any) -> None:
+def test_values_that_are_difficult_to_encode_as_text(value):
     state = {"x": value, "in": [value], "as": {1: (value,)}}
     assert values_equal(save_and_load(state), state)
 
 
-def check_rejected(value: Any) -> None:
+def check_rejected(value):
     store = MemoryStore()
     with pytest.raises(Unsupported) as e:
         limpet.save(store, {"here": value})
@@ -200,7 +198,7 @@ def check_rejected(value: Any) -> None:
     assert not list(store.list(""))
 
 
-def test_values_that_could_not_be_restored_exactly_are_rejected() -> None:
+def test_values_that_could_not_be_restored_exactly_are_rejected():
     record = np.zeros(2, np.dtype((np.record, [("a", "<i4")])))
     check_rejected(record)
     check_rejected(record[0])
@@ -213,25 +211,25 @@ def test_values_that_could_not_be_restored_exactly_are_rejected() -> None:
     check_rejected({1 << 20000: {}})
 
 
-def nested(depth: int, inner: Any) -> Any:
+def nested(depth, inner):
     for _ in range(depth):
         inner = [inner]
     return inner
 
 
 class Stateful:
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         self.inner = inner
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"inner": self.inner}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.inner = state["inner"]
 
 
 @pytest.mark.parametrize("inner", [1, 1 << 80, "x", nan, torch.ones(1), [1, 2], {"a": None}, {1}])
-def test_deeply_nested_values_are_rejected_or_restored(inner: Any) -> None:
+def test_deeply_nested_values_are_rejected_or_restored(inner):
     restored = 0
     for depth in (1, *range(MAX_DEPTH - 4, MAX_DEPTH + 3)):
         state = {"x": nested(depth, inner)}
@@ -246,8 +244,8 @@ def test_deeply_nested_values_are_rejected_or_restored(inner: Any) -> None:
     check_rejected(nested(60, Stateful(nested(60, inner))))
 
 
-def test_the_validator_accepts_encoded_trees() -> None:
-    def refuse(value: Any, key: str, depth: int) -> Any:
+def test_the_validator_accepts_encoded_trees():
+    def refuse(value, key, depth):
         raise AssertionError(key)
 
     check_tree(tree.encode(plain_values(), "", refuse), "f")

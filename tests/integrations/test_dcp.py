@@ -1,7 +1,5 @@
 """DCP with Limpet's reader and writer in one process: saves, loads, refusals, and leftovers."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc
@@ -683,7 +681,7 @@ def test_unknown_url_scheme_raises_a_store_error():
     assert not isinstance(BytesStorageMetadata(), TensorStorageMetadata)
 
 
-def test_extensions_are_refused_by_name() -> None:
+def test_extensions_are_refused_by_name():
     class Rot13:
         pass
 

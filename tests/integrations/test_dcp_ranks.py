@@ -3,17 +3,13 @@
 The tests cover what PyTorch's own DCP tests cover. ``upstream.py`` runs PyTorch's tests themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
 import shutil
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import limpet
 from limpet.errors import CommitError, DigestMismatch, LimpetError, NotFound
@@ -44,22 +36,22 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+def world(tmp_path_factory):
     made = RankProcesses(tmp_path_factory.mktemp("world"))
     yield made
     made.stop()
 
 
-def save(state: Any, url: Any, **options: Any) -> Any:
+def save(state, url, **options):
     return dcp.save(state, storage_writer=StorageWriter(url), **options)
 
 
-def load(state: Any, url: Any, **options: Any) -> Any:
+def load(state, url, **options):
     dcp.load(state, storage_reader=StorageReader(url), **options)
     return state
 
 
-def arange(*shape: int) -> torch.Tensor:
+def arange(*shape):
     return torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
 
 
@@ -77,7 +69,7 @@ GRID_PLACEMENTS = [
 ]
 
 
-def layouts() -> list[tuple[Any, Any]]:
+def layouts():
     line_mesh = init_device_mesh("cpu", (SIZE,))
     grid_mesh = init_device_mesh("cpu", (2, 2))
     return [(line_mesh, placements) for placements in LINE_PLACEMENTS] + [
@@ -85,13 +77,13 @@ def layouts() -> list[tuple[Any, Any]]:
     ]
 
 
-def distribute(shape: tuple[int, ...], mesh: Any, placements: Any, fill: bool) -> Any:
+def distribute(shape, mesh, placements, fill):
     fits = all(not isinstance(p, Shard) or p.dim < len(shape) for p in placements)
     value = arange(*shape) if fill else torch.full(shape, -1.0)
     return distribute_tensor(value, mesh, placements) if fits else value
 
 
-def check_resharding(folder: str) -> None:
+def check_resharding(folder):
     """Save every shape in every layout, and load each into a third of the layouts."""
     all_layouts = layouts()
     for i, (mesh, placements) in enumerate(all_layouts):
@@ -105,9 +97,7 @@ def check_resharding(folder: str) -> None:
                 assert loaded.equal(arange(*shape)), (placements, target_placements, shape)
 
 
-def test_dtensors_of_any_layout_load_into_other_layouts(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_dtensors_of_any_layout_load_into_other_layouts(world, tmp_path):
     world.run(check_resharding, str(tmp_path))
     for i in range(len(LINE_PLACEMENTS + GRID_PLACEMENTS)):
         snap = limpet.open(tmp_path / str(i))
@@ -119,7 +109,7 @@ def test_dtensors_of_any_layout_load_into_other_layouts(
         assert sum(prod(b.sizes) * 4 for b in boxes) == expected_bytes, "each element is saved once"
 
 
-def check_sharded_tensors(folder: str) -> None:
+def check_sharded_tensors(folder):
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard as LocalShard
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -127,7 +117,7 @@ def check_sharded_tensors(folder: str) -> None:
     rank = dist.get_rank()
     saved_row_counts = [3, 1, 0, 2]
 
-    def make_tensor(fill: bool, row_counts: list[int]) -> Any:
+    def make_tensor(fill, row_counts):
         first, count = sum(row_counts[:rank]), row_counts[rank]
         if not count:
             return init_from_local_shards([], (6, 5))
@@ -141,13 +131,10 @@ def check_sharded_tensors(folder: str) -> None:
         first = sum(row_counts[:rank])
         for shard in into.local_shards():
             assert shard.tensor.equal(arange(6, 5)[first : first + row_counts[rank]])
-    plain = load({"a": torch.zeros(6, 5)}, folder)["a"]
-    assert plain.equal(arange(6, 5))
+    assert load({"a": torch.zeros(6, 5)}, folder)["a"].equal(arange(6, 5))
 
 
-def test_sharded_tensors_load_into_other_shards_and_whole_tensors(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_sharded_tensors_load_into_other_shards_and_whole_tensors(world, tmp_path):
     world.run(check_sharded_tensors, str(tmp_path / "a"))
     assert limpet.load(tmp_path / "a")["a"].equal(arange(6, 5))
 
@@ -156,7 +143,7 @@ def test_sharded_tensors_load_into_other_shards_and_whole_tensors(
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(6, 10)
         self.down = nn.Linear(10, 6)
@@ -164,12 +151,12 @@ class Model(nn.Module):
 
     seen: torch.Tensor
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         self.seen += len(x)
         return self.down(torch.tanh(self.up(x)))
 
 
-def make_model(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_model(kind):
     torch.manual_seed(1)
     model = Model()
     if kind in ("fsdp", "hsdp"):
@@ -185,13 +172,13 @@ def make_model(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train(model, optimizer):
     optimizer.zero_grad()
     (model(arange(4, 6).sin()) * arange(4, 6).cos()).sum().backward()
     optimizer.step()
 
 
-def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def full_state(model, optimizer):
     options = StateDictOptions(full_state_dict=True)
     return state_dicts.get_state_dict(model, optimizer, options=options)
 
@@ -199,10 +186,10 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 KINDS = ["fsdp", "hsdp", "fsdp+tp", "ddp"]
 
 
-def check_training(folder: str, kind: str, other: str, flat: bool) -> bool:
+def check_training(folder, kind, other, flat):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
-    def state(model: Any, optimizer: Any) -> Any:
+    def state(model, optimizer):
         both = state_dicts.get_state_dict(model, optimizer, options=options)
         return dict(zip(("model", "optimizer"), both, strict=True))
 
@@ -245,9 +232,7 @@ def check_training(folder: str, kind: str, other: str, flat: bool) -> bool:
         ("ddp", "fsdp+tp", False),
     ],
 )
-def test_training_continues_identically_after_a_load(
-    world: RankProcesses, tmp_path: Path, kind: str, other: str, flat: bool
-) -> None:
+def test_training_continues_identically_after_a_load(world, tmp_path, kind, other, flat):
     assert all(world.run(check_training, str(tmp_path / "version_2"), kind, other, flat))
     snap = limpet.open(tmp_path / "version_2")
     assert snap.verify().ok
@@ -256,7 +241,7 @@ def test_training_continues_identically_after_a_load(
     assert [p.name for p in tmp_path.iterdir()] == ["version_2"], "no pin is left"
 
 
-def save_full_state(folder: str) -> Any:
+def save_full_state(folder):
     """Save with options that gather the full state on rank 0, and load with ``strict=False``."""
     model, optimizer = make_model("fsdp")
     train(model, optimizer)
@@ -277,7 +262,7 @@ def save_full_state(folder: str) -> Any:
     return dict(saved)
 
 
-def test_full_state_of_rank_0_is_saved(world: RankProcesses, tmp_path: Path) -> None:
+def test_full_state_of_rank_0_is_saved(world, tmp_path):
     first, *others = world.run(save_full_state, str(tmp_path / "a"))
     assert not any(others)
     loaded = limpet.load(tmp_path / "a")["model"]
@@ -291,7 +276,7 @@ class CachedPlanner(DefaultSavePlanner):
     """A planner with its own name, because DCP caches plans by class name."""
 
 
-def save_with_cached_plans(folder: str) -> None:
+def save_with_cached_plans(folder):
     for step in range(3):
         state = {"a": arange(8, 2) + step, "n": step}
         distributed = distribute_tensor(state["a"], init_device_mesh("cpu", (SIZE,)), [Shard(0)])
@@ -312,9 +297,7 @@ def save_with_cached_plans(folder: str) -> None:
 CACHING: dict[str, Any] = {"enable_plan_caching": True}
 
 
-def test_saves_with_cached_plans_contain_the_current_state(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_saves_with_cached_plans_contain_the_current_state(world, tmp_path):
     if "enable_plan_caching" not in DefaultSavePlanner.__init__.__code__.co_varnames:
         pytest.skip(f"torch {torch.__version__} does not cache plans")
     world.run(save_with_cached_plans, str(tmp_path))
@@ -325,21 +308,19 @@ def test_saves_with_cached_plans_contain_the_current_state(
         assert len(reader_of(limpet.open(tmp_path / f"version_{step}")).manifest.shards) == SIZE
 
 
-def save_async(folder: str) -> None:
+def save_async(folder):
     state = {"a": distribute_tensor(arange(8, 2), init_device_mesh("cpu", (SIZE,)), [Shard(0)])}
     future = dcp.async_save(state, storage_writer=StorageWriter(folder))
     state["a"].to_local().zero_()
     getattr(future, "upload_completion", future).result()
 
 
-def test_async_save_saves_the_state_at_the_time_of_the_call(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_async_save_saves_the_state_at_the_time_of_the_call(world, tmp_path):
     world.run(save_async, str(tmp_path / "a"))
     assert limpet.load(tmp_path / "a")["a"].equal(arange(8, 2))
 
 
-def save_async_in_process(folder: str) -> None:
+def save_async_in_process(folder):
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     kind = AsyncCheckpointerType.PROCESS
@@ -350,7 +331,7 @@ def save_async_in_process(folder: str) -> None:
         getattr(future, "upload_completion", future).result()
 
 
-def test_async_save_in_another_process(tmp_path: Path) -> None:
+def test_async_save_in_another_process(tmp_path):
     world = RankProcesses(tmp_path)  # not the shared processes: DCP keeps its own process running
     try:
         world.run(save_async_in_process, str(tmp_path))
@@ -360,7 +341,7 @@ def test_async_save_in_another_process(tmp_path: Path) -> None:
         assert limpet.load(tmp_path / f"version_{step}")["a"].equal(arange(8, 2) + step)
 
 
-def save_in_subgroup_and_alone(folder: str) -> None:
+def save_in_subgroup_and_alone(folder):
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         state = {"a": arange(4) + 1, "n": 3}
@@ -372,19 +353,16 @@ def save_in_subgroup_and_alone(folder: str) -> None:
         warnings.simplefilter("ignore")
         own_folder = f"{folder}-{dist.get_rank()}"
         save({"rank": torch.tensor(dist.get_rank())}, own_folder, no_dist=True)
-        into = load({"rank": torch.tensor(-1)}, own_folder, no_dist=True)
-        assert into["rank"] == dist.get_rank()
+        assert load({"rank": torch.tensor(-1)}, own_folder, no_dist=True)["rank"] == dist.get_rank()
 
 
-def test_some_ranks_save_as_a_group_and_each_rank_saves_alone(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_some_ranks_save_as_a_group_and_each_rank_saves_alone(world, tmp_path):
     world.run(save_in_subgroup_and_alone, str(tmp_path / "a"))
     assert len(list(tmp_path.iterdir())) == 1 + SIZE
     assert limpet.open(tmp_path / "a").verify().ok
 
 
-def save_stages(folder: str) -> None:
+def save_stages(folder):
     """Save keys that differ on each rank, and keys that all ranks have."""
     rank = dist.get_rank()
     state = {"stages": {f"stage{rank}": arange(3) + rank}, "shared": arange(5), "n": 7}
@@ -395,20 +373,20 @@ def save_stages(folder: str) -> None:
     assert into["n"] == 7
 
 
-def test_ranks_can_save_different_keys(world: RankProcesses, tmp_path: Path) -> None:
+def test_ranks_can_save_different_keys(world, tmp_path):
     world.run(save_stages, str(tmp_path / "a"))
     snap = limpet.open(tmp_path / "a")
     assert {f"stages/stage{r}" for r in range(SIZE)} | {"shared", "n"} == set(snap.keys())
 
 
-def save_replicated(folder: str) -> None:
+def save_replicated(folder):
     state = {f"{i}": arange(100) + i for i in range(8)}
     save(state, f"{folder}/spread")
     lowest = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     save(state, f"{folder}/lowest", planner=lowest)
 
 
-def test_replicated_tensors_are_written_once(world: RankProcesses, tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once(world, tmp_path):
     world.run(save_replicated, str(tmp_path))
     spread, lowest = limpet.open(tmp_path / "spread"), limpet.open(tmp_path / "lowest")
     for snap in (spread, lowest):
@@ -424,22 +402,22 @@ def test_replicated_tensors_are_written_once(world: RankProcesses, tmp_path: Pat
 
 
 class FailsOnRank2(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
+    def resolve_data(self, write_item):
         if dist.get_rank() == 2:
             raise OSError("the disk of rank 2 is broken")
         return super().resolve_data(write_item)
 
 
-def distributed_state() -> Any:
+def distributed_state():
     mesh = init_device_mesh("cpu", (SIZE,))
     return {"a": distribute_tensor(arange(8, 2), mesh, [Shard(0)]), "n": 1}
 
 
-def failures_by_rank(caught: Any) -> dict[int, str]:
+def failures_by_rank(caught):
     return {rank: repr(error[0]) for rank, error in caught.value.failures.items()}
 
 
-def save_with_failing_rank(folder: str) -> Any:
+def save_with_failing_rank(folder):
     writer = StorageWriter(folder)
     with pytest.raises(CheckpointException) as caught:
         dcp.save(distributed_state(), storage_writer=writer, planner=FailsOnRank2())
@@ -453,9 +431,7 @@ def save_with_failing_rank(folder: str) -> Any:
     return failures
 
 
-def test_failure_of_one_rank_fails_all_ranks_and_the_next_save_works(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_failure_of_one_rank_fails_all_ranks_and_the_next_save_works(world, tmp_path):
     reports = world.run(save_with_failing_rank, str(tmp_path / "version_1"))
     assert all(list(report) == [2] and "is broken" in report[2] for report in reports)
     assert limpet.open(tmp_path / "version_1").verify().ok
@@ -463,7 +439,7 @@ def test_failure_of_one_rank_fails_all_ranks_and_the_next_save_works(
     assert [p.name for p in tmp_path.iterdir()] == ["version_1"], "no pin is left"
 
 
-def load_different_versions(folder: str) -> Any:
+def load_different_versions(folder):
     """Each rank resolves the address, and the run changes meanwhile."""
     address = f"{folder}@{'latest' if dist.get_rank() else '1'}"
     state = distributed_state()
@@ -473,23 +449,21 @@ def load_different_versions(folder: str) -> Any:
     return failures_by_rank(caught)
 
 
-def test_ranks_that_open_different_versions_are_refused(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_ranks_that_open_different_versions_are_refused(world, tmp_path):
     for step in (1, 2):
         limpet.save(tmp_path / f"version_{step}", {"a": arange(8, 2) * step, "n": step})
     for report in world.run(load_different_versions, str(tmp_path)):
         assert "different versions" in report[0]
 
 
-def save_to_unshared_folders(folder: str) -> Any:
+def save_to_unshared_folders(folder):
     host_folder = f"{folder}/{dist.get_rank() // 2}/version_1"
     with pytest.raises(CheckpointException) as caught:
         save(distributed_state(), host_folder)
     return [type(e[0]) for e in caught.value.failures.values()]
 
 
-def test_folder_that_hosts_do_not_share_is_refused(world: RankProcesses, tmp_path: Path) -> None:
+def test_folder_that_hosts_do_not_share_is_refused(world, tmp_path):
     for kinds in world.run(save_to_unshared_folders, str(tmp_path)):
         assert kinds == [CommitError]
     assert not list(tmp_path.rglob("manifest.json"))
@@ -498,25 +472,25 @@ def test_folder_that_hosts_do_not_share_is_refused(world: RankProcesses, tmp_pat
 class LosesItems(DefaultSavePlanner):
     """Drops the items of one plan after DCP's own check."""
 
-    def create_global_plan(self, all_plans: Any) -> Any:
+    def create_global_plan(self, all_plans):
         plans, metadata = super().create_global_plan(all_plans)
         return [replace(plans[0], items=[]), *plans[1:]], metadata
 
 
-def save_with_lost_items(folder: str) -> Any:
+def save_with_lost_items(folder):
     with pytest.raises(CheckpointException) as caught:
         save({"a": distributed_state()["a"]}, folder, planner=LosesItems())
     return [repr(e[0]) for e in caught.value.failures.values()]
 
 
-def test_partially_written_leaf_is_not_committed(world: RankProcesses, tmp_path: Path) -> None:
+def test_partially_written_leaf_is_not_committed(world, tmp_path):
     for errors in world.run(save_with_lost_items, str(tmp_path / "a")):
         assert len(errors) == 1
         assert "leave gaps" in errors[0], errors
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def save_different_states(folder: str) -> Any:
+def save_different_states(folder):
     """Save states that nest the same DCP name differently."""
     state = {"a": {"b": arange(3)}} if dist.get_rank() else {"a.b": arange(3)}
     with pytest.raises(CheckpointException):
@@ -527,19 +501,19 @@ def save_different_states(folder: str) -> Any:
 class SavesHalfPerRank(DefaultSavePlanner):
     """Plans one part of a leaf from rank 0 and one from rank 1, which nest it differently."""
 
-    def _dedup_save_plans(self, all_plans: Any) -> Any:
+    def _dedup_save_plans(self, all_plans):
         return [
             replace(plan, items=[cut_item(i, r) for i in plan.items] if r < 2 else [])
             for r, plan in enumerate(all_plans)
         ]
 
-    def resolve_data(self, write_item: Any) -> Any:
+    def resolve_data(self, write_item):
         chunk = write_item.tensor_data.chunk
         whole = super().lookup_object(replace(write_item.index, offset=torch.Size([0])))
         return whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
 
 
-def cut_item(item: Any, rank: int) -> Any:
+def cut_item(item, rank):
     from torch.distributed.checkpoint.planner import WriteItemType
 
     offsets, sizes = torch.Size([2 * rank]), torch.Size([2 - rank])
@@ -549,21 +523,19 @@ def cut_item(item: Any, rank: int) -> Any:
     return replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
-def test_leaf_that_ranks_nest_differently_is_refused(world: RankProcesses, tmp_path: Path) -> None:
+def test_leaf_that_ranks_nest_differently_is_refused(world, tmp_path):
     assert all(world.run(save_different_states, str(tmp_path / "a")))
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def load_damaged(folder: str) -> Any:
+def load_damaged(folder):
     into = distributed_state()
     with pytest.raises(CheckpointException) as caught:
         load(into, folder)
     return {rank: type(e[0]) for rank, e in caught.value.failures.items()}
 
 
-def test_damage_in_the_shard_of_one_rank_fails_the_load_on_all_ranks(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_damage_in_the_shard_of_one_rank_fails_the_load_on_all_ranks(world, tmp_path):
     world.run(save_distributed_state, str(tmp_path / "a"))
     (shard,) = (tmp_path / "a").glob("shard-00003*.safetensors")
     raw = bytearray(shard.read_bytes())
@@ -573,11 +545,11 @@ def test_damage_in_the_shard_of_one_rank_fails_the_load_on_all_ranks(
         assert errors == {3: DigestMismatch}
 
 
-def save_distributed_state(folder: str) -> None:
+def save_distributed_state(folder):
     save(distributed_state(), folder)
 
 
-def load_missing_keys(folder: str) -> None:
+def load_missing_keys(folder):
     state = {**distributed_state(), "more": arange(2)}
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: more"):
         load(state, folder)
@@ -590,9 +562,7 @@ def load_missing_keys(folder: str) -> None:
     assert load(part, folder)["a"].full_tensor().equal(arange(8, 2))
 
 
-def test_missing_keys_raise_and_a_part_of_the_state_loads(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_missing_keys_raise_and_a_part_of_the_state_loads(world, tmp_path):
     world.run(save_distributed_state, str(tmp_path / "a"))
     world.run(load_missing_keys, str(tmp_path / "a"))
 
@@ -603,7 +573,7 @@ needs_collectives_option = pytest.mark.skipif(
 )
 
 
-def save_and_load_without_collectives(folder: str) -> dict[str, Any]:
+def save_and_load_without_collectives(folder):
     rank = dist.get_rank()
     state = {"weight": arange(4, 3) + rank, "name": f"rank {rank}"}
     save(state, folder, use_collectives=False)
@@ -617,9 +587,7 @@ def save_and_load_without_collectives(folder: str) -> dict[str, Any]:
 
 
 @needs_collectives_option
-def test_without_collectives_each_rank_saves_its_own_snapshot(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_without_collectives_each_rank_saves_its_own_snapshot(world, tmp_path):
     run, folder = str(tmp_path), tmp_path / "version_7"
     world.run(save_and_load_without_collectives, str(folder))
     assert sorted(p.name for p in folder.iterdir()) == [f"rank_{r}" for r in range(SIZE)]
@@ -634,7 +602,7 @@ def test_without_collectives_each_rank_saves_its_own_snapshot(
     assert limpet.open(folder / "rank_1").verify().ok
 
 
-def save_shards_without_collectives(folder: str) -> str:
+def save_shards_without_collectives(folder):
     state = {"weight": distribute((8, 4), init_device_mesh("cpu", (SIZE,)), [Shard(0)], True)}
     try:
         save(state, folder, use_collectives=False)
@@ -644,16 +612,14 @@ def save_shards_without_collectives(folder: str) -> str:
 
 
 @needs_collectives_option
-def test_a_shard_without_the_rest_of_its_tensor_is_refused(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_a_shard_without_the_rest_of_its_tensor_is_refused(world, tmp_path):
     for rank, message in enumerate(world.run(save_shards_without_collectives, str(tmp_path / "a"))):
         assert f"Rank {rank} cannot save its part of 1 sharded tensors by itself" in message
         assert "parts of weight. Omit use_collectives." in message
     assert not [f for f in tmp_path.rglob("*") if f.is_file()]
 
 
-def load_on_the_last_rank_fails(folder: str) -> str:
+def load_on_the_last_rank_fails(folder):
     into = {"weight": torch.zeros(4, 3), "name": ""}
     try:
         load(into, folder)
@@ -663,9 +629,7 @@ def load_on_the_last_rank_fails(folder: str) -> str:
 
 
 @needs_collectives_option
-def test_a_rank_whose_own_snapshot_is_missing_is_named(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_a_rank_whose_own_snapshot_is_missing_is_named(world, tmp_path):
     folder = tmp_path / "version_7"
     world.run(save_and_load_without_collectives, str(folder))
     shutil.rmtree(folder / f"rank_{SIZE - 1}")
@@ -673,7 +637,7 @@ def test_a_rank_whose_own_snapshot_is_missing_is_named(
     assert all(f"rank_{SIZE - 1}" in m and "rank_0" not in m for m in messages)
 
 
-def save_twice(folder: str) -> str:
+def save_twice(folder):
     save(distributed_state(), folder)
     try:
         save(distributed_state(), folder, use_collectives=False)
@@ -683,9 +647,7 @@ def save_twice(folder: str) -> str:
 
 
 @needs_collectives_option
-def test_a_snapshot_of_all_ranks_is_not_hidden_by_those_of_each(
-    world: RankProcesses, tmp_path: Path
-) -> None:
+def test_a_snapshot_of_all_ranks_is_not_hidden_by_those_of_each(world, tmp_path):
     assert {*world.run(save_twice, str(tmp_path / "a"))} == {"AlreadyExists"}
     manifest = tmp_path / "a" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
@@ -695,7 +657,7 @@ def test_a_snapshot_of_all_ranks_is_not_hidden_by_those_of_each(
         assert message.count("manifest") >= 2
 
 
-def load_native(folder: str) -> None:
+def load_native(folder):
     model, _ = make_model("fsdp+tp")
     into = load({"model": state_dicts.get_model_state_dict(model)}, folder)["model"]
     state_dicts.set_model_state_dict(model, into)
@@ -707,7 +669,7 @@ def load_native(folder: str) -> None:
         assert all(v.equal(expected[k]) for k, v in loaded.items())
 
 
-def test_native_snapshot_loads_into_a_sharded_model(world: RankProcesses, tmp_path: Path) -> None:
+def test_native_snapshot_loads_into_a_sharded_model(world, tmp_path):
     torch.manual_seed(5)
     limpet.save(tmp_path / "a", {"model": Model()})
     world.run(load_native, str(tmp_path / "a"))

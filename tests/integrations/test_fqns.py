@@ -1,7 +1,5 @@
 """Compare the names that DCP's planner gives to a state with those of Limpet's tree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

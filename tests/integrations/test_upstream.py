@@ -1,9 +1,5 @@
 """The script that runs PyTorch's own tests: what it counts as passed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.integrations import upstream
@@ -71,7 +67,7 @@ def test_hangs():
 }
 
 
-def outcomes(tmp_path: Path, name: str) -> dict[str, tuple[str, str]]:
+def outcomes(tmp_path, name):
     checkout = tmp_path / "checkout" / "test" / "distributed" / "checkpoint"
     checkout.mkdir(parents=True)
     (checkout / name).write_text(TESTS[name])
@@ -81,7 +77,7 @@ def outcomes(tmp_path: Path, name: str) -> dict[str, tuple[str, str]]:
     return {test: (end, reason) for test, end, reason in upstream.run_file(tests / name, folder)}
 
 
-def test_the_ends_of_tests_are_distinguished(tmp_path: Path) -> None:
+def test_the_ends_of_tests_are_distinguished(tmp_path):
     found = outcomes(tmp_path, "test_ends.py")
     assert {test: end for test, (end, _) in found.items()} == {
         "TestA.test_passes": "passed",
@@ -100,9 +96,7 @@ def test_the_ends_of_tests_are_distinguished(tmp_path: Path) -> None:
         ("test_hangs.py", "test_hangs", "not finished within"),
     ],
 )
-def test_an_interrupted_test_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, test: str, end: str
-) -> None:
+def test_an_interrupted_test_has_failed(tmp_path, monkeypatch, file, test, end):
     if file == "test_hangs.py":
         monkeypatch.setattr(upstream, "FILE_TIMEOUT", 8)
     found = outcomes(tmp_path, file)
@@ -113,15 +107,15 @@ def test_an_interrupted_test_has_failed(
     assert found.keys() == {"test_before", test, "(all)"}
 
 
-def test_a_test_that_ends_its_process_has_failed_even_with_exit_code_0(tmp_path: Path) -> None:
+def test_a_test_that_ends_its_process_has_failed_even_with_exit_code_0(tmp_path):
     assert outcomes(tmp_path, "test_exits.py") == {"test_exits": ("failed", "interrupted")}
 
 
-def test_a_file_that_cannot_be_imported_has_failed(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_imported_has_failed(tmp_path):
     found = outcomes(tmp_path, "test_not_importable.py")
     assert {end for end, _ in found.values()} == {"failed"}
     assert found["(collection)"][1].startswith("ImportError while importing test module")
 
 
-def test_a_file_without_tests_has_none(tmp_path: Path) -> None:
+def test_a_file_without_tests_has_none(tmp_path):
     assert outcomes(tmp_path, "test_empty.py") == {}

@@ -16,8 +16,6 @@ they replace. If a test saves to the same folder again, they delete the first sn
 would overwrite it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -32,7 +30,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 FILE_TIMEOUT = 1800
@@ -78,7 +75,7 @@ KNOWN = {
 """Tests that also fail with DCP's own writer: a regular expression of file and name, and why."""
 
 REFUSED = {
-    r"test_file_system_checkpoint_cpu\.py::.*(Rot13|ZStandard)\.": "Limpet refuses _extensions",
+    r"test_file_system_checkpoint_cpu\.py::.*(Rot13|ZStandard)\.": "Limpet refuses _extensions"
 }
 """Tests of what Limpet refuses by name, in the same form."""
 
@@ -107,7 +104,7 @@ def pytest_collectreport(report):
 # -- in the test processes -----------------------------------------------------------------------
 
 
-def install(use_dcp_classes: bool = False) -> None:
+def install(use_dcp_classes=False):
     """Patch modules when the tests import them.
 
     With ``use_dcp_classes``, keep DCP's own writer and reader.
@@ -120,58 +117,49 @@ def install(use_dcp_classes: bool = False) -> None:
 class _Hook:
     """Import hook that patches a module after its normal import."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, name, path, target=None):
         patch = _PATCHES.get(name)
         if patch is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        assert spec is not None
-        assert spec.loader is not None
         run = spec.loader.exec_module
 
-        def exec_module(module: Any) -> None:
+        def exec_module(module):
             run(module)
             patch(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module
         return spec
 
 
-def _patch_dcp(module: Any) -> None:
+def _patch_dcp(module):
     writer, reader = _stand_ins(module)
     for name in ("", ".filesystem", "._storage_utils", ".format_utils"):
         submodule = importlib.import_module(module.__name__ + name)
         if hasattr(submodule, "FileSystemWriter"):
-            submodule.FileSystemWriter = writer  # type: ignore[attr-defined]
+            submodule.FileSystemWriter = writer
         if hasattr(submodule, "FileSystemReader"):
-            submodule.FileSystemReader = reader  # type: ignore[attr-defined]
+            submodule.FileSystemReader = reader
 
 
-def _stand_ins(module: Any) -> tuple[type, type]:
+def _stand_ins(module):
     from limpet.errors import StoreError
     from limpet.integrations.dcp import StorageReader, StorageWriter
 
-    def accepts_path(cls: Any, checkpoint_id: Any) -> bool:
+    def accepts_path(cls, checkpoint_id):
         # like FileSystemWriter, accept only paths, not URLs with a scheme
         return "://" not in str(checkpoint_id) and StorageWriter.validate_checkpoint_id(
             checkpoint_id
         )
 
     class FileSystemWriter(StorageWriter):
-        validate_checkpoint_id = classmethod(accepts_path)  # type: ignore[assignment]
+        validate_checkpoint_id = classmethod(accepts_path)
 
-        def __init__(
-            self,
-            path: Any,
-            *args: Any,
-            overwrite: bool = True,
-            _extensions: Any = None,
-            **kwargs: Any,
-        ) -> None:
+        def __init__(self, path, *args, overwrite=True, _extensions=None, **kwargs):
             super().__init__(path, _extensions=_extensions)
             self.overwrite = overwrite
 
-        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
             if is_coordinator and self.overwrite and Path(self.url, "manifest.json").exists():
                 shutil.rmtree(self.url)
             try:
@@ -180,9 +168,9 @@ def _stand_ins(module: Any) -> tuple[type, type]:
                 raise RuntimeError(f"Checkpoint already exists: {e}") from e
 
     class FileSystemReader(StorageReader):
-        validate_checkpoint_id = classmethod(accepts_path)  # type: ignore[assignment]
+        validate_checkpoint_id = classmethod(accepts_path)
 
-        def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, path, *args, **kwargs):
             super().__init__(path)
 
     for stand_in in (FileSystemWriter, FileSystemReader):
@@ -194,8 +182,8 @@ def _stand_ins(module: Any) -> tuple[type, type]:
     return FileSystemWriter, FileSystemReader
 
 
-def _patch_distributed(module: Any) -> None:
-    def skip_nothing(*args: Any, **kwargs: Any) -> Any:
+def _patch_distributed(module):
+    def skip_nothing(*args, **kwargs):
         return lambda function: function
 
     module.torch.accelerator.current_device_index = lambda: "cpu"  # used to compare shards
@@ -204,15 +192,15 @@ def _patch_distributed(module: Any) -> None:
             setattr(module, name, skip_nothing)
 
 
-def _patch_sharded(module: Any) -> None:
+def _patch_sharded(module):
     module.with_comms.__defaults__ = (None, False, "gloo")
 
 
-def _patch_fsdp(module: Any) -> None:
+def _patch_fsdp(module):
     """Pass the CPU to FSDP1, which otherwise requires an accelerator."""
     handle = module._init_device_handle
 
-    def on_cpu(state: Any, inner: Any, ignored: Any, device_id: Any) -> Any:
+    def on_cpu(state, inner, ignored, device_id):
         import torch
 
         return handle(state, inner, ignored, torch.device("cpu"))
@@ -220,7 +208,7 @@ def _patch_fsdp(module: Any) -> None:
     module._init_device_handle = on_cpu
 
 
-def _patch_flat_param(module: Any) -> None:
+def _patch_flat_param(module):
     """Disable the move of gathered parameters to the CPU.
 
     FSDP1 frees the source after the move. Here the source and the target are the same memory, so
@@ -229,7 +217,7 @@ def _patch_flat_param(module: Any) -> None:
     module.FlatParamHandle.to_cpu = lambda self: contextlib.nullcontext()
 
 
-def _patch_fsdp_tests(module: Any) -> None:
+def _patch_fsdp_tests(module):
     """Report eight devices to ``FSDPTest``, which checks the count before each test."""
     module.torch.accelerator.device_count = lambda: 8
 
@@ -247,7 +235,7 @@ _PATCHES = {
 # -- in the process that runs the tests ----------------------------------------------------------
 
 
-def copy_tests(checkout: Path, folder: Path, use_dcp_classes: bool) -> Path:
+def copy_tests(checkout, folder, use_dcp_classes):
     """Copy the tests to ``folder``, adapted to the CPU, and return the folder of the copies."""
     source = checkout / "test" / "distributed" / "checkpoint"
     if not source.is_dir():
@@ -267,7 +255,7 @@ def copy_tests(checkout: Path, folder: Path, use_dcp_classes: bool) -> Path:
     return target
 
 
-def run_file(file: Path, folder: Path) -> list[tuple[str, str, str]]:
+def run_file(file, folder):
     """Run a test file, and return the name, outcome, and reason of each of its tests."""
     report = folder / "report.jsonl"
     report.unlink(missing_ok=True)
@@ -298,7 +286,7 @@ def run_file(file: Path, folder: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def read_report(report: Path) -> list[tuple[str, str, str]]:
+def read_report(report):
     """Return the name, outcome, and reason of each test of a report of ``REPORTER``.
 
     A test whose teardown has not ended was interrupted, and failed.
@@ -324,7 +312,7 @@ def read_report(report: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument(

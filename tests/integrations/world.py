@@ -4,13 +4,9 @@ PyTorch's own base classes start new processes for every test, which takes secon
 ``expecttest``.
 """
 
-from __future__ import annotations
-
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +19,7 @@ TIMEOUT = 120.0
 """Time limit, in seconds, for one call on all ranks."""
 
 
-def run_rank(rank: int, rendezvous_file: str, pipe: Connection) -> None:
+def run_rank(rank, rendezvous_file, pipe):
     """Run one rank: call each function that arrives and send back its result."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -48,13 +44,13 @@ def run_rank(rank: int, rendezvous_file: str, pipe: Connection) -> None:
 class RankProcesses:
     """The rank processes. They start on the first call, and again after a call that failed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         self.number = 0
 
-    def start(self) -> None:
+    def start(self):
         self.number += 1
         for rank in range(SIZE):
             parent_end, child_end = FORK_SERVER.Pipe()
@@ -65,7 +61,7 @@ class RankProcesses:
             self.pipes.append(parent_end)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function, *args):
         """Call ``function`` on every rank, and return the result of each rank.
 
         ``function`` must be at the top level of a module. If it fails on any rank, the processes
@@ -85,7 +81,7 @@ class RankProcesses:
             raise AssertionError("\n".join(failed))
         return [value for _, _, value in replies]
 
-    def stop(self, seconds: float = 0) -> None:
+    def stop(self, seconds=0):
         """Wait up to ``seconds`` for each process to end with its children, then kill it."""
         for pipe in self.pipes:
             pipe.close()

@@ -1,7 +1,5 @@
 """Random states in random layouts, for the tests of planning."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from limpet.layout.shard_layout import LeafBox

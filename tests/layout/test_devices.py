@@ -1,7 +1,5 @@
 """Device maps: short, exact for one process, and never a guess for several ranks."""
 
-from __future__ import annotations
-
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Local plans and the global plan: every box is written once, loads are balanced, and wrong local
 plans are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -77,8 +75,7 @@ def test_replicated_boxes_are_balanced_across_the_ranks_that_have_them(data):
 def test_replicas_are_assigned_to_ranks_with_nothing_else_to_write():
     shared = [interval(f"model/{i}", 0, 8) for i in range(10)]
     alone = LeafBox("table", "uint8", (320,), Box.whole((320,)))
-    made = plan([[*shared, alone], shared, shared])
-    assert made.bytes_per_rank.tolist() == [320, 160, 160]
+    assert plan([[*shared, alone], shared, shared]).bytes_per_rank.tolist() == [320, 160, 160]
 
 
 def test_a_rank_that_alone_has_boxes_writes_all_of_them():

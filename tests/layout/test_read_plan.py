@@ -1,7 +1,5 @@
 """Read plans, executed on bytes in memory, from any layout into any other."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Patterns over keys, and renames, which match the same keys."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

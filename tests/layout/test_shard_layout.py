@@ -1,7 +1,5 @@
 """The order and the chunks of a shard, and the arithmetic of boxes."""
 
-from __future__ import annotations
-
 from math import prod
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Strict loads of objects with ``state_dict`` and ``load_state_dict``: which saved keys fit, and
 which objects may have other keys than their saved state."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter, OrderedDict
 

@@ -1,8 +1,6 @@
 """Loads into live state: matching states, differences, and that nothing is changed before all
 differences are known."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import OrderedDict
@@ -10,13 +8,10 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import limpet
 from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
-from limpet.loading.differences import fold_keys
 from tests.states import TORCH_DTYPES, assert_same, clone, random_tensor, save_state
 
 
@@ -206,25 +201,6 @@ def test_a_subtree_that_is_missing_partly_is_not_folded():
         keys="a/y/**",
         missing="keep",
     )
-
-
-KEYS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
-
-
-@given(st.lists(KEYS, unique=True), st.sets(KEYS))
-def test_fold_keys_counts_every_missing_leaf_and_hides_no_present_one(keys, others):
-    keys = [k for k in keys if k not in others]
-    folded = fold_keys(keys, others)
-    assert sum(n for _, n in folded) == len(keys)
-    for key, n in folded:
-        below = [k for k in keys if k == key or k.startswith(key + "/")]
-        if n > 1:
-            assert len(below) == n
-            assert not any(o == key or o.startswith(key + "/") for o in others)
-            above = key.rpartition("/")[0]
-            assert not above or any(o == above or o.startswith(above + "/") for o in others)
-        else:
-            assert key in keys
 
 
 def test_one_error_names_all_differences_of_a_module():

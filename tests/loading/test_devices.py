@@ -1,7 +1,5 @@
 """``device=``: one device, a mapping from the saved devices, or the saved ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

@@ -1,8 +1,6 @@
 """Modules, optimizers, schedulers, and stateful objects: they are saved, loaded in place, and used
 to continue training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim
@@ -11,21 +9,12 @@ from torch.optim import lr_scheduler as lrs
 import limpet
 from limpet.errors import (
     DTypeMismatch,
-    MemberFailed,
-    MissingLeaf,
     PlanError,
     ShapeMismatch,
     UnexpectedLeaf,
 )
 from limpet.snapshot.snapshot import reader_of
-from tests.states import (
-    Stateful,
-    assert_same,
-    round_trip,
-    save_state,
-    tensor_bytes,
-    unused_url,
-)
+from tests.states import Stateful, assert_same, round_trip, save_state, tensor_bytes, unused_url
 
 # -- modules -------------------------------------------------------------------------------------
 
@@ -274,12 +263,9 @@ def test_hooks_on_state_dict_and_load_state_dict_are_called(which):
     url = save_state({"model": m})
     assert (
         limpet.open(url).keys()
-        == {
-            "clone": ["model/w"],
-            "rename": ["model/weight"],
-            "cast": ["model/w"],
-            "drop": [],
-        }[which]
+        == {"clone": ["model/w"], "rename": ["model/weight"], "cast": ["model/w"], "drop": []}[
+            which
+        ]
     )
     limpet.load(url, into={"model": live})
     assert_same((before if which == "drop" else m.w).detach(), live.w.detach())
@@ -1002,12 +988,6 @@ def test_a_grad_scaler_is_restored():
     limpet.load(save_state({"scaler": off}), into={"scaler": off})
 
 
-def test_a_disabled_grad_scaler_is_not_loaded_into_an_enabled_one():
-    url = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
-    with pytest.raises(MissingLeaf, match="scaler"):
-        limpet.load(url, into={"scaler": torch.amp.GradScaler("cpu")})
-
-
 @pytest.mark.parametrize("ema", [False, True])
 def test_averaged_models_are_restored(ema):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -1060,17 +1040,6 @@ def test_load_state_dict_gets_tensors_with_their_own_memory():
     assert b.state["t"].data_ptr() != live.data_ptr()
 
 
-def test_an_error_from_load_state_dict_says_that_the_live_state_is_not_valid():
-    class Broken(Stateful):
-        def load_state_dict(self, state):
-            raise ValueError("no")
-
-    url = save_state({"t": torch.ones(2), "mine": Stateful(n=1)})
-    with pytest.raises(MemberFailed, match="not valid") as e:
-        limpet.load(url, into={"t": torch.zeros(2), "mine": Broken()})
-    assert isinstance(e.value.__cause__, ValueError)
-
-
 def test_a_generator_can_be_saved_through_get_state():
     """``torch.Generator`` has no ``state_dict``. Its ``get_state`` returns a tensor of bytes."""
     g = torch.Generator().manual_seed(3)
@@ -1079,10 +1048,3 @@ def test_a_generator_can_be_saved_through_get_state():
     other = torch.Generator()
     other.set_state(made["generator"])
     assert torch.equal(torch.rand(3, generator=g), torch.rand(3, generator=other))
-
-
-def test_random_number_generators_are_restored():
-    url = save_state({"rng": limpet.RNG()})
-    a = torch.rand(3)
-    limpet.load(url, into={"rng": limpet.RNG()})
-    assert torch.equal(a, torch.rand(3))

@@ -1,10 +1,7 @@
 """The memory that a load and a reshard need for a snapshot with a million boxes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ ROWS, WIDTH = 2, 16
 NBYTES = ROWS * WIDTH * 4
 
 
-def write_snapshot(folder: Path) -> None:
+def write_snapshot(folder):
     """Write a snapshot of zeros. Every rank has rows of every leaf, and each box is one chunk."""
     small = limpet.save(folder / "small", {"x": np.zeros(1, np.float32)})
     folder = folder / "version_1"
@@ -89,7 +86,7 @@ print(resident("VmHWM") - before)
 """
 
 
-def measure_memory_growth(code: str, url: Path, part: int, ranks: int) -> float:
+def measure_memory_growth(code, url, part, ranks):
     """Return the peak growth of a process's memory, in MiB."""
     command = [sys.executable, "-c", MEASURE_MEMORY.replace("{}", code), url, str(part), str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -99,9 +96,7 @@ def measure_memory_growth(code: str, url: Path, part: int, ranks: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's /proc")
-def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(
-    tmp_path: Path,
-) -> None:
+def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(tmp_path):
     """One load runs as one of 512 ranks. The other loads every leaf in full and so needs all boxes.
     The reshard has two windows."""
     write_snapshot(tmp_path)

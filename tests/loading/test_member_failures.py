@@ -1,11 +1,6 @@
 """An exception in the code of an object names the object, and says what happened to the state."""
 
-from __future__ import annotations
-
 import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,59 +19,59 @@ class Broken(Exception):
 class Member:
     """An object whose method ``fails`` raises ``error``."""
 
-    def __init__(self, fails: str = "", error: BaseException | None = None) -> None:
+    def __init__(self, fails="", error=None):
         self.fails, self.error = fails, error or Broken("no connection")
         self.value = 1
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         self.call("state_dict")
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.call("load_state_dict")
         self.value = state["value"]
 
-    def call(self, method: str) -> None:
+    def call(self, method):
         if self.fails == method:
             raise self.error
 
 
 class Checked(Member):
-    def check_state_dict(self, state: object) -> None:
+    def check_state_dict(self, state):
         self.call("check_state_dict")
 
 
 class Derived(Member):
     keeps_per_rank = True
 
-    def derive(self, rank: int) -> None:
+    def derive(self, rank):
         self.call("derive")
 
 
 class Module(torch.nn.Linear):
     """A module whose extra state fails."""
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self, fails=""):
         super().__init__(1, 1)
         self.fails = fails
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         if self.fails == "state_dict":
             raise Broken("no connection")
         return {"n": 1}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         if self.fails == "load_state_dict":
             raise Broken("no connection")
 
 
-def saved(member: Any) -> str:
+def saved(member):
     url = unused_url()
     limpet.save(url, {"w": np.ones(2), "in": {"a/b": member}})
     return url
 
 
-def failure(call: Callable[[], object]) -> MemberFailed:
+def failure(call):
     with pytest.raises(MemberFailed) as e:
         call()
     assert e.value.member == "in/a~1b"
@@ -92,14 +87,14 @@ def failure(call: Callable[[], object]) -> MemberFailed:
 
 @pytest.mark.parametrize("make", [Member, Module])
 @pytest.mark.parametrize("save", [limpet.save, limpet.save_async])
-def test_state_dict_in_a_save(make: Any, save: Any) -> None:
+def test_state_dict_in_a_save(make, save):
     error = failure(lambda: save(unused_url(), {"in": {"a/b": make("state_dict")}}))
     assert "state_dict(): Broken" in str(error)
     assert "Nothing was saved. Limpet has not modified the live state." in str(error)
     assert not error.is_state_invalid
 
 
-def test_state_dict_in_a_step_and_the_next_step(tmp_path: Path) -> None:
+def test_state_dict_in_a_step_and_the_next_step(tmp_path):
     member = Member()
     state = {"progress": limpet.Progress(), "in": {"a/b": member}}
     with limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(1)) as ckpt:
@@ -113,14 +108,14 @@ def test_state_dict_in_a_step_and_the_next_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Member, Module])
-def test_load_state_dict(make: Any) -> None:
+def test_load_state_dict(make):
     live = {"w": np.zeros(2), "in": {"a/b": make("load_state_dict")}}
     error = failure(lambda: limpet.load(saved(make()), into=live))
     assert error.is_state_invalid
     assert "The live state may be partly overwritten and is not valid" in str(error)
 
 
-def test_check_state_dict_is_called_before_anything_changes() -> None:
+def test_check_state_dict_is_called_before_anything_changes():
     live = {"w": np.zeros(2), "in": {"a/b": Checked("check_state_dict")}}
     error = failure(lambda: limpet.load(saved(Checked()), into=live))
     assert not error.is_state_invalid
@@ -128,14 +123,14 @@ def test_check_state_dict_is_called_before_anything_changes() -> None:
     assert live["w"].tolist() == [0, 0]
 
 
-def test_state_dict_of_a_module_before_anything_changes() -> None:
+def test_state_dict_of_a_module_before_anything_changes():
     live = {"w": np.zeros(2), "in": {"a/b": Module("state_dict")}}
     error = failure(lambda: limpet.load(saved(Module()), into=live))
     assert not error.is_state_invalid
     assert live["w"].tolist() == [0, 0]
 
 
-def test_derive_of_a_rank_without_a_saved_value() -> None:
+def test_derive_of_a_rank_without_a_saved_value():
     url = saved(Derived())
     with FakeGroup(2) as group:
         states = [{"w": np.zeros(2), "in": {"a/b": Derived("derive" * r)}} for r in range(2)]
@@ -146,7 +141,7 @@ def test_derive_of_a_rank_without_a_saved_value() -> None:
     assert errors[0].is_state_invalid
 
 
-def test_the_other_ranks_of_a_save_name_the_rank_and_the_member() -> None:
+def test_the_other_ranks_of_a_save_name_the_rank_and_the_member():
     url = unused_url()
     with FakeGroup(2) as group:
         states = [{"in": {"a/b": Member("state_dict" * r)}} for r in range(2)]
@@ -157,7 +152,7 @@ def test_the_other_ranks_of_a_save_name_the_rank_and_the_member() -> None:
     assert "MemberFailed: 'in/a~1b', a Member, raised an exception" in str(errors[0])
 
 
-def test_errors_of_limpet_and_interrupts_pass() -> None:
+def test_errors_of_limpet_and_interrupts_pass():
     refused = PlanError("not this one")
     with pytest.raises(PlanError) as e:
         limpet.save(unused_url(), {"m": Member("state_dict", refused)})
@@ -166,7 +161,7 @@ def test_errors_of_limpet_and_interrupts_pass() -> None:
         limpet.save(unused_url(), {"m": Member("state_dict", KeyboardInterrupt())})
 
 
-def test_a_resume_does_not_go_back_to_an_older_version(tmp_path: Path) -> None:
+def test_a_resume_does_not_go_back_to_an_older_version(tmp_path):
     """The exception is not about the files, so an older version would not help."""
     state = {"progress": limpet.Progress(), "m": Member()}
     with limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(1)) as ckpt:

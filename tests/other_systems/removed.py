@@ -6,8 +6,6 @@ Then it runs the Python code ``SCRIPT``. The system below remains Linux: this sh
 call is needed, not that the calls that remain behave the same elsewhere.
 """
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import io
@@ -57,21 +55,21 @@ _MODULES_NOT_ON_WINDOWS = ("fcntl", "resource", "pwd", "grp", "termios", "pty", 
 _LIBC_NOT_ON_MACOS = ("fallocate", "renameat2", "prctl", "sched_getaffinity", "syncfs")
 
 
-def _delete(removed: dict[Any, str]) -> None:
+def _delete(removed):
     for module, names in removed.items():
         for name in names.split():
             if hasattr(module, name):
                 delattr(module, name)
 
 
-def _hide_folders() -> None:
+def _hide_folders():
     """Make ``/proc``, ``/sys``, and ``/dev/shm`` absent for calls of Python."""
     hidden = ("/proc", "/sys", "/dev/shm")
 
-    def wrap(module: Any, name: str) -> None:
+    def wrap(module, name):
         inner = getattr(module, name)
 
-        def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        def call(path=".", *args, **kwargs):
             text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
             if any(text == h or text.startswith(h + "/") for h in hidden):
                 raise FileNotFoundError(2, "No such file or directory", text)
@@ -89,79 +87,77 @@ def _hide_folders() -> None:
 class _Libc:
     """A C library without some functions."""
 
-    def __init__(self, inner: Any, missing: tuple[str, ...]) -> None:
+    def __init__(self, inner, missing):
         self.__dict__.update(_inner=inner, _missing=missing)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name in self._missing:
             raise AttributeError(f"dlsym: symbol not found: {name}")
         return getattr(self._inner, name)
 
 
-def _become_darwin() -> None:
+def _become_darwin():
     _delete(_NOT_ON_MACOS)
     library = ctypes.CDLL
 
-    def load(name: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load(name=None, *args, **kwargs):
         found = library(name, *args, **kwargs)
         return _Libc(found, _LIBC_NOT_ON_MACOS) if name is None else found
 
-    ctypes.CDLL = load  # type: ignore[assignment, misc]
+    ctypes.CDLL = load
 
 
-def _become_win32() -> None:
+def _become_win32():
     _become_darwin()
     for name in _MODULES_NOT_ON_WINDOWS:
-        sys.modules[name] = None  # type: ignore[assignment]
+        sys.modules[name] = None
     library, mapped, opened, link = ctypes.CDLL, mmap.mmap, os.open, os.link
     wakeup, set_blocking = signal.set_wakeup_fd, os.set_blocking
     _delete(_NOT_ON_WINDOWS)
 
-    def load(name: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(name, *args, **kwargs):
         if name is None:
             raise TypeError("bad argument type for built-in operation")
         return library(name, *args, **kwargs)
 
-    class Mapping(mapped):  # type: ignore[misc, valid-type]
-        def __new__(
-            cls, fileno: int, length: int, tagname: Any = None, access: int = 0, offset: int = 0
-        ) -> Any:
+    class Mapping(mapped):
+        def __new__(cls, fileno, length, tagname=None, access=0, offset=0):
             assert tagname is None
             return mapped.__new__(cls, fileno, length, access=access, offset=offset)
 
-        def __getattribute__(self, name: str) -> Any:
+        def __getattribute__(self, name):
             if name == "madvise":
                 raise AttributeError(name)
             return super().__getattribute__(name)
 
-    os.O_BINARY = 1 << 30  # type: ignore[attr-defined]
-    tempfile._bin_openflags |= os.O_BINARY  # type: ignore[attr-defined]
-    tempfile._text_openflags |= os.O_BINARY  # type: ignore[attr-defined]
+    os.O_BINARY = 1 << 30
+    tempfile._bin_openflags |= os.O_BINARY
+    tempfile._text_openflags |= os.O_BINARY
 
-    def open_binary(path: Any, flags: int, mode: int = 0o777, **kwargs: Any) -> int:
-        if not flags & os.O_BINARY:  # type: ignore[attr-defined]
+    def open_binary(path, flags, mode=0o777, **kwargs):
+        if not flags & os.O_BINARY:
             raise AssertionError(f"{path} is opened as text, which changes the ends of lines")
         if os.path.isdir(path):
             raise PermissionError(13, "Permission denied", path)
-        return opened(path, flags & ~os.O_BINARY, mode, **kwargs)  # type: ignore[attr-defined]
+        return opened(path, flags & ~os.O_BINARY, mode, **kwargs)
 
-    def set_wakeup_fd(fd: int, **kwargs: Any) -> int:
+    def set_wakeup_fd(fd, **kwargs):
         if fd >= 0:  # Windows does not ask for this
             set_blocking(fd, False)
         return wakeup(fd, **kwargs)
 
-    def link_file(source: Any, target: Any, *, follow_symlinks: bool = True) -> None:
+    def link_file(source, target, *, follow_symlinks=True):
         if not follow_symlinks:
             raise NotImplementedError("link: follow_symlinks unavailable on this platform")
         link(source, target)
 
-    ctypes.CDLL, mmap.mmap = load, Mapping  # type: ignore[assignment, misc]
-    os.open, os.link = open_binary, link_file  # type: ignore[assignment]
-    signal.set_wakeup_fd = set_wakeup_fd  # type: ignore[assignment]
+    ctypes.CDLL, mmap.mmap = load, Mapping
+    os.open, os.link = open_binary, link_file
+    signal.set_wakeup_fd = set_wakeup_fd
     os.supports_follow_symlinks.discard(link)
 
 
-def main(system: str, script: str) -> None:
+def main(system, script):
     # what these need of Linux is of no interest
     import hashlib
     import multiprocessing.util  # noqa: F401

@@ -1,7 +1,5 @@
 """Limpet without what only Linux has: see ``tests/other_systems/removed.py``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -84,7 +82,7 @@ limpet.save(os.environ["TEST_FOLDER"] + "/version_1", {"x": numpy.zeros(3)})
 """
 
 
-def start(system: str, script: str, folder: Path, end: str = "") -> subprocess.Popen[str]:
+def start(system, script, folder, end=""):
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.other_systems.removed", system, script],
         cwd=ROOT,
@@ -96,7 +94,7 @@ def start(system: str, script: str, folder: Path, end: str = "") -> subprocess.P
     )
 
 
-def run(system: str, script: str, folder: Path, end: str = "") -> tuple[str, str]:
+def run(system, script, folder, end=""):
     """Return what a script prints to stdout and to stderr, without what the removed calls need."""
     process = start(system, script, folder, end)
     out, err = process.communicate(timeout=120)
@@ -104,36 +102,35 @@ def run(system: str, script: str, folder: Path, end: str = "") -> tuple[str, str
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_module_is_imported(system: str, tmp_path: Path) -> None:
+def test_every_module_is_imported(system, tmp_path):
     out, err = run(system, EVERY_MODULE, tmp_path)
     assert out.endswith("done\n"), err
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_save_load_resume_and_the_commands(system: str, tmp_path: Path) -> None:
+def test_save_load_resume_and_the_commands(system, tmp_path):
     script = Path(__file__).with_name("training_script.py").read_text()
     out, err = run(system, script, tmp_path)
     assert out.endswith("done\n"), err
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_what_another_system_wrote_is_read_on_linux(system: str, tmp_path: Path) -> None:
+def test_what_another_system_wrote_is_read_on_linux(system, tmp_path):
     import limpet
 
     run(system, CRASH, tmp_path, "end")
-    assert limpet.Run(tmp_path / "run").latest().verify().ok  # type: ignore[union-attr]
+    assert limpet.Run(tmp_path / "run").latest().verify().ok
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_training_resumes_after_a_crash(system: str, tmp_path: Path) -> None:
+def test_a_training_resumes_after_a_crash(system, tmp_path):
     for step in (1, 2):
         assert run(system, CRASH, tmp_path, "crash")[0] == f"step {step}\n"
 
 
-def test_macos_refuses_a_second_training(tmp_path: Path) -> None:
+def test_macos_refuses_a_second_training(tmp_path):
     with start("darwin", CRASH, tmp_path, "wait") as first:
         try:
-            assert first.stdout is not None
             line = first.stdout.readline()
             _, err = run("darwin", CRASH, tmp_path, "end")
         finally:
@@ -143,7 +140,7 @@ def test_macos_refuses_a_second_training(tmp_path: Path) -> None:
     assert run("darwin", CRASH, tmp_path, "end")[0] == "step 2\n"
 
 
-def test_what_cannot_work_on_macos_says_what_is_missing(tmp_path: Path) -> None:
+def test_what_cannot_work_on_macos_says_what_is_missing(tmp_path):
     out, err = run("darwin", REFUSED, tmp_path)
     tier, code = out.splitlines()
     assert tier.startswith("A MemoryTier needs Linux: darwin lacks a file system in memory")
@@ -151,7 +148,7 @@ def test_what_cannot_work_on_macos_says_what_is_missing(tmp_path: Path) -> None:
     assert code == "exit code 1"
 
 
-def test_what_cannot_work_on_windows_says_what_is_missing(tmp_path: Path) -> None:
+def test_what_cannot_work_on_windows_says_what_is_missing(tmp_path):
     out, err = run("win32", REFUSED, tmp_path)
     memory, local, _ = out.splitlines()
     assert memory.startswith("A MemoryTier needs Linux: win32 lacks a file system in memory")
@@ -159,13 +156,13 @@ def test_what_cannot_work_on_windows_says_what_is_missing(tmp_path: Path) -> Non
     assert "`limpet run` needs Linux: win32 lacks /proc" in err
 
 
-def test_a_local_tier_works_on_macos(tmp_path: Path) -> None:
+def test_a_local_tier_works_on_macos(tmp_path):
     out, err = run("darwin", LOCAL_TIER, tmp_path)
     assert out.endswith("done\n"), err
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_file_system_without_links_is_refused(system: str, tmp_path: Path) -> None:
+def test_a_file_system_without_links_is_refused(system, tmp_path):
     _, err = run(system, NO_LINKS, tmp_path)
     assert "a file system with hard links or renameat2(RENAME_NOREPLACE)" in err
     assert not [*tmp_path.rglob("manifest.json")]

@@ -1,20 +1,15 @@
 """Addresses of versions, above all ``RUN@best``, wherever a snapshot is named."""
 
-from __future__ import annotations
-
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import limpet
-from limpet.deadline import Deadline
 from limpet.errors import NoSnapshot, NotFound
 from limpet.run import address as address_module
 from limpet.run.address import open_reader, open_version, read_objectives
-from limpet.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
-from limpet.snapshot.reader import SnapshotReader
+from limpet.run.policy import EverySteps, KeepBest, KeepLast, StopWhen
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
@@ -25,9 +20,7 @@ ACCURACY = {1: 0.5, 2: 0.9, 3: 0.9, 4: float("nan"), 5: 0.1}
 LOSS = {1: 3.0, 2: float("nan"), 3: 2.0, 4: 1.0, 5: 1.5}
 
 
-def train(
-    url: Path | str, keep: KeepPolicy | None = None, stop: StopWhen | None = None, last: int = 5
-) -> None:
+def train(url, keep=None, stop=None, last=5):
     """Save versions 1 to ``last`` with the metrics ``acc`` and ``val/loss``."""
     state = {"x": [0.0], "progress": limpet.Progress()}
     options = {"save": EverySteps(1), "keep": keep, "stop": stop}
@@ -52,9 +45,7 @@ BEST_LOSS = KeepLast(9) | KeepBest(1, "val/loss")
         (BEST_LOSS, StopWhen("val/loss", 9, "max"), {"val/loss": "both"}),
     ],
 )
-def test_policies_record_their_metrics_in_every_version(
-    tmp_path: Path, keep: KeepPolicy | None, stop: StopWhen | None, objectives: dict[str, str]
-) -> None:
+def test_policies_record_their_metrics_in_every_version(tmp_path, keep, stop, objectives):
     train(tmp_path / "a", keep, stop, last=2)
     for snapshot in limpet.Run(tmp_path / "a").snapshots():
         assert read_objectives(reader_of(snapshot)) == objectives
@@ -62,7 +53,7 @@ def test_policies_record_their_metrics_in_every_version(
         assert snapshot.metadata.get("objectives", {}) == objectives
 
 
-def test_best_uses_the_only_recorded_metric_and_ignores_nan(tmp_path: Path) -> None:
+def test_best_uses_the_only_recorded_metric_and_ignores_nan(tmp_path):
     train(tmp_path / "a", BEST_LOSS)
     for address in ("a@best", "a@best:val/loss"):
         assert limpet.open(f"{tmp_path}/{address}").step == 4
@@ -71,7 +62,7 @@ def test_best_uses_the_only_recorded_metric_and_ignores_nan(tmp_path: Path) -> N
     assert limpet.open(f"{tmp_path}/b@best").step == 3  # of equal values, the newest
 
 
-def test_the_current_lineage_counts(tmp_path: Path) -> None:
+def test_the_current_lineage_counts(tmp_path):
     train(tmp_path / "a", BEST_LOSS)
     state = {"x": [0.0], "progress": limpet.Progress()}
     keep = {"save": EverySteps(1), "keep": BEST_LOSS}
@@ -81,7 +72,7 @@ def test_the_current_lineage_counts(tmp_path: Path) -> None:
     assert reader_of(limpet.open(f"{tmp_path}/a@best")).location.folder == "version_2.1"
 
 
-def test_several_metrics_are_an_error_that_lists_them(tmp_path: Path) -> None:
+def test_several_metrics_are_an_error_that_lists_them(tmp_path):
     train(tmp_path / "a", BEST_LOSS | KeepBest(1, "acc", "max"))
     with pytest.raises(NotFound) as caught:
         limpet.open(f"{tmp_path}/a@best")
@@ -92,7 +83,7 @@ def test_several_metrics_are_an_error_that_lists_them(tmp_path: Path) -> None:
     assert run_cli("show", f"{tmp_path}/a@best").code == 4
 
 
-def test_without_a_recorded_metric_the_error_says_what_to_write(tmp_path: Path) -> None:
+def test_without_a_recorded_metric_the_error_says_what_to_write(tmp_path):
     train(tmp_path / "a", last=2)
     with pytest.raises(NotFound, match=r"found none\. Get the version .*\.best\(METRIC, mode="):
         limpet.open(f"{tmp_path}/a@best")
@@ -102,13 +93,13 @@ def test_without_a_recorded_metric_the_error_says_what_to_write(tmp_path: Path) 
         limpet.open(f"{tmp_path}/a@best:bleu")
 
 
-def test_a_recorded_metric_that_no_version_has(tmp_path: Path) -> None:
+def test_a_recorded_metric_that_no_version_has(tmp_path):
     train(tmp_path / "a", KeepLast(3) | KeepBest(1, "bleu", "max"))
     with pytest.raises(NotFound, match=r"has a value of bleu\. Found these metrics: acc, val/loss"):
         limpet.load(f"{tmp_path}/a@best")
 
 
-def test_a_metric_that_is_always_nan(tmp_path: Path) -> None:
+def test_a_metric_that_is_always_nan(tmp_path):
     state = {"progress": limpet.Progress()}
     keep = KeepLast(2) | KeepBest(1, "loss")
     with limpet.Checkpointer(tmp_path / "a", state, save=EverySteps(1), keep=keep) as ckpt:
@@ -117,13 +108,13 @@ def test_a_metric_that_is_always_nan(tmp_path: Path) -> None:
         limpet.open(f"{tmp_path}/a@best")
 
 
-def test_a_metric_with_two_modes(tmp_path: Path) -> None:
+def test_a_metric_with_two_modes(tmp_path):
     train(tmp_path / "a", BEST_LOSS, StopWhen("val/loss", 9, "max"))
     with pytest.raises(NotFound, match=r"smaller or a larger val/loss .*val/loss \(both\)"):
         limpet.open(f"{tmp_path}/a@best:val/loss")
 
 
-def test_a_run_without_versions(tmp_path: Path) -> None:
+def test_a_run_without_versions(tmp_path):
     (tmp_path / "empty").mkdir()
     for use in (limpet.open, limpet.load):
         for address in ("@best", "@best:loss", "@latest", "@7"):
@@ -135,13 +126,13 @@ def test_a_run_without_versions(tmp_path: Path) -> None:
         limpet.open(f"{tmp_path}/damaged@best")
 
 
-def test_a_damaged_version_is_never_the_best(tmp_path: Path) -> None:
+def test_a_damaged_version_is_never_the_best(tmp_path):
     train(tmp_path / "a", BEST_LOSS)
     next((tmp_path / "a" / "version_4").glob("shard-*.safetensors")).unlink()
     assert limpet.open(f"{tmp_path}/a@best").step == 5
 
 
-def test_a_run_whose_name_contains_best(tmp_path: Path) -> None:
+def test_a_run_whose_name_contains_best(tmp_path):
     run = tmp_path / "a@best:b"
     train(run, BEST_LOSS)
     assert limpet.open(f"{run}@best").step == 4
@@ -158,7 +149,7 @@ def test_a_run_whose_name_contains_best(tmp_path: Path) -> None:
         assert ckpt.resume() is not None
 
 
-def test_a_metric_with_any_name(tmp_path: Path) -> None:
+def test_a_metric_with_any_name(tmp_path):
     metric = "top@1/val:acc@best"
     state = {"progress": limpet.Progress()}
     keep = KeepBest(1, metric, "max")
@@ -168,7 +159,7 @@ def test_a_metric_with_any_name(tmp_path: Path) -> None:
     assert run_cli("show", f"{tmp_path}/a@best:{metric}").code == 0
 
 
-def test_a_store_is_opened_as_a_snapshot(tmp_path: Path) -> None:
+def test_a_store_is_opened_as_a_snapshot(tmp_path):
     train(tmp_path / "a", last=1)
     assert open_version(limpet.open_store(tmp_path / "a" / "version_1")).step == 1
 
@@ -176,19 +167,19 @@ def test_a_store_is_opened_as_a_snapshot(tmp_path: Path) -> None:
 class SilentStore(MemoryStore):
     """Answers only with a time limit."""
 
-    def get(self, key: str, limit: int) -> bytes:
+    def get(self, key, limit):
         raise AssertionError(f"{key} is read without a time limit")
 
-    def list_level(self, folder: str, prefix: str = "") -> Any:
+    def list_level(self, folder, prefix=""):
         raise AssertionError(f"{folder} is listed without a time limit")
 
-    def within(self, deadline: Deadline) -> MemoryStore:
+    def within(self, deadline):
         view = copy(self)
         view.__class__ = MemoryStore
         return view
 
 
-def test_the_time_limit_of_a_load_also_covers_literal_paths() -> None:
+def test_the_time_limit_of_a_load_also_covers_literal_paths():
     train("memory://silent/a", BEST_LOSS, last=1)
     open_store("memory://silent").__class__ = SilentStore
     for address in ("a@latest", "a@best:val/loss", "a@1"):
@@ -197,19 +188,17 @@ def test_the_time_limit_of_a_load_also_covers_literal_paths() -> None:
         limpet.load("memory://silent/a@best:b@1", timeout=60)
 
 
-def test_all_ranks_load_the_version_that_rank_0_has_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_load_the_version_that_rank_0_has_found(tmp_path, monkeypatch):
     train(tmp_path / "a", BEST_LOSS)
     resolved: list[object] = []
 
-    def resolve(address: str, deadline: Deadline | None = None) -> SnapshotReader:
+    def resolve(address, deadline=None):
         resolved.append(address)
         return open_reader(address, deadline)
 
     monkeypatch.setattr(address_module, "open_reader", resolve)
 
-    def load(address: str) -> list[float]:
+    def load(address):
         into: dict[str, Any] = {"x": [0.0], "progress": limpet.Progress()}
         limpet.load(f"{tmp_path}/{address}", into)
         values: list[float] = into["x"]

@@ -1,9 +1,6 @@
 """The best version was evaluated, and is the same one for ``Run.best`` and ``KeepBest``."""
 
-from __future__ import annotations
-
 from math import inf, isnan, nan
-from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +17,7 @@ from tests.trainings import initial_state
 SCORE = st.one_of(st.none(), st.sampled_from([nan, -inf, 0, 0.5, 1.0, inf]))
 
 
-def scored_run(given_scores: list[float | None]) -> MemoryStore:
+def scored_run(given_scores):
     store = MemoryStore()
     with Checkpointer(store, initial_state(), save=EverySteps(1)) as ckpt:
         for score in given_scores:
@@ -30,13 +27,8 @@ def scored_run(given_scores: list[float | None]) -> MemoryStore:
 
 
 @settings(max_examples=50)
-@given(
-    st.lists(st.tuples(SCORE, SCORE), min_size=1, max_size=6),
-    st.sampled_from(["min", "max"]),
-)
-def test_the_best_version_is_the_one_that_retention_keeps_and_it_was_evaluated(
-    scores: list[tuple[float | None, float | None]], mode: Literal["min", "max"]
-) -> None:
+@given(st.lists(st.tuples(SCORE, SCORE), min_size=1, max_size=6), st.sampled_from(["min", "max"]))
+def test_the_best_version_is_the_one_that_retention_keeps_and_it_was_evaluated(scores, mode):
     """``scores``: what each step was given, and what an evaluation recorded later."""
     store = scored_run([given_score for given_score, _ in scores])
     run, effective = Run(store), dict[int, float]()
@@ -50,7 +42,6 @@ def test_the_best_version_is_the_one_that_retention_keeps_and_it_was_evaluated(
     if not effective:
         assert best is None
     else:
-        assert best is not None
         choose = min if mode == "min" else max
         assert effective[best.version.step] == choose(effective.values())
     run.retain(KeepBest(1, "val", mode))
@@ -61,14 +52,12 @@ def test_the_best_version_is_the_one_that_retention_keeps_and_it_was_evaluated(
 
 
 @pytest.mark.parametrize("kind", ["failed", "missing", "other"])
-def test_a_version_without_a_score_is_never_the_best(kind: Any) -> None:
+def test_a_version_without_a_score_is_never_the_best(kind):
     run = Run(scored_run([0.5, None]))
     if kind == "other":
         run.add_metrics(2, {"other": 0.1})
     elif kind == "failed":
         run.put_record(FailedEvaluation, "val", 2, cause="it failed")
-    best = run.best("val")
-    assert best is not None
-    assert best.version == Version(1)
+    assert run.best("val").version == Version(1)
     run.retain(KeepBest(1, "val"))
     assert run.line() == [Version(1), Version(2)]

@@ -1,7 +1,5 @@
 """A copy and a deletion at its destination: the copy has all of its files, or is not committed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,31 +37,31 @@ VERSION = Version(7)
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread(monkeypatch):
     monkeypatch.setenv("LIMPET_THREADS", "1")
 
 
 @pytest.fixture
-def snapshot() -> SnapshotReader:
+def snapshot():
     state = {"big": np.arange(3000.0), "n": 1}
     return reader_of(limpet.save(MemoryStore("source").at("version_7"), state, step=7))
 
 
-def orphans(snapshot: SnapshotReader) -> MemoryStore:
+def orphans(snapshot):
     """Return a run in which a copy of the snapshot was interrupted before its manifest."""
     to = committed(snapshot)
     to.delete(f"version_7/{MANIFEST}")
     return to
 
 
-def committed(snapshot: SnapshotReader) -> MemoryStore:
+def committed(snapshot):
     """Return a run with a copy of the snapshot."""
     to = MemoryStore("copy")
     copy_snapshot(snapshot, Location(to, "version_7"))
     return to
 
 
-def with_newer(snapshot: SnapshotReader) -> MemoryStore:
+def with_newer(snapshot):
     to = committed(snapshot)
     limpet.save(to.at("version_8"), {"n": 2}, step=8)
     return to
@@ -76,11 +74,11 @@ DELETIONS: dict[str, tuple[Callable[[SnapshotReader], MemoryStore], Callable[[St
 }
 
 
-def copy_to(snapshot: SnapshotReader) -> Callable[[Store], SnapshotReader]:
+def copy_to(snapshot):
     return lambda store: copy_snapshot(snapshot, Location(store, "version_7"))
 
 
-def exists(store: Store) -> bool:
+def exists(store):
     """Return whether version 7 exists, after checking every byte of it."""
     try:
         found = open_location(Location(store, "version_7"))
@@ -90,7 +88,7 @@ def exists(store: Store) -> bool:
     return True
 
 
-def check_outcome(to: MemoryStore, copy: Actor, deletion: Actor) -> str:
+def check_outcome(to, copy, deletion):
     """Check what a copy and a deletion have left, and that a repeated copy succeeds."""
     if deletion.failure is not None:  # it found nothing to delete, or a copy in progress
         assert type(deletion.failure) in (NotFound, limpet.errors.LimpetError)
@@ -109,7 +107,7 @@ def check_outcome(to: MemoryStore, copy: Actor, deletion: Actor) -> str:
 
 
 @pytest.mark.parametrize("name", DELETIONS)
-def test_a_copy_that_runs_during_a_deletion(name: str, snapshot: SnapshotReader) -> None:
+def test_a_copy_that_runs_during_a_deletion(name, snapshot):
     """Run the whole copy before each call of the deletion in turn."""
     prepare, delete = DELETIONS[name]
     outcomes = Counter[str]()
@@ -124,9 +122,7 @@ def test_a_copy_that_runs_during_a_deletion(name: str, snapshot: SnapshotReader)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["copy", "deletion"])
 @pytest.mark.parametrize("name", DELETIONS)
-def test_a_copy_and_a_deletion_that_interrupt_each_other(
-    name: str, first: str, snapshot: SnapshotReader
-) -> None:
+def test_a_copy_and_a_deletion_that_interrupt_each_other(name, first, snapshot):
     """Run n calls of one, then m calls of the other, then the rest of the first: for all n, m."""
     prepare, delete = DELETIONS[name]
     outcomes = Counter[str]()
@@ -143,9 +139,7 @@ def test_a_copy_and_a_deletion_that_interrupt_each_other(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prepare", [orphans, lambda _: MemoryStore()], ids=["orphans", "nothing"])
-def test_two_copies_that_interrupt_each_other(
-    prepare: Callable[[SnapshotReader], MemoryStore], snapshot: SnapshotReader
-) -> None:
+def test_two_copies_that_interrupt_each_other(prepare, snapshot):
     calls = count_calls(prepare(snapshot), copy_to(snapshot))
     for n in range(calls + 1):
         for m in range(calls + 2):
@@ -156,15 +150,13 @@ def test_two_copies_that_interrupt_each_other(
             assert exists(to)
 
 
-def notice(to: Store, version: Version | None) -> str:
+def notice(to, version):
     location = Location(to, "version_7")
     return pins.create_pin(location, random_id(), version, notice_name)
 
 
 @pytest.mark.parametrize("version", [VERSION, None])
-def test_a_notice_stops_a_copy_while_its_process_lives(
-    snapshot: SnapshotReader, version: Version | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_stops_a_copy_while_its_process_lives(snapshot, version, monkeypatch):
     to = orphans(snapshot)
     key = notice(to, version)
     with pytest.raises(Unavailable, match=f"(?s)is deleting files of .*{key}.*Copy again later"):
@@ -182,14 +174,12 @@ def test_a_notice_stops_a_copy_while_its_process_lives(
     assert Run(to).sweep().removed == [key]
 
 
-def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(
-    snapshot: SnapshotReader,
-) -> None:
+def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(snapshot):
     """The process may live for months, and its notice stops copies as long."""
     to = orphans(snapshot)
     store = HookedStore(to)
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "delete" and parse_notice(key):
             raise Unavailable("The server restarts")
 
@@ -205,14 +195,14 @@ def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(
     copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_notice_of_another_version_stops_no_copy(snapshot: SnapshotReader) -> None:
+def test_a_notice_of_another_version_stops_no_copy(snapshot):
     to = orphans(snapshot)
     notice(to, Version(8))
     copy_snapshot(snapshot, Location(to, "version_7"))
     assert exists(to)
 
 
-def test_an_unreadable_notice_stops_copies(snapshot: SnapshotReader) -> None:
+def test_an_unreadable_notice_stops_copies(snapshot):
     to = orphans(snapshot)
     to.put_if_absent("deleting/0123456789ab.json", b"damaged")
     with pytest.raises(Unavailable, match="deleting/0123456789ab"):
@@ -222,12 +212,12 @@ def test_an_unreadable_notice_stops_copies(snapshot: SnapshotReader) -> None:
 class FullStore(HookedStore):
     """A store that has space for a small file only after an object was deleted."""
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner):
         super().__init__(inner)
         self.deleted = 0
         self.before = self._refuse
 
-    def _refuse(self, method: str, key: str) -> None:
+    def _refuse(self, method, key):
         self.deleted += method == "delete" and key.endswith((".safetensors", ".index.json"))
         if method == "put_if_absent" and not self.deleted:
             raise NoSpace(f"No room for {key}")
@@ -235,9 +225,7 @@ class FullStore(HookedStore):
 
 @pytest.mark.parametrize("name", DELETIONS)
 @pytest.mark.parametrize("is_always_full", [False, True])
-def test_a_full_store_does_not_prevent_deletion(
-    name: str, is_always_full: bool, snapshot: SnapshotReader
-) -> None:
+def test_a_full_store_does_not_prevent_deletion(name, is_always_full, snapshot):
     prepare, delete = DELETIONS[name]
     to = prepare(snapshot)
     nbytes = sum(stat.length for stat in to.list("version_7"))
@@ -254,13 +242,13 @@ def test_a_full_store_does_not_prevent_deletion(
         assert result == nbytes
 
 
-def test_a_sweep_of_a_store_that_stays_full_does_not_read_the_run_for_each_file() -> None:
+def test_a_sweep_of_a_store_that_stays_full_does_not_read_the_run_for_each_file():
     """A store with snapshots frees no space when a file is deleted."""
     store, counts = HookedStore(MemoryStore()), Counter[str]()
     for step in range(64):
         store.put_if_absent(f"version_{step}/{shard_name(0, 1, random_id())}", b"orphan")
 
-    def refuse(method: str, key: str) -> None:
+    def refuse(method, key):
         counts[method] += 1
         if method == "put_if_absent":
             raise NoSpace(f"No room for {key}")
@@ -270,14 +258,12 @@ def test_a_sweep_of_a_store_that_stays_full_does_not_read_the_run_for_each_file(
     assert counts["stat"] < 64 * 8  # it was 64 * 34
 
 
-def test_retention_writes_no_notice_while_a_reader_protects_all_files(
-    snapshot: SnapshotReader,
-) -> None:
+def test_retention_writes_no_notice_while_a_reader_protects_all_files(snapshot):
     """The pin of a reader that was killed on another machine counts for a week."""
     to = with_newer(snapshot)
     run, calls, held = Run(store := HookedStore(to)), Counter[str](), list[str]()
 
-    def pin(method: str, key: str) -> None:
+    def pin(method, key):
         calls[method] += 1
         if (method, key) == ("delete", f"version_7/{MANIFEST}"):
             held.append(pins.create_pin(Location(to, "version_7"), random_id(), VERSION))
@@ -293,11 +279,11 @@ def test_retention_writes_no_notice_while_a_reader_protects_all_files(
     assert not list(to.list("version_7"))
 
 
-def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: SnapshotReader) -> None:
+def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot):
     to = orphans(snapshot)
     store = HookedStore(to)
 
-    def deny(method: str, key: str) -> None:
+    def deny(method, key):
         if method == "put_if_absent":
             raise limpet.errors.Denied(f"May not write {key}")
 
@@ -308,9 +294,7 @@ def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapsh
     assert len(Run(store).sweep(grace=0, dry_run=True).removed) == 2
 
 
-def test_orphan_evaluations_and_lasting_pins_that_a_copy_uses_are_kept(
-    snapshot: SnapshotReader,
-) -> None:
+def test_orphan_evaluations_and_lasting_pins_that_a_copy_uses_are_kept(snapshot):
     to = committed(snapshot)
     Run(to).add_metrics(VERSION, {"loss": 1})
     Run(to).pin(7)
@@ -325,8 +309,8 @@ def test_orphan_evaluations_and_lasting_pins_that_a_copy_uses_are_kept(
 
 
 def test_a_training_that_takes_a_run_over_leaves_the_notices_of_the_previous_one(
-    snapshot: SnapshotReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    snapshot, monkeypatch
+):
     """The previous training may be alive on another machine, and in the middle of a deletion."""
     identity = machine.process_identity
     for at in range(count_calls(orphans(snapshot), DELETIONS["sweep"][1])):

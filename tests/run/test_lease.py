@@ -1,13 +1,10 @@
 """Leases: one holder, an end that compares no clocks, and versions that are protected meanwhile."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import msgspec
 import pytest
@@ -34,13 +31,13 @@ class Clock:
     now: float = 100.0
     due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def at(self, seconds: float, action: Callable[[], object]) -> None:
+    def at(self, seconds, action):
         self.due.append((self.now + seconds, action))
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.now += seconds
         ready = [action for at, action in self.due if at <= self.now]
         self.due = [(at, action) for at, action in self.due if at > self.now]
@@ -48,16 +45,16 @@ class Clock:
             action()
 
 
-def holder(store: Any, clock: Clock, name: str = "val", **more: Any) -> LeaseHolder:
+def holder(store, clock, name="val", **more):
     return LeaseHolder(store, name, 10.0, clock=clock, wait=clock.wait, **more)
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def elsewhere(monkeypatch):
     """A context in which this process is one on another machine, which nobody can check."""
 
     @contextmanager
-    def context() -> Iterator[None]:
+    def context():
         with monkeypatch.context() as patch:
             patch.setattr(
                 leases.machine, "process_identity", lambda: ("elsewhere", "boot", "4711:12")
@@ -67,7 +64,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     return context
 
 
-def test_a_lease_protects_its_versions_from_retention_until_it_is_released() -> None:
+def test_a_lease_protects_its_versions_from_retention_until_it_is_released():
     store = make_run(1, 2, 3, 4)
     held = LeaseHolder(store, "val", 0.3)
     held.acquire()
@@ -82,9 +79,7 @@ def test_a_lease_protects_its_versions_from_retention_until_it_is_released() -> 
     assert list_leases(store) == []
 
 
-def test_a_lease_of_a_crashed_evaluator_ends_after_its_time_on_the_clock_of_the_observer(
-    elsewhere: Callable[[], Any],
-) -> None:
+def test_a_lease_of_a_crashed_evaluator_ends_after_its_time_on_the_clock_of_the_observer(elsewhere):
     store, clock = make_run(1, 2, 3), Clock()
     with elsewhere():
         held = holder(store, Clock(now=5e9))  # its clock is of no importance
@@ -99,7 +94,7 @@ def test_a_lease_of_a_crashed_evaluator_ends_after_its_time_on_the_clock_of_the_
     assert run.retain(KeepLast(1)) == [V1]
 
 
-def test_each_renewal_extends_the_lease(elsewhere: Callable[[], Any]) -> None:
+def test_each_renewal_extends_the_lease(elsewhere):
     store, clock = make_run(1, 2, 3), Clock()
     observer = LeaseObserver(store, clock)
     with elsewhere():
@@ -115,7 +110,7 @@ def test_each_renewal_extends_the_lease(elsewhere: Callable[[], Any]) -> None:
     assert observer.live() == {}
 
 
-def test_the_lease_of_a_process_that_has_ended_on_this_machine_ends_at_once() -> None:
+def test_the_lease_of_a_process_that_has_ended_on_this_machine_ends_at_once():
     store, clock = MemoryStore(), Clock()
     held = holder(store, clock)
     held.acquire()
@@ -129,7 +124,7 @@ def test_the_lease_of_a_process_that_has_ended_on_this_machine_ends_at_once() ->
     assert clock.now == before, "the takeover waits for nothing"
 
 
-def test_a_second_evaluation_of_the_same_name_is_refused_when_the_first_renews() -> None:
+def test_a_second_evaluation_of_the_same_name_is_refused_when_the_first_renews():
     store, clock = MemoryStore(), Clock()
     first = holder(store, clock)
     first.acquire()
@@ -141,9 +136,7 @@ def test_a_second_evaluation_of_the_same_name_is_refused_when_the_first_renews()
     first.check()
 
 
-def test_another_process_takes_over_within_the_time_of_the_lease(
-    elsewhere: Callable[[], Any],
-) -> None:
+def test_another_process_takes_over_within_the_time_of_the_lease(elsewhere):
     store, clock = MemoryStore(), Clock()
     with elsewhere():
         first = holder(store, clock)
@@ -159,7 +152,7 @@ def test_another_process_takes_over_within_the_time_of_the_lease(
     ]
 
 
-def test_the_error_of_a_lease_whose_run_was_moved_names_no_other_process() -> None:
+def test_the_error_of_a_lease_whose_run_was_moved_names_no_other_process():
     store = MemoryStore()
     held = holder(store, Clock())
     held.acquire()
@@ -169,14 +162,14 @@ def test_the_error_of_a_lease_whose_run_was_moved_names_no_other_process() -> No
         held.protect([V1])
 
 
-def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callable[[], Any]) -> None:
+def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere):
     store = MemoryStore()
     with elsewhere():
         holder(store, Clock()).acquire()
     acquired: list[LeaseHolder] = []
     barrier = threading.Barrier(8)
 
-    def take() -> None:
+    def take():
         clock = Clock()
         own = holder(store, clock)
         barrier.wait(20)
@@ -198,7 +191,7 @@ def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callabl
     assert len(list_leases(store)) == 1
 
 
-def test_a_lease_that_has_the_number_of_an_earlier_one_protects_its_versions() -> None:
+def test_a_lease_that_has_the_number_of_an_earlier_one_protects_its_versions():
     """A training looks once in a while, and saw the file of an evaluation that has ended since."""
     store, clock = make_run(1, 2, 3), Clock()
     run = Run(store)
@@ -219,9 +212,7 @@ def test_a_lease_that_has_the_number_of_an_earlier_one_protects_its_versions() -
     assert run.retain(KeepLast(1)) == []
 
 
-def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its_own(
-    elsewhere: Callable[[], Any],
-) -> None:
+def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its_own(elsewhere):
     store, clock = MemoryStore(), Clock()
     with elsewhere():
         stopped = holder(store, clock)
@@ -238,16 +229,14 @@ def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its
     assert len(list_leases(store)) == 1
 
 
-def test_a_renewal_between_the_listing_and_the_read_does_not_end_the_protection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_renewal_between_the_listing_and_the_read_does_not_end_the_protection(monkeypatch):
     store, clock = make_run(1, 2, 3), Clock()
     held = holder(store, clock)
     held.acquire()
     held.protect([V1])
     run, renewals = Run(store), [None]
 
-    def read(*arguments: Any) -> Any:
+    def read(*arguments):
         if renewals:
             renewals.pop()
             held.protect([V1])
@@ -260,21 +249,19 @@ def test_a_renewal_between_the_listing_and_the_read_does_not_end_the_protection(
     assert run.retain(KeepLast(1)) == [V1]
 
 
-def test_a_listing_that_shows_a_deleted_lease_for_long_protects_nothing() -> None:
+def test_a_listing_that_shows_a_deleted_lease_for_long_protects_nothing():
     store = make_run(1, 2)
     assert LeaseObserver(store).live([lease_name("val", 7)]) == {}
 
 
 @pytest.mark.parametrize(("failures", "is_lost"), [(2, False), (50, True)])
-def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
-    failures: int, is_lost: bool
-) -> None:
+def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(failures, is_lost):
     store, clock, lost = HookedStore(MemoryStore()), Clock(), list[LimpetError]()
     held = holder(store, clock, on_lost=lost.append)
     held.acquire()
     remaining = iter(range(failures))
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "put_if_absent" and next(remaining, None) is not None:
             raise Unavailable("503", store=store.url)
 
@@ -293,16 +280,16 @@ def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
 @pytest.mark.parametrize("takes_effect", [False, True])
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
-    fails_at: int, takes_effect: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fails_at, takes_effect, monkeypatch
+):
     store, clock, lost = HookedStore(MemoryStore()), Clock(), list[LimpetError]()
     calls = count(1)
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if next(calls) == fails_at:
             raise Unavailable("503", store=store.url)
 
-    def now() -> str:
+    def now():
         return f"2026-01-02T03:04:{int(clock.now) % 60:02}+00:00"
 
     monkeypatch.setattr(leases.machine, "utc_now", now)  # so each renewal has other bytes
@@ -322,16 +309,14 @@ def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
 class Hanging(MemoryStore):
     hangs, ends = threading.Event(), threading.Event()
 
-    def put_if_absent(self, key: str, data: bytes) -> Any:
+    def put_if_absent(self, key, data):
         if ".1." not in key:
             self.hangs.set()
             self.ends.wait(20)
         return super().put_if_absent(key, data)
 
 
-def test_the_end_of_an_evaluation_does_not_wait_for_a_store_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_end_of_an_evaluation_does_not_wait_for_a_store_that_hangs(monkeypatch):
     monkeypatch.setattr(leases, "_MAX_JOIN", 0.1)
     store = Hanging()
     held = LeaseHolder(store, "val", 0.1)
@@ -343,13 +328,10 @@ def test_the_end_of_an_evaluation_does_not_wait_for_a_store_that_hangs(
     released.join(5)
     assert not released.is_alive()
     store.ends.set()
-    assert held._thread is not None
     held._thread.join(10)
 
 
-def test_a_damaged_file_does_not_keep_the_lease_from_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_damaged_file_does_not_keep_the_lease_from_its_end(monkeypatch):
     store, clock = MemoryStore(), Clock()
     store.put_if_absent(lease_name("val", 1), b"{}")
     held = holder(store, clock)
@@ -360,7 +342,7 @@ def test_a_damaged_file_does_not_keep_the_lease_from_its_end(
     assert list_leases(store) == [lease_name("val", 1)]
 
 
-def test_a_renewal_replaces_a_damaged_file() -> None:
+def test_a_renewal_replaces_a_damaged_file():
     store, clock = MemoryStore(), Clock()
     held = holder(store, clock)
     held.acquire()
@@ -372,7 +354,7 @@ def test_a_renewal_replaces_a_damaged_file() -> None:
     assert lease.versions == ["version_1"]
 
 
-def test_a_damaged_lease_protects_nothing_and_is_reported() -> None:
+def test_a_damaged_lease_protects_nothing_and_is_reported():
     store, seen = make_run(1, 2), list[str]()
     store.put_if_absent(lease_name("val", 3), b"{}")
     with events.attach(lambda name, fields: seen.append(name)):
@@ -380,7 +362,7 @@ def test_a_damaged_lease_protects_nothing_and_is_reported() -> None:
     assert "skipped" in seen
 
 
-def test_a_process_that_has_just_started_waits_for_a_renewal(elsewhere: Callable[[], Any]) -> None:
+def test_a_process_that_has_just_started_waits_for_a_renewal(elsewhere):
     store, clock = make_run(1, 2, 3), Clock()
     with elsewhere():
         gone = holder(store, clock)
@@ -397,7 +379,7 @@ def test_a_process_that_has_just_started_waits_for_a_renewal(elsewhere: Callable
     assert clock.now - 100 < 12
 
 
-def test_sweep_removes_the_file_of_a_lease_that_has_ended() -> None:
+def test_sweep_removes_the_file_of_a_lease_that_has_ended():
     store = make_run(1)
     held = holder(store, Clock())
     held.acquire()

@@ -1,14 +1,10 @@
 """Versions that are symbolic links, in whole or in part: they count everywhere, are never changed,
 and protect what they refer to."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,14 +30,14 @@ from tests.trainings import train, training
 LINKS = ["folder", "manifest", "shards", "index", "every file", "folder of links"]
 
 
-def make_run(path: Path, steps: int = 3) -> Path:
+def make_run(path, steps=3):
     """Return a run with the versions 1 to ``steps``."""
     with training(str(path), EverySteps(1)) as (state, ckpt):
         train(state, ckpt, steps)
     return path
 
 
-def make_incremental_run(path: Path, steps: int) -> Path:
+def make_incremental_run(path, steps):
     """Return a run in which each version but the first refers to the first one."""
     state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
     with limpet.Checkpointer(path, state, save=EverySteps(1), incremental=True) as ckpt:
@@ -52,7 +48,7 @@ def make_incremental_run(path: Path, steps: int) -> Path:
     return path
 
 
-def move_behind_links(run: Path, version: str, how: str) -> Path:
+def move_behind_links(run, version, how):
     """Move a version, or some of its files, to another folder, and link to them from the run."""
     folder, elsewhere = run / version, run.parent / "elsewhere" / version
     elsewhere.mkdir(parents=True)
@@ -82,7 +78,7 @@ def move_behind_links(run: Path, version: str, how: str) -> Path:
     return elsewhere
 
 
-def contents(*folders: Path) -> dict[str, Any]:
+def contents(*folders):
     """Return every file and link below folders."""
     return {
         str(path): os.readlink(path) if path.is_symlink() else path.read_bytes()
@@ -94,7 +90,7 @@ def contents(*folders: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", LINKS)
 @pytest.mark.parametrize("which", [[3], [1, 2, 3]], ids=["newest", "all"])
-def test_a_linked_version_counts_everywhere(tmp_path: Path, how: str, which: list[int]) -> None:
+def test_a_linked_version_counts_everywhere(tmp_path, how, which):
     path = make_run(tmp_path / "run")
     Run(path).add_metrics(2, {"loss": 0.1})
     for step in which:
@@ -103,8 +99,6 @@ def test_a_linked_version_counts_everywhere(tmp_path: Path, how: str, which: lis
     versions = [Version(step) for step in (1, 2, 3)]
     assert [s.version for s in run.snapshots()] == run.line() == run.listing().versions == versions
     latest, best = run.latest(), run.best("loss")
-    assert latest is not None
-    assert best is not None
     assert (latest.step, best.step) == (3, 2)
     assert [r.version for r in run.records()] == versions
     assert all(s.verify().ok for s in run.snapshots())
@@ -123,7 +117,7 @@ def test_a_linked_version_counts_everywhere(tmp_path: Path, how: str, which: lis
 
 
 @pytest.mark.parametrize("how", LINKS)
-def test_nothing_is_deleted_through_a_link(tmp_path: Path, how: str) -> None:
+def test_nothing_is_deleted_through_a_link(tmp_path, how):
     path = make_run(tmp_path / "run", 5)
     for step in (1, 2):
         move_behind_links(path, f"version_{step}", how)
@@ -145,15 +139,12 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path, how: str) -> None:
             run.delete(Version(1))
         assert "Remove the link" in str(caught.value)
     assert run.line() == [Version(1), Version(2), Version(5)]
-    sweep = run.sweep(grace=0, abandoned=True, now=2e9)
-    assert sweep.removed == []
+    assert run.sweep(grace=0, abandoned=True, now=2e9).removed == []
     assert contents(*outside, *linked) == before
 
 
 @pytest.mark.parametrize("how", LINKS)
-def test_sweep_keeps_abandoned_versions_and_orphans_that_are_links(
-    tmp_path: Path, how: str
-) -> None:
+def test_sweep_keeps_abandoned_versions_and_orphans_that_are_links(tmp_path, how):
     path = make_run(tmp_path / "run", 4)
     with training(str(path), EverySteps(1)) as (state, ckpt):
         ckpt.resume(at=1)
@@ -180,7 +171,7 @@ def test_sweep_keeps_abandoned_versions_and_orphans_that_are_links(
 
 
 @pytest.mark.parametrize("how", LINKS)
-def test_the_base_of_a_linked_version_is_kept(tmp_path: Path, how: str) -> None:
+def test_the_base_of_a_linked_version_is_kept(tmp_path, how):
     path = make_incremental_run(tmp_path / "run", 3)
     move_behind_links(path, "version_3", how)
     for policy in (KeepLast(1), KeepBest(1, "none") | KeepLast(1)):
@@ -188,7 +179,6 @@ def test_the_base_of_a_linked_version_is_kept(tmp_path: Path, how: str) -> None:
         run.retain(policy)
         run.sweep(grace=0, abandoned=True, now=2e9)
         newest = Run(path).latest()
-        assert newest is not None
         assert newest.step == 3
         assert newest.verify().ok
 
@@ -196,7 +186,7 @@ def test_the_base_of_a_linked_version_is_kept(tmp_path: Path, how: str) -> None:
 BROKEN = ["folder", "manifest", "shards", "index", "every file", "cycle"]
 
 
-def break_link(run: Path, version: str, how: str) -> None:
+def break_link(run, version, how):
     if how == "cycle":
         shutil.rmtree(run / version)
         (run / version).symlink_to(version)
@@ -205,14 +195,12 @@ def break_link(run: Path, version: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_link_is_a_damaged_version(tmp_path: Path, how: str) -> None:
+def test_a_broken_link_is_a_damaged_version(tmp_path, how):
     path = make_run(tmp_path / "run")
     break_link(path, "version_3", how)
     run = Run(path)
     assert Version(3) in run.listing().versions
-    latest = run.latest()
-    assert latest is not None
-    assert latest.step == 2
+    assert run.latest().step == 2
     with pytest.raises(FormatError):
         reader_of(run.open(Version(3))).check_files()
     listed = run_cli("ls", str(path))
@@ -228,7 +216,7 @@ def test_a_broken_link_is_a_damaged_version(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_run_of_broken_links_is_not_an_empty_run(tmp_path: Path, how: str) -> None:
+def test_a_run_of_broken_links_is_not_an_empty_run(tmp_path, how):
     path = make_run(tmp_path / "run")
     for step in (1, 2, 3):
         break_link(path, f"version_{step}", how)
@@ -245,7 +233,7 @@ def test_a_run_of_broken_links_is_not_an_empty_run(tmp_path: Path, how: str) -> 
     assert contents(path) == before
 
 
-def test_a_run_on_an_unmounted_disk_is_not_an_empty_run(tmp_path: Path) -> None:
+def test_a_run_on_an_unmounted_disk_is_not_an_empty_run(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "unmounted" / "run")
     with (
         training(str(tmp_path / "run"), EverySteps(1)) as (_, ckpt),
@@ -263,7 +251,7 @@ def test_a_run_on_an_unmounted_disk_is_not_an_empty_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["folder", "manifest", "every file", "cycle"])
-def test_a_broken_link_blocks_the_deletion_of_older_versions(tmp_path: Path, how: str) -> None:
+def test_a_broken_link_blocks_the_deletion_of_older_versions(tmp_path, how):
     path = make_run(tmp_path / "run", 6)
     break_link(path, "version_4", how)
     before = contents(*(path / f"version_{step}" for step in (1, 2, 3, 4, 6)))
@@ -281,21 +269,19 @@ def test_a_broken_link_blocks_the_deletion_of_older_versions(tmp_path: Path, how
     assert {k: v for k, v in contents(path).items() if k in before} == before
 
 
-def test_a_version_comes_back_with_the_target_of_its_link(tmp_path: Path) -> None:
+def test_a_version_comes_back_with_the_target_of_its_link(tmp_path):
     path = make_run(tmp_path / "run")
     elsewhere = move_behind_links(path, "version_3", "folder")
     run = Run(path)
     elsewhere.rename(elsewhere.with_name("unmounted"))
     assert run.retain(KeepLast(1)) == []
     elsewhere.with_name("unmounted").rename(elsewhere)
-    latest = run.latest()
-    assert latest is not None
-    assert latest.step == 3
+    assert run.latest().step == 3
     assert run.retain(KeepLast(1)) == [Version(1), Version(2)]
 
 
 @pytest.mark.parametrize("how", ["folder", "shards", "every file"])
-def test_a_version_that_others_are_links_to_is_kept(tmp_path: Path, how: str) -> None:
+def test_a_version_that_others_are_links_to_is_kept(tmp_path, how):
     """Two names for one file, such as after a deduplication."""
     path = make_run(tmp_path / "run")
     if how == "folder":
@@ -316,12 +302,11 @@ def test_a_version_that_others_are_links_to_is_kept(tmp_path: Path, how: str) ->
         run.delete(Version(1))
     if how != "folder":
         latest = Run(path).latest()
-        assert latest is not None
         assert latest.step == 3
         assert latest.verify().ok
 
 
-def test_a_link_to_a_version_of_another_run_is_read(tmp_path: Path) -> None:
+def test_a_link_to_a_version_of_another_run_is_read(tmp_path):
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", 2)
     (two / "version_3").symlink_to(one / "version_3")
     latest = Run(two).latest()
@@ -333,7 +318,7 @@ def test_a_link_to_a_version_of_another_run_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["empty", "missing", "version"])
-def test_a_step_whose_folder_is_a_link_is_not_saved_again(tmp_path: Path, target: str) -> None:
+def test_a_step_whose_folder_is_a_link_is_not_saved_again(tmp_path, target):
     path = make_run(tmp_path / "run", 2)
     outside = tmp_path / "outside"
     if target == "empty":
@@ -357,7 +342,7 @@ def test_a_step_whose_folder_is_a_link_is_not_saved_again(tmp_path: Path, target
     assert target != "missing" or not outside.exists()
 
 
-def test_records_are_not_added_through_a_link(tmp_path: Path) -> None:
+def test_records_are_not_added_through_a_link(tmp_path):
     path = make_run(tmp_path / "run")
     elsewhere = move_behind_links(path, "version_3", "folder")
     before = contents(elsewhere)
@@ -370,9 +355,7 @@ def test_records_are_not_added_through_a_link(tmp_path: Path) -> None:
     assert Run(path).metrics(2)["loss"] == 1
 
 
-def test_linked_versions_are_copied_and_copies_are_not_written_through_links(
-    tmp_path: Path,
-) -> None:
+def test_linked_versions_are_copied_and_copies_are_not_written_through_links(tmp_path):
     path, copy = make_run(tmp_path / "run"), tmp_path / "copy"
     Run(path).add_metrics(3, {"loss": 1})
     move_behind_links(path, "version_3", "folder")
@@ -391,7 +374,7 @@ def test_linked_versions_are_copied_and_copies_are_not_written_through_links(
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_records_of_a_run_can_be_links(tmp_path: Path) -> None:
+def test_records_of_a_run_can_be_links(tmp_path):
     """As in a run that ``cp -rs`` made: its training removes only links."""
     path, copy = make_run(tmp_path / "run", 4), tmp_path / "copy"
     with training(str(path), EverySteps(1)) as (state, ckpt):
@@ -418,12 +401,11 @@ def test_records_of_a_run_can_be_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pin-0123456789ab.json", "pin-version_1.json", "branch-1.json"])
-def test_a_record_that_is_a_broken_link_is_a_damaged_record(tmp_path: Path, name: str) -> None:
+def test_a_record_that_is_a_broken_link_is_a_damaged_record(tmp_path, name):
     path = make_run(tmp_path / "run")
     (path / name).symlink_to(tmp_path / "missing")
     run = Run(path)
     latest = run.latest()
-    assert latest is not None
     assert latest.step == 3
     deleted = run.retain(KeepLast(1))
     if name.startswith("pin-0"):

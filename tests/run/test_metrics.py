@@ -1,11 +1,7 @@
 """Metrics that are added after a save: evaluations of a version, and the best version."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from math import inf, isnan, nan
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +22,13 @@ V20 = Version(20)
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     """Return a run with versions 20, 40, and 60, each with the metric ``loss``."""
     return trained_run()
 
 
 @pytest.fixture
-def skipped() -> Iterator[list[str]]:
+def skipped():
     found: list[str] = []
     with events.attach(
         lambda name, fields: found.append(f"{fields['version']}") if name == "skipped" else None
@@ -40,17 +36,17 @@ def skipped() -> Iterator[list[str]]:
         yield found
 
 
-def evaluation_of(store: MemoryStore, step: int = 20) -> str:
+def evaluation_of(store, step=20):
     [key] = [s.key for s in store.list(f"version_{step}") if "/eval-" in s.key]
     return key
 
 
-def best(store: MemoryStore, metric: str, mode: Any = "min") -> int | None:
+def best(store, metric, mode="min"):
     found = Run(store).best(metric, mode)
     return None if found is None else found.step
 
 
-def test_evaluations_override_the_metrics_of_the_save(store: MemoryStore) -> None:
+def test_evaluations_override_the_metrics_of_the_save(store):
     run = Run(store)
     loss = run.open(V20).metadata["metrics"]["loss"]
     assert run.metrics(V20) == {"loss": loss}
@@ -60,7 +56,7 @@ def test_evaluations_override_the_metrics_of_the_save(store: MemoryStore) -> Non
     assert run.open(V20).metadata["metrics"] == {"loss": loss}, "a snapshot never changes"
 
 
-def test_the_newest_value_of_each_metric_counts(store: MemoryStore) -> None:
+def test_the_newest_value_of_each_metric_counts(store):
     run = Run(store)
     for number in range(12):  # attempts are random, and the loop takes less than a second
         run.add_metrics(V20, {"loss": number, f"only-{number % 2}": number})
@@ -69,12 +65,12 @@ def test_the_newest_value_of_each_metric_counts(store: MemoryStore) -> None:
     assert run.metrics(V20) == Run(store).metrics(V20) == expected
 
 
-def test_a_new_evaluation_is_newest_although_the_clock_was_set_back() -> None:
+def test_a_new_evaluation_is_newest_although_the_clock_was_set_back():
     future = Evaluation("x", "0" * 12, "version_1", "0" * 32, "2199-12-31T23:59:59+00:00", {})
     assert stored({}, [future]).created == "2200-01-01T00:00:00+00:00"
 
 
-def stored(metrics: dict[str, float], earlier: Sequence[Evaluation] = ()) -> Evaluation:
+def stored(metrics, earlier=()):
     store = MemoryStore()
     snapshot = Version(1), "0" * 32
     put_about_version(Evaluation, "x", snapshot, store, earlier, metrics=metrics)
@@ -85,13 +81,13 @@ def stored(metrics: dict[str, float], earlier: Sequence[Evaluation] = ()) -> Eva
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf, -0.0, 0, 1 << 62, -(1 << 62), 1e-320, 0.1, -3])
-def test_every_number_is_restored_exactly(store: MemoryStore, value: float) -> None:
+def test_every_number_is_restored_exactly(store, value):
     Run(store).add_metrics(V20, {"x": value})
     found = Run(store).metrics(V20)["x"]
     assert repr(found) == repr(value)
 
 
-def test_tensors_and_arrays_of_one_element_are_numbers(store: MemoryStore) -> None:
+def test_tensors_and_arrays_of_one_element_are_numbers(store):
     values = {"t": torch.tensor(2.5), "a": np.array([3]), "f": np.float32(0.5), "i": np.int64(7)}
     values |= {"long double": np.longdouble(0.25), "unsigned": np.uint64((1 << 64) - 1)}
     Run(store).add_metrics(V20, values)
@@ -108,19 +104,19 @@ def test_tensors_and_arrays_of_one_element_are_numbers(store: MemoryStore) -> No
 
 
 @pytest.mark.parametrize("value", ["0.5", None, True, 1 << 63, 1j, [0.5], {"float": "nan"}])
-def test_the_error_for_an_invalid_number_names_the_metric(store: MemoryStore, value: Any) -> None:
+def test_the_error_for_an_invalid_number_names_the_metric(store, value):
     with pytest.raises(LimpetError, match=r"'accuracy' is not a number"):
         Run(store).add_metrics(V20, {"loss": 1.0, "accuracy": value})
     assert not [s for s in store.list("version_20") if "/eval-" in s.key]
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a/b", "../x", "é", "-a", "a" * 65, "a b", "a\n"])
-def test_an_invalid_evaluation_name_is_rejected(store: MemoryStore, name: str) -> None:
+def test_an_invalid_evaluation_name_is_rejected(store, name):
     with pytest.raises(LimpetError, match="is not a valid name for an evaluation"):
         Run(store).add_metrics(V20, {"loss": 1.0}, name=name)
 
 
-def test_a_deleted_or_damaged_version_cannot_be_evaluated(store: MemoryStore) -> None:
+def test_a_deleted_or_damaged_version_cannot_be_evaluated(store):
     with pytest.raises(NotFound):
         Run(store).add_metrics(Version(30), {"loss": 1.0})
     with pytest.raises(NotFound):
@@ -132,7 +128,7 @@ def test_a_deleted_or_damaged_version_cannot_be_evaluated(store: MemoryStore) ->
         Run(store).metrics(V20)
 
 
-def test_a_version_that_replaced_the_evaluated_one_gets_no_metrics(store: MemoryStore) -> None:
+def test_a_version_that_replaced_the_evaluated_one_gets_no_metrics(store):
     snapshot = Run(store).open(V20)
     Run(store).add_metrics(snapshot, {"loss": -1})
     for stat in list(store.list("version_20")):
@@ -144,9 +140,7 @@ def test_a_version_that_replaced_the_evaluated_one_gets_no_metrics(store: Memory
     assert Run(store).metrics(V20) == {}, "the old evaluation belongs to another snapshot"
 
 
-def test_damaged_evaluations_are_skipped_with_one_event(
-    store: MemoryStore, skipped: list[str]
-) -> None:
+def test_damaged_evaluations_are_skipped_with_one_event(store, skipped):
     run = Run(store)
     loss = run.metrics(V20)["loss"]
     run.add_metrics(V20, {"loss": -1})
@@ -163,7 +157,7 @@ def test_damaged_evaluations_are_skipped_with_one_event(
     )
 
 
-def test_a_renamed_or_moved_evaluation_is_skipped(store: MemoryStore, skipped: list[str]) -> None:
+def test_a_renamed_or_moved_evaluation_is_skipped(store, skipped):
     Run(store).add_metrics(V20, {"loss": -1})
     key = evaluation_of(store)
     raw = store.get(key, 1 << 20)
@@ -176,7 +170,7 @@ def test_a_renamed_or_moved_evaluation_is_skipped(store: MemoryStore, skipped: l
     assert skipped == others
 
 
-def test_retention_deletes_a_version_with_its_evaluations(store: MemoryStore) -> None:
+def test_retention_deletes_a_version_with_its_evaluations(store):
     run = Run(store)
     run.add_metrics(V20, {"loss": 5})
     run.retain(KeepLast(1))
@@ -186,7 +180,7 @@ def test_retention_deletes_a_version_with_its_evaluations(store: MemoryStore) ->
 # -- the best ------------------------------------------------------------------------------------
 
 
-def test_best_uses_metrics_added_later(store: MemoryStore) -> None:
+def test_best_uses_metrics_added_later(store):
     run = Run(store)
     for step, value in ((20, 0.3), (40, 0.1), (60, nan)):
         run.add_metrics(Version(step), {"val": value})
@@ -201,7 +195,7 @@ def test_best_uses_metrics_added_later(store: MemoryStore) -> None:
     assert Run(MemoryStore()).best("val") is None
 
 
-def test_the_best_version_is_intact_and_on_the_lineage(store: MemoryStore) -> None:
+def test_the_best_version_is_intact_and_on_the_lineage(store):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=40)
         train(state, ckpt, 60)
@@ -213,9 +207,7 @@ def test_the_best_version_is_intact_and_on_the_lineage(store: MemoryStore) -> No
     store.delete(shard_of(store, "version_40"))
     assert best(store, "val") == 20
     flip_bit(store, f"version_20/{MANIFEST}")
-    found = run.best("val")
-    assert found is not None
-    assert found.version == Version(60, 1)
+    assert run.best("val").version == Version(60, 1)
 
 
 # -- which version -------------------------------------------------------------------------------
@@ -226,7 +218,7 @@ class Step(IntEnum):
 
 
 @pytest.mark.parametrize("step", [np.int64(20), np.uint8(20), torch.tensor(20), Step.FIRST])
-def test_a_step_can_be_an_integer_of_any_type(store: MemoryStore, step: Any) -> None:
+def test_a_step_can_be_an_integer_of_any_type(store, step):
     run = Run(store)
     run.add_metrics(step, {"val": 1})
     assert run.metrics(step)["val"] == 1
@@ -235,7 +227,7 @@ def test_a_step_can_be_an_integer_of_any_type(store: MemoryStore, step: Any) -> 
 
 
 @pytest.mark.parametrize("value", ["", "20", "version_20", None, 20.0, True, False, b"", object()])
-def test_arguments_that_name_no_version_are_rejected(store: MemoryStore, value: Any) -> None:
+def test_arguments_that_name_no_version_are_rejected(store, value):
     run, before = Run(store), [s.key for s in store.list("")]
     with pytest.raises(LimpetError, match="Expected a Snapshot, a Version, or a step") as caught:
         run.add_metrics(value, {"val": 1})

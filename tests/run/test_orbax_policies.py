@@ -7,8 +7,6 @@ cases of ``preservation_policy_test.py`` there, read on 2026-11-26. Where the tw
 says so. Limpet then saves and keeps more, never less, except in the cases that name a rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -89,7 +87,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("row", KEPT, ids=lambda row: row.orbax)
-def test_keep_policies_keep_what_those_of_orbax_keep(row: Kept) -> None:
+def test_keep_policies_keep_what_those_of_orbax_keep(row):
     losses = row.losses or [None] * len(row.steps)
     records = [
         Record(Version(step), {} if loss is None else {"loss": loss}, float(step))
@@ -132,7 +130,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize("row", SAVED, ids=lambda row: row.orbax)
-def test_save_policies_save_what_those_of_orbax_save(row: Saved) -> None:
+def test_save_policies_save_what_those_of_orbax_save(row):
     found: list[int] = []
     last = 0
     for step in row.steps:

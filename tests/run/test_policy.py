@@ -1,7 +1,5 @@
 """Policies are pure functions over records. Tables list their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, nan
@@ -41,11 +39,11 @@ START = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
     ("step", "last", "due"),
     [(1, 0, False), (2, 0, False), (3, 0, True), (4, 3, False), (5, 3, False), (6, 3, True)],
 )
-def test_every_steps_is_due_at_multiples(step: int, last: int, due: bool) -> None:
+def test_every_steps_is_due_at_multiples(step, last, due):
     assert EverySteps(3).due(replace(START, step=step, last_step=last)) is due
 
 
-def test_every_steps_is_due_after_skipping_a_multiple() -> None:
+def test_every_steps_is_due_after_skipping_a_multiple():
     assert EverySteps(100).due(replace(START, step=205, last_step=150))
     assert not EverySteps(100).due(replace(START, step=205, last_step=200))
 
@@ -55,14 +53,12 @@ def test_every_steps_is_due_after_skipping_a_multiple() -> None:
     [(9, 0, False), (10, 0, True), (11, 10, False), (12, 9, True), (35, 12, True), (31, 30, False),
      (99, 31, False), (40, 5, True)],
 )  # fmt: skip
-def test_at_steps_is_due_when_a_listed_step_is_reached_or_passed(
-    step: int, last: int, due: bool
-) -> None:
+def test_at_steps_is_due_when_a_listed_step_is_reached_or_passed(step, last, due):
     assert AtSteps([30, 10]).due(replace(START, step=step, last_step=last)) is due
 
 
 @pytest.mark.parametrize(("now", "last", "due"), [(59.9, 0, False), (60, 0, True), (65, 60, False)])
-def test_every_seconds_counts_from_the_last_save(now: float, last: float, due: bool) -> None:
+def test_every_seconds_counts_from_the_last_save(now, last, due):
     current = PolicyInput(
         step=1, seconds=now, epochs=0, last_step=0, last_seconds=last, last_epochs=0
     )
@@ -76,14 +72,12 @@ def test_every_seconds_counts_from_the_last_save(now: float, last: float, due: b
         (3, 2, 0, False), (3, 3, 0, True), (3, 4, 3, False), (3, 7, 5, True), (3, 5, 3, False),
     ],
 )  # fmt: skip
-def test_every_epoch_is_due_when_one_is_completed(
-    every: int, epochs: int, last: int, due: bool
-) -> None:
+def test_every_epoch_is_due_when_one_is_completed(every, epochs, last, due):
     current = replace(START, step=9, epochs=epochs, last_epochs=last)
     assert EveryEpoch(every).due(current) is due
 
 
-def test_a_combined_policy_is_due_if_either_is() -> None:
+def test_a_combined_policy_is_due_if_either_is():
     combined = EverySteps(10) | EverySeconds(60) | EverySteps(7)
     due = [s for s in range(1, 21) if combined.due(replace(START, step=s, last_step=s - 1))]
     assert due == [7, 10, 14, 20]
@@ -100,18 +94,18 @@ def test_a_combined_policy_is_due_if_either_is() -> None:
         (EverySteps(3) | (OnException() | EveryEpoch()), True),
     ],
 )
-def test_attributes_of_combined_policies(policy: SavePolicy, on_exception: bool) -> None:
+def test_attributes_of_combined_policies(policy, on_exception):
     assert policy.on_exception == on_exception
 
 
-def test_an_exception_is_never_due() -> None:
+def test_an_exception_is_never_due():
     assert not OnException().due(PolicyInput(10**9, 1e9, 99, 0, 0.0, 0))
 
 
 # -- what to keep --------------------------------------------------------------------------------
 
 
-def records(*pairs: Any, metric: str = "loss") -> list[Record]:
+def records(*pairs, metric="loss"):
     """Return records of steps, or of pairs of a step and a metric."""
     found = []
     for pair in pairs:
@@ -120,11 +114,11 @@ def records(*pairs: Any, metric: str = "loss") -> list[Record]:
     return found
 
 
-def kept_steps(policy: KeepPolicy, found: list[Record]) -> list[int]:
+def kept_steps(policy, found):
     return sorted(v.step for v in policy.keep(found))
 
 
-def test_keep_last() -> None:
+def test_keep_last():
     found = records(10, 20, 30, 40)
     assert kept_steps(KeepLast(3), found) == [20, 30, 40]
     assert kept_steps(KeepLast(9), found) == [10, 20, 30, 40]
@@ -146,7 +140,7 @@ def test_keep_last() -> None:
         ([99, 101, 102, 199, 200, 201], [101, 200]),
     ],
 )
-def test_keep_every(steps: list[int], expected: list[int]) -> None:
+def test_keep_every(steps, expected):
     assert kept_steps(KeepEvery(100), records(*steps)) == expected
 
 
@@ -159,9 +153,7 @@ def test_keep_every(steps: list[int], expected: list[int]) -> None:
         ([(5, None), (10, 61.0), (15, None), (20, 62.0)], [5, 10, 15]),  # no time: kept
     ],
 )
-def test_keep_every_by_trained_seconds(
-    seconds: list[tuple[int, float | None]], expected: list[int]
-) -> None:
+def test_keep_every_by_trained_seconds(seconds, expected):
     found = [Record(Version(step), {}, trained) for step, trained in seconds]
     assert kept_steps(KeepEvery(seconds=60), found) == expected
 
@@ -178,7 +170,7 @@ def test_keep_every_by_trained_seconds(
         ([20], [], []),
     ],
 )
-def test_keep_steps(listed: list[int], steps: list[int], expected: list[int]) -> None:
+def test_keep_steps(listed, steps, expected):
     assert kept_steps(KeepSteps(listed), records(*steps)) == expected
 
 
@@ -193,9 +185,7 @@ def test_keep_steps(listed: list[int], steps: list[int], expected: list[int]) ->
         ([(1, 0.5), (2, 0.6)], 5, [1]),
     ],
 )
-def test_keep_best_keeps_versions_that_have_no_score_yet(
-    found: list[Any], unscored: int, expected: list[int]
-) -> None:
+def test_keep_best_keeps_versions_that_have_no_score_yet(found, unscored, expected):
     assert kept_steps(KeepBest(1, "loss", unscored=unscored), records(*found)) == expected
 
 
@@ -220,17 +210,17 @@ def test_keep_best_keeps_versions_that_have_no_score_yet(
         ([], 1, "min", []),
     ],
 )
-def test_keep_best(found: list[Any], count: int, mode: Any, expected: list[int]) -> None:
+def test_keep_best(found, count, mode, expected):
     assert kept_steps(KeepBest(count, "loss", mode), records(*found)) == expected
 
 
-def test_policies_name_their_metrics() -> None:
+def test_policies_name_their_metrics():
     combined = KeepLast(2) | KeepBest(1, "a") | (KeepEvery(3) | KeepBest(2, "b", mode="max"))
     assert combined.metrics == {"a", "b"}
     assert KeepLast(2).metrics == KeepPolicy().metrics == frozenset()
 
 
-def test_keep_last_after_many_saves() -> None:
+def test_keep_last_after_many_saves():
     """ElasticDL's example: with a save every 5 steps and 3 kept, 90, 95, and 100 remain."""
     found: list[int] = []
     for step in range(1, 101):
@@ -259,7 +249,7 @@ metrics = st.dictionaries(st.sampled_from(["a", "b"]), values)
 histories = st.lists(st.tuples(st.integers(0, 9), metrics, st.booleans()), max_size=25)
 
 
-def history_of(gaps: list[tuple[int, dict[str, float], bool]]) -> list[Record]:
+def history_of(gaps):
     """Return records with increasing steps, some on later branches. Some record no time."""
     history, step = [], -1
     for number, (gap, found, has_time) in enumerate(gaps):
@@ -271,9 +261,7 @@ def history_of(gaps: list[tuple[int, dict[str, float], bool]]) -> list[Record]:
 
 @given(policies, histories)
 @settings(derandomize=True, max_examples=300)
-def test_retention_after_every_save_keeps_the_same_versions_as_one_at_the_end(
-    policy: KeepPolicy, gaps: list[tuple[int, dict[str, float], bool]]
-) -> None:
+def test_retention_after_every_save_keeps_the_same_versions_as_one_at_the_end(policy, gaps):
     """Frequent retention loses no version. In addition, the newest version is always kept.
 
     This applies to all policies whose metrics are saved with the version. It cannot apply to a
@@ -291,9 +279,7 @@ def test_retention_after_every_save_keeps_the_same_versions_as_one_at_the_end(
 
 @given(policies, policies, histories)
 @settings(derandomize=True, max_examples=100)
-def test_a_combined_policy_keeps_what_either_keeps(
-    a: KeepPolicy, b: KeepPolicy, gaps: list[tuple[int, dict[str, float], bool]]
-) -> None:
+def test_a_combined_policy_keeps_what_either_keeps(a, b, gaps):
     history = history_of(gaps)
     assert (a | b).keep(history) == a.keep(history) | b.keep(history) == (b | a).keep(history)
     assert a.keep(history) <= {r.version for r in history}
@@ -302,7 +288,7 @@ def test_a_combined_policy_keeps_what_either_keeps(
 # -- when to stop --------------------------------------------------------------------------------
 
 
-def observe(stop: StopWhen, *found: float, state: StopState | None = None) -> StopState:
+def observe(stop, *found, state=None):
     state = StopState() if state is None else state
     for value in found:
         state = stop.observe(state, value)
@@ -330,13 +316,13 @@ def observe(stop: StopWhen, *found: float, state: StopState | None = None) -> St
         (StopWhen("l", 3, min_delta=0.1), [1.0, 0.94, 0.88], StopState(0.88, 0, False)),
     ],
 )
-def test_stop_when(stop: StopWhen, found: list[float], state: StopState) -> None:
+def test_stop_when(stop, found, state):
     assert observe(stop, *found) == state
 
 
 @given(st.lists(st.sampled_from([nan, inf, -inf, 0.0, 1.0, 2.0, 3]), max_size=12), counts)
 @settings(derandomize=True)
-def test_the_state_of_stop_when_is_plain_and_complete(found: list[float], patience: int) -> None:
+def test_the_state_of_stop_when_is_plain_and_complete(found, patience):
     """Conversion to plain values and back changes nothing at any time."""
     stop = StopWhen("l", patience)
     state = StopState()
@@ -345,7 +331,7 @@ def test_the_state_of_stop_when_is_plain_and_complete(found: list[float], patien
     assert state == observe(stop, *found)
 
 
-def test_a_changed_patience_is_applied_to_a_restored_state() -> None:
+def test_a_changed_patience_is_applied_to_a_restored_state():
     stopped = observe(StopWhen("l", 2), 1.0, 2.0, 2.0)
     assert stopped.stopped
     plain = StopWhen("l", 2).to_plain(stopped)
@@ -362,7 +348,7 @@ def test_a_changed_patience_is_applied_to_a_restored_state() -> None:
         {"metric": "l", "mode": "min", "best": 1.0, "misses": None},
     ],
 )  # fmt: skip
-def test_a_state_of_another_policy_is_ignored(plain: Any) -> None:
+def test_a_state_of_another_policy_is_ignored(plain):
     assert StopWhen("l").from_plain(plain) == StopState()
 
 
@@ -378,7 +364,7 @@ POLICIES_WITH_COUNT: list[Callable[[Any], object]] = [
 
 @pytest.mark.parametrize("count", INVALID_COUNTS, ids=repr)
 @pytest.mark.parametrize("make", POLICIES_WITH_COUNT, ids=range(len(POLICIES_WITH_COUNT)))
-def test_an_invalid_count_is_rejected(make: Callable[[Any], object], count: Any) -> None:
+def test_an_invalid_count_is_rejected(make, count):
     with pytest.raises(
         LimpetError, match=r"Invalid argument to .*whole number of .*, found .*write"
     ) as e:
@@ -391,37 +377,37 @@ def test_an_invalid_count_is_rejected(make: Callable[[Any], object], count: Any)
     "steps", [[], None, 5, "12", [1.0], [True], [-1], [3, "4"], [None]], ids=repr
 )
 @pytest.mark.parametrize("make", [AtSteps, KeepSteps])
-def test_an_invalid_list_of_steps_is_rejected(make: Any, steps: Any) -> None:
+def test_an_invalid_list_of_steps_is_rejected(make, steps):
     with pytest.raises(LimpetError, match=r"Invalid argument to \w+.*a list of steps, .*write"):
         make(steps)
 
 
-def test_step_zero_can_be_kept_but_never_saved_by_its_number() -> None:
+def test_step_zero_can_be_kept_but_never_saved_by_its_number():
     assert KeepSteps([0]).steps == (0,)
     with pytest.raises(LimpetError, match="an int of 1 or more"):
         AtSteps([0])
 
 
 @pytest.mark.parametrize("arguments", [{"steps": 5, "seconds": 5.0}, {"steps": None}, {}])
-def test_keep_every_takes_steps_or_seconds(arguments: Any) -> None:
+def test_keep_every_takes_steps_or_seconds(arguments):
     with pytest.raises(LimpetError, match=r"KeepEvery\(10_000\) or KeepEvery\(seconds=3600\)"):
         KeepEvery(**arguments)
 
 
 @pytest.mark.parametrize("unscored", [-1, 1.0, True, None, "2"])
-def test_an_invalid_number_of_unscored_versions_is_rejected(unscored: Any) -> None:
+def test_an_invalid_number_of_unscored_versions_is_rejected(unscored):
     with pytest.raises(LimpetError, match=r"Invalid argument to KeepBest.*unscored=2"):
         KeepBest(2, "loss", unscored=unscored)
 
 
 @pytest.mark.parametrize("seconds", [s for s in INVALID_SECONDS if s is not None], ids=repr)
-def test_invalid_seconds_of_keep_every_are_rejected(seconds: Any) -> None:
+def test_invalid_seconds_of_keep_every_are_rejected(seconds):
     with pytest.raises(LimpetError, match="a finite number of seconds above 0"):
         KeepEvery(seconds=seconds)
 
 
 @pytest.mark.parametrize("seconds", INVALID_SECONDS, ids=repr)
-def test_invalid_seconds_are_rejected(seconds: Any) -> None:
+def test_invalid_seconds_are_rejected(seconds):
     with pytest.raises(LimpetError, match=r"Invalid argument to EverySeconds.*EverySeconds\(600\)"):
         EverySeconds(seconds)
 
@@ -430,26 +416,26 @@ def test_invalid_seconds_are_rejected(seconds: Any) -> None:
     "make",
     [
         lambda: KeepBest(1, ""),
-        lambda: KeepBest(1, None),  # type: ignore[arg-type]
-        lambda: KeepBest(1, 3),  # type: ignore[arg-type]
-        lambda: KeepBest(1, "loss", "smallest"),  # type: ignore[arg-type]
-        lambda: KeepBest(1, "loss", "MIN"),  # type: ignore[arg-type]
-        lambda: KeepBest("loss", 1),  # type: ignore[arg-type]
+        lambda: KeepBest(1, None),
+        lambda: KeepBest(1, 3),
+        lambda: KeepBest(1, "loss", "smallest"),
+        lambda: KeepBest(1, "loss", "MIN"),
+        lambda: KeepBest("loss", 1),
         lambda: StopWhen(""),
-        lambda: StopWhen("loss", mode="up"),  # type: ignore[arg-type]
+        lambda: StopWhen("loss", mode="up"),
         lambda: StopWhen("loss", min_delta=-0.1),
         lambda: StopWhen("loss", min_delta=nan),
         lambda: StopWhen("loss", min_delta=inf),
         lambda: StopWhen("loss", min_delta=True),
     ],
 )
-def test_invalid_arguments_for_metrics_are_rejected(make: Callable[[], object]) -> None:
+def test_invalid_arguments_for_metrics_are_rejected(make):
     with pytest.raises(LimpetError, match=r"Invalid argument to .*For example, write"):
         make()
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "val/acc", "eval_F1", "top1 accuracy"])
-def test_a_metric_of_which_larger_values_are_better_needs_a_mode(metric: str) -> None:
+def test_a_metric_of_which_larger_values_are_better_needs_a_mode(metric):
     for make in (
         lambda **mode: KeepBest(1, metric, **mode),
         lambda **mode: StopWhen(metric, **mode),
@@ -463,16 +449,16 @@ def test_a_metric_of_which_larger_values_are_better_needs_a_mode(metric: str) ->
 
 
 @pytest.mark.parametrize("other", [None, 3, "x", [EverySteps(3)]])
-def test_only_policies_of_the_same_kind_can_be_combined(other: Any) -> None:
+def test_only_policies_of_the_same_kind_can_be_combined(other):
     with pytest.raises(TypeError):
         _ = EverySteps(3) | other
     with pytest.raises(TypeError):
         _ = KeepLast(3) | other
     with pytest.raises(TypeError):
-        _ = KeepLast(3) | EverySteps(3)  # type: ignore[operator]
+        _ = KeepLast(3) | EverySteps(3)
 
 
-def test_policies_are_values() -> None:
+def test_policies_are_values():
     assert EverySteps(3) | EverySeconds(5) == EverySteps(3) | EverySeconds(5)
     assert hash(KeepLast(3)) == hash(KeepLast(3))
     assert KeepBest(2, "loss") == KeepBest(2, "loss", mode="min")
@@ -484,4 +470,4 @@ def test_policies_are_values() -> None:
     assert AtSteps([30, 10, 10]) == AtSteps((10, 30)) != AtSteps([10])
     assert hash(KeepSteps([2, 1])) == hash(KeepSteps({1, 2}))
     with pytest.raises(AttributeError):
-        KeepLast(3).count = 4  # type: ignore[misc]
+        KeepLast(3).count = 4

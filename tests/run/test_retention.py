@@ -1,13 +1,11 @@
 """Retention and pins: what is deleted, concurrent readers and saves, and failures of every call."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +19,13 @@ from limpet.errors import LimpetError, NotFound, SkippedVersion, StoreError, Una
 from limpet.format.names import MANIFEST, NOTICES, Version, random_id, shard_name
 from limpet.loading.load import load_snapshot
 from limpet.run import catalog
-from limpet.run.catalog import VersionRecord
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
-from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import Fault, FaultFs
 from tests.crash.promises import check_promises
@@ -45,11 +40,11 @@ YEAR = 365 * DAY
 class KeepNothing(KeepPolicy):
     """A policy that keeps nothing. Retention keeps the newest version nevertheless."""
 
-    def keep(self, records: Any) -> frozenset[Version]:
+    def keep(self, records):
         return frozenset()
 
 
-def make_run(*steps: int) -> MemoryStore:
+def make_run(*steps):
     """Return a run with these versions on its first branch."""
     store = MemoryStore()
     for step in steps:
@@ -58,28 +53,28 @@ def make_run(*steps: int) -> MemoryStore:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     """Return a run with versions 20, 40, and 60."""
     return trained_run()
 
 
-def steps(store: Store) -> list[int]:
+def steps(store):
     return [v.step for v in Run(store).listing().versions]
 
 
-def truncate(store: MemoryStore, key: str) -> None:
+def truncate(store, key):
     raw = store.get(key, 1 << 30)
     store.delete(key)
     store.put_if_absent(key, raw[:-1])
 
 
 @pytest.fixture
-def references(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
+def references(monkeypatch):
     """Return a table of references between versions, to simulate incremental versions."""
     table: dict[Version, set[Version]] = {}
     real = catalog.make_version_record
 
-    def read(snapshot: SnapshotReader) -> VersionRecord:
+    def read(snapshot):
         found = real(snapshot)
         bases = frozenset(table.get(snapshot.version, ()))
         files = dict(found.files)
@@ -96,22 +91,20 @@ def references(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
 # -- kept versions -------------------------------------------------------------------------------
 
 
-def test_keep_last_deletes_all_files_of_other_versions(store: MemoryStore) -> None:
+def test_keep_last_deletes_all_files_of_other_versions(store):
     assert Run(store).retain(KeepLast(1)) == [Version(20), Version(40)]
     assert {s.key.partition("/")[0] for s in store.list("")} == {"version_60"}
     assert Run(store).retain(KeepLast(1)) == []
 
 
-def test_the_policy_that_keeps_everything_makes_no_store_call(store: MemoryStore) -> None:
+def test_the_policy_that_keeps_everything_makes_no_store_call(store):
     wrapped = HookedStore(store)
     wrapped.before = lambda method, key: pytest.fail(f"{method} {key}")
     assert Run(wrapped).retain(KeepPolicy()) == []
 
 
 @pytest.mark.parametrize("damage", ["manifest", "truncated", "deleted", "index"])
-def test_only_intact_versions_count_and_damaged_ones_are_kept(
-    store: MemoryStore, damage: str
-) -> None:
+def test_only_intact_versions_count_and_damaged_ones_are_kept(store, damage):
     shard = shard_of(store, "version_60")
     if damage == "manifest":
         flip_bit(store, f"version_60/{MANIFEST}")
@@ -129,7 +122,7 @@ def test_only_intact_versions_count_and_damaged_ones_are_kept(
     assert {s.key for s in store.list("version_60")} == before
 
 
-def test_the_newest_intact_version_is_never_deleted(store: MemoryStore) -> None:
+def test_the_newest_intact_version_is_never_deleted(store):
     truncate(store, shard_of(store, "version_60"))
     Run(store).retain(KeepNothing())
     assert steps(store) == [40, 60]
@@ -137,7 +130,7 @@ def test_the_newest_intact_version_is_never_deleted(store: MemoryStore) -> None:
     assert steps(store) == [40, 60]
 
 
-def test_versions_on_other_branches_are_kept(store: MemoryStore) -> None:
+def test_versions_on_other_branches_are_kept(store):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=20)
         train(state, ckpt, 60)
@@ -146,7 +139,7 @@ def test_versions_on_other_branches_are_kept(store: MemoryStore) -> None:
     assert Version(40) in Run(store).listing().versions
 
 
-def test_retention_of_several_policies_after_every_save() -> None:
+def test_retention_of_several_policies_after_every_save():
     losses = {10: 0.9, 20: 0.2, 30: 0.5, 40: 0.2, 50: 0.8, 60: 0.9, 70: 0.95}
     store = MemoryStore()
     state = {"n": 0}
@@ -161,7 +154,7 @@ def test_retention_of_several_policies_after_every_save() -> None:
 # -- pins ----------------------------------------------------------------------------------------
 
 
-def test_a_pinned_version_is_kept_until_it_is_unpinned(store: MemoryStore) -> None:
+def test_a_pinned_version_is_kept_until_it_is_unpinned(store):
     run = Run(store)
     assert run.pin(20) == Version(20)
     assert run.pin(20) == Version(20)
@@ -172,14 +165,14 @@ def test_a_pinned_version_is_kept_until_it_is_unpinned(store: MemoryStore) -> No
     assert run.retain(KeepLast(1)) == [Version(20)]
 
 
-def test_a_damaged_pin_still_pins(store: MemoryStore) -> None:
+def test_a_damaged_pin_still_pins(store):
     Run(store).pin(20)
     flip_bit(store, "pin-version_20.json")
     assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).pin(20) == Version(20)
 
 
-def pin_in_newer_format(store: MemoryStore) -> str:
+def pin_in_newer_format(store):
     """Create a process pin in a future format."""
     key = pins.create_pin(Location(store, "version_60"), random_id(), Version(20))
     raw = seal(sealed_content(store.get(key, 1 << 20)), 99)
@@ -188,7 +181,7 @@ def pin_in_newer_format(store: MemoryStore) -> str:
     return key
 
 
-def damaged_pin(store: MemoryStore) -> str:
+def damaged_pin(store):
     """Create a process pin with a flipped bit."""
     key = pins.create_pin(Location(store, "version_60"), random_id(), Version(20))
     flip_bit(store, key)
@@ -196,9 +189,7 @@ def damaged_pin(store: MemoryStore) -> str:
 
 
 @pytest.mark.parametrize("create_unreadable", [pin_in_newer_format, damaged_pin])
-def test_an_unreadable_pin_prevents_all_deletion_for_a_week(
-    store: MemoryStore, create_unreadable: Callable[[MemoryStore], str]
-) -> None:
+def test_an_unreadable_pin_prevents_all_deletion_for_a_week(store, create_unreadable):
     keys = orphaned(store, 40)
     key = create_unreadable(store)
     run = Run(store)
@@ -219,13 +210,11 @@ def test_an_unreadable_pin_prevents_all_deletion_for_a_week(
 
 
 @pytest.mark.parametrize("create_unreadable", [pin_in_newer_format, damaged_pin])
-def test_an_unreadable_pin_created_during_a_deletion_keeps_the_files(
-    store: MemoryStore, create_unreadable: Callable[[MemoryStore], str]
-) -> None:
+def test_an_unreadable_pin_created_during_a_deletion_keeps_the_files(store, create_unreadable):
     """The pin may belong to a save that checked the version and now refers to it."""
     wrapped, created = HookedStore(store), []
 
-    def create_pin(method: str, key: str) -> None:
+    def create_pin(method, key):
         if method == "delete" and key == f"version_20/{MANIFEST}":
             created.append(create_unreadable(store))
 
@@ -238,7 +227,7 @@ def test_an_unreadable_pin_created_during_a_deletion_keeps_the_files(
     assert list(store.list("version_20")) == []
 
 
-def test_an_unreadable_pin_keeps_partial_files(store: MemoryStore) -> None:
+def test_an_unreadable_pin_keeps_partial_files(store):
     run = Run(store)
     run.pin(20)
     store.delete(f"version_20/{MANIFEST}")
@@ -254,16 +243,14 @@ def test_an_unreadable_pin_keeps_partial_files(store: MemoryStore) -> None:
     assert len(run.sweep(grace=0, now=later).removed) == 5
 
 
-def test_a_lasting_pin_does_not_protect_orphans_in_its_folder(store: MemoryStore) -> None:
+def test_a_lasting_pin_does_not_protect_orphans_in_its_folder(store):
     Run(store).pin(20)
     key = f"version_20/{shard_name(0, 1, random_id())}"
     store.put_if_absent(key, b"left over")
     assert Run(store).sweep(now=time.time() + YEAR).removed == [key]
 
 
-def test_pin_and_unpin_raise_errors_for_missing_versions_and_pins(
-    store: MemoryStore,
-) -> None:
+def test_pin_and_unpin_raise_errors_for_missing_versions_and_pins(store):
     with pytest.raises(NotFound, match=r"no version of step 30.*version_20, version_40"):
         Run(store).pin(30)
     with pytest.raises(NotFound, match=r"version_40 of .* is not pinned\. Pinned versions: none"):
@@ -281,7 +268,7 @@ def test_pin_and_unpin_raise_errors_for_missing_versions_and_pins(
     assert Run(store).pins() == []
 
 
-def test_abandoned_versions_can_be_pinned(store: MemoryStore) -> None:
+def test_abandoned_versions_can_be_pinned(store):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=20)
         train(state, ckpt, 40)
@@ -295,10 +282,10 @@ def test_abandoned_versions_can_be_pinned(store: MemoryStore) -> None:
     assert run.unpin(40, branch=0) == Version(40)
 
 
-def test_a_pin_of_a_version_deleted_meanwhile_is_removed_and_raises(store: MemoryStore) -> None:
+def test_a_pin_of_a_version_deleted_meanwhile_is_removed_and_raises(store):
     wrapped = HookedStore(store)
 
-    def delete_manifest(method: str, key: str) -> None:
+    def delete_manifest(method, key):
         if method == "put_if_absent":
             store.delete(f"version_20/{MANIFEST}")
 
@@ -308,9 +295,7 @@ def test_a_pin_of_a_version_deleted_meanwhile_is_removed_and_raises(store: Memor
     assert Run(store).pins() == []
 
 
-def test_a_process_pin_protects_while_the_process_runs(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_pin_protects_while_the_process_runs(store, monkeypatch):
     key = pins.create_pin(Location(store, "version_60"), random_id(), Version(20))
     assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).retain(KeepLast(1)) == []
@@ -323,7 +308,7 @@ def test_a_process_pin_protects_while_the_process_runs(
     assert list(Run(store).sweep().removed) == [key]
 
 
-def test_only_large_reads_create_a_pin(store: MemoryStore) -> None:
+def test_only_large_reads_create_a_pin(store):
     location = Location(store, "version_20")
     with (
         pins.pin_while_reading(location, pins.MIN_PINNED_BYTES - 1),
@@ -345,7 +330,7 @@ def test_only_large_reads_create_a_pin(store: MemoryStore) -> None:
     assert Run(store).listing().process_pins == []
 
 
-def test_a_read_pins_the_bases_too() -> None:
+def test_a_read_pins_the_bases_too():
     store = make_run(10, 20, 30, 40)
     with pins.pin_while_reading(
         Location(store, "version_30"), pins.MIN_PINNED_BYTES, {Version(10)}
@@ -354,26 +339,24 @@ def test_a_read_pins_the_bases_too() -> None:
     assert Run(store).retain(KeepLast(1)) == [Version(10), Version(30)]
 
 
-def read_by_load(run: Run) -> object:
+def read_by_load(run):
     return load_snapshot(reader_of(run.open(Version(20))), None)
 
 
-def read_by_verify(run: Run) -> object:
+def read_by_verify(run):
     return run.open(Version(20)).verify()
 
 
-def read_by_copy(run: Run) -> object:
+def read_by_copy(run):
     return copy_snapshot(reader_of(run.open(Version(20))), Location(MemoryStore(), "version_20"))
 
 
 @pytest.mark.parametrize("read", [read_by_load, read_by_verify, read_by_copy])
-def test_a_version_is_not_deleted_while_it_is_read(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, read: Callable[[Run], object]
-) -> None:
+def test_a_version_is_not_deleted_while_it_is_read(store, monkeypatch, read):
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 1)
     wrapped, tried = HookedStore(store), []
 
-    def retain(method: str, key: str) -> None:
+    def retain(method, key):
         if method == "get_range" and "version_20/" in key:  # during the read
             tried.append(Run(store).retain(KeepLast(1)))
 
@@ -385,12 +368,10 @@ def test_a_version_is_not_deleted_while_it_is_read(
 
 
 @pytest.mark.parametrize("error", [limpet.errors.Denied, limpet.errors.NoSpace, Unavailable])
-def test_a_read_continues_without_a_pin_if_none_can_be_written(
-    store: MemoryStore, error: type[StoreError]
-) -> None:
+def test_a_read_continues_without_a_pin_if_none_can_be_written(store, error):
     wrapped, emitted = HookedStore(store), []
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method in ("put_if_absent", "delete"):
             raise error("no")
 
@@ -410,20 +391,20 @@ def test_a_read_continues_without_a_pin_if_none_can_be_written(
 References = dict[Version, set[Version]]
 
 
-def test_a_chain_of_bases_is_kept_and_deleted_together(references: References) -> None:
+def test_a_chain_of_bases_is_kept_and_deleted_together(references):
     store = make_run(10, 20, 30, 40, 50)
     references.update({Version(20): {Version(10)}, Version(30): {Version(10), Version(20)}})
     run = Run(store)
     assert run.retain(KeepLast(3)) == []
     order: list[str] = []
     real = store.delete
-    store.delete = lambda key: (order.append(key), real(key))[1]  # type: ignore[method-assign]
+    store.delete = lambda key: (order.append(key), real(key))[1]
     assert run.retain(KeepLast(2)) == [Version(10), Version(20), Version(30)]
     # newest first, so that no manifest ever refers to a deleted version
     assert order[:3] == [f"version_{s}/{MANIFEST}" for s in (30, 20, 10)]
 
 
-def test_a_base_of_a_damaged_version_is_kept(references: References) -> None:
+def test_a_base_of_a_damaged_version_is_kept(references):
     store = make_run(10, 20, 30)
     references[Version(20)] = {Version(10)}
     truncate(store, shard_of(store, "version_20"))
@@ -431,7 +412,7 @@ def test_a_base_of_a_damaged_version_is_kept(references: References) -> None:
     assert steps(store) == [10, 20, 30]
 
 
-def test_a_base_of_an_abandoned_version_is_kept(store: MemoryStore, references: References) -> None:
+def test_a_base_of_an_abandoned_version_is_kept(store, references):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=40)
         train(state, ckpt, 80)
@@ -440,7 +421,7 @@ def test_a_base_of_an_abandoned_version_is_kept(store: MemoryStore, references: 
     assert steps(store) == [20, 60, 80]
 
 
-def test_versions_mentioned_by_an_unreadable_manifest_are_kept(store: MemoryStore) -> None:
+def test_versions_mentioned_by_an_unreadable_manifest_are_kept(store):
     raw = store.get(f"version_60/{MANIFEST}", 1 << 20)
     raw = raw.replace(b'"version_40"', b'"../version_20/"')
     store.delete(f"version_60/{MANIFEST}")
@@ -453,10 +434,10 @@ def test_versions_mentioned_by_an_unreadable_manifest_are_kept(store: MemoryStor
     assert steps(store) == [20, 60, 80]
 
 
-def test_a_read_error_of_a_manifest_stops_the_deletion(store: MemoryStore) -> None:
+def test_a_read_error_of_a_manifest_stops_the_deletion(store):
     wrapped = HookedStore(store)
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "get" and key == f"version_40/{MANIFEST}":
             raise StoreError("Cannot read it: Input/output error")
 
@@ -469,7 +450,7 @@ def test_a_read_error_of_a_manifest_stops_the_deletion(store: MemoryStore) -> No
 # -- deleting one --------------------------------------------------------------------------------
 
 
-def test_delete_raises_for_pinned_referenced_and_missing_versions(references: References) -> None:
+def test_delete_raises_for_pinned_referenced_and_missing_versions(references):
     store = make_run(10, 20, 30)
     references[Version(20)] = {Version(10)}
     run = Run(store)
@@ -497,30 +478,30 @@ def test_delete_raises_for_pinned_referenced_and_missing_versions(references: Re
 class InterleavedStore(HookedStore):
     """A store that runs other actions before chosen calls."""
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner):
         super().__init__(inner)
         self.calls = 0
         self.actions: list[tuple[int, Callable[[], object]]] = []
         self.before = self._count
 
-    def _count(self, method: str, key: str) -> None:
+    def _count(self, method, key):
         self.calls += 1
         while self.actions and self.actions[0][0] <= self.calls:
             self.actions.pop(0)[1]()
 
-    def finish(self) -> None:
+    def finish(self):
         for _, action in self.actions:
             action()
         self.actions.clear()
 
 
-def count_calls_of_retention(keep: KeepPolicy) -> int:
+def count_calls_of_retention(keep):
     store = InterleavedStore(make_run(1, 2))
     Run(store).retain(keep)
     return store.calls
 
 
-def test_a_concurrent_reader_fails_at_once_or_reads_everything() -> None:
+def test_a_concurrent_reader_fails_at_once_or_reads_everything():
     calls = count_calls_of_retention(KeepLast(1))
     outcomes: Counter[str] = Counter()
     for at, seen_at in itertools.combinations_with_replacement(range(1, calls + 2), 2):
@@ -529,10 +510,10 @@ def test_a_concurrent_reader_fails_at_once_or_reads_everything() -> None:
         snapshot = Run(inner).open(Version(1))
         reader: list[Any] = []
 
-        def create_pin(location: Location = location, reader: list[Any] = reader) -> None:
+        def create_pin(location=location, reader=reader):
             reader.append(pins.create_pin(location, random_id(), Version(1)))
 
-        def check_version(location: Location = location, reader: list[Any] = reader) -> None:
+        def check_version(location=location, reader=reader):
             try:
                 pins.require_manifest(location)
                 reader.append("reads")
@@ -553,7 +534,7 @@ def test_a_concurrent_reader_fails_at_once_or_reads_everything() -> None:
     assert min(outcomes.values()) > 5
 
 
-def test_a_concurrent_save_keeps_its_base_or_fails(references: References) -> None:
+def test_a_concurrent_save_keeps_its_base_or_fails(references):
     """The save pins its base, checks it, commits, and removes the pin.
 
     After a commit, the base exists.
@@ -569,19 +550,17 @@ def test_a_concurrent_save_keeps_its_base_or_fails(references: References) -> No
         needed = {s.key for s in inner.list("version_1") if s.key.endswith(".safetensors")}
         saver: list[Any] = []
 
-        def create_pin(location: Location = location, saver: list[Any] = saver) -> None:
+        def create_pin(location=location, saver=saver):
             saver.append(pins.create_pin(location, random_id(), Version(1)))
 
-        def check_version(location: Location = location, saver: list[Any] = saver) -> None:
+        def check_version(location=location, saver=saver):
             try:
                 pins.require_manifest(location)
                 saver.append("saves")
             except NotFound:
                 saver.append("failed")
 
-        def commit(
-            inner: MemoryStore = inner, location: Location = location, saver: list[Any] = saver
-        ) -> None:
+        def commit(inner=inner, location=location, saver=saver):
             if saver[1] == "saves":
                 for key in sorted((s.key for s in third.list("")), reverse=True):
                     inner.put_if_absent(key, third.get(key, 1 << 30))
@@ -605,11 +584,11 @@ def test_a_concurrent_save_keeps_its_base_or_fails(references: References) -> No
 # -- failures at every call ----------------------------------------------------------------------
 
 
-def failing(inner: Store, at: int, *, lost: bool) -> HookedStore:
+def failing(inner, at, *, lost):
     """Return a store whose ``at``-th call fails, before its effect or (``lost``) after it."""
     store, calls = HookedStore(inner), itertools.count(1)
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if next(calls) == at:
             raise Unavailable(f"Cannot {method} {key}", key=key, store="failing")
 
@@ -620,16 +599,14 @@ def failing(inner: Store, at: int, *, lost: bool) -> HookedStore:
     return store
 
 
-def folders_and_files(store: Store) -> set[str]:
+def folders_and_files(store):
     """Return the names in the folder of a run, except notices: one may be left like a pin."""
     names = {stat.key.partition("/")[0] for stat in store.list("")}
     return names - {NOTICES}
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["failed", "lost"])
-def test_retention_can_be_repeated_after_the_failure_of_any_call(
-    lost: bool,
-) -> None:
+def test_retention_can_be_repeated_after_the_failure_of_any_call(lost):
     original = MemoryStore()
     with training(original, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 4)
@@ -653,12 +630,12 @@ def test_retention_can_be_repeated_after_the_failure_of_any_call(
         pytest.fail("the number of calls is unlimited")
 
 
-def test_a_version_whose_manifest_could_not_be_deleted_is_complete(store: MemoryStore) -> None:
+def test_a_version_whose_manifest_could_not_be_deleted_is_complete(store):
     Run(store).add_metrics(Version(40), {"loss": 1})
     before = {s.key for s in store.list("version_40")}
     wrapped = HookedStore(store)
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "delete" and key == f"version_40/{MANIFEST}":
             raise Unavailable("no")
 
@@ -670,7 +647,7 @@ def test_a_version_whose_manifest_could_not_be_deleted_is_complete(store: Memory
     assert {s.key for s in store.list("version_40")} == before
 
 
-def test_the_promises_hold_if_the_process_dies_at_any_call() -> None:
+def test_the_promises_hold_if_the_process_dies_at_any_call():
     """Another process continues, and a sweep removes the remaining files."""
     for at in range(1, 200):
         store = MemoryStore()
@@ -679,7 +656,7 @@ def test_the_promises_hold_if_the_process_dies_at_any_call() -> None:
         dead = HookedStore(store)
         calls = itertools.count(1)
 
-        def die(method: str, key: str, calls: Iterator[int] = calls, at: int = at) -> None:
+        def die(method, key, calls=calls, at=at):
             if next(calls) >= at:
                 raise KeyboardInterrupt
 
@@ -697,7 +674,7 @@ def test_the_promises_hold_if_the_process_dies_at_any_call() -> None:
 
 @pytest.mark.parametrize("lost", [False, True], ids=["failed", "lost"])
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_any_file_system_call_fails(every: int, lost: bool) -> None:
+def test_any_file_system_call_fails(every, lost):
     for at in range(every, 400, every):
         disk = CrashFs()
         with training(LocalStore("/a/run", fs=disk), EverySteps(1)) as (state, ckpt):
@@ -717,7 +694,7 @@ def test_any_file_system_call_fails(every: int, lost: bool) -> None:
             check_promises(found, [3])
 
 
-def test_incremental_versions_keep_their_bases() -> None:
+def test_incremental_versions_keep_their_bases():
     """Each version refers to the previous one until the next full version."""
     store = MemoryStore()
     state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
@@ -748,18 +725,12 @@ def test_incremental_versions_keep_their_bases() -> None:
         (True, None, 30),  # no version can be deleted
     ],
 )
-def test_the_number_of_versions_kept_as_bases(
-    rotating: bool, full_every: int | None, expected: int
-) -> None:
+def test_the_number_of_versions_kept_as_bases(rotating, full_every, expected):
     store = MemoryStore()
     state = {str(part): np.zeros(9000) for part in range(3)} | {"live": np.zeros(9)}
     counts = []
     with limpet.Checkpointer(
-        store,
-        state,
-        save=EverySteps(1),
-        keep=KeepLast(1),
-        incremental=full_every or 10**9,
+        store, state, save=EverySteps(1), keep=KeepLast(1), incremental=full_every or 10**9
     ) as ckpt:
         for step in range(30):
             state[str(step % 3) if rotating else "live"] += 1
@@ -772,7 +743,7 @@ def test_the_number_of_versions_kept_as_bases(
 # -- cost ----------------------------------------------------------------------------------------
 
 
-def test_a_damaged_version_is_reported_once(store: MemoryStore) -> None:
+def test_a_damaged_version_is_reported_once(store):
     flip_bit(store, f"version_20/{MANIFEST}")
     run, emitted_events = Run(store), []
     with events.attach(
@@ -786,13 +757,13 @@ def test_a_damaged_version_is_reported_once(store: MemoryStore) -> None:
 # -- sweep ---------------------------------------------------------------------------------------
 
 
-def orphaned(store: MemoryStore, step: int) -> list[str]:
+def orphaned(store, step):
     """Delete the manifest of a version. Return its other files."""
     store.delete(f"version_{step}/{MANIFEST}")
     return [s.key for s in store.list(f"version_{step}")]
 
 
-def test_sweep_keeps_files_that_another_version_refers_to(references: References) -> None:
+def test_sweep_keeps_files_that_another_version_refers_to(references):
     store = make_run(10, 20)
     references[Version(20)] = {Version(10)}
     Run(store).catalog.read_versions(Run(store).listing())
@@ -803,7 +774,7 @@ def test_sweep_keeps_files_that_another_version_refers_to(references: References
     assert Run(store).sweep(now=time.time() + YEAR).removed == [shard]
 
 
-def test_sweep_keeps_files_that_an_unreadable_manifest_may_refer_to(store: MemoryStore) -> None:
+def test_sweep_keeps_files_that_an_unreadable_manifest_may_refer_to(store):
     keys = orphaned(store, 40)
     flip_bit(store, f"version_60/{MANIFEST}")  # it mentions version_40
     swept = Run(store).sweep(now=time.time() + YEAR)
@@ -811,7 +782,7 @@ def test_sweep_keeps_files_that_an_unreadable_manifest_may_refer_to(store: Memor
     assert {(k, "an unreadable manifest may refer to it") for k in keys} <= set(swept.kept)
 
 
-def test_sweep_keeps_files_of_a_deleted_version_that_a_process_reads(store: MemoryStore) -> None:
+def test_sweep_keeps_files_of_a_deleted_version_that_a_process_reads(store):
     location = Location(store, "version_20")
     key = pins.create_pin(location, random_id(), Version(20))
     keys = orphaned(store, 20)
@@ -822,7 +793,7 @@ def test_sweep_keeps_files_of_a_deleted_version_that_a_process_reads(store: Memo
     assert Run(store).sweep(now=time.time() + YEAR).removed == keys
 
 
-def test_sweep_removes_evaluations_and_pins_of_deleted_versions(store: MemoryStore) -> None:
+def test_sweep_removes_evaluations_and_pins_of_deleted_versions(store):
     run = Run(store)
     run.add_metrics(Version(20), {"loss": 1})
     run.add_metrics(Version(40), {"loss": 1})
@@ -837,9 +808,7 @@ def test_sweep_removes_evaluations_and_pins_of_deleted_versions(store: MemorySto
     assert Run(store).pins() == [Version(40)]
 
 
-def test_sweep_keeps_abandoned_versions_that_are_pinned_or_referenced(
-    store: MemoryStore, references: References
-) -> None:
+def test_sweep_keeps_abandoned_versions_that_are_pinned_or_referenced(store, references):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=20)
         train(state, ckpt, 60)
@@ -859,7 +828,7 @@ def test_sweep_keeps_abandoned_versions_that_are_pinned_or_referenced(
     assert run.listing().versions == [Version(20), Version(40), Version(40, 1), Version(60, 1)]
 
 
-def test_a_recent_partial_file_is_kept_for_a_minute(tmp_path: Any) -> None:
+def test_a_recent_partial_file_is_kept_for_a_minute(tmp_path):
     """A save writes its pin first. If a sweep removed the partial pin, the save would fail."""
     limpet.save(tmp_path / "version_1", {"x": 1}, step=1)
     key = ".pin-0123456789ab.json.0123456789abcdef.partial"
@@ -869,12 +838,12 @@ def test_a_recent_partial_file_is_kept_for_a_minute(tmp_path: Any) -> None:
     assert run.sweep(grace=0, now=time.time() + 61).removed == [key]
 
 
-def test_policies_get_records_of_intact_versions(store: MemoryStore) -> None:
+def test_policies_get_records_of_intact_versions(store):
     """The records are those of the lineage, oldest first, with their metrics."""
     seen: list[Iterable[Record]] = []
 
     class RecordingPolicy(KeepPolicy):
-        def keep(self, records: Any) -> frozenset[Version]:
+        def keep(self, records):
             seen.append(records)
             return super().keep(records)
 

@@ -1,10 +1,8 @@
 """The versions of a run: listing, the newest intact version, branches, sweep."""
 
-from __future__ import annotations
-
 import itertools
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Stat
 from tests.trainings import flip_bit, shard_of, train, trained_run, training
 from tests.unreliable_stores import HookedStore
 
@@ -38,22 +35,22 @@ DAY = 24 * 3600.0
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     """Return a run with versions 20, 40, and 60."""
     return trained_run()
 
 
-def steps(run: Run) -> list[int]:
+def steps(run):
     return [s.step for s in run.snapshots() if s.step is not None]
 
 
-def branch_off(store: MemoryStore, at: int, to: int) -> None:
+def branch_off(store, at, to):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=at)
         train(state, ckpt, to)
 
 
-def test_a_missing_run_has_no_versions() -> None:
+def test_a_missing_run_has_no_versions():
     run = Run("memory://never-made")
     assert run.snapshots() == []
     assert run.latest() is None
@@ -67,23 +64,22 @@ def test_a_missing_run_has_no_versions() -> None:
             run.newest(lambda s: None, at=at)
 
 
-def test_versions_are_sorted_by_step(store: MemoryStore) -> None:
+def test_versions_are_sorted_by_step(store):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 120)
     assert steps(Run(store)) == [20, 40, 60, 80, 100, 120]
     latest = Run(store).latest()
-    assert latest is not None
     assert latest.step == 120
     assert latest.verify().ok
 
 
-def test_a_folder_without_manifest_is_not_a_version(store: MemoryStore) -> None:
+def test_a_folder_without_manifest_is_not_a_version(store):
     store.delete(f"version_60/{MANIFEST}")
     assert steps(Run(store)) == [20, 40]
 
 
-def test_other_folders_and_files_are_not_versions(store: MemoryStore) -> None:
+def test_other_folders_and_files_are_not_versions(store):
     for key in ("version_007/manifest.json", "version_-1/manifest.json", "notes/manifest.json"):
         store.put_if_absent(key, b"{}")
     store.put_if_absent("branch-x.json", b"{}")
@@ -91,22 +87,18 @@ def test_other_folders_and_files_are_not_versions(store: MemoryStore) -> None:
     assert steps(Run(store)) == [20, 40, 60]
 
 
-def test_latest_skips_damaged_and_truncated_versions(store: MemoryStore) -> None:
+def test_latest_skips_damaged_and_truncated_versions(store):
     run = Run(store)
     flip_bit(store, f"version_60/{MANIFEST}")
-    latest = run.latest()
-    assert latest is not None
-    assert latest.step == 40
+    assert run.latest().step == 40
     key = shard_of(store, "version_40")
     raw = store.get(key, 1 << 30)
     store.delete(key)
     store.put_if_absent(key, raw[:-1])
-    latest = run.latest()
-    assert latest is not None
-    assert latest.step == 20
+    assert run.latest().step == 20
 
 
-def test_a_run_without_intact_versions_raises_and_names_them(store: MemoryStore) -> None:
+def test_a_run_without_intact_versions_raises_and_names_them(store):
     for step in (20, 40, 60):
         flip_bit(store, f"version_{step}/{MANIFEST}")
     with pytest.raises(NoSnapshot) as e:
@@ -115,7 +107,7 @@ def test_a_run_without_intact_versions_raises_and_names_them(store: MemoryStore)
     assert "version_20" in str(e.value)
 
 
-def test_a_version_in_a_newer_format_is_never_skipped(store: MemoryStore) -> None:
+def test_a_version_in_a_newer_format_is_never_skipped(store):
     key = f"version_60/{MANIFEST}"
     raw = store.get(key, 1 << 20).replace(b'{"limpet":1,', b'{"limpet":99,', 1)
     start = raw.index(b'"digest":"') + len('"digest":"')
@@ -126,20 +118,18 @@ def test_a_version_in_a_newer_format_is_never_skipped(store: MemoryStore) -> Non
         Run(store).latest()
 
 
-def test_a_version_in_a_folder_of_another_name_is_damaged(store: MemoryStore) -> None:
+def test_a_version_in_a_folder_of_another_name_is_damaged(store):
     for stat in list(store.list("version_60")):
         store.put_if_absent(stat.key.replace("_60", "_80"), store.get(stat.key, 1 << 30))
     with pytest.raises(ManifestInvalid, match=r"folder name of .* does not match its manifest"):
         Run(store).open(Version(80))
-    latest = Run(store).latest()
-    assert latest is not None
-    assert latest.step == 60
+    assert Run(store).latest().step == 60
 
 
 # -- branches ------------------------------------------------------------------------------------
 
 
-def test_versions_after_the_branch_point_are_abandoned(store: MemoryStore) -> None:
+def test_versions_after_the_branch_point_are_abandoned(store):
     branch_off(store, at=20, to=40)
     run = Run(store)
     assert run.line() == [Version(20), Version(40, 1)]
@@ -148,7 +138,7 @@ def test_versions_after_the_branch_point_are_abandoned(store: MemoryStore) -> No
     assert Version(60) in run.listing().versions  # kept until a sweep of abandoned versions
 
 
-def test_a_branch_of_a_branch(store: MemoryStore) -> None:
+def test_a_branch_of_a_branch(store):
     branch_off(store, at=40, to=100)  # 40, then 60.1, 80.1, 100.1
     branch_off(store, at=80, to=100)  # branches off at 80.1
     assert [str(v) for v in Run(store).line()] == [
@@ -160,12 +150,12 @@ def test_a_branch_of_a_branch(store: MemoryStore) -> None:
     ]
 
 
-def test_a_new_branch_is_current_before_its_first_version(store: MemoryStore) -> None:
+def test_a_new_branch_is_current_before_its_first_version(store):
     branch_off(store, at=20, to=20)
     assert Run(store).line() == [Version(20)]
 
 
-def test_a_damaged_branch_record_is_replaced_by_its_first_version(store: MemoryStore) -> None:
+def test_a_damaged_branch_record_is_replaced_by_its_first_version(store):
     branch_off(store, at=20, to=60)
     line = Run(store).line()
     flip_bit(store, "branch-1.json")
@@ -174,7 +164,7 @@ def test_a_damaged_branch_record_is_replaced_by_its_first_version(store: MemoryS
     assert Run(store).line() == line
 
 
-def test_a_damaged_record_of_an_empty_branch_is_ignored(store: MemoryStore) -> None:
+def test_a_damaged_record_of_an_empty_branch_is_ignored(store):
     branch_off(store, at=20, to=20)
     flip_bit(store, "branch-1.json")
     assert [v.step for v in Run(store).line()] == [20, 40, 60]
@@ -185,14 +175,14 @@ def test_a_damaged_record_of_an_empty_branch_is_ignored(store: MemoryStore) -> N
     )  # its number is not used again
 
 
-def test_a_branch_from_itself_is_rejected(store: MemoryStore) -> None:
+def test_a_branch_from_itself_is_rejected(store):
     record = Branch(1, "version_20.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
     store.put_if_absent("branch-1.json", encode_record(record))
     with pytest.raises(ManifestInvalid, match="before 1"):
         Run(store).line()
 
 
-def test_each_branch_gets_its_own_number(store: MemoryStore) -> None:
+def test_each_branch_gets_its_own_number(store):
     snapshot = Run(store).open(Version(20))
     numbers = {Run(store).leave_from(snapshot, Version(20), "x") for _ in range(3)}
     assert numbers == {1, 2, 3}
@@ -201,14 +191,14 @@ def test_each_branch_gets_its_own_number(store: MemoryStore) -> None:
 # -- going back ----------------------------------------------------------------------------------
 
 
-def make_branches(store: MemoryStore) -> MemoryStore:
+def make_branches(store):
     """Make the lineages 20 40 60, 20 40.1 60.1, and 20 40.1 60.2 (branches 0 to 2)."""
     branch_off(store, at=20, to=60)
     branch_off(store, at=40, to=60)
     return store
 
 
-def test_the_lineage_of_each_branch(store: MemoryStore) -> None:
+def test_the_lineage_of_each_branch(store):
     run = Run(make_branches(store))
     lines = [[str(v)[8:] for v in run.line(branch=b)] for b in (0, 1, 2, None)]
     assert lines[:3] == [["20", "40", "60"], ["20", "40.1", "60.1"], ["20", "40.1", "60.2"]]
@@ -218,7 +208,7 @@ def test_the_lineage_of_each_branch(store: MemoryStore) -> None:
             run.line(branch=branch)
 
 
-def test_find(store: MemoryStore) -> None:
+def test_find(store):
     run = Run(make_branches(store))
     for step, branch, found in (
         (20, None, "20"), (40, None, "40.1"), (60, None, "60.2"), (40, 0, "40"), (60, 1, "60.1"),
@@ -230,7 +220,7 @@ def test_find(store: MemoryStore) -> None:
             run.find(step, branch)
 
 
-def test_the_newest_version_of_another_branch(store: MemoryStore) -> None:
+def test_the_newest_version_of_another_branch(store):
     run = Run(make_branches(store))
     flip_bit(store, f"version_60/{MANIFEST}")
     for branch, at, found in (
@@ -240,7 +230,6 @@ def test_the_newest_version_of_another_branch(store: MemoryStore) -> None:
         (0, 20, "20"),
     ):
         snapshot, _ = run.newest(lambda s: None, at=at, branch=branch)
-        assert snapshot is not None
         assert str(snapshot.version) == f"version_{found}"
     with pytest.raises(NoSnapshot):
         run.newest(lambda s: None, at=60, branch=0)
@@ -258,7 +247,7 @@ NO_ADDRESSES = [
 ]  # fmt: skip
 
 
-def test_addresses(tmp_path: Path) -> None:
+def test_addresses(tmp_path):
     folder = tmp_path / "a@7"  # the path may contain an @
     for at in (None, 20, 40):
         with training(str(folder), EverySteps(20)) as (state, ckpt):
@@ -282,9 +271,7 @@ def test_addresses(tmp_path: Path) -> None:
         (-5, None, r"no version of step -5 .*found version_20, version_40\.1 \(and 2 on"),
     ],
 )  # fmt: skip
-def test_the_error_for_a_missing_step_names_other_versions(
-    store: MemoryStore, at: int, branch: int | None, message: str
-) -> None:
+def test_the_error_for_a_missing_step_names_other_versions(store, at, branch, message):
     branch_off(store, at=20, to=40)
     with pytest.raises(NoSnapshot, match=message):
         Run(store).newest(lambda s: None, at=at, branch=branch)
@@ -292,7 +279,7 @@ def test_the_error_for_a_missing_step_names_other_versions(
         Run(store).find(at, branch)
 
 
-def test_a_lineage_whose_versions_are_all_deleted(store: MemoryStore) -> None:
+def test_a_lineage_whose_versions_are_all_deleted(store):
     branch_off(store, at=20, to=40)
     for version in (Version(40, 1), Version(20)):  # by hand: Run.delete keeps the newest
         store.delete(f"{version}/{MANIFEST}")
@@ -302,7 +289,7 @@ def test_a_lineage_whose_versions_are_all_deleted(store: MemoryStore) -> None:
         Run(store).latest()
 
 
-def test_the_error_for_an_address_without_run_suggests_another(tmp_path: Path) -> None:
+def test_the_error_for_an_address_without_run_suggests_another(tmp_path):
     limpet.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
     for address in ("@80", "@80.1", "@latest", "@best", "@best:val/loss"):
         with pytest.raises(
@@ -322,9 +309,7 @@ def test_the_error_for_an_address_without_run_suggests_another(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("count", "last"), [(9, "version_9."), (12, "version_12, and 3 more.")])
-def test_the_error_for_a_missing_step_lists_few_versions_all(
-    tmp_path: Path, count: int, last: str
-) -> None:
+def test_the_error_for_a_missing_step_lists_few_versions_all(tmp_path, count, last):
     for step in range(1, count + 1):
         limpet.save(tmp_path / f"version_{step}", {"n": step})
     with pytest.raises(NotFound) as e:
@@ -336,7 +321,7 @@ def test_the_error_for_a_missing_step_lists_few_versions_all(
 # -- deleting ------------------------------------------------------------------------------------
 
 
-def test_delete_takes_the_step_of_a_version_of_the_current_lineage(store: MemoryStore) -> None:
+def test_delete_takes_the_step_of_a_version_of_the_current_lineage(store):
     branch_off(store, at=20, to=40)
     assert Run(store).delete(20) > 0
     with pytest.raises(NotFound, match="no version of step 60 on the current lineage"):
@@ -347,7 +332,7 @@ def test_delete_takes_the_step_of_a_version_of_the_current_lineage(store: Memory
 # -- sweep ---------------------------------------------------------------------------------------
 
 
-def leave_orphans(store: MemoryStore, step: int) -> list[str]:
+def leave_orphans(store, step):
     attempt = random_id()
     keys = [f"version_{step}/{name(0, 1, attempt)}" for name in (shard_name, index_name)]
     for key in keys:
@@ -355,7 +340,7 @@ def leave_orphans(store: MemoryStore, step: int) -> list[str]:
     return keys
 
 
-def test_sweep_removes_only_old_orphans(store: MemoryStore) -> None:
+def test_sweep_removes_only_old_orphans(store):
     before = {s.key for s in store.list("")}
     orphans = leave_orphans(store, 60) + leave_orphans(store, 80)
     run = Run(store)
@@ -370,9 +355,7 @@ def test_sweep_removes_only_old_orphans(store: MemoryStore) -> None:
     assert {s.key for s in store.list("")} == before
 
 
-def test_sweep_keeps_files_of_a_running_process_at_any_age(
-    store: MemoryStore,
-) -> None:
+def test_sweep_keeps_files_of_a_running_process_at_any_age(store):
     attempt = random_id()
     key = pins.create_pin(Location(store, "version_80"), attempt)
     shard = f"version_80/{shard_name(0, 1, attempt)}"
@@ -386,30 +369,27 @@ def test_sweep_keeps_files_of_a_running_process_at_any_age(
     assert Run(store).sweep(now=time.time() + 365 * DAY).removed == [shard]
 
 
-def test_sweep_removes_nothing_in_the_folder_of_an_unreadable_manifest(store: MemoryStore) -> None:
+def test_sweep_removes_nothing_in_the_folder_of_an_unreadable_manifest(store):
     flip_bit(store, f"version_60/{MANIFEST}")
     before = {s.key for s in store.list("")}
-    swept = Run(store).sweep(now=time.time() + 365 * DAY)
-    assert swept.removed == []
+    assert Run(store).sweep(now=time.time() + 365 * DAY).removed == []
     assert {s.key for s in store.list("")} == before
 
 
-def test_sweep_keeps_foreign_files(store: MemoryStore) -> None:
+def test_sweep_keeps_foreign_files(store):
     for key in ("README.txt", "version_60/notes.txt", "version_60/eval-x.000000000000.json"):
         store.put_if_absent(key, b"foreign")
     assert Run(store).sweep(now=time.time() + 365 * DAY).removed == []
 
 
-def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(
-    store: MemoryStore,
-) -> None:
+def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(store):
     """The orphans may be so many that their removal takes hours."""
     branch_off(store, at=20, to=40)  # abandons versions 40 and 60
     orphan = f"version_80/{shard_name(0, 1, random_id())}"
     store.put_if_absent(orphan, b"orphan")
     hooked = HookedStore(store)
 
-    def go_back(method: str, key: str) -> None:
+    def go_back(method, key):
         if (method, key) == ("delete", orphan):
             run = Run(store)
             run.leave_from(run.open(Version(40)), Version(40), "resume(at=40)")
@@ -422,7 +402,7 @@ def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(
     assert Run(store).line() == [Version(20), Version(40)]
 
 
-def test_sweep_keeps_the_files_of_a_save_in_a_run_within_the_run(tmp_path: Path) -> None:
+def test_sweep_keeps_the_files_of_a_save_in_a_run_within_the_run(tmp_path):
     limpet.save(tmp_path / "version_1", {"x": 1}, step=1)
     inner, attempt = LocalStore(tmp_path / "inner"), random_id()
     with (
@@ -435,7 +415,7 @@ def test_sweep_keeps_the_files_of_a_save_in_a_run_within_the_run(tmp_path: Path)
         upload.commit()
 
 
-def test_opening_a_missing_version(store: MemoryStore) -> None:
+def test_opening_a_missing_version(store):
     with pytest.raises(NotFound, match="no snapshot"):
         Run(store).open(Version(99))
     with pytest.raises(NotFound):
@@ -448,7 +428,7 @@ def test_opening_a_missing_version(store: MemoryStore) -> None:
 class ChangingStore(HookedStore):
     """At some calls, another process saves a version, and keeps only that one (and the first)."""
 
-    def __init__(self, at: Container[int], *, first: bool) -> None:
+    def __init__(self, at, *, first):
         super().__init__(MemoryStore())
         self.calls = itertools.count()
         self.keep = KeepLast(1) | KeepEvery(100) if first else KeepLast(1)
@@ -457,7 +437,7 @@ class ChangingStore(HookedStore):
             self.change()
         self.before = lambda method, key: self.change() if next(self.calls) in at else None
 
-    def change(self) -> None:
+    def change(self):
         run = Run(self.inner)
         self.step += 1
         metadata = VersionMetadata(step=self.step, metrics={"loss": 1 / self.step})
@@ -470,16 +450,13 @@ class ChangingStore(HookedStore):
 
 @pytest.mark.parametrize("first", [False, True], ids=["the last", "and the first"])
 @pytest.mark.parametrize("at", [*({n} for n in range(12)), {1, 3}, {1, 2, 4, 5}, range(1, 12)])
-def test_a_version_is_found_although_versions_change_meanwhile(
-    at: Container[int], first: bool
-) -> None:
+def test_a_version_is_found_although_versions_change_meanwhile(at, first):
     """The found version is at least as new as the newest (best) one at the beginning."""
     finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
     for find in finds:
         store = ChangingStore(at, first=first)
         newest_before = store.step
         found = find(Run(store))
-        assert found is not None
         assert found.step >= newest_before
         assert found.metadata["metrics"]["loss"] == 1 / found.step
     store = ChangingStore(at, first=first)
@@ -490,11 +467,11 @@ def test_a_version_is_found_although_versions_change_meanwhile(
 class InconsistentListStore(ChangingStore):
     """The first listing shows neither versions saved meanwhile nor versions deleted meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__((), first=True)
         self.lists = itertools.count()
 
-    def list(self, prefix: str) -> Iterator[Stat]:
+    def list(self, prefix):
         found = list(super().list(prefix))
         if next(self.lists) == 0:
             found = [s for s in found if not s.key.startswith(f"version_{self.step}/")]
@@ -502,19 +479,18 @@ class InconsistentListStore(ChangingStore):
         return iter(found)
 
 
-def test_an_inconsistent_listing_is_repeated() -> None:
+def test_an_inconsistent_listing_is_repeated():
     finds: list[Callable[[Run], Any]] = [
         Run.latest,
         lambda run: run.best("loss"),
         lambda run: run.newest(lambda snapshot: reader_of(snapshot).check_files())[0],
     ]
     for find in finds:
-        found = find(Run(inconsistent := InconsistentListStore()))
-        assert found.step == inconsistent.step == 102
+        assert find(Run(inconsistent := InconsistentListStore())).step == inconsistent.step == 102
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_a_version_deleted_meanwhile_causes_no_skipped_event(at: int) -> None:
+def test_a_version_deleted_meanwhile_causes_no_skipped_event(at):
     emitted: list[str] = []
     with events.attach(lambda name, fields: emitted.append(name)):
         snapshot, skipped = Run(ChangingStore({at}, first=True)).newest(
@@ -525,10 +501,10 @@ def test_a_version_deleted_meanwhile_causes_no_skipped_event(at: int) -> None:
     assert "skipped" not in emitted
 
 
-def test_a_run_deleted_during_a_load_raises(store: MemoryStore) -> None:
+def test_a_run_deleted_during_a_load_raises(store):
     """The live state may already be overwritten."""
 
-    def use(snapshot: limpet.Snapshot) -> None:
+    def use(snapshot):
         for stat in list(store.list("")):
             store.delete(stat.key)
         raise NotFound("the version was deleted", live_state="not valid")
@@ -538,15 +514,14 @@ def test_a_run_deleted_during_a_load_raises(store: MemoryStore) -> None:
     assert caught.value.live_state == "not valid"
 
 
-def test_a_version_that_is_listed_but_missing_is_skipped(store: MemoryStore) -> None:
+def test_a_version_that_is_listed_but_missing_is_skipped(store):
     """For example, a network file system lists a deleted version. The search must end."""
 
-    def use(snapshot: limpet.Snapshot) -> None:
+    def use(snapshot):
         if snapshot.step == 60:
             raise NotFound("no such file")
 
     snapshot, skipped = Run(store).newest(use)
-    assert snapshot is not None
     assert snapshot.step == 40
     assert [v for v, _ in skipped] == [Version(60)]
 
@@ -557,7 +532,7 @@ class EmptyFirstListStore(HookedStore):
     One version was deleted before the listing reached it; the next was saved behind it.
     """
 
-    def list(self, prefix: str) -> Iterator[Stat]:
+    def list(self, prefix):
         found = super().list(prefix)
         if not self.listed:
             self.listed = True
@@ -567,13 +542,13 @@ class EmptyFirstListStore(HookedStore):
     listed = False
 
 
-def test_an_empty_listing_is_repeated(store: MemoryStore) -> None:
+def test_an_empty_listing_is_repeated(store):
     finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
     for find in finds:
         assert find(Run(EmptyFirstListStore(store))) is not None
 
 
-def test_reading_a_deleted_version_raises_not_found(store: MemoryStore) -> None:
+def test_reading_a_deleted_version_raises_not_found(store):
     location = Run(store).location(Version(20))
     uses: list[Callable[[limpet.Snapshot], object]] = [
         lambda s: reader_of(s).check_files(),

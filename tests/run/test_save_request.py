@@ -1,11 +1,9 @@
 """Save requests: the requester, the training, their races, and failing stores."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from queue import Queue
 from typing import Any
@@ -32,7 +30,6 @@ from limpet.run.save_request import (
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Stat
 
 A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
@@ -40,56 +37,56 @@ A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 class FailingStore(MemoryStore):
     """A store that records its calls. While ``error`` is set, each call raises it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.error: BaseException | None = None
         self.calls: list[str] = []
         self.after_get: Callable[[], object] = lambda: None
 
-    def _record_call(self, call: str) -> None:
+    def _record_call(self, call):
         self.calls.append(call)
         if self.error is not None:
             raise self.error
 
-    def get(self, key: str, limit: int) -> bytes:
+    def get(self, key, limit):
         self._record_call("get")
         raw = super().get(key, limit)
         self.after_get()
         return raw
 
-    def put_if_absent(self, key: str, data: bytes) -> Stat:
+    def put_if_absent(self, key, data):
         self._record_call("put_if_absent")
         return super().put_if_absent(key, data)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key):
         self._record_call("delete")
         super().delete(key)
 
-    def list(self, prefix: str) -> Iterator[Stat]:
+    def list(self, prefix):
         self._record_call("list")
         return super().list(prefix)
 
 
 @pytest.fixture
-def store() -> FailingStore:
+def store():
     return FailingStore()
 
 
 @pytest.fixture
-def emitted() -> Iterator[list[tuple[str, Any]]]:
+def emitted():
     seen: list[tuple[str, Any]] = []
     with events.attach(lambda name, fields: seen.append((name, fields))):
         yield seen
 
 
-def count_unseen(emitted: list[tuple[str, Any]]) -> int:
+def count_unseen(emitted):
     return sum(name == "request_unseen" for name, _ in emitted)
 
 
 class Trainer:
     """A training that runs a step whenever the requester waits. It is also the clock."""
 
-    def __init__(self, store: MemoryStore, *, step: int = 0, branch: int = 0) -> None:
+    def __init__(self, store, *, step=0, branch=0):
         self.run = Run(store)
         self.watcher = RequestWatcher(store)
         self.version = Version(step, branch)
@@ -97,7 +94,7 @@ class Trainer:
         self.now = 0.0
         self.before_step: Callable[[], object] = lambda: None
 
-    def step(self) -> None:
+    def step(self):
         """Run one step, and save if requested, like the Checkpointer."""
         self.version = replace(self.version, step=self.version.step + 1)
         self.watcher.poll()
@@ -106,7 +103,7 @@ class Trainer:
             self.save("request")
             self.watcher.mark(request, True)
 
-    def save(self, reason: str) -> None:
+    def save(self, reason):
         metadata = VersionMetadata(
             step=self.version.step, branch=self.version.branch, reason=reason
         )
@@ -117,19 +114,19 @@ class Trainer:
             )
         )
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.now += seconds
         self.before_step()
         self.step()
 
-    def request(self, timeout: float = 10) -> RequestedSave:
+    def request(self, timeout=10):
         return request_and_wait(self.run, timeout, wait=self.wait, clock=lambda: self.now)
 
 
 # -- the requester ---------------------------------------------------------------------------------
 
 
-def test_a_request_is_answered_by_a_version_and_removed(store: FailingStore) -> None:
+def test_a_request_is_answered_by_a_version_and_removed(store):
     trainer = Trainer(store)
     trainer.step()
     assert trainer.request() == RequestedSave(Version(2), joined=False)
@@ -140,7 +137,7 @@ def test_a_request_is_answered_by_a_version_and_removed(store: FailingStore) -> 
     assert len(trainer.run.listing().versions) == 2  # nothing is saved without a request
 
 
-def test_older_versions_do_not_answer(store: FailingStore) -> None:
+def test_older_versions_do_not_answer(store):
     trainer = Trainer(store)
     trainer.save("request")
     trainer.saves = False
@@ -152,9 +149,7 @@ def test_older_versions_do_not_answer(store: FailingStore) -> None:
     assert read_request(store) is None
 
 
-def test_a_version_saved_for_another_reason_is_reported_but_does_not_answer(
-    store: FailingStore,
-) -> None:
+def test_a_version_saved_for_another_reason_is_reported_but_does_not_answer(store):
     trainer = Trainer(store)
     trainer.saves = False
     trainer.before_step = lambda: trainer.save("cadence")
@@ -162,11 +157,11 @@ def test_a_version_saved_for_another_reason_is_reported_but_does_not_answer(
         trainer.request(timeout=3)
 
 
-def test_the_requested_version_answers_and_not_a_later_one(store: FailingStore) -> None:
+def test_the_requested_version_answers_and_not_a_later_one(store):
     trainer = Trainer(store)
     step = trainer.step
 
-    def several_saves() -> None:
+    def several_saves():
         trainer.saves = False
         step()
         trainer.save("cadence")
@@ -175,14 +170,14 @@ def test_the_requested_version_answers_and_not_a_later_one(store: FailingStore) 
         step()
         trainer.save("cadence")
 
-    trainer.step = several_saves  # type: ignore[method-assign]
+    trainer.step = several_saves
     assert trainer.request().version == Version(2)
 
 
-def test_the_newest_readable_version_answers_if_none_has_the_reason(store: FailingStore) -> None:
+def test_the_newest_readable_version_answers_if_none_has_the_reason(store):
     trainer = Trainer(store)
 
-    def several_saves() -> None:
+    def several_saves():
         for _ in range(3):
             trainer.save("cadence")
             trainer.step()
@@ -196,7 +191,7 @@ def test_the_newest_readable_version_answers_if_none_has_the_reason(store: Faili
     assert result.version == Version(1)
 
 
-def test_a_lower_step_on_a_new_branch_is_newer(store: FailingStore) -> None:
+def test_a_lower_step_on_a_new_branch_is_newer(store):
     trainer = Trainer(store)
     for step in (1, 2):
         assert trainer.request().version == Version(step)
@@ -205,13 +200,12 @@ def test_a_lower_step_on_a_new_branch_is_newer(store: FailingStore) -> None:
     assert Trainer(store, step=1, branch=branch).request().version == Version(2, branch)
 
 
-def test_a_second_requester_joins_the_first(store: FailingStore) -> None:
+def test_a_second_requester_joins_the_first(store):
     assert put_request(store, A) == A
-    trainer = Trainer(store)
-    assert trainer.request() == RequestedSave(Version(1), joined=True)
+    assert Trainer(store).request() == RequestedSave(Version(1), joined=True)
 
 
-def test_a_requester_that_joined_does_not_withdraw_the_request(store: FailingStore) -> None:
+def test_a_requester_that_joined_does_not_withdraw_the_request(store):
     put_request(store, A)
     trainer = Trainer(store)
     trainer.saves = False
@@ -220,7 +214,7 @@ def test_a_requester_that_joined_does_not_withdraw_the_request(store: FailingSto
     assert read_request(store) == A
 
 
-def test_a_requester_that_joined_too_late_requests_again(store: FailingStore) -> None:
+def test_a_requester_that_joined_too_late_requests_again(store):
     """The joined request is removed, but its version already existed when the requester joined."""
     put_request(store, A)
     trainer = Trainer(store)
@@ -233,11 +227,11 @@ def test_a_requester_that_joined_too_late_requests_again(store: FailingStore) ->
     assert trainer.now == 2
 
 
-def test_a_request_that_is_removed_by_hand_is_repeated(store: FailingStore) -> None:
+def test_a_request_that_is_removed_by_hand_is_repeated(store):
     trainer = Trainer(store)
     waits = count()
 
-    def remove_by_hand() -> None:
+    def remove_by_hand():
         if next(waits) < 3:
             store.delete(SAVE_REQUEST)
 
@@ -246,11 +240,11 @@ def test_a_request_that_is_removed_by_hand_is_repeated(store: FailingStore) -> N
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), Denied("x"), ZeroDivisionError()])
-def test_any_exception_withdraws_the_request(store: FailingStore, interrupt: BaseException) -> None:
+def test_any_exception_withdraws_the_request(store, interrupt):
     trainer = Trainer(store)
     trainer.saves = False
 
-    def fail() -> None:
+    def fail():
         assert read_request(store) is not None
         raise interrupt
 
@@ -260,9 +254,9 @@ def test_any_exception_withdraws_the_request(store: FailingStore, interrupt: Bas
     assert read_request(store) is None
 
 
-def test_a_request_written_despite_an_error_is_withdrawn(store: FailingStore) -> None:
+def test_a_request_written_despite_an_error_is_withdrawn(store):
     class LostReplyStore(FailingStore):
-        def put_if_absent(self, key: str, data: bytes) -> Stat:
+        def put_if_absent(self, key, data):
             super().put_if_absent(key, data)
             raise Unavailable("the reply was lost", outcome="unknown")
 
@@ -272,10 +266,8 @@ def test_a_request_written_despite_an_error_is_withdrawn(store: FailingStore) ->
     assert read_request(lost) is None
 
 
-def test_a_store_error_during_the_withdrawal_does_not_hide_the_exception(
-    store: FailingStore,
-) -> None:
-    def wait(seconds: float) -> None:
+def test_a_store_error_during_the_withdrawal_does_not_hide_the_exception(store):
+    def wait(seconds):
         store.error = Unavailable("gone")
         raise KeyboardInterrupt
 
@@ -283,19 +275,19 @@ def test_a_store_error_during_the_withdrawal_does_not_hide_the_exception(
         request_and_wait(Run(store), 1, wait=wait, clock=lambda: 0)
 
 
-def test_a_request_answered_while_another_joins_is_repeated(store: FailingStore) -> None:
+def test_a_request_answered_while_another_joins_is_repeated(store):
     put_request(store, A)
     seen = count()
 
-    def remove_request_once() -> None:
+    def remove_request_once():
         if next(seen) == 0:
             MemoryStore.delete(store, SAVE_REQUEST)
 
-    def get(key: str, limit: int) -> bytes:
+    def get(key, limit):
         remove_request_once()
         return FailingStore.get(store, key, limit)
 
-    store.get = get  # type: ignore[method-assign]
+    store.get = get
     assert put_request(store, B) == B
 
 
@@ -303,7 +295,7 @@ def test_a_request_answered_while_another_joins_is_repeated(store: FailingStore)
 
 
 @given(st.binary(max_size=300))
-def test_any_content_of_the_file_is_a_request(raw: bytes) -> None:
+def test_any_content_of_the_file_is_a_request(raw):
     store = MemoryStore()
     store.put_if_absent(SAVE_REQUEST, raw)
     found = read_request(store)
@@ -315,7 +307,7 @@ def test_any_content_of_the_file_is_a_request(raw: bytes) -> None:
     assert read_request(store) is None
 
 
-def test_an_empty_file_is_a_new_request_each_time(store: FailingStore) -> None:
+def test_an_empty_file_is_a_new_request_each_time(store):
     trainer = Trainer(store)
     for step in (1, 2):
         store.put_if_absent(SAVE_REQUEST, b"")
@@ -324,14 +316,12 @@ def test_an_empty_file_is_a_new_request_each_time(store: FailingStore) -> None:
         assert Run(store).listing().versions[-1] == Version(step)
 
 
-def test_readers_and_sweep_ignore_the_request(store: FailingStore) -> None:
+def test_readers_and_sweep_ignore_the_request(store):
     trainer = Trainer(store)
     trainer.request()
     put_request(store, A)
     run = Run(store)
-    latest = run.latest()
-    assert latest is not None
-    assert latest.verify().ok
+    assert run.latest().verify().ok
     run.sweep(grace=0)
     assert read_request(store) == A
 
@@ -339,7 +329,7 @@ def test_readers_and_sweep_ignore_the_request(store: FailingStore) -> None:
 # -- the training ----------------------------------------------------------------------------------
 
 
-def test_a_poll_is_one_get(store: FailingStore) -> None:
+def test_a_poll_is_one_get(store):
     watcher = RequestWatcher(store)
     watcher.poll()
     put_request(store, A)
@@ -349,7 +339,7 @@ def test_a_poll_is_one_get(store: FailingStore) -> None:
     assert store.calls == ["get"]
 
 
-def test_an_accepted_request_is_pending_again_only_after_a_failure(store: FailingStore) -> None:
+def test_an_accepted_request_is_pending_again_only_after_a_failure(store):
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
@@ -366,7 +356,7 @@ def test_an_accepted_request_is_pending_again_only_after_a_failure(store: Failin
     assert (watcher.pending_request, read_request(store)) == (None, None)
 
 
-def test_a_request_that_replaced_the_answered_one_is_kept(store: FailingStore) -> None:
+def test_a_request_that_replaced_the_answered_one_is_kept(store):
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
@@ -381,14 +371,14 @@ def test_a_request_that_replaced_the_answered_one_is_kept(store: FailingStore) -
 
 
 @pytest.mark.parametrize("action", ["accept", "committed", "failed"])
-def test_an_outdated_poll_is_ignored(store: FailingStore, action: str) -> None:
+def test_an_outdated_poll_is_ignored(store, action):
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
     if action != "accept":
         watcher.accept()
 
-    def act_first() -> None:
+    def act_first():
         store.after_get = lambda: None
         if action == "accept":
             watcher.accept()
@@ -400,9 +390,7 @@ def test_an_outdated_poll_is_ignored(store: FailingStore, action: str) -> None:
     assert watcher.pending_request is None
 
 
-def test_an_outage_is_reported_once_and_raises_nothing(
-    store: FailingStore, emitted: list[tuple[str, Any]]
-) -> None:
+def test_an_outage_is_reported_once_and_raises_nothing(store, emitted):
     watcher = RequestWatcher(store)
     for outage in (1, 2):
         store.error = Unavailable("no answer")
@@ -414,9 +402,7 @@ def test_an_outage_is_reported_once_and_raises_nothing(
     assert emitted[0][1] == {"store": store.url, "error": "no answer."}
 
 
-def test_a_request_that_could_not_be_removed_is_removed_later_without_another_save(
-    store: FailingStore, emitted: list[tuple[str, Any]]
-) -> None:
+def test_a_request_that_could_not_be_removed_is_removed_later_without_another_save(store, emitted):
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
@@ -433,7 +419,7 @@ def test_a_request_that_could_not_be_removed_is_removed_later_without_another_sa
     assert watcher.pending_request == A
 
 
-def test_a_request_answered_during_an_outage_can_be_repeated(store: FailingStore) -> None:
+def test_a_request_answered_during_an_outage_can_be_repeated(store):
     watcher = RequestWatcher(store)
     store.put_if_absent(SAVE_REQUEST, b"")
     watcher.poll()
@@ -449,7 +435,7 @@ def test_a_request_answered_during_an_outage_can_be_repeated(store: FailingStore
     assert watcher.pending_request == request
 
 
-def test_a_file_of_any_length_is_a_request(store: FailingStore) -> None:
+def test_a_file_of_any_length_is_a_request(store):
     store.put_if_absent(SAVE_REQUEST, b"x" * (1 << 20))
     watcher = RequestWatcher(store)
     watcher.poll()
@@ -464,29 +450,29 @@ def test_a_file_of_any_length_is_a_request(store: FailingStore) -> None:
 class Ticks:
     """A fake wait for the thread of a watcher, which polls once for each ``tick()``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._continue: Queue[bool] = Queue()
         self._waiting: Queue[float] = Queue()
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds):
         self._waiting.put(seconds)
         return self._continue.get(timeout=20)
 
-    def tick(self) -> None:
+    def tick(self):
         self._waiting.get(timeout=20)
         self._continue.put(False)
 
-    def end(self) -> float:
+    def end(self):
         seconds = self._waiting.get(timeout=20)
         self._continue.put(True)
         return seconds
 
 
-def threads() -> set[str]:
+def threads():
     return {t.name for t in threading.enumerate() if t.name == "limpet-request"}
 
 
-def test_the_thread_polls_at_once_and_then_at_intervals(store: FailingStore) -> None:
+def test_the_thread_polls_at_once_and_then_at_intervals(store):
     ticks = Ticks()
     watcher = RequestWatcher(store, interval=7.5, wait=ticks.wait)
     put_request(store, A)
@@ -501,7 +487,7 @@ def test_the_thread_polls_at_once_and_then_at_intervals(store: FailingStore) -> 
     assert not threads()
 
 
-def test_close_interrupts_the_wait_and_can_be_repeated(store: FailingStore) -> None:
+def test_close_interrupts_the_wait_and_can_be_repeated(store):
     watcher = RequestWatcher(store, interval=3600)
     watcher.close()
     watcher.start()
@@ -511,9 +497,7 @@ def test_close_interrupts_the_wait_and_can_be_repeated(store: FailingStore) -> N
     assert not threads()
 
 
-def test_the_thread_ends_when_a_watcher_that_nobody_closed_is_collected(
-    store: FailingStore,
-) -> None:
+def test_the_thread_ends_when_a_watcher_that_nobody_closed_is_collected(store):
     """As in a cell of a notebook that creates another Checkpointer each time it runs."""
     ticks = Ticks()
     watcher: RequestWatcher | None = RequestWatcher(store, wait=ticks.wait)
@@ -526,10 +510,8 @@ def test_the_thread_ends_when_a_watcher_that_nobody_closed_is_collected(
     assert not thread.is_alive()
 
 
-def test_training_continues_if_no_thread_can_be_started(
-    store: FailingStore, emitted: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: threading.Thread) -> None:
+def test_training_continues_if_no_thread_can_be_started(store, emitted, monkeypatch):
+    def fail(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
@@ -539,7 +521,7 @@ def test_training_continues_if_no_thread_can_be_started(
     assert count_unseen(emitted) == 1
 
 
-def test_close_raises_an_unexpected_exception_of_the_thread(store: FailingStore) -> None:
+def test_close_raises_an_unexpected_exception_of_the_thread(store):
     store.error = ZeroDivisionError()
     ended = threading.Event()
     watcher = RequestWatcher(store, wait=ended.wait)
@@ -549,7 +531,7 @@ def test_close_raises_an_unexpected_exception_of_the_thread(store: FailingStore)
     watcher.close()
 
 
-def test_a_watcher_is_inactive_in_a_forked_process(store: FailingStore) -> None:
+def test_a_watcher_is_inactive_in_a_forked_process(store):
     watcher = RequestWatcher(store, interval=3600)
     put_request(store, A)
     watcher.poll()

@@ -4,13 +4,11 @@ The tests count system calls, not seconds. What is known is not read again, but 
 relies on is looked up again.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,12 @@ from limpet.convert.copy import copy_snapshot
 from limpet.format.manifest import decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.format.sealed import seal
-from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
+from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of
-from limpet.storage.local.os_calls import FileStat, Fs
+from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from tests.trainings import state_after
@@ -39,24 +37,24 @@ STATE: dict[str, Any] = {"x": np.arange(3.0)}
 class CountingFs(Fs):
     """Counts the calls, and the names that were listed. ``folders`` are those that were listed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts: Counter[str] = Counter()
         self.folders: list[str] = []
 
-    def open(self, path: str, flags: int) -> int:
+    def open(self, path, flags):
         self.counts["open"] += 1
         return super().open(path, flags)
 
-    def stat(self, path: str, *, follow: bool = True) -> FileStat:
+    def stat(self, path, *, follow=True):
         self.counts["stat"] += 1
         return super().stat(path, follow=follow)
 
-    def scandir(self, path: str) -> list[tuple[str, str]]:
+    def scandir(self, path):
         self.folders.append(os.path.basename(path))
         self.counts["scandir"] += 1
         return super().scandir(path)
 
-    def take(self) -> Counter[str]:
+    def take(self):
         """Return the counts since the last call."""
         counts, self.counts = self.counts, Counter()
         self.folders.clear()
@@ -64,7 +62,7 @@ class CountingFs(Fs):
 
 
 @pytest.fixture(autouse=True)
-def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_other_threads(monkeypatch):
     """The watcher for requests polls at arbitrary times, so the number of calls would vary.
 
     So would the order of lookups in threads.
@@ -73,7 +71,7 @@ def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("limpet.run.save_request.RequestWatcher.start", lambda self: None)
 
 
-def make_run(path: Path, count: int) -> Path:
+def make_run(path, count):
     """Return a run with the versions 10, 20, ..., quickly: their shards are one file."""
     first = limpet.save(path / "version_10", STATE)
     manifest, _ = decode_manifest((path / "version_10" / MANIFEST).read_bytes(), MANIFEST)
@@ -91,9 +89,7 @@ def make_run(path: Path, count: int) -> Path:
     return path
 
 
-def count_in_training(
-    path: Path, last: int, keep: KeepPolicy | None, saves: int = 4
-) -> dict[str, Counter[str]]:
+def count_in_training(path, last, keep, saves=4):
     """Count the calls of reading and training in a run, whose retention knows the versions.
 
     The calls of ``saves`` saves are added. The last of them applies retention.
@@ -135,9 +131,7 @@ def count_in_training(
     ],
     ids=["all", "each save deletes", "union", "many"],
 )
-def test_the_calls_do_not_depend_on_the_number_of_versions(
-    tmp_path: Path, count: int, keep: KeepPolicy | None
-) -> None:
+def test_the_calls_do_not_depend_on_the_number_of_versions(tmp_path, count, keep):
     saves = count // VERSIONS_PER_SAVE
     few = count_in_training(make_run(tmp_path / "few", 10), 100, keep, saves)
     many = count_in_training(make_run(tmp_path / "many", count), 10 * count, keep, saves)
@@ -152,13 +146,11 @@ def test_the_calls_do_not_depend_on_the_number_of_versions(
     ("kind", "count"),
     [("last", 300), ("best", 300), ("own", 300), pytest.param("own", 2000, marks=pytest.mark.slow)],
 )
-def test_looking_up_all_versions_costs_the_same_for_each_save(
-    tmp_path: Path, count: int, kind: str
-) -> None:
+def test_looking_up_all_versions_costs_the_same_for_each_save(tmp_path, count, kind):
     """A policy may keep very many versions, or look at the metrics of all of them."""
 
     class Own(KeepPolicy):
-        def keep(self, records: Sequence[Record]) -> set[Version]:
+        def keep(self, records):
             return {r.version for r in records[-count:]}
 
     best = KeepBest(count // 2, "loss") | KeepEvery(10) | KeepLast(1)
@@ -171,9 +163,7 @@ def test_looking_up_all_versions_costs_the_same_for_each_save(
     assert many["saves"].total() <= few["saves"].total() + saves * per_save
 
 
-def test_a_policy_on_metrics_lists_each_folder_once_and_reads_nothing_again(
-    tmp_path: Path,
-) -> None:
+def test_a_policy_on_metrics_lists_each_folder_once_and_reads_nothing_again(tmp_path):
     path = make_run(tmp_path / "run", 100)
     for step in (50, 300, 310):
         Run(path).add_metrics(step, {"loss": step})
@@ -191,7 +181,7 @@ def test_a_policy_on_metrics_lists_each_folder_once_and_reads_nothing_again(
     assert run.retain(KeepBest(1, "loss")) == [Version(s) for s in range(10, 1000, 10) if s != 20]
 
 
-def test_unrelated_files_cost_at_most_the_listing_of_the_root(tmp_path: Path) -> None:
+def test_unrelated_files_cost_at_most_the_listing_of_the_root(tmp_path):
     keep = KeepEvery(10) | KeepLast(1)
     plain = count_in_training(make_run(tmp_path / "plain", 10), 100, keep)
     path = make_run(tmp_path / "run", 10)
@@ -213,8 +203,8 @@ def test_unrelated_files_cost_at_most_the_listing_of_the_root(tmp_path: Path) ->
     }
 
 
-def test_the_first_retention_is_linear(tmp_path: Path) -> None:
-    def count(versions: int) -> int:
+def test_the_first_retention_is_linear(tmp_path):
+    def count(versions):
         fs = CountingFs()
         path = make_run(tmp_path / str(versions), versions)
         assert len(Run(LocalStore(path, fs=fs)).retain(KeepLast(1))) == versions - 1
@@ -230,68 +220,68 @@ def test_the_first_retention_is_linear(tmp_path: Path) -> None:
 class World:
     """A run that other processes change at random between two retentions of one process."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.random = random.Random(seed)
         self.store = MemoryStore()
         self.step = 0
 
-    def versions(self) -> list[Version]:
+    def versions(self):
         return Run(self.store).listing().versions
 
-    def change(self) -> None:
+    def change(self):
         others = [self.damage, self.delete, self.save_again, self.evaluate, self.pin, self.repair]
         self.random.choice([self.save] * 6 + others)()
 
-    def save(self) -> None:
+    def save(self):
         self.step += self.random.randint(1, 4)
         loss = self.random.random()
         limpet.save(self.store.at(f"version_{self.step}"), state_after(1), step=self.step)
         Run(self.store).add_metrics(Version(self.step), {"loss": loss})
 
-    def _any_key(self) -> str | None:
+    def _any_key(self):
         # not an evaluation: what was read from it stays true
         keys = [s.key for s in self.store.list("") if s.key.startswith("version_")]
         keys = [key for key in keys if "/eval-" not in key]
         return self.random.choice(keys) if keys else None
 
-    def damage(self) -> None:
+    def damage(self):
         if (key := self._any_key()) is not None:
             raw = self.store.get(key, 1 << 30)
             self.store.delete(key)
             if self.random.random() < 0.7:
                 self.store.put_if_absent(key, raw[:-1])
 
-    def delete(self) -> None:
+    def delete(self):
         if versions := self.versions():
             version = self.random.choice(versions)
             for stat in list(self.store.list(str(version))):
                 self.store.delete(stat.key)
 
-    def save_again(self) -> None:
+    def save_again(self):
         if versions := self.versions():
             version = self.random.choice(versions)
             for stat in list(self.store.list(str(version))):
                 self.store.delete(stat.key)
             limpet.save(self.store.at(str(version)), state_after(2), step=version.step)
 
-    def evaluate(self) -> None:
+    def evaluate(self):
         intact = [s.version for s in Run(self.store).snapshots()]
         if intact:
             metrics = {"loss": self.random.random()}
             Run(self.store).add_metrics(self.random.choice(intact), metrics)
 
-    def pin(self) -> None:
+    def pin(self):
         if versions := self.versions():
             Run(self.store).pin(self.random.choice(versions).step)
 
-    def repair(self) -> None:
+    def repair(self):
         """Remove the damaged versions and the pins, which prevent deletions."""
         intact = {s.version for s in Run(self.store).snapshots()}
         for stat in list(self.store.list("")):
             if parse_version(stat.key.partition("/")[0]) not in intact:
                 self.store.delete(stat.key)
 
-    def copy(self) -> MemoryStore:
+    def copy(self):
         copied = MemoryStore()
         for stat in self.store.list(""):
             copied.put_if_absent(stat.key, self.store.get(stat.key, 1 << 30))
@@ -309,9 +299,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_process_that_knows_the_run_deletes_what_a_new_one_would(
-    policy: KeepPolicy, seed: int
-) -> None:
+def test_a_process_that_knows_the_run_deletes_what_a_new_one_would(policy, seed):
     world = World(seed)
     known = Run(world.store)
     deleted = 0
@@ -328,10 +316,10 @@ def test_a_process_that_knows_the_run_deletes_what_a_new_one_would(
     assert deleted > 3
 
 
-def test_a_version_saved_again_by_another_process_keeps_its_base() -> None:
+def test_a_version_saved_again_by_another_process_keeps_its_base():
     store, state = MemoryStore(), {"frozen": np.arange(9000.0), "live": np.zeros(9)}
 
-    def train(steps: int, incremental: bool) -> None:
+    def train(steps, incremental):
         with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=incremental) as ckpt:
             ckpt.resume()
             for _ in range(steps):
@@ -349,7 +337,7 @@ def test_a_version_saved_again_by_another_process_keeps_its_base() -> None:
     assert Run(store).open(Version(3)).verify().ok
 
 
-def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path: Path) -> None:
+def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path):
     """Whichever file of a kept version is lost: an intact version is not deleted for it."""
     damages: list[Callable[[Path], object]] = [
         lambda file: file.unlink(),
@@ -368,12 +356,11 @@ def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path: Path) 
             damage(file)
             known.retain(KeepLast(1))
             latest = Run(path).latest()
-            assert latest is not None
             assert latest.step == 2
             assert latest.verify().ok
 
 
-def test_a_copy_of_a_version_does_not_list_its_run(tmp_path: Path) -> None:
+def test_a_copy_of_a_version_does_not_list_its_run(tmp_path):
     """A copy of a run would otherwise list it once for each of its versions."""
     source = limpet.save(tmp_path / "source" / "version_5", STATE, step=5)
     counts = []

@@ -1,12 +1,8 @@
 """The life of a run that spreads its shards: saves, retention, pins, branches, and sweeps."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +18,6 @@ from limpet.snapshot import pins
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.testing.contract import keys, put
 from tests.crash.promises import check_promises
 from tests.forging import manifest_key, save_to_files, seal, sealed_content
@@ -35,13 +30,13 @@ LATER = 2e12
 
 
 @pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request, tmp_path):
     return MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
 
 
-def save_steps(store: Store, last_step: int, spread: int = 0, **options: object) -> Run:
+def save_steps(store, last_step, spread=0, **options):
     state, store = initial_state(), spread_over(store, spread)
-    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), **options)  # type: ignore[arg-type]
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), **options)
     with ckpt:
         ckpt.resume()
         while state["progress"].step < last_step:
@@ -50,7 +45,7 @@ def save_steps(store: Store, last_step: int, spread: int = 0, **options: object)
     return Run(store)
 
 
-def test_the_life_of_a_run(store: Store) -> None:
+def test_the_life_of_a_run(store):
     run = save_steps(store, 6, spread=16, keep=KeepLast(3))
     *manifests, end, newest = (k for k in keys(store) if not k.startswith("spread"))
     assert [*manifests, newest] == [f"version_{n}/manifest.json" for n in (4, 5, 6)]
@@ -81,7 +76,7 @@ def test_the_life_of_a_run(store: Store) -> None:
     assert check_promises(store, [6, 9]) == [6, 9]
 
 
-def test_incremental_versions(store: Store) -> None:
+def test_incremental_versions(store):
     state = {"frozen": np.arange(40_000.0), "x": np.zeros(3), "progress": limpet.Progress()}
     with limpet.Checkpointer(
         spread_over(store, 16), state, save=EverySteps(1), keep=KeepLast(2), incremental=True
@@ -92,7 +87,6 @@ def test_incremental_versions(store: Store) -> None:
             ckpt.wait()
     run = Run(store)
     latest = run.latest()
-    assert latest is not None
     assert latest.bases == {Version(1)}
     assert [v.step for v in run.listing().versions] == [1, 4, 5]
     assert len(shards_in(store)) == 6
@@ -102,7 +96,7 @@ def test_incremental_versions(store: Store) -> None:
         run.delete(Version(1))
 
 
-def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
+def test_a_copy_by_another_tool_is_read(tmp_path):
     """As from S3 with "aws s3 sync"."""
     source = MemoryStore()
     save_steps(source, 2, spread=16)
@@ -119,7 +113,6 @@ def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
     plain = save_steps(LocalStore(tmp_path / "plain"), 3)
     shutil.copytree(tmp_path / "plain" / "version_3", tmp_path / "copy" / "version_3")
     latest = Run(tmp_path / "copy").latest()
-    assert latest is not None
     assert latest.step == 3
     assert latest.verify().ok
     run.delete(Version(2))
@@ -127,11 +120,11 @@ def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
     assert [s.verify().ok for s in plain.snapshots()] == [True] * 3
 
 
-def place(folder: str, name: str) -> str:
+def place(folder, name):
     return names.spread_path(folder, name, 4).removeprefix("../")
 
 
-def test_sweep_removes_what_a_killed_save_left(store: Store) -> None:
+def test_sweep_removes_what_a_killed_save_left(store):
     run = save_steps(store, 1, spread=4)
     for rank in range(8):  # a killed save of version 2, which has no folder of its own
         put(store, place("version_2", shard_name(rank, 8, ATTEMPT)), b"123")
@@ -166,7 +159,7 @@ def test_sweep_removes_what_a_killed_save_left(store: Store) -> None:
     assert [s.verify().ok for s in run.snapshots()] == [True]
 
 
-def test_a_folder_with_an_unreadable_manifest_is_kept(store: Store) -> None:
+def test_a_folder_with_an_unreadable_manifest_is_kept(store):
     run = save_steps(store, 2, spread=4)
     store.delete("version_2/manifest.json")
     put(store, "version_2/manifest.json", b"{")
@@ -177,7 +170,7 @@ def test_a_folder_with_an_unreadable_manifest_is_kept(store: Store) -> None:
     assert len(shards_in(store)) == 4
 
 
-def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path: Path) -> None:
+def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path):
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     snapshot = run.open(Version(1))
     [name] = [s.name for s in reader_of(snapshot).manifest.shards]
@@ -192,7 +185,7 @@ def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path: Path) -> None:
     assert path.is_symlink()
 
 
-def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path: Path) -> None:
+def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path):
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
@@ -204,7 +197,7 @@ def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["spread", "version"])
-def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> None:
+def test_nothing_is_deleted_in_a_linked_folder(level, tmp_path):
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     [name] = [s.name for s in reader_of(run.open(Version(1))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
@@ -220,7 +213,7 @@ def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> No
     assert set(before) - set(keys(run.store)) <= {k for k in before if "version_2/" in k}
 
 
-def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path: Path) -> None:
+def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path):
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
@@ -233,7 +226,7 @@ def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path: Path)
     assert Run(tmp_path / "run").retain(KeepLast(1)) == [Version(2)]
 
 
-def test_files_of_others_are_not_those_of_the_run(store: Store) -> None:
+def test_files_of_others_are_not_those_of_the_run(store):
     run = save_steps(store, 2, spread=4)
     others = [
         "spread-00/version_1/note",
@@ -252,14 +245,14 @@ def test_files_of_others_are_not_those_of_the_run(store: Store) -> None:
 # -- requests ------------------------------------------------------------------------------------
 
 
-def counting_store() -> tuple[Store, Counter[str]]:
+def counting_store():
     """Return a store, and the number of its requests of each kind."""
     store, counts = HookedStore(MemoryStore()), Counter[str]()
     store.before = lambda method, key: counts.update([method])
     return store, counts
 
 
-def test_a_training_makes_no_more_requests() -> None:
+def test_a_training_makes_no_more_requests():
     """Saves, retention by metrics, resuming."""
     counts = []
     for count in (0, 16):
@@ -271,7 +264,7 @@ def test_a_training_makes_no_more_requests() -> None:
     assert spread <= plain
 
 
-def test_a_store_that_is_slow_lists_the_folders_only_to_sweep() -> None:
+def test_a_store_that_is_slow_lists_the_folders_only_to_sweep():
     store, counts = counting_store()
     run = save_steps(store, 3, spread=16)
     counts.clear()
@@ -286,8 +279,8 @@ def test_a_store_that_is_slow_lists_the_folders_only_to_sweep() -> None:
 # -- the format ----------------------------------------------------------------------------------
 
 
-def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly() -> None:
-    def folders(paths: Iterable[str]) -> Counter[str]:
+def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly():
+    def folders(paths):
         return Counter(path.split("/")[1] for path in paths)
 
     versions = folders(
@@ -300,13 +293,13 @@ def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly
         assert {*ranks.values()} == {4}
 
 
-def test_a_snapshot_that_is_not_in_a_run_is_not_spread() -> None:
+def test_a_snapshot_that_is_not_in_a_run_is_not_spread():
     store = MemoryStore()
     limpet.save(spread_over(store, 16).at("version_7"), {"x": 1}, step=7)
     assert {key.partition("/")[0] for key in keys(store)} == {"version_7"}
 
 
-def test_a_snapshot_that_is_opened_without_its_run_says_so() -> None:
+def test_a_snapshot_that_is_opened_without_its_run_says_so():
     store = MemoryStore()
     save_steps(store, 1, spread=2)
     with pytest.raises(FormatError, match="RUN/version_N"):
@@ -326,9 +319,7 @@ def test_a_snapshot_that_is_opened_without_its_run_says_so() -> None:
     ],
     ids=range(7),
 )
-def test_a_path_that_is_not_that_of_a_shard_of_the_version_is_refused(
-    change: Callable[[str], str],
-) -> None:
+def test_a_path_that_is_not_that_of_a_shard_of_the_version_is_refused(change):
     files = save_to_files({"x": np.arange(3)})
     key = manifest_key(files)
     content = sealed_content(files[key])
@@ -341,9 +332,7 @@ def test_a_path_that_is_not_that_of_a_shard_of_the_version_is_refused(
         decode_manifest(seal(content), "f")
 
 
-def test_a_local_tier_keeps_shards_in_the_folder_and_promotes_them_to_the_spread_ones(
-    tmp_path: Path,
-) -> None:
+def test_a_local_tier_keeps_shards_in_the_folder_and_promotes_them_to_the_spread_ones(tmp_path):
     store = MemoryStore()
     tiers = [limpet.LocalTier(tmp_path / "disk")]
     run = save_steps(store, 2, spread=4, tiers=tiers)
@@ -354,12 +343,12 @@ def test_a_local_tier_keeps_shards_in_the_folder_and_promotes_them_to_the_spread
 
 @pytest.mark.parametrize("count", [1, -1, 257, 16.0, "16", True])
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "az://container/run"])
-def test_an_invalid_number_of_folders_is_refused(url: str, count: object) -> None:
+def test_an_invalid_number_of_folders_is_refused(url, count):
     with pytest.raises(StoreError, match=r"Invalid value for spread=.*2 to 256"):
         limpet.open_store(url, spread=count)
 
 
-def test_the_folders_are_known_before_the_first_version() -> None:
+def test_the_folders_are_known_before_the_first_version():
     """For those who ask AWS to prepare the prefixes."""
     folders = Run(spread_over(MemoryStore("s"), 16)).spread_folders()
     assert (len(folders), folders[0], folders[15]) == (

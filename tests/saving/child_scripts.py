@@ -1,7 +1,5 @@
 """Scripts that save to a slow file system, each in its own process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +24,7 @@ def break_writer():
 """
 
 
-def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+def run_script(tmp_path, body):
     """Run a script with a slow file system. In the script, ``break_writer()`` makes large writes
     fail."""
     command = [sys.executable, "-c", SLOW_DISK_PRELUDE + body, str(tmp_path / "run")]

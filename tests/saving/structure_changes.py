@@ -4,8 +4,6 @@
 JSON. Every save is made by a process of its own, which has saved nothing before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -27,18 +25,18 @@ Json = dict[str, Any]
 class Custom(torch.nn.Linear):
     """A layer that saves a member that is not a tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(3, 3)
         self.extra: Any = {"a": 1, "b": [torch.ones(2), 2.5]}
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.extra
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.extra = state
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, grad: float) -> None:
+def train(model, optimizer, grad):
     """Change parameters, slots, and buffers, to the same bits with any number of threads."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, grad)
@@ -46,7 +44,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, grad: float)
     model[1].running_mean += grad
 
 
-def build() -> Json:
+def build():
     """Return a state with every kind of member."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -65,43 +63,43 @@ def build() -> Json:
     }
 
 
-def replace(path: str, make: Callable[[Any], Any]) -> Callable[[Json], None]:
+def replace(path, make):
     """Return a change that replaces a member of the state's "plain" by a function of it."""
 
-    def change(s: Json) -> None:
+    def change(s):
         s["plain"][path] = make(s["plain"][path])
 
     return change
 
 
-def swap_layers(s: Json) -> None:
+def swap_layers(s):
     first, last = s["model"]._modules["0"], s["model"]._modules["2"]
     s["model"]._modules.update({"0": last, "2": first})
 
 
-def reorder(s: Json) -> None:
+def reorder(s):
     s["plain"]["n"] = s["plain"].pop("n")
 
 
-def rename_layer(s: Json) -> None:
+def rename_layer(s):
     s["model"]._modules["norm"] = s["model"]._modules.pop("1")
 
 
-def same_address(s: Json) -> None:
+def same_address(s):
     """Free a tensor, and put another one, which usually gets its memory and its id, in its place"""
     s["plain"].pop("t")
     s["plain"]["t"] = torch.arange(6.0).view(3, 2)
 
 
-def retype_slots(s: Json) -> None:
+def retype_slots(s):
     for slots in s["optimizer"].state.values():
         slots["exp_avg"] = slots["exp_avg"].half()
 
 
-def data_of(index: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Json], None]:
+def data_of(index, make):
     """Return a change that gives the weight of a layer, the same object, other data."""
 
-    def change(s: Json) -> None:
+    def change(s):
         weight = s["model"][index].weight
         weight.data = make(weight.data)
 
@@ -112,10 +110,7 @@ CHANGES: dict[str, Callable[[Json], object]] = {
     "nothing": lambda s: None,
     "a value in place": lambda s: s["plain"]["t"].add_(1),
     "a value through NumPy": lambda s: s["model"][0].weight.detach().numpy().fill(7),
-    "a training step": lambda s: (
-        train(s["model"], s["optimizer"], 2.0),
-        s["scheduler"].step(),
-    ),
+    "a training step": lambda s: (train(s["model"], s["optimizer"], 2.0), s["scheduler"].step()),
     "dtype": replace("t", torch.Tensor.double),
     "dtype of the same size": replace("t", lambda t: t.view(torch.int32)),
     "dtype of the same object": lambda s: setattr(
@@ -202,7 +197,7 @@ CHANGES: dict[str, Callable[[Json], object]] = {
 }
 
 
-def digest_of(folder: Path) -> str:
+def digest_of(folder):
     """Return a digest of the tree and of the bytes of the only version in a folder."""
     manifest = json.loads(next(folder.glob("**/manifest.json")).read_bytes())
     parts = [json.dumps(manifest["tree"]).encode()]
@@ -210,7 +205,7 @@ def digest_of(folder: Path) -> str:
     return sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
 
 
-def _digest_of_fresh_save(change: Callable[[Json], object]) -> str:
+def _digest_of_fresh_save(change):
     with tempfile.TemporaryDirectory() as folder:
         state = build()
         change(state)
@@ -218,7 +213,7 @@ def _digest_of_fresh_save(change: Callable[[Json], object]) -> str:
         return digest_of(Path(folder))
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     # import what each process would import otherwise; nothing is saved here
     assert callable(limpet.save)

@@ -1,8 +1,5 @@
 """The deadline of a save and of a load ends them. What they have left is removed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -19,7 +16,7 @@ from tests.unreliable_stores import HookedStore
 STATE = {"w": np.arange(1000.0), "n": 3}
 
 
-def assert_loaded(state: dict[str, Any]) -> None:
+def assert_loaded(state):
     assert np.array_equal(state["w"], STATE["w"])
     assert state["n"] == 3
 
@@ -27,7 +24,7 @@ def assert_loaded(state: dict[str, Any]) -> None:
 class SlowStore(HookedStore):
     """A store in memory whose calls take a second each, by a clock that nothing else moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         super().__init__(MemoryStore())
         self.deadline: Deadline | None = None
         self.times = [0.0]
@@ -37,7 +34,7 @@ class SlowStore(HookedStore):
         )
         self.before = self._wait
 
-    def _wait(self, method: str, key: str) -> None:
+    def _wait(self, method, key):
         if self.deadline is not None:
             limit = self.deadline.for_cleanup() if method == "delete" else self.deadline
             limit.check()
@@ -47,22 +44,20 @@ class SlowStore(HookedStore):
 class RemoteStore(SlowStore):
     """The same on a server: no call takes longer than until the deadline."""
 
-    def within(self, deadline: Deadline) -> RemoteStore:
+    def within(self, deadline):
         view = copy(self)
         view.deadline = deadline
         view.before = view._wait
         return view
 
 
-def save(store: SlowStore, timeout: float | None, in_background: bool) -> Any:
+def save(store, timeout, in_background):
     if not in_background:
         return limpet.save(store, STATE, step=1, timeout=timeout)
     return limpet.save_async(store, STATE, step=1, timeout=timeout).wait()
 
 
-def outcome_of(
-    function: Callable[..., Any], *args: Any, **options: Any
-) -> tuple[Any, Unavailable | None]:
+def outcome_of(function, *args, **options):
     """Return what the function returns, or its error."""
     try:
         return function(*args, **options), None
@@ -72,7 +67,7 @@ def outcome_of(
 
 @pytest.mark.parametrize("kind", [SlowStore, RemoteStore])
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_save_commits_in_time_or_raises(kind: type[SlowStore], in_background: bool) -> None:
+def test_a_save_commits_in_time_or_raises(kind, in_background):
     outcomes = []
     for seconds in range(1, 20):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -96,7 +91,7 @@ def test_a_save_commits_in_time_or_raises(kind: type[SlowStore], in_background: 
     assert outcomes == sorted(outcomes, reverse=True)  # with enough time, it commits
 
 
-def test_a_load_ends_in_time_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_ends_in_time_or_raises(monkeypatch):
     store = RemoteStore(monkeypatch)
     save(store, None, False)
     outcomes = []
@@ -112,13 +107,11 @@ def test_a_load_ends_in_time_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes == sorted(outcomes, reverse=True)
 
 
-def test_a_training_goes_on_after_a_save_that_took_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_training_goes_on_after_a_save_that_took_too_long(monkeypatch):
     store = RemoteStore(monkeypatch)
     wait = RemoteStore._wait
 
-    def stall(self: RemoteStore, method: str, key: str) -> None:
+    def stall(self, method, key):
         wait(self, method, key)
         if method == "commit" and "version_2/" in key:
             self.times[0] += 30
@@ -142,7 +135,7 @@ def test_a_training_goes_on_after_a_save_that_took_too_long(
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "60", True, float("nan")])
-def test_an_invalid_timeout_is_refused(tmp_path: Any, timeout: Any) -> None:
+def test_an_invalid_timeout_is_refused(tmp_path, timeout):
     for call in (
         lambda: limpet.save(tmp_path / "version_1", {"x": 1}, timeout=timeout),
         lambda: limpet.save_async(tmp_path / "version_1", {"x": 1}, timeout=timeout),
@@ -155,11 +148,11 @@ def test_an_invalid_timeout_is_refused(tmp_path: Any, timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["pin-", ".safetensors", ".index.json", "manifest.json"])
-def test_only_the_outcome_of_the_manifest_is_that_of_the_save(name: str) -> None:
+def test_only_the_outcome_of_the_manifest_is_that_of_the_save(name):
     """It may be unknown whether another object was written, but then nothing was committed."""
     store = HookedStore(MemoryStore())
 
-    def lose_reply(method: str, key: str) -> None:
+    def lose_reply(method, key):
         if method in ("commit", "put_if_absent") and name in key:
             raise Unavailable("The reply was lost", outcome="unknown")
 

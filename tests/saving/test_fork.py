@@ -1,9 +1,5 @@
 """Forks during a save: the saved bytes are correct, and the child does not affect the save."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -31,7 +27,7 @@ print("child", code)
 
 @pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
 @pytest.mark.slow
-def test_a_fork_during_a_save_does_not_affect_the_save(tmp_path: Path, start: str) -> None:
+def test_a_fork_during_a_save_does_not_affect_the_save(tmp_path, start):
     start = start.replace("ckpt.step()", "ckpt.resume(); ckpt.step()") if start is STEP else start
     save_0 = SAVE_VERSION_0.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
     done = run_script(tmp_path, save_0 + start + LOAD_IN_FORKED_CHILD)
@@ -42,7 +38,7 @@ def test_a_fork_during_a_save_does_not_affect_the_save(tmp_path: Path, start: st
 
 
 @pytest.mark.slow
-def test_a_child_does_not_report_a_save_that_failed_in_its_parent(tmp_path: Path) -> None:
+def test_a_child_does_not_report_a_save_that_failed_in_its_parent(tmp_path):
     done = run_script(
         tmp_path,
         SAVE_VERSION_0 + f"break_writer()\n{SAVE}time.sleep(0.3)\n"
@@ -56,7 +52,7 @@ def test_a_child_does_not_report_a_save_that_failed_in_its_parent(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_checkpointer_refuses_to_work_in_a_forked_child(tmp_path: Path) -> None:
+def test_a_checkpointer_refuses_to_work_in_a_forked_child(tmp_path):
     done = run_script(
         tmp_path,
         """
@@ -82,7 +78,7 @@ with limpet.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
     assert [s.step for s in Run(tmp_path / "run").snapshots()] == [1, 2]
 
 
-def test_a_child_never_writes_into_the_buffers_of_its_parent(tmp_path: Path) -> None:
+def test_a_child_never_writes_into_the_buffers_of_its_parent(tmp_path):
     """Buffers are shared memory. A child that used the buffers of its parent would change the bytes
     of the parent's files after the digests were computed."""
     done = run_script(
@@ -124,7 +120,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_forked_workers_can_load_while_their_parent_saves(tmp_path: Path) -> None:
+def test_forked_workers_can_load_while_their_parent_saves(tmp_path):
     done = run_script(tmp_path, LOAD_IN_FORKED_POOL)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     for step in (1, 2, 3, 4, 5, 11, 12, 13, 14, 15):
@@ -156,6 +152,6 @@ print(len(expected))
 
 
 @pytest.mark.slow
-def test_data_loader_workers_can_start_while_a_save_runs(tmp_path: Path) -> None:
+def test_data_loader_workers_can_start_while_a_save_runs(tmp_path):
     done = run_script(tmp_path, SAVE_WITH_DATA_LOADER)
     assert (done.returncode, done.stdout, done.stderr) == (0, "12\n", "")

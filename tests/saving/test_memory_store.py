@@ -1,7 +1,5 @@
 """Saves into a store in memory: they stage into the file itself."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path
@@ -98,8 +96,7 @@ def test_generations_take_turns_and_each_is_whole(folder):
             for stat in stats:
                 store.delete(stat.key)
         for live in range(max(1, version - 1), version + 1):
-            snapshot = limpet.open(folder / f"version_{live}")
-            assert snapshot.verify().ok
+            assert limpet.open(folder / f"version_{live}").verify().ok
             assert_equal(make_state(live), limpet.load(folder / f"version_{live}"))
     assert len(inodes) == 3
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["version_6", "version_7"]
@@ -133,23 +130,6 @@ def test_a_leaf_that_cannot_be_copied_leaves_nothing(folder, monkeypatch):
     with pytest.raises(RuntimeError, match="the device is gone"):
         begin(store, 1, make_state())
     assert list(folder.iterdir()) == []
-
-
-def test_an_incremental_save_uses_buffers(folder):
-    store, state = TmpfsStore(folder), make_state()
-    base = saving.finish_save(begin(store, 1, state))
-    state["small"]["p0"] += 1
-    job = begin(store, 2, state, base=base, pool=BufferPool(1 << 30))
-    assert job.upload is None
-    assert saving.finish_save(job).verify().ok
-    assert_equal(state, limpet.load(f"{folder}/version_2"))
-
-
-def test_a_synchronous_save_is_not_staged(folder):
-    store, state = TmpfsStore(folder), make_state()
-    job = begin(store, 1, state, stage_now=False, pool=BufferPool(64 << 20))
-    assert job.upload is None
-    assert saving.finish_save(job).verify().ok
 
 
 def test_deferred_pieces_are_staged_into_the_file(folder):

@@ -1,7 +1,5 @@
 """Digests that ranks use to compare their copies of a value, and the merging of trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,19 +13,18 @@ from limpet.errors import PlanError
 from limpet.saving.partition import RankNodes, digest_on_device, digest_values, merge_trees
 from limpet.state.flatten import LocalLeaf
 from limpet.state.replication import Replication
-from limpet.text import format_ranks
 from limpet.threads import Workers
 from limpet.types import MIB, Box
 
 COUNTING = torch.arange(1000, dtype=torch.float32)
 
 
-def leaf(source: Any, key: str = "x") -> LocalLeaf:
+def leaf(source, key="x"):
     shape = tuple(source.shape)
     return LocalLeaf(key, "float32", shape, source, Box.whole(shape), Replication.UNVERIFIED)
 
 
-def digests(*sources: Any, threads: int = 2) -> list[bytes]:
+def digests(*sources, threads=2):
     return digest_values(
         [leaf(s, f"x{i}") for i, s in enumerate(sources)], Workers(BufferPool(16 * MIB), threads)
     )
@@ -37,9 +34,7 @@ def digests(*sources: Any, threads: int = 2) -> list[bytes]:
 
 
 @given(st.integers(1, 300), st.data())
-def test_a_change_of_any_bit_at_any_position_changes_the_device_digest(
-    length: int, data: st.DataObject
-) -> None:
+def test_a_change_of_any_bit_at_any_position_changes_the_device_digest(length, data):
     raw = torch.from_numpy(np.random.default_rng(length).integers(0, 256, length, np.uint8))
     before = digest_on_device(raw)
     changed = raw.clone()
@@ -48,7 +43,7 @@ def test_a_change_of_any_bit_at_any_position_changes_the_device_digest(
     assert digest_on_device(raw.clone()) == before
 
 
-def test_the_device_digest_depends_on_the_order_of_words_and_on_the_tail() -> None:
+def test_the_device_digest_depends_on_the_order_of_words_and_on_the_tail():
     words = torch.arange(1, 100, dtype=torch.int64)
     swapped = words.clone()
     swapped[[3, 77]] = swapped[[77, 3]]
@@ -75,15 +70,13 @@ def test_the_device_digest_depends_on_the_order_of_words_and_on_the_tail() -> No
     ],
     ids=lambda t: f"{t.dtype}{list(t.shape)}",
 )
-def test_the_device_digest_does_not_depend_on_strides(tensor: torch.Tensor) -> None:
+def test_the_device_digest_does_not_depend_on_strides(tensor):
     assert digest_on_device(tensor) == digest_on_device(
         tensor.clone(memory_format=torch.contiguous_format)
     )
 
 
-def test_the_device_digest_does_not_depend_on_the_step_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_device_digest_does_not_depend_on_the_step_size(monkeypatch):
     whole = digest_on_device(COUNTING)
     monkeypatch.setattr("limpet.saving.partition._WORDS_PER_STEP", 7)
     assert digest_on_device(COUNTING) == whole
@@ -93,7 +86,7 @@ def test_the_device_digest_does_not_depend_on_the_step_size(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_digests_depend_only_on_the_elements(threads: int) -> None:
+def test_digests_depend_only_on_the_elements(threads):
     large = torch.arange(3 * MIB, dtype=torch.float32)
     grid = COUNTING.reshape(10, 100)
     sources: list[Any] = [
@@ -114,7 +107,7 @@ def test_digests_depend_only_on_the_elements(threads: int) -> None:
         assert digests(other) != made[:1]
 
 
-def test_digests_compare_minus_zero_and_nans_by_their_bits() -> None:
+def test_digests_compare_minus_zero_and_nans_by_their_bits():
     a, b = torch.zeros(3), torch.zeros(3)
     b[1] = -0.0
     assert digests(a) != digests(b)
@@ -125,15 +118,11 @@ def test_digests_compare_minus_zero_and_nans_by_their_bits() -> None:
 # -- trees ----------------------------------------------------------------------------------------
 
 
-def test_keys_that_only_some_ranks_have_are_added_in_order() -> None:
+def test_keys_that_only_some_ranks_have_are_added_in_order():
     one = {"dict": {"a": 1, "m": {"dict": {"x": {"tensor": ["float32", [2]]}}}}}
     two = {"dict": {"m": {"dict": {"y": None, "x": {"tensor": ["float32", [2]]}}}, "b": "s"}}
     assert merge_trees([(one, (0,)), (two, (1,))], RankNodes()) == {
-        "dict": {
-            "a": 1,
-            "m": {"dict": {"x": {"tensor": ["float32", [2]]}, "y": None}},
-            "b": "s",
-        }
+        "dict": {"a": 1, "m": {"dict": {"x": {"tensor": ["float32", [2]]}, "y": None}}, "b": "s"}
     }
 
 
@@ -153,36 +142,9 @@ def test_keys_that_only_some_ranks_have_are_added_in_order() -> None:
         ({"tensor": ["float32", [2]]}, {"tied": "b"}),
     ],
 )
-def test_a_value_that_differs_between_ranks_raises_an_error_that_names_the_ranks(
-    one: Any, two: Any
-) -> None:
+def test_a_value_that_differs_between_ranks_raises_an_error_that_names_the_ranks(one, two):
     trees = [({"dict": {"k": one, "same": 2}}, (0, 2)), ({"dict": {"k": two, "same": 2}}, (1,))]
     with pytest.raises(PlanError, match=r"k: .* on ranks 0, 2, .* on rank 1") as e:
         merge_trees(trees, RankNodes())
     assert e.value.leaves == ("k",)
     assert merge_trees([(one, (0,)), (one, (1,))], RankNodes()) == one
-
-
-def test_lists_of_parameters_are_merged_and_a_rank_may_have_more_groups() -> None:
-    def groups(*several: Any) -> Any:
-        made = [{"dict": {"lr": 0.1, "params": {"list": list(names)}}} for names in several]
-        return {"dict": {"groups": {"list": made}}}
-
-    unions = frozenset({"groups", "groups/0/params", "groups/1/params"})
-    trees = [(groups("ab"), (0,)), (groups("bc", "d"), (1,))]
-    assert merge_trees(trees, RankNodes(merged_lists=unions)) == groups("abc", "d")
-    with pytest.raises(PlanError):
-        merge_trees(trees, RankNodes())
-
-
-def test_per_rank_values_and_values_of_the_first_rank_are_inserted() -> None:
-    tree = {"dict": {"r": {"own": "r"}, "f": {"first": "f"}}}
-    rank_nodes = RankNodes({"r": {2: "two", 0: None}}, {"f": {"list": [1]}})
-    assert merge_trees([(tree, (0, 1, 2))], rank_nodes) == {
-        "dict": {"r": {"dict": {"0": None, "2": "two"}}, "f": {"list": [1]}}
-    }
-
-
-def test_format_ranks_shortens_long_lists() -> None:
-    assert format_ranks([3]) == "rank 3"
-    assert format_ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, and 4 more"

@@ -1,12 +1,9 @@
 """Saves that run concurrently with other saves and sweeps, or find the files of failed saves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.errors import AlreadyExists, CommitError, LimpetError, StoreError
+from limpet.errors import AlreadyExists, CommitError, StoreError
 from limpet.format import names
 from limpet.format.names import MANIFEST
 from limpet.run.run import Run
@@ -25,7 +22,6 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import FaultFs
 from tests.crash.promises import check_promises
@@ -37,7 +33,7 @@ YEAR_SECONDS = 365 * 24 * 3600.0
 REPOSITORY = Path(__file__).parents[2]
 
 
-def orphans(store: Store) -> set[str]:
+def orphans(store):
     """Return the keys that belong to no committed attempt."""
     run = Run(store)
     attempts = {reader_of(run.open(v)).manifest.attempt for v in run.listing().versions}
@@ -53,14 +49,14 @@ def orphans(store: Store) -> set[str]:
 
 
 @pytest.mark.parametrize("jobs", [2, 5])
-def test_one_of_several_jobs_that_save_the_same_version_commits(jobs: int) -> None:
+def test_one_of_several_jobs_that_save_the_same_version_commits(jobs):
     store = HookedStore(MemoryStore())
     ready = threading.Barrier(jobs)
     store.before = lambda method, key: (
         ready.wait(10) if method == "put_if_absent" and MANIFEST in key else None
     )
 
-    def job(_: int) -> SnapshotReader | LimpetError:
+    def job(_):
         try:
             return save(store, 1)
         except (CommitError, AlreadyExists) as e:
@@ -100,7 +96,7 @@ for step in range(1, 25):
 
 
 @pytest.mark.slow
-def test_one_of_two_processes_commits_each_version(tmp_path: Path) -> None:
+def test_one_of_two_processes_commits_each_version(tmp_path):
     root, gate = tmp_path / "run", tmp_path / "gate"
     command = [sys.executable, "-c", SAVE_24_VERSIONS, str(root), str(gate)]
     jobs = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) for _ in range(2)]
@@ -114,7 +110,7 @@ def test_one_of_two_processes_commits_each_version(tmp_path: Path) -> None:
     )
 
 
-def test_an_earlier_attempt_that_finishes_late_does_not_replace_the_committed_one() -> None:
+def test_an_earlier_attempt_that_finishes_late_does_not_replace_the_committed_one():
     store = MemoryStore()
     late = begin_version(store, 1)
     committed = save(store, 1)
@@ -125,20 +121,18 @@ def test_an_earlier_attempt_that_finishes_late_does_not_replace_the_committed_on
     assert check_promises(store, [1]) == [1]
 
 
-def test_a_late_save_of_an_earlier_step_is_not_the_latest_version() -> None:
+def test_a_late_save_of_an_earlier_step_is_not_the_latest_version():
     store = MemoryStore()
     late = begin_version(store, 1)
     save(store, 1)
     save(store, 2)
     Run(store).delete(Run(store).listing().versions[0])
     finish_save(late)
-    latest = Run(store).latest()
-    assert latest is not None
-    assert latest.step == 2
+    assert Run(store).latest().step == 2
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
-def test_a_second_save_of_a_version_is_refused_before_anything_is_written() -> None:
+def test_a_second_save_of_a_version_is_refused_before_anything_is_written():
     store = MemoryStore()
     save(store, 1)
     before = keys(store)
@@ -148,7 +142,7 @@ def test_a_second_save_of_a_version_is_refused_before_anything_is_written() -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_files_of_a_crashed_save_are_ignored_and_swept(ranks: int) -> None:
+def test_files_of_a_crashed_save_are_ignored_and_swept(ranks):
     store = MemoryStore()
     leftovers = []
     for attempt in ("0" * 12, "a" * 12):
@@ -157,8 +151,7 @@ def test_files_of_a_crashed_save_are_ignored_and_swept(ranks: int) -> None:
                 leftovers.append(f"version_1/{name(rank, ranks, attempt)}")
                 store.put_if_absent(leftovers[-1], b"of an earlier run")
     store.put_if_absent("version_1/shard-00000-of-00001.safetensors", b"of another program")
-    snapshot = save(store, 1)
-    assert snapshot.verify().ok
+    assert save(store, 1).verify().ok
     assert np.array_equal(limpet.load(store.at("version_1"))["weights"], state_after(1)["weights"])
     swept = Run(store).sweep(now=time.time() + YEAR_SECONDS)
     assert sorted(swept.removed) == sorted(leftovers)
@@ -173,12 +166,12 @@ def test_files_of_a_crashed_save_are_ignored_and_swept(ranks: int) -> None:
 class CallbackFs(FaultFs):
     """A file system that calls ``act`` before call number ``at``."""
 
-    def __init__(self, inner: CrashFs, at: int, act: Callable[[], object]) -> None:
+    def __init__(self, inner, at, act):
         super().__init__(inner)
         self.at, self.act = at, act
         self.acted = False
 
-    def _next_fault(self, kind: str) -> None:
+    def _next_fault(self, kind):
         with self._lock:
             self.counts[kind] += 1
             now = self.counts.total() == self.at
@@ -187,14 +180,14 @@ class CallbackFs(FaultFs):
             self.act()
 
 
-def test_a_sweep_at_any_moment_removes_no_file_of_a_save_in_progress() -> None:
+def test_a_sweep_at_any_moment_removes_no_file_of_a_save_in_progress():
     """This also holds if the clock jumps, or if the save takes longer than the grace period."""
     kept: set[str] = set()
     failed: list[str] = []
     for at in range(1, 1000):
         inner = CrashFs()
 
-        def sweep(inner: CrashFs = inner) -> None:
+        def sweep(inner=inner):
             swept = Run(LocalStore("/run", fs=inner)).sweep(grace=0, now=time.time() + YEAR_SECONDS)
             kept.update(why for _, why in swept.kept)
             assert [key for key in swept.removed if ".pin-" not in key] == []
@@ -216,7 +209,7 @@ def test_a_sweep_at_any_moment_removes_no_file_of_a_save_in_progress() -> None:
     assert all("pin-" in key for key in failed)
 
 
-def test_a_save_that_begins_while_a_sweep_lists_files_is_safe() -> None:
+def test_a_save_that_begins_while_a_sweep_lists_files_is_safe():
     """The sweep may list the pins before the save creates its pin. The files of the save are then
     also newer than that list."""
     for at in range(1, 100):
@@ -225,14 +218,7 @@ def test_a_save_that_begins_while_a_sweep_lists_files_is_safe() -> None:
         calls = [0]
         jobs: list[SaveJob] = []
 
-        def act(
-            method: str,
-            key: str,
-            store: HookedStore = store,
-            calls: list[int] = calls,
-            jobs: list[SaveJob] = jobs,
-            at: int = at,
-        ) -> None:
+        def act(method, key, store=store, calls=calls, jobs=jobs, at=at):
             calls[0] += 1
             if calls[0] == at:
                 job = begin_version(store.inner, 1)
@@ -276,12 +262,11 @@ time.sleep(60)
 """
 
 
-def test_a_pin_protects_files_only_while_its_process_lives(tmp_path: Path) -> None:
+def test_a_pin_protects_files_only_while_its_process_lives(tmp_path):
     store = LocalStore(tmp_path / "run")
     command = [sys.executable, "-c", SAVE_THAT_HANGS, str(tmp_path / "run")]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == b"held\n"
             swept = Run(store).sweep(grace=0, now=time.time() + YEAR_SECONDS)
             assert swept.removed == []

@@ -1,10 +1,7 @@
 """The events that the tests send to the sinks, and fake destinations."""
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -51,12 +48,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "finished": {"run": "runs/a", "step": 1512, "saved": 1500, "error": None},
     "left_unsaved": {"run": "runs/a", "step": 1512, "since": 1500},
     "taken_over": {"run": "runs/a", "step": 1512, "saved": 1500},
-    "resumed": {
-        "url": "runs/a/version_1200",
-        "step": 1200,
-        "branch": 0,
-        "next_batch_equal": True,
-    },
+    "resumed": {"url": "runs/a/version_1200", "step": 1200, "branch": 0, "next_batch_equal": True},
     "skipped": {"version": "version_1250", "error": NO_SPACE},
     "deleted": {"version": "version_1000"},
     "pin_left": {"key": "pin-1.json", "store": "runs/a", "error": "timeout"},
@@ -102,41 +94,41 @@ EVENTS: dict[str, dict[str, Any]] = {
 class RecordingStream(io.StringIO):
     """A stream that records each call of ``write``."""
 
-    def __init__(self, is_terminal: bool = False, encoding: str = "utf-8") -> None:
+    def __init__(self, is_terminal=False, encoding="utf-8"):
         super().__init__()
         self.writes: list[str] = []
         self.flushes = 0
         self._is_terminal, self._encoding = is_terminal, encoding
 
-    encoding = property(lambda self: self._encoding)  # type: ignore[assignment]
+    encoding = property(lambda self: self._encoding)
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return self._is_terminal
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         text.encode(self._encoding)  # raises an error where a file would
         self.writes.append(text)
         return super().write(text)
 
-    def flush(self) -> None:
+    def flush(self):
         self.flushes += 1
 
 
-class FakeSummaryWriter(list):  # type: ignore[type-arg]
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+class FakeSummaryWriter(list):
+    def add_scalar(self, tag, scalar_value, global_step):
         assert type(scalar_value) is float
         assert type(global_step) is int
         self.append((tag, scalar_value, global_step))
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 class BrokenRepr:
     shape = (3,)
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise RuntimeError("repr failed")
 
 

@@ -1,13 +1,8 @@
 """Properties of all sinks."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -23,7 +18,7 @@ from tests.sinks.sample_events import (
 )
 
 
-def make_all_sinks(folder: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], object]]:
+def make_all_sinks(folder, writer):
     from prometheus_client import CollectorRegistry
 
     return [
@@ -37,7 +32,7 @@ def make_all_sinks(folder: Path, writer: Any) -> list[Callable[[str, dict[str, A
 
 
 @pytest.fixture(scope="module")
-def all_sinks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def all_sinks(tmp_path_factory):
     return make_all_sinks(tmp_path_factory.mktemp("all"), FakeSummaryWriter())
 
 
@@ -50,9 +45,7 @@ FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"ti
     st.booleans(),
 )
 @pytest.mark.slow
-def test_no_sink_fails_for_missing_or_unexpected_fields(
-    all_sinks: list[Any], name: str, odd: dict[str, Any], known: bool
-) -> None:
+def test_no_sink_fails_for_missing_or_unexpected_fields(all_sinks, name, odd, known):
     for sink in all_sinks:
         sink(name, {**(EVENTS.get(name, {}) if known else {}), **odd})
 
@@ -90,7 +83,7 @@ sys.exit(os.waitpid(child, 0)[1])
 """
 
 
-def test_a_fork_duplicates_no_output(tmp_path: Path) -> None:
+def test_a_fork_duplicates_no_output(tmp_path):
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_PROGRAM]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     steps = [line.split()[2] for line in (tmp_path / "lines").read_text().splitlines()]
@@ -98,7 +91,7 @@ def test_a_fork_duplicates_no_output(tmp_path: Path) -> None:
     assert sorted(line["step"] for line in read_json_lines(tmp_path / "events.jsonl")) == [1, 2]
 
 
-def test_sinks_import_neither_torch_nor_rich() -> None:
+def test_sinks_import_neither_torch_nor_rich():
     code = (
         "import sys, logging, limpet\n"
         "limpet.sinks.Logging()('saved', {'step': 1})\n"

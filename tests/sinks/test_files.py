@@ -1,13 +1,10 @@
 """The sinks for JSON lines and for logging."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import re
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from limpet.sinks import wording
 from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, read_json_lines
 
 
-def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_records(caplog):
     sink = sinks.Logging("my.log")
     with caplog.at_level(logging.DEBUG, "my.log"):
         for name, fields in EVENTS.items():
@@ -66,7 +63,7 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-def test_each_event_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sink = sinks.JsonLines("a/b/events.jsonl", clock=lambda: 1.5)
     monkeypatch.chdir("/")
@@ -91,7 +88,7 @@ def test_each_event_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [line["event"] for line in read_json_lines(path)] == ["b", "c"]
 
 
-def test_an_incomplete_last_line_is_terminated(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_terminated(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "a"}\n{"event": "b')
     sinks.JsonLines(path)("c", {})
@@ -101,11 +98,11 @@ def test_an_incomplete_last_line_is_terminated(tmp_path: Path) -> None:
     assert json.loads(third)["event"] == "c"
 
 
-def test_threads_and_sinks_do_not_mix_their_lines(tmp_path: Path) -> None:
+def test_threads_and_sinks_do_not_mix_their_lines(tmp_path):
     path = tmp_path / "events.jsonl"
     two_sinks = [sinks.JsonLines(path), sinks.JsonLines(path)]
 
-    def run(thread: int) -> None:
+    def run(thread):
         for n in range(50):
             two_sinks[n % 2]("a", {"thread": thread, "n": n, "filler": "x" * 10_000})
 
@@ -118,7 +115,7 @@ def test_threads_and_sinks_do_not_mix_their_lines(tmp_path: Path) -> None:
     assert sorted(written) == [(t, n) for t in range(8) for n in range(50)]
 
 
-def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_is_continued(tmp_path, monkeypatch):
     sink = sinks.JsonLines(tmp_path / "events.jsonl")
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:7]))
@@ -127,21 +124,21 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full exists only on Linux")
-def test_the_error_for_a_full_disk_names_the_file() -> None:
+def test_the_error_for_a_full_disk_names_the_file():
     sink = sinks.JsonLines("/dev/full")
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         sink("a", {})
     assert not [f for f in os.listdir("/proc/self/fd") if _link_target(f) == "/dev/full"]
 
 
-def _link_target(file: str) -> str:
+def _link_target(file):
     try:
         return os.readlink(f"/proc/self/fd/{file}")
     except OSError:
         return ""
 
 
-def test_an_invalid_path_is_an_error_at_once(tmp_path: Path) -> None:
+def test_an_invalid_path_is_an_error_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "events.jsonl", tmp_path):
         with pytest.raises(OSError, match=re.escape(str(tmp_path))):

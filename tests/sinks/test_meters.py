@@ -1,7 +1,5 @@
 """Prometheus and TensorBoard."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -13,13 +11,13 @@ from limpet.errors import LimpetError
 from tests.sinks.sample_events import EVENTS, SAVED, FakeSummaryWriter
 
 
-def test_prometheus_counters_and_gauges() -> None:
+def test_prometheus_counters_and_gauges():
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     sink = sinks.Prometheus(registry, clock=lambda: 1e9)
 
-    def value(name: str) -> float | None:
+    def value(name):
         return registry.get_sample_value(f"limpet_{name}")
 
     # The counter exists before the first event, so that rates are correct from the start.
@@ -56,13 +54,13 @@ def test_prometheus_counters_and_gauges() -> None:
         sinks.Prometheus(registry)
 
 
-def test_the_error_without_the_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_the_client_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(LimpetError, match=r'pip install "limpet\[prometheus\]"'):
         sinks.Prometheus()
 
 
-def test_tensorboard_scalars() -> None:
+def test_tensorboard_scalars():
     writer = FakeSummaryWriter()
     sink = sinks.TensorBoard(writer)
     for name, fields in EVENTS.items():
@@ -78,4 +76,4 @@ def test_tensorboard_scalars() -> None:
         ("limpet/background_seconds", 0, 7),
     ]
     with pytest.raises(LimpetError, match=r"add_scalar.*found Path|PosixPath"):
-        sinks.TensorBoard(Path())  # type: ignore[arg-type]
+        sinks.TensorBoard(Path())

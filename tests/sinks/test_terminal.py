@@ -1,7 +1,5 @@
 """The sink for terminals."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading
@@ -21,7 +19,7 @@ LINE = (
 )
 
 
-def lines(*sample: tuple[str, dict[str, Any]], **options: Any) -> list[str]:
+def lines(*sample, **options):
     """Return the lines that a terminal shows for these events. Each write is one line."""
     stream = RecordingStream(**options)
     sink = sinks.Terminal(stream)
@@ -33,13 +31,13 @@ def lines(*sample: tuple[str, dict[str, Any]], **options: Any) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_environment(monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
 
 
-def test_each_save_is_one_line() -> None:
+def test_each_save_is_one_line():
     more = {**SAVED, "step": 1400, "referred": 5 << 30, "reason": "request", "metrics": {}}
     assert lines(("saved", SAVED), ("saved", more)) == [
         LINE,
@@ -48,7 +46,7 @@ def test_each_save_is_one_line() -> None:
     ]
 
 
-def test_only_rank_0_shows_events_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_shows_events_of_all_ranks(monkeypatch):
     assert lines(("saved", SAVED)) == [LINE]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
@@ -57,9 +55,7 @@ def test_only_rank_0_shows_events_of_all_ranks(monkeypatch: pytest.MonkeyPatch) 
         assert lines(("saved", SAVED), ("deleted", EVENTS["deleted"])) == shown
 
 
-def test_the_first_rank_that_has_arrived_shows_the_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_rank_that_has_arrived_shows_the_wait(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
     shown = []
@@ -114,7 +110,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
                           "keeps waiting for up to 10.0 min"),
     ],
 )  # fmt: skip
-def test_each_other_event_is_one_line(name: str, line: str) -> None:
+def test_each_other_event_is_one_line(name, line):
     assert lines((name, EVENTS[name])) == [line]
     assert lines(("staged", EVENTS["staged"]), ("unknown_event", {})) == []
 
@@ -134,13 +130,11 @@ def test_each_other_event_is_one_line(name: str, line: str) -> None:
         ("snap", 0, 0, "started at step 0 with state from snap"),
     ],
 )
-def test_a_resume_and_a_start_from_another_run_differ_in_words(
-    url: str, step: int, branch: int, line: str
-) -> None:
+def test_a_resume_and_a_start_from_another_run_differ_in_words(url, step, branch, line):
     assert lines(("resumed", {"url": url, "step": step, "branch": branch})) == [line]
 
 
-def test_only_noticeable_waits_are_shown() -> None:
+def test_only_noticeable_waits_are_shown():
     waits: list[dict[str, Any]] = [
         {"step": n, **more}
         for n, more in enumerate(
@@ -154,12 +148,12 @@ def test_only_noticeable_waits_are_shown() -> None:
     ]
 
 
-def test_a_metric_without_any_number() -> None:
+def test_a_metric_without_any_number():
     (line,) = lines(("stopped", {"step": 3, "metric": "loss", "best": None}))
     assert line == "stopped at step 3: loss was never a number"
 
 
-def test_the_advice_for_a_skipped_version_is_omitted() -> None:
+def test_the_advice_for_a_skipped_version_is_omitted():
     (line,) = lines(("skipped", EVENTS["skipped"]))
     assert line == (
         "skipped version_1250: NoSpace: No space for shard-0. Expected 4096 bytes, found 1024."
@@ -168,13 +162,13 @@ def test_the_advice_for_a_skipped_version_is_omitted() -> None:
     assert line == "skipped version_1: as text"
 
 
-def test_the_line_of_the_next_save_names_deleted_versions() -> None:
+def test_the_line_of_the_next_save_names_deleted_versions():
     deletions = [("deleted", {"version": f"version_{n}.1"}) for n in range(5)]
     shown = lines(*deletions[:3], ("saved", SAVED), *deletions, ("saved", SAVED), ("saved", SAVED))
     assert shown == [f"{LINE}  deleted 0.1, 1.1, 2.1", f"{LINE}  deleted 5 versions", LINE]
 
 
-def test_a_damaged_version_is_shown_once() -> None:
+def test_a_damaged_version_is_shown_once():
     other = {"version": "version_7", "error": NO_SPACE}
     sample = [("skipped", EVENTS["skipped"])] * 3 + [("skipped", other)]
     assert [x.partition(":")[0] for x in lines(*sample)] == [
@@ -183,7 +177,7 @@ def test_a_damaged_version_is_shown_once() -> None:
     ]
 
 
-def test_control_characters_do_not_reach_the_terminal() -> None:
+def test_control_characters_do_not_reach_the_terminal():
     metrics = {"loss\x1b[31m": 1.5, "a\nb": "\r\x07x", "n" * 5000: 1}
     for name, fields in EVENTS.items():
         odd = dict.fromkeys(fields, "\x1b]0;x\x07\n\x9b") | {"metrics": metrics}
@@ -192,7 +186,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
             assert len(line) < 400
 
 
-def test_only_the_first_of_many_metrics_are_shown() -> None:
+def test_only_the_first_of_many_metrics_are_shown():
     (line,) = lines(("saved", {**SAVED, "metrics": {f"m{n}": n / 3 for n in range(100_000)}}))
     assert line.endswith("  m0 0, m1 0.3333, m2 0.6667, m3 1, 99996 more")
 
@@ -201,7 +195,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.mark.parametrize("width", [20, 40, 57, 60, 75, 80, 81, 100, 132, 200])
-def test_the_line_of_a_save_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_the_line_of_a_save_fits_the_terminal(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     wide = {**SAVED, "metrics": {"\u640d\u5931": 0.25, "\u7cbe\u5ea6" * 9: 0.5}, "referred": 1}
     sample = [("deleted", EVENTS["deleted"]), ("saved", wide), ("saved", SAVED)]
@@ -217,13 +211,13 @@ def test_the_line_of_a_save_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, w
     assert piped == LINE
 
 
-def test_metrics_that_do_not_fit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_do_not_fit_are_cut(monkeypatch):
     monkeypatch.setenv("COLUMNS", "84")
     (line,) = lines(("saved", SAVED), is_terminal=True)
     assert ANSI.sub("", line) == LINE[:82] + ".."
 
 
-def test_color_is_used_only_on_terminals_that_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_is_used_only_on_terminals_that_support_it(monkeypatch):
     assert "\x1b[32msaved" in lines(("saved", SAVED), is_terminal=True)[0]
     assert "\x1b[1;31m" in lines(("save_failed", EVENTS["save_failed"]), is_terminal=True)[0]
     assert "\x1b" not in lines(("saved", SAVED))[0]
@@ -234,12 +228,12 @@ def test_color_is_used_only_on_terminals_that_support_it(monkeypatch: pytest.Mon
     assert "\x1b" not in lines(("saved", SAVED), is_terminal=True)[0]
 
 
-def test_an_ascii_terminal_shows_other_characters_escaped() -> None:
+def test_an_ascii_terminal_shows_other_characters_escaped():
     (line,) = lines(("saved", {**SAVED, "metrics": {"\u640d": 0.5, "\udcff": 1}}), encoding="ascii")
     assert line.endswith("  \\u640d 0.5, \\udcff 1")
 
 
-def test_the_current_stderr_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_stderr_is_used(monkeypatch):
     sink = sinks.Terminal()
     for _ in range(2):
         stream = RecordingStream()
@@ -251,11 +245,11 @@ def test_the_current_stderr_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class BrokenStream(RecordingStream):
-    def write(self, text: str) -> int:
+    def write(self, text):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_stream_that_fails_detaches_only_its_sink() -> None:
+def test_a_stream_that_fails_detaches_only_its_sink():
     closed = RecordingStream()
     closed.close()
     for stream in (closed, BrokenStream()):
@@ -263,7 +257,7 @@ def test_a_stream_that_fails_detaches_only_its_sink() -> None:
             events.emit("saved", **SAVED)
 
 
-def screen(written: str) -> list[str]:
+def screen(written):
     """Return what a terminal shows: ``\\r`` goes back, and new text replaces old."""
     shown = []
     for line in written.split("\n"):
@@ -274,7 +268,7 @@ def screen(written: str) -> list[str]:
     return shown
 
 
-def test_a_tqdm_bar_stays_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tqdm_bar_stays_intact(monkeypatch):
     from tqdm import tqdm
 
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
@@ -284,19 +278,18 @@ def test_a_tqdm_bar_stays_intact(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             bar.update()
             sinks.Terminal()("saved", {**SAVED, "metrics": {}})
-            last = screen(stream.getvalue())[-1]
-            assert last.startswith("training:")
+            assert screen(stream.getvalue())[-1].startswith("training:")
     shown = screen(stream.getvalue())
     assert [x for x in shown if x.startswith("saved")] == [LINE.rpartition("  loss")[0]] * 3
     assert sum("training" in x for x in shown) == 1
 
 
-def test_threads_do_not_mix_their_lines() -> None:
+def test_threads_do_not_mix_their_lines():
     stream = RecordingStream()
     with warnings.catch_warnings(), limpet.attach(sinks.Terminal(stream)):
         warnings.simplefilter("error")
 
-        def run() -> None:
+        def run():
             for _ in range(20):
                 events.emit("deleted", version="version_1")
                 events.emit("saved", **SAVED)

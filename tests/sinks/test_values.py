@@ -1,7 +1,5 @@
 """Sizes, durations and unusual values as text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -29,7 +27,7 @@ from tests.sinks.sample_events import BrokenRepr, nested_odd_values
         (5 << 60, "5120 PiB"),
     ],
 )
-def test_sizes(nbytes: int, shown: str) -> None:
+def test_sizes(nbytes, shown):
     assert text.format_size(nbytes) == shown
 
 
@@ -47,12 +45,12 @@ def test_sizes(nbytes: int, shown: str) -> None:
         (1e6, "278 h"),
     ],
 )
-def test_durations(seconds: float, shown: str) -> None:
+def test_durations(seconds, shown):
     assert text.format_duration(seconds) == shown
 
 
 @given(st.floats(0, 2.0**59), st.floats(0, 3.5e6))
-def test_sizes_and_durations_are_short_and_accurate(nbytes: float, seconds: float) -> None:
+def test_sizes_and_durations_are_short_and_accurate(nbytes, seconds):
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
     units |= {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
     for value, shown, tolerance in (
@@ -65,7 +63,7 @@ def test_sizes_and_durations_are_short_and_accurate(nbytes: float, seconds: floa
 
 
 @given(nested_odd_values)
-def test_every_value_can_be_encoded_as_json(value: Any) -> None:
+def test_every_value_can_be_encoded_as_json(value):
     json.loads(json.dumps(text.to_json_value(value), allow_nan=False))
 
 
@@ -86,12 +84,12 @@ def test_every_value_can_be_encoded_as_json(value: Any) -> None:
         (torch.empty(1, device="meta"), "<Tensor>"),
     ],
 )
-def test_json_values(value: Any, expected: Any) -> None:
+def test_json_values(value, expected):
     assert text.to_json_value(value) == expected
     assert type(text.to_json_value(value)) is type(expected)
 
 
-def test_a_recursive_value_is_cut() -> None:
+def test_a_recursive_value_is_cut():
     recursive: Any = []
     recursive.append(recursive)
     assert str(text.to_json_value({"x": recursive})).count("[") < 10

@@ -1,7 +1,5 @@
 """Helpers that write a snapshot again with other shards, in layouts that no save produces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -9,14 +7,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from limpet.format.digest import digest
-from limpet.format.index import (
-    Index,
-    IndexBox,
-    IndexLeaf,
-    LeafColumns,
-    SchemaCache,
-    encode_index,
-)
+from limpet.format.index import Index, IndexBox, IndexLeaf, LeafColumns, SchemaCache, encode_index
 from limpet.format.manifest import FileEntry, Shard
 from limpet.format.names import MANIFEST, index_name, random_id, shard_name
 from limpet.format.safetensors import build_header
@@ -24,28 +15,27 @@ from limpet.format.sealed import seal
 from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox, chunk_cuts, full_shard_entries
 from limpet.ragged import flatten_rows
-from limpet.snapshot.location import Location
 from limpet.snapshot.read import Target
-from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.reader import open_location
 from limpet.types import DTYPES, Box
 
 Layout = Callable[[str, tuple[int, ...]], Sequence[tuple[int, Box]]]
 """Maps the key and the shape of a leaf to its boxes, each with the number of its shard."""
 
 
-def split_rows(shards: int) -> Layout:
+def split_rows(shards):
     """Return a layout that splits dimension 0 evenly, like FSDP2. A leaf without dimensions or
     elements goes to the first shard."""
     return _split_dim(0, shards)
 
 
-def split_columns(shards: int) -> Layout:
+def split_columns(shards):
     """Return a layout that splits the last dimension, like tensor-parallel layers."""
     return _split_dim(-1, shards)
 
 
-def _split_dim(dim: int, shards: int) -> Layout:
-    def split(key: str, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+def _split_dim(dim, shards):
+    def split(key, shape):
         if not shape or 0 in shape:
             return [(0, Box.whole(shape))]
         d, boxes = dim % len(shape), []
@@ -61,7 +51,7 @@ def _split_dim(dim: int, shards: int) -> Layout:
     return split
 
 
-def index_columns(leaves: Sequence[IndexLeaf]) -> LeafColumns:
+def index_columns(leaves):
     """Return the leaves in the form that an index uses."""
     schema = [tuple(getattr(leaf, name) for leaf in leaves) for name in ("key", "dtype", "shape")]
     boxes = [box for leaf in leaves for box in leaf.boxes]
@@ -75,7 +65,7 @@ def index_columns(leaves: Sequence[IndexLeaf]) -> LeafColumns:
     )
 
 
-def read_elements(snapshot: SnapshotReader, key: str) -> np.ndarray:
+def read_elements(snapshot, key):
     """Read a leaf as an array of opaque elements."""
     dtype, shape = snapshot.leaves[key]
     opaque = f"V{DTYPES[dtype].itemsize}"
@@ -86,9 +76,7 @@ def read_elements(snapshot: SnapshotReader, key: str) -> np.ndarray:
     return into
 
 
-def write_resharded(
-    snapshot: SnapshotReader, location: Location, layout: Layout, shards: int
-) -> SnapshotReader:
+def write_resharded(snapshot, location, layout, shards):
     """Write the snapshot again at ``location``, with its leaves split by ``layout``."""
     attempt = random_id()
     boxes_by_shard: list[list[LeafBox]] = [[] for _ in range(shards)]
@@ -104,13 +92,7 @@ def write_resharded(
     return open_location(location)
 
 
-def _write_shard(
-    values: dict[str, np.ndarray],
-    location: Location,
-    number: int,
-    attempt: str,
-    boxes_by_shard: list[list[LeafBox]],
-) -> Shard:
+def _write_shard(values, location, number, attempt, boxes_by_shard):
     leaf_boxes = boxes_by_shard[number]
     header = build_header(full_shard_entries(leaf_boxes))
     cuts = chunk_cuts(len(header), np.array([h.nbytes for h in leaf_boxes], np.int64))

@@ -1,7 +1,5 @@
 """The comparison of leaves: by digests first, then by bytes, in pieces."""
 
-from __future__ import annotations
-
 from math import isnan
 
 import numpy as np
@@ -11,22 +9,21 @@ import torch
 import limpet
 from limpet.snapshot import compare
 from limpet.snapshot.compare import compare_bytes, find_equal_by_digest
-from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 
 
-def saved(value: object) -> SnapshotReader:
+def saved(value):
     return reader_of(limpet.save(MemoryStore(), {"x": value}))
 
 
-def distance(a: object, b: object) -> tuple[int, float | None]:
+def distance(a, b):
     found = compare_bytes(saved(a), saved(b), [("x", "x")])["x", "x"]
     return found.differing, found.largest
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int8", "int64"])
-def test_the_number_of_differences_and_the_largest_one_are_returned(dtype: str) -> None:
+def test_the_number_of_differences_and_the_largest_one_are_returned(dtype):
     a = np.arange(6, dtype=dtype)
     b = a.copy()
     b[2] += 3
@@ -35,25 +32,25 @@ def test_the_number_of_differences_and_the_largest_one_are_returned(dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint64", "int64", "int16"])
-def test_the_difference_of_the_extreme_integers_does_not_overflow(dtype: str) -> None:
+def test_the_difference_of_the_extreme_integers_does_not_overflow(dtype):
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     a, b = np.array([low], dtype), np.array([high], dtype)
     assert distance(a, b) == (1, float(int(high) - int(low)))
 
 
-def test_bfloat16_values_are_compared_as_numbers() -> None:
+def test_bfloat16_values_are_compared_as_numbers():
     a = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert distance(a, a + torch.tensor([0.0, 0.5], dtype=torch.bfloat16)) == (1, 0.5)
 
 
-def test_dtypes_without_numpy_arithmetic_are_compared_by_bytes() -> None:
+def test_dtypes_without_numpy_arithmetic_are_compared_by_bytes():
     a = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     b = torch.tensor([1.0, 3.0]).to(torch.float8_e4m3fn)
     assert distance(a, b) == (1, None)
     assert distance(np.array([True]), np.array([False])) == (1, None)
 
 
-def test_equal_nans_are_equal_and_a_nan_makes_the_largest_difference_nan() -> None:
+def test_equal_nans_are_equal_and_a_nan_makes_the_largest_difference_nan():
     nan = np.array([np.nan, 1.0])
     assert distance(nan, nan.copy()) == (0, None)
     differing, largest = distance(nan, np.array([0.0, 1.0]))
@@ -62,11 +59,11 @@ def test_equal_nans_are_equal_and_a_nan_makes_the_largest_difference_nan() -> No
     assert isnan(largest)
 
 
-def test_zeros_of_both_signs_are_different_with_a_difference_of_zero() -> None:
+def test_zeros_of_both_signs_are_different_with_a_difference_of_zero():
     assert distance(np.array([0.0]), np.array([-0.0])) == (1, 0.0)
 
 
-def test_large_leaves_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_leaves_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr(compare, "BATCH_BYTES", 1000)
     a = np.arange(7 * 11 * 5, dtype=np.float32).reshape(7, 11, 5)
     b = a.copy()
@@ -80,7 +77,7 @@ def test_large_leaves_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(compared) <= 1000
 
 
-def test_leaves_with_different_digests_are_not_reported_as_equal() -> None:
+def test_leaves_with_different_digests_are_not_reported_as_equal():
     a = limpet.save(MemoryStore(), {"x": np.zeros(70000), "y": np.ones(70000)})
     b = limpet.save(MemoryStore(), {"x": np.zeros(70000), "y": np.zeros(70000)})
     pairs = [("x", "x"), ("y", "y"), ("x", "y")]

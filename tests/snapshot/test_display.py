@@ -1,13 +1,10 @@
 """Snapshots as mappings, and how they display themselves."""
 
-from __future__ import annotations
-
 import copy
 import re
 import threading
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +34,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def save(state: dict[str, Any], **options: Any) -> tuple[Snapshot, list[tuple[str, str]]]:
+def save(state, **options):
     """Return the opened snapshot of a state, and the list of all later calls of its store."""
     calls = list[tuple[str, str]]()
     store = HookedStore(MemoryStore())
@@ -50,26 +47,26 @@ def save(state: dict[str, Any], **options: Any) -> tuple[Snapshot, list[tuple[st
 class Checker(HTMLParser):
     """Checks that tags are balanced, and collects them and the text."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
         self.attributes: list[Any] = []
         self.text = ""
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
+    def handle_starttag(self, tag, attrs):
         self.open.append(tag)
         self.tags.append(tag)
         self.attributes += attrs
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
 
-def check_html(html: str) -> Checker:
+def check_html(html):
     checker = Checker()
     checker.feed(html)
     checker.close()
@@ -79,7 +76,7 @@ def check_html(html: str) -> Checker:
     return checker
 
 
-def test_a_snapshot_is_a_mapping_of_its_state() -> None:
+def test_a_snapshot_is_a_mapping_of_its_state():
     snapshot, calls = save(STATE, step=12)
     assert len(snapshot) == len(snapshot.keys()) == len(list(snapshot))
     assert snapshot.metrics == {}
@@ -107,7 +104,7 @@ def test_a_snapshot_is_a_mapping_of_its_state() -> None:
         ("zzz", None), ("model/zzz", None), ("model/fc/", None), (7, None), ("", None),
     ],
 )  # fmt: skip
-def test_a_typo_in_a_key_gets_a_suggestion(typo: Any, meant: str | None) -> None:
+def test_a_typo_in_a_key_gets_a_suggestion(typo, meant):
     snapshot, _ = save(STATE, step=12)
     views = [(snapshot, "")]
     if meant is not None and "model/" in meant and str(typo).startswith("model/"):
@@ -123,7 +120,7 @@ def test_a_typo_in_a_key_gets_a_suggestion(typo: Any, meant: str | None) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["layers.{}.attn.q_proj.weight", "w{}"])
-def test_a_suggestion_among_many_names_is_fast(name: str) -> None:
+def test_a_suggestion_among_many_names_is_fast(name):
     known = [name.format(i) for i in range(50_000)]
     meant = known[12_345]
     typo = f"{meant[:-2]}{meant[-1]}" if "." in meant else f"x{meant[1:]}"
@@ -132,7 +129,7 @@ def test_a_suggestion_among_many_names_is_fast(name: str) -> None:
     assert time.process_time() - began < 1.0  # without a bound: 1 to 6 s
 
 
-def test_the_keys_of_a_sub_mapping_are_relative() -> None:
+def test_the_keys_of_a_sub_mapping_are_relative():
     snapshot, calls = save(STATE, step=12)
     model = snapshot["model"]
     assert list(model) == ["fc/weight", "fc/bias", "steps"]
@@ -156,7 +153,7 @@ def test_the_keys_of_a_sub_mapping_are_relative() -> None:
     assert model["fc/bias"].read().tolist() == [0, 0, 0]  # the first read
 
 
-def test_the_tree_is_the_state_with_views() -> None:
+def test_the_tree_is_the_state_with_views():
     snapshot, calls = save(STATE, step=12)
     tree = snapshot.tree
     assert list(tree) == list(STATE)
@@ -168,7 +165,7 @@ def test_the_tree_is_the_state_with_views() -> None:
     assert tree["model"]["fc"]["weight"][0:1].shape == (1, 2)
 
 
-def test_a_leaf_that_is_used_like_a_tensor_says_how_to_read_it() -> None:
+def test_a_leaf_that_is_used_like_a_tensor_says_how_to_read_it():
     leaf = save(STATE)[0]["model/fc/weight"]
     with pytest.raises(AttributeError, match=r"no mean: .* not read yet\. Read them with read\(\)"):
         leaf.mean()
@@ -176,7 +173,7 @@ def test_a_leaf_that_is_used_like_a_tensor_says_how_to_read_it() -> None:
     assert copy.copy(leaf).key == leaf.key
 
 
-def test_a_snapshot_without_leaves_is_not_false() -> None:
+def test_a_snapshot_without_leaves_is_not_false():
     snapshot, _ = save({})
     assert snapshot
     assert len(snapshot) == 0
@@ -184,7 +181,7 @@ def test_a_snapshot_without_leaves_is_not_false() -> None:
     check_html(snapshot._repr_html_())
 
 
-def test_the_repr_shows_step_size_and_members() -> None:
+def test_the_repr_shows_step_size_and_members():
     snapshot, calls = save(STATE, step=12)
     assert repr(snapshot).startswith("<Snapshot memory://memory: step 12, ")
     assert repr(snapshot).endswith(
@@ -194,7 +191,7 @@ def test_the_repr_shows_step_size_and_members() -> None:
     assert calls == []
 
 
-def test_the_repr_of_an_unread_snapshot_reads_nothing() -> None:
+def test_the_repr_of_an_unread_snapshot_reads_nothing():
     store = trained_run()
     snapshot = Run(store).latest()
     assert snapshot is not None
@@ -204,7 +201,7 @@ def test_the_repr_of_an_unread_snapshot_reads_nothing() -> None:
     assert repr(unread) == "<Snapshot memory://memory/version_60, not read yet>"
 
 
-def test_html_shows_every_member_and_escapes_names_and_values() -> None:
+def test_html_shows_every_member_and_escapes_names_and_values():
     state = {**STATE, ATTACK: {ATTACK: np.zeros(2), "value": ATTACK, "list": [ATTACK]}}
     snapshot, calls = save(state, step=12)
     shown = check_html(snapshot._repr_html_())
@@ -219,7 +216,7 @@ def test_html_shows_every_member_and_escapes_names_and_values() -> None:
     assert calls == []
 
 
-def test_metrics_are_shown() -> None:
+def test_metrics_are_shown():
     store = MemoryStore()
     with limpet.Checkpointer(store, {"x": np.zeros(2)}, save=limpet.EverySteps(1)) as ckpt:
         ckpt.step({"<loss>": 0.25})
@@ -230,7 +227,7 @@ def test_metrics_are_shown() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_large_state_displays_quickly_and_briefly(nested: bool) -> None:
+def test_a_large_state_displays_quickly_and_briefly(nested):
     leaf = np.zeros(1)
     count = 12_500 if nested else 25_000
     members = {f"layer{i}": {"w": leaf, "b": leaf} if nested else leaf for i in range(count)}
@@ -249,7 +246,7 @@ def test_a_large_state_displays_quickly_and_briefly(nested: bool) -> None:
     assert len(text) + len(part) < 1000
 
 
-def test_long_names_are_shortened() -> None:
+def test_long_names_are_shortened():
     snapshot, _ = save({"n" * 50_000: {"m" * 50_000: 1}})
     assert len(repr(snapshot)) < 300
     assert len(snapshot._repr_html_()) < 2000
@@ -261,7 +258,7 @@ PUBLIC_NAMES = [
 ]
 
 
-def test_the_public_names_are_those_of_the_reference() -> None:
+def test_the_public_names_are_those_of_the_reference():
     snapshot, _ = save({"x": 1})
     assert [name for name in dir(Snapshot) if not name.startswith("_")] == PUBLIC_NAMES
     assert [name for name in dir(snapshot) if not name.startswith("_")] == PUBLIC_NAMES
@@ -276,14 +273,14 @@ def test_the_public_names_are_those_of_the_reference() -> None:
 # -- other public objects ------------------------------------------------------------------------
 
 
-def test_every_public_class_says_what_its_objects_are() -> None:
+def test_every_public_class_says_what_its_objects_are():
     public = [getattr(limpet, name) for name in limpet.__all__]
     classes = [c for c in public if isinstance(c, type) and c is not limpet.Store]
     assert len(classes) > 20
     assert [c for c in classes if c.__repr__ is object.__repr__] == []
 
 
-def test_a_pending_save_shows_its_state() -> None:
+def test_a_pending_save_shows_its_state():
     store = HookedStore(MemoryStore())
     gate = threading.Event()
     store.before = lambda method, key: method == "put" and gate.wait(20)
@@ -293,7 +290,7 @@ def test_a_pending_save_shows_its_state() -> None:
     pending.wait()
     assert repr(pending) == f"<Pending save to {store.url}, committed>"
 
-    def refuse(method: str, key: str) -> None:
+    def refuse(method, key):
         if method == "put":
             raise StoreError("no write", key=key, store=store.url)
 
@@ -305,7 +302,7 @@ def test_a_pending_save_shows_its_state() -> None:
     assert repr(pending) == f"<Pending save to {store.url}, failed>"
 
 
-def test_a_random_state_and_a_source_of_notices_show_their_arguments(tmp_path: Path) -> None:
+def test_a_random_state_and_a_source_of_notices_show_their_arguments(tmp_path):
     assert repr(limpet.RNG()) == "RNG()"
     source = limpet.preemption.FileNotice(tmp_path / "stop")
     assert repr(source) == f"<FileNotice the file {tmp_path}/stop, every 1 s>"

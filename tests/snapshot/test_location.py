@@ -1,11 +1,8 @@
 """A run can neither be overwritten by a snapshot nor be loaded as a snapshot."""
 
-from __future__ import annotations
-
 import os
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ _numbers = count()
 
 
 @pytest.fixture(params=["memory", "local"])
-def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def run(request, tmp_path, monkeypatch):
     """Return a run with the versions 2, 10, and 10.1, an uncommitted save, and unrelated files."""
     monkeypatch.chdir(tmp_path)
     url = "runs" if request.param == "local" else f"memory://location-{next(_numbers)}/runs"
@@ -39,11 +36,11 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return url
 
 
-def keys(url: str) -> list[str]:
+def keys(url):
     return [s.key for s in open_store(url).list("")]
 
 
-def test_versions_in_finds_folders_with_a_manifest_directly_in_a_location(run: str) -> None:
+def test_versions_in_finds_folders_with_a_manifest_directly_in_a_location(run):
     expected = [Version(2), Version(10), Version(10, 1)]
     assert versions_in(locate(run)) == expected
     assert versions_in(Location(open_store(run), "")) == expected
@@ -52,14 +49,14 @@ def test_versions_in_finds_folders_with_a_manifest_directly_in_a_location(run: s
         assert versions_in(locate(none)) == []
 
 
-def test_the_folder_of_a_version_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_a_version_is_not_listed(monkeypatch):
     monkeypatch.setattr(MemoryStore, "list", lambda self, prefix: 1 / 0)
     assert versions_in(Location(MemoryStore(), "a/version_3")) == []
     with pytest.raises(NotFound, match="There is no snapshot"):
         limpet.open("memory://location/none/version_3")
 
 
-def test_a_save_to_the_folder_of_a_run_is_refused(run: str) -> None:
+def test_a_save_to_the_folder_of_a_run_is_refused(run):
     before = keys(run)
     for save in (limpet.save, limpet.save_async):
         for location in (run, f"{run}/", open_store(run)):
@@ -69,12 +66,12 @@ def test_a_save_to_the_folder_of_a_run_is_refused(run: str) -> None:
     assert keys(run) == before
 
 
-def test_a_snapshot_can_be_saved_next_to_a_run_and_below_it(run: str) -> None:
+def test_a_snapshot_can_be_saved_next_to_a_run_and_below_it(run):
     for location in (f"{run}-best", f"{run}/version_11", f"{run}/best", f"{run}/version_7"):
         assert limpet.save(location, STATE).verify().ok
 
 
-def test_reading_a_run_as_a_snapshot_raises_an_error_that_names_a_version(run: str) -> None:
+def test_reading_a_run_as_a_snapshot_raises_an_error_that_names_a_version(run):
     for read in (limpet.load, limpet.open):
         with pytest.raises(NotFound) as e:
             read(run)
@@ -96,8 +93,8 @@ def test_reading_a_run_as_a_snapshot_raises_an_error_that_names_a_version(run: s
     ],
 )
 def test_the_error_for_a_missing_path_says_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any, name: str, message: str
-) -> None:
+    tmp_path, monkeypatch, read, name, message
+):
     monkeypatch.chdir(tmp_path)
     limpet.save("weights", STATE)
     Path("empty").mkdir()
@@ -105,13 +102,13 @@ def test_the_error_for_a_missing_path_says_what_is_there(
         read(name)
 
 
-def test_a_file_is_no_snapshot(tmp_path: Path) -> None:
+def test_a_file_is_no_snapshot(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(NotFound, match=r"found a file\. Name the folder"):
         open_snapshot(tmp_path / "notes.txt")
 
 
-def test_a_folder_that_is_both_a_run_and_a_snapshot_is_loaded(tmp_path: Path) -> None:
+def test_a_folder_that_is_both_a_run_and_a_snapshot_is_loaded(tmp_path):
     limpet.save(tmp_path / "a", STATE)
     limpet.save(tmp_path / "a/version_1", {"y": 1})
     assert list(limpet.load(tmp_path / "a")) == ["x"]
@@ -119,11 +116,11 @@ def test_a_folder_that_is_both_a_run_and_a_snapshot_is_loaded(tmp_path: Path) ->
         limpet.save(tmp_path / "a", STATE)
 
 
-def test_versions_in_does_not_list_subfolders(tmp_path: Path) -> None:
+def test_versions_in_does_not_list_subfolders(tmp_path):
     listed: list[str] = []
 
     class RecordingFs(Fs):
-        def scandir(self, path: str) -> Any:
+        def scandir(self, path):
             listed.append(path)
             return super().scandir(path)
 
@@ -135,15 +132,15 @@ def test_versions_in_does_not_list_subfolders(tmp_path: Path) -> None:
     assert listed == [str(tmp_path / "a")]
 
 
-def test_a_folder_that_cannot_be_listed_raises_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_listed_raises_an_error(tmp_path):
     class DeniedFs(Fs):
-        def scandir(self, path: str) -> Any:
+        def scandir(self, path):
             raise PermissionError(13, os.strerror(13), path)
 
     with pytest.raises(Denied, match="Cannot list a in"):
         versions_in(Location(LocalStore(tmp_path, fs=DeniedFs()), "a"))
 
 
-def test_describe_run_formats_the_number_of_versions() -> None:
+def test_describe_run_formats_the_number_of_versions():
     assert describe_run([Version(1)]) == "a run of 1 version"
     assert describe_run([Version(n) for n in range(1234)]) == "a run of 1,234 versions"

@@ -1,15 +1,11 @@
 """A snapshot shows torch's dtypes, devices, and sizes, also within lists and in HTML."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 
 import limpet
 
 
-def test_torch_types_are_values_of_views_and_of_the_tree(tmp_path: Path) -> None:
+def test_torch_types_are_values_of_views_and_of_the_tree(tmp_path):
     values = {"dtype": torch.bfloat16, "many": [torch.device("cuda:1"), torch.Size([2, 3])]}
     snapshot = limpet.save(tmp_path / "version_1", {"config": values, "x": torch.zeros(2)})
     assert snapshot["config"]["dtype"] is torch.bfloat16

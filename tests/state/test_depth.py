@@ -1,9 +1,6 @@
 """States that are nested too deeply, or that contain themselves, are refused by their key."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,13 +19,13 @@ LEVELS = 100_000
 class Stateful:
     """An object whose state is ``value``. ``keeps_per_rank``: as ``RNG``."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return self.value
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.value = state
 
 
@@ -39,25 +36,25 @@ class Own(Stateful):
 class Endless:
     """The state of each object is another new object."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return Endless()
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state): ...
 
 
 class EndlessDict(Endless):
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"next": EndlessDict()}
 
 
-def nest(wrap: Callable[[Any], Any], levels: int = LEVELS) -> Any:
+def nest(wrap, levels=LEVELS):
     value: Any = 1
     for _ in range(levels):
         value = wrap(value)
     return value
 
 
-def containing_itself() -> Iterator[tuple[str, Any]]:
+def containing_itself():
     members: dict[str, Any] = {}
     members["up"] = {"a": members, "b": members}
     yield "dict", members
@@ -88,14 +85,14 @@ STATES: dict[str, Any] = {
 states = pytest.mark.parametrize("name", STATES)
 
 
-def assert_refused(error: BaseException) -> None:
+def assert_refused(error):
     assert isinstance(error, Unsupported)
     assert "'x" in str(error)
     assert len(str(error)) < 2_000
 
 
 @states
-def test_a_save_refuses_it(name: str) -> None:
+def test_a_save_refuses_it(name):
     state = {"fine": np.ones(2), "x": STATES[name]()}
     with pytest.raises(Unsupported) as e:
         limpet.save(unused_url(), state)
@@ -106,7 +103,7 @@ def test_a_save_refuses_it(name: str) -> None:
 
 
 @states
-def test_a_checkpointer_refuses_it(name: str, tmp_path: Path) -> None:
+def test_a_checkpointer_refuses_it(name, tmp_path):
     state = {"progress": limpet.Progress(), "x": STATES[name]()}
     every = limpet.EverySteps(1)
     with (
@@ -120,7 +117,7 @@ def test_a_checkpointer_refuses_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dicts", "itself in a list", "endless objects", "per rank"])
-def test_all_ranks_of_a_save_refuse_it(name: str) -> None:
+def test_all_ranks_of_a_save_refuse_it(name):
     url = unused_url()
     with FakeGroup(2) as group:
         for error in group.outcomes(lambda r: limpet.save(url, {"x": STATES[name]()})):
@@ -129,7 +126,7 @@ def test_all_ranks_of_a_save_refuse_it(name: str) -> None:
 
 @states
 @pytest.mark.parametrize("levels", [1, MAX_DEPTH - 2])
-def test_a_load_into_it_changes_nothing(name: str, levels: int) -> None:
+def test_a_load_into_it_changes_nothing(name, levels):
     url = unused_url()
     deep = nest(lambda v: {"a": v}, levels)
     limpet.save(url, {"w": np.ones(2), "x": deep})
@@ -141,7 +138,7 @@ def test_a_load_into_it_changes_nothing(name: str, levels: int) -> None:
     assert live["w"].tolist() == [0, 0]
 
 
-def test_a_live_dict_that_contains_itself_is_named() -> None:
+def test_a_live_dict_that_contains_itself_is_named():
     url = unused_url()
     limpet.save(url, {"x": {"other": 1}})
     with pytest.raises(Unsupported, match="contains itself") as e:
@@ -150,7 +147,7 @@ def test_a_live_dict_that_contains_itself_is_named() -> None:
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, "dict", "own", "replicated", "object"])
-def test_whatever_is_saved_can_be_loaded(wrap: Any) -> None:
+def test_whatever_is_saved_can_be_loaded(wrap):
     """The limits of a save are not above those of a load."""
     make: dict[Any, Callable[[Any], Any]] = {
         list: lambda v: [v],
@@ -179,7 +176,7 @@ def test_whatever_is_saved_can_be_loaded(wrap: Any) -> None:
     ("start", "end"), [('{"list":[', "]}"), ('{"dict":{"a":', "}}"), ("[", "]")]
 )
 @pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 1_000, LEVELS])
-def test_a_manifest_that_is_nested_too_deeply_is_invalid(start: str, end: str, levels: int) -> None:
+def test_a_manifest_that_is_nested_too_deeply_is_invalid(start, end, levels):
     files = save_to_files({"x": {"hole": 1}})
     key = manifest_key(files)
     body = files[key].split(b",", 2)[2]

@@ -1,11 +1,8 @@
 """Fingerprints of tensors, which detect changes that PyTorch does not count."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,19 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limpet.state import fingerprint
 from limpet.state.fingerprint import Fingerprint
 from tests.states import TORCH_DTYPES, random_tensor
 
 
 @pytest.fixture(params=["cpu", "device"])
-def make(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Fingerprint]:
+def make(request, monkeypatch):
     """Return a function that makes a fingerprint of CPU tensors. It samples them either as CPU
     tensors or as tensors on an accelerator."""
 
-    def made(tensors: list[torch.Tensor]) -> Fingerprint:
+    def made(tensors):
         found = Fingerprint(tensors)
         if request.param == "device":
             found._cpu_windows, found._device_tensors = [], [t for t in tensors if not t.is_conj()]
@@ -48,35 +42,30 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_only_changes_of_the_fingerprinted_elements_are_detected(
-    make: Callable[..., Fingerprint], dtype: torch.dtype, shape: Callable[..., torch.Tensor]
-) -> None:
+def test_only_changes_of_the_fingerprinted_elements_are_detected(make, dtype):
     whole = random_tensor(dtype, (16, 12))
     raw = whole.view(torch.uint8)
     before = raw.clone()
-    part = shape(whole)
-    found = make([part, part])
-    assert not found.has_changed()
-    inside = torch.zeros(16 * 12, dtype=torch.bool)
-    inside[
-        torch.arange(16 * 12)
-        .view(16, 12)
-        .as_strided(part.shape, part.stride(), part.storage_offset())
-        .reshape(-1)
-    ] = True
-    inside = inside.view(16, 12).repeat_interleave(whole.element_size(), 1)
-    raw.copy_(torch.where(inside, before, ~before))
-    assert not found.has_changed()
-    raw.copy_(torch.where(inside, ~before, before))
-    assert found.has_changed() == (part.numel() > 0)
-    found.record()
-    assert not found.has_changed()
+    numbers = torch.arange(16 * 12).view(16, 12)
+    for name, shape in SHAPES.items():
+        raw.copy_(before)
+        part = shape(whole)
+        found = make([part, part])
+        assert not found.has_changed(), name
+        inside = torch.zeros(16 * 12, dtype=torch.bool)
+        inside[shape(numbers).reshape(-1)] = True
+        inside = inside.view(16, 12).repeat_interleave(whole.element_size(), 1)
+        raw.copy_(torch.where(inside, before, ~before))
+        assert not found.has_changed(), name
+        raw.copy_(torch.where(inside, ~before, before))
+        assert found.has_changed() == (part.numel() > 0), name
+        found.record()
+        assert not found.has_changed(), name
 
 
 @given(st.integers(1, 3000), st.data())
-def test_changes_at_the_beginning_middle_and_end_are_detected(n: int, data: Any) -> None:
+def test_changes_at_the_beginning_middle_and_end_are_detected(n, data):
     tensors = [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
     found = Fingerprint(tensors)
     found.record()
@@ -85,7 +74,7 @@ def test_changes_at_the_beginning_middle_and_end_are_detected(n: int, data: Any)
     assert found.has_changed()
 
 
-def test_a_fingerprint_keeps_no_tensor_memory_alive(make: Callable[..., Fingerprint]) -> None:
+def test_a_fingerprint_keeps_no_tensor_memory_alive(make):
     memory = np.zeros(100)
     t = torch.nn.Parameter(torch.from_numpy(memory))
     found = make([t])
@@ -97,33 +86,9 @@ def test_a_fingerprint_keeps_no_tensor_memory_alive(make: Callable[..., Fingerpr
     assert old() is None
 
 
-def test_a_limited_number_of_device_tensors_is_sampled() -> None:
-    class DeviceTensor:
-        is_cpu = False
-
-        def is_conj(self) -> bool:
-            return False
-
-        is_neg = is_conj
-
-    for n in (0, 1, 255, 256, 257, 5000):
-        tensors: Any = [DeviceTensor() for _ in range(n)]
-        taken = Fingerprint(tensors)._device_tensors
-        assert len(taken) <= fingerprint._MAX_DEVICE_TENSORS
-        assert len(taken) >= min(n, fingerprint._MAX_DEVICE_TENSORS // 2)
-        assert taken[:1] == tensors[:1]
-
-
-def test_an_unchanged_nan_is_no_change(make: Callable[..., Fingerprint]) -> None:
+def test_an_unchanged_nan_is_no_change(make):
     t = torch.full((50,), torch.nan)
     found = make([t])
     assert not found.has_changed()
     t.data[25] = -t[25]
     assert found.has_changed()
-
-
-def test_fingerprints_work_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limpet.lazy_torch.torch_or_none", lambda: None)
-    found = Fingerprint(())
-    found.record()
-    assert not found.has_changed()

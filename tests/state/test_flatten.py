@@ -1,7 +1,5 @@
 """Tensors, arrays, and plain values are saved and restored exactly, or refused by their key."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import decimal
@@ -340,26 +338,13 @@ def test_a_memmap_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "value",
     [
-        np.bool_(True),
-        np.float32(0.1),
-        np.float16("nan"),
-        np.float64(-0.0),
-        np.longdouble(1) / 3,
-        np.complex64(1 + 2j),
-        np.int8(-5),
-        np.uint64(2**64 - 1),
-        np.datetime64("2024-01-01T00:00:01", "ns"),
-        np.datetime64("NaT"),
-        np.timedelta64(-3, "h"),
-        np.str_("text é"),
-        np.str_(""),
-        np.bytes_(b"a\xff"),
-        np.bytes_(b""),
-        np.void(b"raw"),
-        arrays()["record"][1],
+        np.bool_(True), np.float32(0.1), np.float16("nan"), np.float64(-0.0), np.longdouble(1) / 3,
+        np.complex64(1 + 2j), np.int8(-5), np.uint64(2**64 - 1), np.datetime64("NaT"),
+        np.datetime64("2024-01-01T00:00:01", "ns"), np.timedelta64(-3, "h"), np.str_("text é"),
+        np.str_(""), np.bytes_(b"a\xff"), np.bytes_(b""), np.void(b"raw"), arrays()["record"][1],
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_numpy_scalars_are_restored(value):
     state = {"a": value, "b": [value]}
     assert_same(state, round_trip(state))
@@ -479,88 +464,25 @@ class Point:
 Pair = namedtuple("Pair", "a b")
 
 
-class MyInt(int):
-    pass
-
-
-class MyStr(str):
-    __slots__ = ()
-
-
-class MyFloat(float):
-    pass
-
-
-class MyList(list):
-    pass
-
-
-class MyTuple(tuple):
-    __slots__ = ()
-
-
-class MyDict(dict):
-    pass
-
-
-class MySet(set):
-    pass
-
-
-class MyBytes(bytes):
-    pass
-
-
-class MyOrdered(OrderedDict):
-    pass
+def subclass_of(value):
+    """Return an equal value of a subclass of its class."""
+    kind = type(value)
+    return type(f"My{kind.__name__}", (kind,), {})(value)
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        Colour.RED,
-        Level.LOW,
-        Word.ONE,
-        Flags.A,
-        Point(),
-        Pair(1, 2),
-        MyInt(1),
-        MyStr("a"),
-        MyFloat(1),
-        MyList(),
-        MyTuple(),
-        MyDict(),
-        MySet(),
-        MyBytes(b"a"),
-        MyBytes(b"a" * 5000),
-        MyOrdered(),
-        datetime.datetime(2024, 1, 1),
-        datetime.date(2024, 1, 1),
-        datetime.timedelta(1),
-        pathlib.PurePosixPath("a"),
-        decimal.Decimal("0.1"),
-        len,
-        lambda: 0,
-        functools.partial(int),
-        range(3),
-        slice(1),
-        iter([1]),
-        defaultdict(int),
-        deque([1]),
-        memoryview(b"abc"),
-        torch.strided,
-        torch.Generator(),
-        np.dtype("f4"),
-        np.random.default_rng(0),
-        object(),
-        int,
-        nn.Linear,
-        torch.optim.SGD,
-        ...,
-        NotImplemented,
+        Colour.RED, Level.LOW, Word.ONE, Flags.A, Point(), Pair(1, 2),
+        *map(subclass_of, (1, "a", 1.0, [], (), {}, set(), b"a", b"a" * 5000, OrderedDict())),
+        datetime.datetime(2024, 1, 1), datetime.date(2024, 1, 1), datetime.timedelta(1),
+        pathlib.PurePosixPath("a"), decimal.Decimal("0.1"), len, lambda: 0, functools.partial(int),
+        range(3), slice(1), iter([1]), defaultdict(int), deque([1]), memoryview(b"abc"),
+        torch.strided, torch.Generator(), np.dtype("f4"), np.random.default_rng(0), object(), int,
+        nn.Linear, torch.optim.SGD, ..., NotImplemented,
     ],
     ids=lambda v: type(v).__name__,
-)
+)  # fmt: skip
 def test_the_error_for_an_unsupported_value_names_its_key_and_type(value):
     kind = type(value).__qualname__
     assert kind in assert_refused(value)
@@ -568,7 +490,9 @@ def test_the_error_for_an_unsupported_value_names_its_key_and_type(value):
     assert "'a/b/in'" in assert_refused(OrderedDict({"in": value}))
 
 
-@pytest.mark.parametrize("key", [Colour.RED, Level.LOW, Pair(1, 2), MyStr("a"), int, "\ud800"])
+@pytest.mark.parametrize(
+    "key", [Colour.RED, Level.LOW, Pair(1, 2), subclass_of("a"), int, "\ud800"]
+)
 def test_unsupported_dict_keys_are_refused(key):
     assert_refused({key: 1}, "key of a dict|surrogate")
     assert_refused({key}, "key of a dict|surrogate")
@@ -623,13 +547,6 @@ def test_a_state_that_contains_itself_is_refused():
     with pytest.raises(Unsupported, match=r"'The state' is a dict .* itself, as 'self'") as e:
         limpet.save(unused_url(), state)
     assert e.value.__cause__ is None
-
-
-def test_a_value_that_is_too_deep_without_itself_is_refused():
-    deep = []
-    for _ in range(200):
-        deep = [deep, 1]
-    assert_refused(deep, "nested deeper than 100 levels")
 
 
 class Loader:

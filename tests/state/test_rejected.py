@@ -1,7 +1,5 @@
 """One error lists every value that cannot be saved, with advice for its kind."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import datetime
@@ -35,17 +33,17 @@ class Color(enum.Enum):
 
 
 class OnlySaves:
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {}
 
 
 class WithPaths:
     """An object whose state has two values that cannot be saved."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"folder": pathlib.PurePosixPath("x"), "days": [datetime.date(2026, 1, 2)], "n": 1}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         raise NotImplementedError
 
 
@@ -87,7 +85,7 @@ VALUES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(autouse=True)
-def deprecated_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def deprecated_tensors(monkeypatch):
     """PyTorch warns when it makes these tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,13 +95,13 @@ def deprecated_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(VALUES, name, (tensor, VALUES[name][1]))
 
 
-def rejection(state: dict[str, Any], **options: Any) -> Unsupported:
+def rejection(state, **options):
     with pytest.raises(Unsupported) as e:
         limpet.save(unused_url(), state, **options)
     return e.value
 
 
-def test_every_value_is_listed_with_advice_for_its_kind() -> None:
+def test_every_value_is_listed_with_advice_for_its_kind():
     state = {"fine": torch.ones(2), **{name: value for name, (value, _) in VALUES.items()}}
     error = rejection(state)
     assert error.leaves == tuple(VALUES)
@@ -115,14 +113,14 @@ def test_every_value_is_listed_with_advice_for_its_kind() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_error_for_one_value_has_its_advice(name: str) -> None:
+def test_the_error_for_one_value_has_its_advice(name):
     value, advice = VALUES[name]
     error = rejection({"a": [value]})
     assert error.leaves[0].startswith("a/0")
     assert advice in (error.todo or "")
 
 
-def test_values_at_every_level_are_listed() -> None:
+def test_values_at_every_level_are_listed():
     path = pathlib.PurePosixPath("x")
     state = {"a": [1, {"b": (path,)}], "own": limpet.PerRank([path]), "object": WithPaths()}
     state["first"] = limpet.Replicated({"c": path})
@@ -132,21 +130,20 @@ def test_values_at_every_level_are_listed() -> None:
     assert len(set(str(error).split("; "))) == 3, "a kind is described once"
 
 
-def test_a_note_is_checked_in_the_same_way() -> None:
+def test_a_note_is_checked_in_the_same_way():
     error = rejection({"a": 1}, note={"x": pathlib.Path("x"), "y": {"z": Color.RED}})
     assert error.leaves == ("metadata/note/x", "metadata/note/y/z")
 
 
-def test_the_message_for_many_values_is_bounded() -> None:
+def test_the_message_for_many_values_is_bounded():
     error = rejection({"paths": {f"{'k' * 500}{i}": pathlib.Path("x") for i in range(5_000)}})
     assert len(error.leaves) == 5_000
     assert "and 4980 more, each a pathlib.PosixPath (Save str(path))" in str(error)
     assert len(str(error)) < 10_000
-    copy = pickle.loads(pickle.dumps(error))
-    assert copy.leaves == error.leaves
+    assert pickle.loads(pickle.dumps(error)).leaves == error.leaves
 
 
-def test_many_kinds_are_bounded() -> None:
+def test_many_kinds_are_bounded():
     classes = [type(f"Class{i}", (), {}) for i in range(200)]
     error = rejection({f"{i}": cls() for i, cls in enumerate(classes)})
     assert len(error.leaves) == 200
@@ -154,19 +151,18 @@ def test_many_kinds_are_bounded() -> None:
     assert "and 150 more" in str(error)
 
 
-def test_no_code_of_a_value_runs() -> None:
+def test_no_code_of_a_value_runs():
     class Meta(type):
-        def __repr__(cls) -> str:
+        def __repr__(cls):
             raise AssertionError
 
     class Named(metaclass=Meta):
         pass
 
-    error = rejection({"a": Named(), "b": Named})
-    assert error.leaves == ("a", "b")
+    assert rejection({"a": Named(), "b": Named}).leaves == ("a", "b")
 
 
-def test_nothing_is_left_of_a_refused_state() -> None:
+def test_nothing_is_left_of_a_refused_state():
     """A value after a refused PerRank value is not treated as per-rank."""
     state = {"own": limpet.PerRank(object()), "other": limpet.PerRank(limpet.PerRank(1))}
     assert rejection(state).leaves == ("own/0", "other/0")

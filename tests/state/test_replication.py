@@ -1,10 +1,5 @@
 """The replication of tensors by DistributedDataParallel, found by their addresses."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch import distributed as dist
@@ -16,7 +11,7 @@ from limpet.state.replication import Replication, find_ddp_replication
 
 
 @pytest.fixture
-def reported_world_size_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reported_world_size_2(monkeypatch):
     """Initialize a process group of one rank that reports a world size of 2."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
@@ -25,11 +20,11 @@ def reported_world_size_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def net() -> nn.Module:
+def net():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def step_once(parameters: Any) -> torch.optim.Optimizer:
+def step_once(parameters):
     optimizer = torch.optim.AdamW(parameters)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -38,7 +33,7 @@ def step_once(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_parameters_slots_and_buffers_of_ddp_are_replicated(reported_world_size_2: None) -> None:
+def test_parameters_slots_and_buffers_of_ddp_are_replicated(reported_world_size_2):
     wrapped, plain = nn.parallel.DistributedDataParallel(net()), net()
     optimizer, other = step_once(wrapped.parameters()), step_once(plain.parameters())
     replication = find_ddp_replication(
@@ -54,14 +49,14 @@ def test_parameters_slots_and_buffers_of_ddp_are_replicated(reported_world_size_
     assert len(same) == 4 + 4 * 3
 
 
-def test_buffers_that_are_not_broadcast_are_compared(reported_world_size_2: None) -> None:
+def test_buffers_that_are_not_broadcast_are_compared(reported_world_size_2):
     wrapped = nn.parallel.DistributedDataParallel(net())
     wrapped.broadcast_buffers = False  # torch 2.13 warns if it is passed as an argument
     replication = find_ddp_replication({"model": wrapped})
     assert set(replication) == {p.data_ptr() for p in wrapped.parameters()}
 
 
-def test_tensors_that_ddp_ignores_are_compared(reported_world_size_2: None) -> None:
+def test_tensors_that_ddp_ignores_are_compared(reported_world_size_2):
     module = net()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, ["0.weight", "1.running_mean"]
@@ -80,14 +75,12 @@ def test_tensors_that_ddp_ignores_are_compared(reported_world_size_2: None) -> N
 class FullyShardedDataParallel(nn.Module):
     """A class with the name of the first FSDP."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.flat = nn.Parameter(torch.zeros(7))
 
 
-def test_an_optimizer_of_flat_parameters_is_refused_but_not_the_module(
-    reported_world_size_2: None,
-) -> None:
+def test_an_optimizer_of_flat_parameters_is_refused_but_not_the_module(reported_world_size_2):
     module = FullyShardedDataParallel()
     assert find_ddp_replication({"model": module, "optimizer": step_once(net().parameters())}) == {}
     with pytest.raises(
@@ -98,7 +91,7 @@ def test_an_optimizer_of_flat_parameters_is_refused_but_not_the_module(
         )
 
 
-def test_a_single_process_has_no_replicated_tensors() -> None:
+def test_a_single_process_has_no_replicated_tensors():
     assert {leaf.replication for leaf in flatten({"model": net()}).leaves} == {
         Replication.UNVERIFIED
     }

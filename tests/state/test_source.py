@@ -1,9 +1,5 @@
 """A ``Source`` supplies the bytes of a leaf that is not in memory, in ranges and by rows."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -20,15 +16,15 @@ class Rows(Source):
 
     dtype = "float32"
 
-    def __init__(self, rows: int, columns: int = 8) -> None:
+    def __init__(self, rows, columns=8):
         self.shape = (rows, columns)
         self.read = 0
         self.error: Exception | None = None
 
-    def whole(self) -> np.ndarray[Any, Any]:
+    def whole(self):
         return np.arange(self.shape[0] * self.shape[1], dtype="f4").reshape(self.shape)
 
-    def read_into(self, start: int, view: memoryview) -> None:
+    def read_into(self, start, view):
         if self.error is not None:
             raise self.error
         self.read += len(view)
@@ -37,7 +33,7 @@ class Rows(Source):
         view[:] = elements[start % 4 : start % 4 + len(view)]
 
 
-def test_a_source_is_saved_without_being_in_memory() -> None:
+def test_a_source_is_saved_without_being_in_memory():
     table = Rows(3_000_000 // 8)
     snapshot = limpet.save(unused_url(), {"table": table, "again": [table], "n": np.ones(3)})
     assert snapshot.verify().ok
@@ -47,7 +43,7 @@ def test_a_source_is_saved_without_being_in_memory() -> None:
     assert np.array_equal(loaded["again"][0], table.whole())
 
 
-def test_ranks_write_parts_of_a_source_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_write_parts_of_a_source_by_rows(monkeypatch):
     monkeypatch.setattr(partition, "MAX_BOX_BYTES", 4096)
     url, tables = unused_url(), [Rows(1000), Rows(1000)]
     group = FakeGroup(2)
@@ -56,7 +52,7 @@ def test_ranks_write_parts_of_a_source_by_rows(monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(limpet.load(url)["table"], tables[0].whole())
 
 
-def test_a_part_of_a_part() -> None:
+def test_a_part_of_a_part():
     part = Rows(100).rows(10, 50).rows(5, 2)
     assert part.shape == (2, 8)
     data = bytearray(part.nbytes)
@@ -65,7 +61,7 @@ def test_a_part_of_a_part() -> None:
     assert np.array_equal(np.frombuffer(data, "f4").reshape(2, 8), expected)
 
 
-def test_an_error_of_a_source_commits_nothing() -> None:
+def test_an_error_of_a_source_commits_nothing():
     table, url = Rows(10), unused_url()
     table.error = StoreError("the server is gone")
     with pytest.raises(StoreError, match="the server is gone"):

@@ -1,7 +1,5 @@
 """Use direct I/O for small objects too, so that small tests cover it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.disks import disk  # noqa: F401  (a fixture)
@@ -9,5 +7,5 @@ from tests.storage.fake_s3 import s3  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(autouse=True)
-def use_direct_io_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_direct_io_for_all_sizes(monkeypatch):
     monkeypatch.setattr("limpet.storage.local.store.DIRECT_MIN_BYTES", 1)

@@ -10,8 +10,7 @@ import limpet
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
 from limpet.snapshot.location import locate
 from limpet.storage.cloud import server
-from limpet.storage.cloud.errors import translate
-from limpet.storage.uploads import SequentialUpload
+from limpet.storage.cloud.server import translate
 from tests.cli.invoke import run_cli
 
 KEY = "c2VjcmV0LWtleQ=="
@@ -209,15 +208,6 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch):
 def test_a_name_of_an_unfinished_upload_is_refused():
     with pytest.raises(StoreError, match="reserved for unfinished uploads"):
         limpet.open_store("az://bucket/run").put("v/.a.partial", 1)
-
-
-def test_a_large_object_is_a_stream_whose_parts_suffice():
-    store = limpet.open_store("gs://bucket/run", part_size=5 << 20)
-    assert isinstance(store.put("a", (5 << 20) + 1), SequentialUpload)
-    for length in (1 << 30, 1 << 40):
-        part = store.put("a", length)._target.upload._part
-        assert part >= 5 << 20
-        assert -(-length // part) <= 10_000
 
 
 REPLY = """Generic MicrosoftAzure error: Error performing GET https://a.net/c/k?sig=SECRETSIG in 2ms

@@ -12,7 +12,7 @@ import pytest
 import limpet
 from limpet.deadline import Deadline
 from limpet.errors import NotFound, StoreError, Unavailable
-from limpet.storage.cloud.errors import translate
+from limpet.storage.cloud.server import translate
 from limpet.storage.cloud.store import CloudFolder, CloudStream
 from limpet.storage.store import Stat
 from tests.cli.invoke import run_cli

@@ -260,9 +260,7 @@ def test_a_silent_failure_is_found(faulty, fault, monkeypatch):
                 return len(data)
 
         monkeypatch.setattr(
-            faulty,
-            "open",
-            lambda self, path, mode="rb", **_: Shorter(open_file(self, path, mode)),
+            faulty, "open", lambda self, path, mode="rb", **_: Shorter(open_file(self, path, mode))
         )
     elif fault == "unmoved":
         monkeypatch.setattr(faulty, "mv", lambda *_: None)

@@ -1,10 +1,7 @@
 """Symbolic links in a local store: reading follows them, and nothing is changed through them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from limpet.testing.contract import keys, partial_keys, put, read
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A store with ``v/a``, and next to it a folder that links may lead to."""
     (tmp_path / "outside" / "deep").mkdir(parents=True)
     (tmp_path / "outside" / "secret").write_bytes(b"123")
@@ -25,12 +22,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def link(path: Path, target: str | Path) -> None:
+def link(path, target):
     path.parent.mkdir(exist_ok=True)
     path.symlink_to(target)
 
 
-def tree(folder: Path) -> dict[str, bytes | str]:
+def tree(folder):
     """Return every file below a folder with its content, and every link with its target."""
     return {
         str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
@@ -40,7 +37,7 @@ def tree(folder: Path) -> dict[str, bytes | str]:
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_reading_follows_links(root: Path, relative: bool) -> None:
+def test_reading_follows_links(root, relative):
     outside = root.parent / "outside"
     link(root / "folder", "../outside" if relative else outside)
     link(root / "v" / "file", "../../outside/secret" if relative else outside / "secret")
@@ -62,7 +59,7 @@ def test_reading_follows_links(root: Path, relative: bool) -> None:
     }  # fmt: skip
 
 
-def test_the_root_can_be_a_link(tmp_path: Path) -> None:
+def test_the_root_can_be_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "run").symlink_to("real")
     store = LocalStore(tmp_path / "run")
@@ -73,7 +70,7 @@ def test_the_root_can_be_a_link(tmp_path: Path) -> None:
     assert list((tmp_path / "real").iterdir()) == []
 
 
-def test_a_cycle_ends(root: Path) -> None:
+def test_a_cycle_ends(root):
     link(root / "loop", root)
     link(root / "v" / "up", "..")
     link(root / "above", root.parent)
@@ -92,7 +89,7 @@ def test_a_cycle_ends(root: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["file", "folder", "chain", "inner", "cycle"])
-def test_a_link_to_nothing_is_an_error_and_not_a_missing_object(root: Path, where: str) -> None:
+def test_a_link_to_nothing_is_an_error_and_not_a_missing_object(root, where):
     target, key = root.parent / "gone", "w/m"
     if where == "file":
         link(root / "w" / "m", target)
@@ -128,7 +125,7 @@ def test_a_link_to_nothing_is_an_error_and_not_a_missing_object(root: Path, wher
         store.stat("nothing/m")
 
 
-def test_a_root_that_is_a_link_to_nothing_is_not_an_empty_store(tmp_path: Path) -> None:
+def test_a_root_that_is_a_link_to_nothing_is_not_an_empty_store(tmp_path):
     link(tmp_path / "run", tmp_path / "unmounted")
     link(tmp_path / "disk", tmp_path / "unmounted")
     for root in (tmp_path / "run", tmp_path / "disk" / "run"):
@@ -143,7 +140,7 @@ def test_a_root_that_is_a_link_to_nothing_is_not_an_empty_store(tmp_path: Path) 
     assert not (tmp_path / "unmounted").exists()
 
 
-def test_nothing_is_written_or_deleted_through_a_link(root: Path) -> None:
+def test_nothing_is_written_or_deleted_through_a_link(root):
     outside = root.parent / "outside"
     link(root / "folder", outside)
     link(root / "twice", "folder")
@@ -168,7 +165,7 @@ def test_nothing_is_written_or_deleted_through_a_link(root: Path) -> None:
     assert partial_keys(store) == []
 
 
-def test_a_link_is_never_overwritten_and_only_the_link_is_deleted(root: Path) -> None:
+def test_a_link_is_never_overwritten_and_only_the_link_is_deleted(root):
     secret = root.parent / "outside" / "secret"
     link(root / "v" / "file", secret)
     link(root / "v" / "gone", root.parent / "missing")
@@ -186,7 +183,7 @@ def test_a_link_is_never_overwritten_and_only_the_link_is_deleted(root: Path) ->
     assert not (root.parent / "missing").exists()
 
 
-def test_unfinished_uploads_behind_a_link_are_not_listed(root: Path) -> None:
+def test_unfinished_uploads_behind_a_link_are_not_listed(root):
     (root.parent / "outside" / ".a.partial").write_bytes(b"1")
     (root / "v" / ".b.partial").write_bytes(b"1")
     link(root / "folder", root.parent / "outside")
@@ -196,7 +193,7 @@ def test_unfinished_uploads_behind_a_link_are_not_listed(root: Path) -> None:
     assert list(store.partials("folder")) == []
 
 
-def test_the_target_of_a_link_is_a_key_if_it_is_in_the_store(root: Path) -> None:
+def test_the_target_of_a_link_is_a_key_if_it_is_in_the_store(root):
     link(root / "w", "v")
     link(root / "x", root.parent / "run" / "v" / "a")
     link(root / "out", root.parent / "outside")

@@ -39,13 +39,6 @@ def test_a_relative_path_keeps_its_folder_after_chdir(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "a" / "m").read_bytes() == b"1"
 
 
-def test_two_stores_over_one_folder_share_its_objects(store, tmp_path):
-    put(store, "v/a", b"1")
-    inner = LocalStore(tmp_path / "run" / "v")
-    assert keys(inner) == ["a"]
-    assert inner.get("a", 1) == b"1"
-
-
 def test_an_unfinished_upload_is_in_the_folder_of_its_object(store, tmp_path):
     upload = store.put("v/a", 3)
     (name,) = os.listdir(tmp_path / "run" / "v")
@@ -212,13 +205,3 @@ def test_a_folder_without_write_permission_raises_denied(tmp_path):
     (tmp_path / "run").mkdir(mode=0o500)
     with pytest.raises(Denied):
         LocalStore(tmp_path / "run").put("v/a", 1)
-
-
-def test_rename_noreplace_does_not_replace(tmp_path):
-    (tmp_path / "a").write_bytes(b"a")
-    (tmp_path / "b").write_bytes(b"b")
-    with pytest.raises(FileExistsError):
-        Fs().rename_noreplace(str(tmp_path / "a"), str(tmp_path / "b"))
-    Fs().rename_noreplace(str(tmp_path / "a"), str(tmp_path / "c"))
-    assert (tmp_path / "c").read_bytes() == b"a"
-    assert sorted(os.listdir(tmp_path)) == ["b", "c"]

@@ -188,11 +188,7 @@ def test_the_outcome_is_unknown_if_what_was_written_cannot_be_read(bucket, store
 
 @pytest.mark.parametrize(
     "faults",
-    [
-        {"head": [denied()]},
-        {"put": [None, denied()]},
-        {"head": [NotFound("x")]},
-    ],
+    [{"head": [denied()]}, {"put": [None, denied()]}, {"head": [NotFound("x")]}],
     ids=["stat", "condition", "gone"],
 )
 def test_an_error_after_the_creation_does_not_claim_that_there_is_no_object(bucket, store, faults):

@@ -9,7 +9,7 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.errors import Denied, LimpetError, NotFound, Unavailable
+from limpet.errors import Denied, LimpetError, Unavailable
 from limpet.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
 from limpet.threads import in_parallel
 
@@ -70,13 +70,6 @@ def test_a_request_is_repeated_with_growing_pauses(clock):
     assert statistics.waited_seconds == sum(clock.pauses)
 
 
-def test_the_jitter_is_full(clock):
-    asked = []
-    throttle = clock.throttle(uniform=lambda low, high: asked.append((low, high)) or 0.0)
-    throttle.call("Get", clock.deadline(9), Failing(Unavailable("x"), Unavailable("x")))
-    assert asked == [(0, 0.5), (0, 1.0)]
-
-
 @pytest.mark.parametrize(
     ("retry_after", "least"), [(None, MIN_PAUSE), (0.0, 0.0), (3.0, 3.0), (40.0, 40.0)]
 )
@@ -119,14 +112,6 @@ def test_all_requests_wait_while_one_was_told_to(clock):
     assert 5.0 <= clock.now - began < 5.1
 
 
-def test_a_call_counts_what_it_sends(clock):
-    throttle = clock.throttle(concurrency=2)
-    throttle.call("read a", NO_DEADLINE, Failing())
-    assert throttle.statistics().requests == {}
-    throttle.call("read a", NO_DEADLINE, lambda: throttle.count("Get"))
-    assert throttle.statistics().requests == {"Get": 1}
-
-
 def test_the_limit_halves_and_recovers_slowly(clock):
     throttle = clock.throttle(concurrency=32)
     limits = []
@@ -143,23 +128,6 @@ def test_the_limit_halves_and_recovers_slowly(clock):
         clock.now += RECOVERY
         throttle.call("Put", NO_DEADLINE, Failing())
     assert throttle.statistics().concurrency == 32
-
-
-def test_many_refusals_at_once_halve_the_limit_once(clock):
-    throttle = clock.throttle(concurrency=32)
-    for _ in range(10):
-        with pytest.raises(Unavailable):
-            throttle.call("Put", clock.deadline(0.5), Failing(slow_down()))
-        throttle._resume_at = 0  # the ten were in progress together
-    assert throttle.statistics().concurrency == 16
-    assert throttle.statistics().throttled == 10
-
-
-def test_the_limit_is_at_least_one(clock):
-    throttle = clock.throttle(concurrency=2)
-    for _ in range(5):
-        throttle.call("Put", clock.deadline(1000), Failing(slow_down(), slow_down()))
-    assert throttle.statistics().concurrency >= 1
 
 
 def test_the_deadline_ends_the_tries(clock):
@@ -211,25 +179,6 @@ def test_an_error_after_an_unknown_outcome_has_an_unknown_outcome(clock):
     with pytest.raises(Denied) as caught:
         clock.throttle().call("Put", clock.deadline(9), Failing(slow_down(), Denied("expired")))
     assert not caught.value.is_outcome_unknown
-
-
-def test_an_answer_of_the_server_ends_the_patience(clock):
-    """Two failures, between which the server says that there is no such object."""
-    throttle = clock.throttle(patience=60)
-    throttle._note_failure(clock.now)
-    for _ in range(10):
-        clock.now += 10
-        with pytest.raises(NotFound):
-            throttle.call("Get", NO_DEADLINE, Failing(NotFound("no", status=404)))
-    assert throttle.call("Put", NO_DEADLINE, Failing(Unavailable("reset"))) == "done"
-
-
-def test_a_failure_long_ago_does_not_count(clock):
-    throttle = clock.throttle(patience=60)
-    with pytest.raises(Unavailable):
-        throttle.call("Put", NO_DEADLINE, Failing(*(Unavailable("away") for _ in range(99))))
-    clock.now += 3600
-    assert throttle.call("Put", NO_DEADLINE, Failing(Unavailable("reset"))) == "done"
 
 
 def test_a_call_that_is_repeated_for_long_is_reported(clock):
@@ -288,14 +237,6 @@ def test_a_pause_ends_soon_after_another_thread_has_failed():
         in_parallel(range(2), work, threads=2)
     assert monotonic() - began < 10
     assert len(calls) == 1
-
-
-def test_other_errors_are_not_repeated(clock):
-    request = Failing(NotFound("gone"))
-    with pytest.raises(NotFound, match="gone"):
-        clock.throttle().call("Get", clock.deadline(9), request)
-    assert request.calls == 1
-    assert clock.pauses == []
 
 
 def test_the_number_of_requests_in_progress_is_limited():

@@ -1,7 +1,5 @@
 """A store in memory: mapped uploads, the reuse of their files, full file systems, forks, kills."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
@@ -17,7 +15,6 @@ import pytest
 from limpet.errors import AlreadyExists, NoSpace, NotFound, StoreError
 from limpet.storage.local.store import LocalStore
 from limpet.storage.local.tmpfs import TmpfsStore
-from limpet.storage.store import put_mapped
 from limpet.testing.contract import partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 
@@ -81,28 +78,6 @@ def test_a_view_that_was_never_written_is_missing(folder):
         upload.view(0, SIZE)[:] = bytes(SIZE)
         with pytest.raises(StoreError, match="written exactly once"):
             upload.commit()
-
-
-@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, SIZE + 1), (SIZE, 1)])
-def test_a_view_lies_within_the_object(folder, offset, length):
-    with TmpfsStore(folder).put_mapped("a", SIZE) as upload, pytest.raises(StoreError):
-        upload.view(offset, length)
-
-
-@pytest.mark.parametrize("end", ["commit", "abort"])
-def test_an_ended_upload_has_no_view(folder, end):
-    with TmpfsStore(folder).put_mapped("a", 1) as upload:
-        upload.write_at(0, memoryview(b"1"))
-        getattr(upload, end)()
-        with pytest.raises(StoreError, match="finished"):
-            upload.view(0, 1)
-
-
-def test_only_a_store_in_memory_has_mapped_uploads(folder):
-    assert put_mapped(LocalStore(folder), "a", 1) is None
-    upload = put_mapped(TmpfsStore(folder), "a", 1)
-    assert upload is not None
-    upload.abort()
 
 
 # reuse
@@ -172,14 +147,6 @@ def test_a_spare_file_that_another_process_deleted_is_not_used(folder):
     assert store.get("v2/a", SIZE) == random_bytes(SIZE, 2)
 
 
-def test_the_memory_of_an_object_that_another_process_deletes_is_released(folder):
-    store = TmpfsStore(folder)
-    stage(store, "v1/a", random_bytes(SIZE, 1))
-    LocalStore(folder).delete("v1/a")
-    stage(store, "v2/a", random_bytes(SIZE, 2))
-    assert list(store._committed) == [str(folder / "v2/a")]
-
-
 def test_an_object_that_another_process_replaced_is_deleted_and_not_reused(folder):
     store = TmpfsStore(folder)
     stage(store, "a", random_bytes(SIZE, 1))
@@ -199,14 +166,6 @@ def test_the_number_of_spare_files_is_bounded(folder):
     assert store.spare_bytes == 2 * SIZE
     store.release_memory()
     assert store.spare_bytes == 0
-    assert blocks(folder) == 0
-
-
-def test_without_spare_files_a_delete_releases_the_memory(folder):
-    store = TmpfsStore(folder, spare_files=0)
-    stage(store, "a", random_bytes(SIZE))
-    store.delete("a")
-    assert store._committed == {}
     assert blocks(folder) == 0
 
 

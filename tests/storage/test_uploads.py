@@ -97,18 +97,6 @@ def test_any_order_gives_the_same_bytes(seed, temporary_files):
     assert [file.closed for file in temporary_files] == [True]
 
 
-def test_bytes_in_order_are_not_copied(temporary_files):
-    upload, appender = begin(3 * MIB)
-    buffers = [bytearray(MIB) for _ in range(3)]
-    for i, buffer in enumerate(buffers):
-        upload.write_at(i * MIB, memoryview(buffer))
-    upload.commit()
-    assert [call is buffer for call, buffer in zip(appender.calls, buffers, strict=True)] == [
-        True
-    ] * 3
-    assert temporary_files == []
-
-
 def test_the_temporary_file_is_as_large_as_what_waits(temporary_files):
     data = random.Random(0).randbytes(8 * MIB)
     upload, _ = begin(len(data))

@@ -1,7 +1,5 @@
 """The servers that the tests in this folder share: one of each kind, started when first needed."""
 
-from __future__ import annotations
-
 import uuid
 from contextlib import contextmanager
 from pathlib import Path

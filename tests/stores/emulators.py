@@ -1,12 +1,9 @@
 """Emulators of cloud services: Azurite (Azure's blobs) and LocalStack (S3 with its checksums)."""
 
-from __future__ import annotations
-
 import base64
 import hmac
 import urllib.request
 from datetime import UTC, datetime
-from pathlib import Path
 
 from tests.stores.install import require
 from tests.stores.servers import Daemons, S3Server, answers_http, free_port
@@ -23,16 +20,16 @@ class Azurite(Daemons):
     account = "devstoreaccount1"
     key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
         self._program = require("azurite") / "node_modules" / ".bin" / "azurite-blob"
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}/{self.account}"
 
-    def start(self) -> None:
+    def start(self):
         self.resume()
 
-    def resume(self) -> None:
+    def resume(self):
         """Start again on the same data."""
         self.spawn(
             "azurite",
@@ -42,7 +39,7 @@ class Azurite(Daemons):
         )
         self.wait_until(lambda: answers_http(self.port))
 
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """Return the environment variables with which obstore uses this server."""
         return {
             "AZURE_STORAGE_ACCOUNT_NAME": self.account,
@@ -51,15 +48,15 @@ class Azurite(Daemons):
             "AZURE_ALLOW_HTTP": "true",
         }
 
-    def create_container(self, name: str) -> None:
+    def create_container(self, name):
         """Create a container, which obstore cannot. Raises ``HTTPError``."""
         self._put(f"{name}?restype=container", f"{name}\nrestype:container")
 
-    def create_empty(self, name: str) -> None:
+    def create_empty(self, name):
         """Create an empty object ``CONTAINER/NAME``, also with a name that obstore refuses."""
         self._put(name, name, **{"x-ms-blob-type": "BlockBlob"})
 
-    def _put(self, target: str, signed_target: str, **headers: str) -> None:
+    def _put(self, target, signed_target, **headers):
         date = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
         headers |= {"x-ms-date": date, "x-ms-version": "2021-12-02"}
         signed = "PUT" + "\n" * 12  # none of the standard headers
@@ -80,11 +77,11 @@ class LocalStack(S3Server):
     signatures.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
         self._python = require("localstack") / "venv" / "bin" / "python"
 
-    def start(self) -> None:
+    def start(self):
         self.spawn(
             "localstack",
             *(str(self._python), "-m", "localstack.runtime.main"),

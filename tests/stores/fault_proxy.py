@@ -3,8 +3,6 @@
 The Host header stays as it is, so that signatures remain valid.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import struct
@@ -49,7 +47,7 @@ class Fault:
     seen: int = 0
     hits: int = 0
 
-    def takes(self, method: str, target: str) -> bool:
+    def takes(self, method, target):
         if not (re.fullmatch(self.method, method) and re.search(self.path, target)):
             return False
         self.seen += 1
@@ -88,7 +86,7 @@ class FaultProxy:
     faults: list[Fault] = field(default_factory=list)
     log: list[Record] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -96,23 +94,23 @@ class FaultProxy:
         self.endpoint = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def stop(self) -> None:
+    def stop(self):
         self._stopped.set()
         self._listener.close()
 
-    def inject(self, *faults: Fault) -> None:
+    def inject(self, *faults):
         """Replace the faults, and forget the requests that were seen."""
         with self._lock:
             self.faults, self.log = list(faults), []
 
-    def targets(self, method: str = ".*") -> list[str]:
+    def targets(self, method=".*"):
         return [r.target for r in self.log if re.fullmatch(method, r.method)]
 
-    def translate(self, head: bytes) -> bytes:
+    def translate(self, head):
         """Return the head of a request in the dialect of the server."""
         return head
 
-    def _accept(self) -> None:
+    def _accept(self):
         while not self._stopped.is_set():
             try:
                 client, _ = self._listener.accept()
@@ -120,7 +118,7 @@ class FaultProxy:
                 return
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve(self, client):
         server = None
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -135,7 +133,7 @@ class FaultProxy:
             if server is not None:
                 server.close()
 
-    def _exchange(self, client: socket.socket, server: socket.socket) -> None:
+    def _exchange(self, client, server):
         request = _receive(client, answer_continue=client)
         method, target, _ = request.start.split(" ", 2)
         record = Record(time.time(), method, target)
@@ -162,7 +160,7 @@ class FaultProxy:
         if reply.headers.get("connection", "").lower() == "close":
             raise Closed
 
-    def _answer(self, client: socket.socket, reply: Message, fault: Fault | None) -> None:
+    def _answer(self, client, reply, fault):
         action = fault.action if fault else None
         if fault is None or action not in ("truncate", "cut", "stall_reply", "slow", "flip_reply"):
             client.sendall(reply.head + reply.body)
@@ -183,9 +181,7 @@ class FaultProxy:
             raise Closed
 
 
-def _receive(
-    sender: socket.socket, *, answer_continue: socket.socket | None = None, is_head: bool = False
-) -> Message:
+def _receive(sender, *, answer_continue=None, is_head=False):
     """Receive a whole request or reply, with its body."""
     data = b""
     while True:
@@ -218,26 +214,26 @@ def _receive(
     return message
 
 
-def _recv(sender: socket.socket) -> bytes:
+def _recv(sender):
     data = sender.recv(1 << 20)
     if not data:
         raise Closed
     return data
 
 
-def _reset(client: socket.socket) -> None:
+def _reset(client):
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     raise Closed
 
 
-def _flipped(body: bytes, at: int) -> bytes:
+def _flipped(body, at):
     changed = bytearray(body)
     changed[at] ^= 1
     return bytes(changed)
 
 
-def _error_reply(status: int, fault: Fault, method: str) -> bytes:
+def _error_reply(status, fault, method):
     body = (
         f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{fault.reason}</Code>'
         "<Message>injected</Message><RequestId>1</RequestId></Error>"

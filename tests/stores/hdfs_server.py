@@ -1,9 +1,5 @@
 """A real HDFS: one NameNode and some DataNodes, which are Java processes on loopback."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tests.stores.install import require
 from tests.stores.servers import Daemons, free_port, run
 
@@ -18,7 +14,7 @@ class Hdfs(Daemons):
     may take any user name. A DataNode counts as lost 12 s after its last heartbeat.
     """
 
-    def __init__(self, folder: Path, datanodes: int = 1, replication: int | None = None) -> None:
+    def __init__(self, folder, datanodes=1, replication=None):
         super().__init__(folder)
         self._jars = require("hdfs")
         self.replication = replication or datanodes
@@ -27,7 +23,7 @@ class Hdfs(Daemons):
         self.url = f"hdfs://127.0.0.1:{self.port}"
         self.datanodes = [f"datanode{number + 1}" for number in range(datanodes)]
 
-    def start(self) -> None:
+    def start(self):
         folder = self.folder
         for name in ("hdfs", "datanode"):  # the web pages, which are not among the jars
             (folder / "web" / "webapps" / name / "WEB-INF").mkdir(parents=True)
@@ -67,7 +63,7 @@ class Hdfs(Daemons):
         run(*self._java(256), _NAMENODE, "-format", "-force", "-nonInteractive")
         self.resume()
 
-    def resume(self, *names: str) -> None:
+    def resume(self, *names):
         """Start the named processes again on the same data, by default all that have ended.
 
         Return when each of their DataNodes has reported its blocks. After a restart of the
@@ -88,23 +84,23 @@ class Hdfs(Daemons):
             lambda: all(text in self._log(name)[seen[name] :] for name, text in awaited.items())
         )
 
-    def admin(self, *arguments: str) -> None:
+    def admin(self, *arguments):
         """Run `hdfs dfsadmin`."""
         run(*self._java(256), "org.apache.hadoop.hdfs.tools.DFSAdmin", *arguments)
 
-    def _runs(self, name: str) -> bool:
+    def _runs(self, name):
         return name in self.processes and self.processes[name].poll() is None
 
-    def _log(self, name: str) -> str:
+    def _log(self, name):
         file = self.folder / f"{name}.out"
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def _spawn(self, name: str) -> None:
+    def _spawn(self, name):
         data = f"dfs.datanode.data.dir=file://{self.folder}/{name}"
         program = [_NAMENODE] if name == "namenode" else [_DATANODE, "-D", data]
         self.spawn(name, *self._java(512), *program)
 
-    def _java(self, heap: int) -> list[str]:
+    def _java(self, heap):
         """Return the command that runs a class with a heap of up to ``heap`` MiB."""
         opened = ("lang", "nio", "util", "net", "io")
         packages = [*(f"java.{name}" for name in opened), "sun.nio.ch", "jdk.internal.ref"]

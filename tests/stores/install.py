@@ -5,14 +5,12 @@ which git ignores, and is kept for the next time. A server that cannot be instal
 output: its tests are skipped. This needs nothing but Python.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +37,7 @@ class Recipe:
     fill: Callable[[Path], None] | None = None
 
 
-def run(*command: str | Path, seconds: float = 900, **env: str) -> None:
+def run(*command, seconds=900, **env):
     """Run a command. Raises ``Missing`` with the end of its output if it fails."""
     try:
         done = subprocess.run(
@@ -72,7 +70,7 @@ _JARS = (
 )
 
 
-def _fill_hdfs(folder: Path) -> None:
+def _fill_hdfs(folder):
     with TemporaryDirectory(dir=FOLDER, prefix="download-") as name:
         download = Path(name)
         run(sys.executable, "-m", "venv", download / "venv")
@@ -106,12 +104,12 @@ _LOCALSTACK = (
 """An emulator that needs no account, and its dependencies where newer ones break it."""
 
 
-def _fill_azurite(folder: Path) -> None:
+def _fill_azurite(folder):
     quiet = ("--no-audit", "--no-fund", "--loglevel=error")
     run("npm", "install", *quiet, "--prefix", folder, _AZURITE)
 
 
-def _fill_localstack(folder: Path) -> None:
+def _fill_localstack(folder):
     run(sys.executable, "-m", "venv", folder / "venv")
     run(folder / "venv" / "bin" / "pip", "install", "--quiet", *_LOCALSTACK)
 
@@ -133,23 +131,23 @@ RECIPES = {
 # -- what is there, and what is missing --------------------------------------------------------
 
 
-def find_program(name: str) -> str | None:
+def find_program(name):
     """Return the path of a program. Only root has the folders of servers in its PATH."""
     return shutil.which(
         name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin"
     )
 
 
-def missing_programs(name: str) -> list[str]:
+def missing_programs(name):
     return [p for p in RECIPES[name].programs if find_program(p) is None]
 
 
-def is_filled(name: str) -> bool:
+def is_filled(name):
     recipe, mark = RECIPES[name], FOLDER / name / ".complete"
     return recipe.fill is None or (mark.exists() and mark.read_text() == recipe.version)
 
 
-def require(name: str) -> Path:
+def require(name):
     """Return the folder of an installed server. Raises ``Missing``."""
     if programs := missing_programs(name):
         packages = " ".join(RECIPES[name].packages)
@@ -159,7 +157,7 @@ def require(name: str) -> Path:
     return FOLDER / name
 
 
-def _install_packages(names: list[str]) -> None:
+def _install_packages(names):
     """Install the Debian packages of servers whose programs are missing."""
     if not names or os.geteuid() or shutil.which("apt-get") is None:
         return
@@ -178,7 +176,7 @@ _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
 @contextmanager
-def _services_refused() -> Iterator[None]:
+def _services_refused():
     """Let no package start a service of the system, such as sshd on port 22.
 
     Debian's scripts ask this program whether they may. A container usually has one that refuses.
@@ -197,7 +195,7 @@ def _services_refused() -> Iterator[None]:
             _POLICY.unlink()
 
 
-def install(name: str) -> None:
+def install(name):
     """Complete the folder of a server. Raises ``Missing``."""
     recipe, folder = RECIPES[name], FOLDER / name
     if recipe.fill is not None and not missing_programs(name) and not is_filled(name):
@@ -208,7 +206,7 @@ def install(name: str) -> None:
     require(name)
 
 
-def main(names: list[str]) -> None:
+def main(names):
     names = names or [*RECIPES]
     _install_packages([name for name in names if missing_programs(name)])
     for name in names:

@@ -1,7 +1,5 @@
 """Start, kill, and stop real storage servers on loopback, each with a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -12,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,7 +18,7 @@ from typing import TypeVar
 from tests.stores.install import require
 
 
-def free_port() -> int:
+def free_port():
     """Return a port below those that Linux gives to connections, which could take it before the
     server starts, or while it is down."""
     while True:
@@ -30,7 +27,7 @@ def free_port() -> int:
             return int(s.getsockname()[1])
 
 
-def answers_http(port: int) -> bool:
+def answers_http(port):
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=1).close()
     except urllib.error.HTTPError:
@@ -40,14 +37,14 @@ def answers_http(port: int) -> bool:
     return True
 
 
-def is_stopped(pid: int) -> bool:
+def is_stopped(pid):
     """Return True if a signal has stopped every thread of a process."""
     tasks = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(task.read_text().rpartition(") ")[2].startswith("T") for task in tasks)
 
 
 @contextmanager
-def server_folder(name: str) -> Iterator[Path]:
+def server_folder(name):
     folder = Path(mkdtemp(prefix=f"limpet-{name}-", dir="/var/tmp"))
     try:
         yield folder
@@ -62,14 +59,14 @@ class Daemons:
     ``stop`` follows it in any case: see ``running``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self) -> None:
+    def start(self):
         raise NotImplementedError
 
-    def spawn(self, name: str, *command: str, **env: str) -> None:
+    def spawn(self, name, *command, **env):
         with (self.folder / f"{name}.out").open("ab") as output:
             self.processes[name] = subprocess.Popen(
                 command,
@@ -80,17 +77,17 @@ class Daemons:
                 start_new_session=True,
             )
 
-    def pids(self, *names: str) -> list[int]:
+    def pids(self, *names):
         """Return the processes to which ``send`` sends a signal: of these names, or all."""
         found = (self.processes[name] for name in names or self.processes)
         return [process.pid for process in found if process.poll() is None]
 
-    def send(self, number: signal.Signals, *names: str) -> None:
+    def send(self, number, *names):
         for pid in self.pids(*names):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def pause(self, *names: str) -> None:
+    def pause(self, *names):
         """Stop processes with SIGSTOP, and return when none of their threads runs any more.
 
         The signal alone returns earlier: on a busy machine, a server may still answer after it.
@@ -99,16 +96,16 @@ class Daemons:
         pids = self.pids(*names)
         self.wait_until(lambda: all(map(is_stopped, pids)))
 
-    def kill(self, *names: str) -> None:
+    def kill(self, *names):
         self.send(signal.SIGKILL, *names)
         for name in names or [*self.processes]:
             self.processes.pop(name).wait(30)
 
-    def stop(self) -> None:
+    def stop(self):
         self.send(signal.SIGCONT)
         self.kill()
 
-    def wait_until(self, is_up: Callable[[], bool], seconds: float = 90) -> None:
+    def wait_until(self, is_up, seconds=90):
         end = time.monotonic() + seconds
         while not is_up():
             dead = [n for n, p in self.processes.items() if p.poll() is not None]
@@ -118,7 +115,7 @@ class Daemons:
             time.sleep(0.1)
 
 
-def run(*command: str, seconds: float = 60) -> None:
+def run(*command, seconds=60):
     done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stdout.decode()}{done.stderr.decode()}")
@@ -128,7 +125,7 @@ Server = TypeVar("Server", bound=Daemons)
 
 
 @contextmanager
-def running(kind: Callable[..., Server], *arguments: object) -> Iterator[Server]:
+def running(kind, *arguments):
     """Start a server in a folder of its own. At the end, neither it nor the folder is left."""
     with server_folder(kind.__name__.lower()) as folder:
         server = kind(folder, *arguments)
@@ -144,12 +141,12 @@ class S3Server(Daemons):
 
     key, secret = "test", "testtest"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
 
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """Return the environment variables with which the AWS tools use this server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
@@ -166,13 +163,13 @@ class Ceph(S3Server):
     ``objectstore``: "memstore" (fast), or "bluestore" (survives ``kill``).
     """
 
-    def __init__(self, folder: Path, objectstore: str = "memstore") -> None:
+    def __init__(self, folder, objectstore="memstore"):
         super().__init__(folder)
         require("ceph")
         self.objectstore = objectstore
         self.configuration = str(folder / "ceph.conf")
 
-    def start(self) -> None:
+    def start(self):
         folder = self.folder
         cluster, mon = str(uuid.uuid4()), f"v2:127.0.0.1:{free_port()}"
         for name in ("mon", "osd", "rgw", "run", "log"):
@@ -197,10 +194,10 @@ class Ceph(S3Server):
         self._spawn_ceph("rgw", "radosgw", "-n", "client.rgw")
         self.wait_until(lambda: answers_http(self.port))
 
-    def _spawn_ceph(self, name: str, program: str, *arguments: str) -> None:
+    def _spawn_ceph(self, name, program, *arguments):
         self.spawn(name, program, "-f", *arguments, "-c", self.configuration)
 
-    def resume(self) -> None:
+    def resume(self):
         """Start the daemons again on the same data."""
         self._spawn_ceph("mon", "ceph-mon", "-i", "a")
         self._spawn_ceph("osd", "ceph-osd", "-i", "0")

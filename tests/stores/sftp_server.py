@@ -1,7 +1,5 @@
 """OpenSSH's server for SFTP on loopback, with a configuration, a key, and a user of its own."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import socket
@@ -33,7 +31,7 @@ class Sftp(Daemons):
     that accepted it: signals are sent to all of them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
         require("sftp")
         self.port = free_port()
@@ -46,7 +44,7 @@ class Sftp(Daemons):
             "allow_agent": False,
         }
 
-    def start(self) -> None:
+    def start(self):
         (self.folder / "data").mkdir()
         (self.folder / "sshd_config").write_text(_CONFIG.format(port=self.port, folder=self.folder))
         for name in ("host_key", "user_key"):
@@ -56,13 +54,13 @@ class Sftp(Daemons):
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self.resume()
 
-    def resume(self) -> None:
+    def resume(self):
         """Start again on the same data."""
         program = find_program("sshd") or "sshd"  # a full path, as it demands
         self.spawn("sshd", program, "-D", "-e", "-f", str(self.folder / "sshd_config"))
         self.wait_until(self._greets)
 
-    def pids(self, *names: str) -> list[int]:
+    def pids(self, *names):
         """Return also the processes of the connections."""
         found = super().pids(*names)
         parents = _parents()
@@ -70,7 +68,7 @@ class Sftp(Daemons):
             found += [child for child, parent in parents.items() if parent == pid]
         return found
 
-    def _greets(self) -> bool:
+    def _greets(self):
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 return connection.recv(4) == b"SSH-"
@@ -78,7 +76,7 @@ class Sftp(Daemons):
             return False
 
 
-def _parents() -> dict[int, int]:
+def _parents():
     """Return the parent of each process."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -11,8 +11,8 @@ import pytest
 from hdfs_native import WriteOptions
 
 import limpet
-from limpet.storage.hdfs import server as hdfs_server
-from limpet.storage.hdfs.server import HdfsServer, close_file
+from limpet.storage import hdfs as hdfs_server
+from limpet.storage.hdfs import HdfsServer, close_file
 from limpet.types import MIB
 
 

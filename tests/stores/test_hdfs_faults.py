@@ -15,17 +15,10 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.errors import (
-    AlreadyExists,
-    LimpetError,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
-from limpet.storage.hdfs import server as hdfs_server
-from limpet.storage.hdfs import store as hdfs_store
-from limpet.storage.hdfs.server import HdfsServer
-from limpet.storage.hdfs.store import HdfsFolder
+from limpet.errors import AlreadyExists, LimpetError, NotFound, StoreError, Unavailable
+from limpet.storage import hdfs as hdfs_server
+from limpet.storage import hdfs as hdfs_store
+from limpet.storage.hdfs import HdfsFolder, HdfsServer
 from limpet.testing.contract import partial_keys, put
 from limpet.types import MIB
 from tests.stores.conftest import running_hdfs
@@ -300,7 +293,7 @@ def test_without_hsync_nothing_is_committed(run_url, faults):
 SAVER = """
 import sys, time
 import hdfs_native, numpy as np, limpet
-from limpet.storage.hdfs import store
+from limpet.storage import hdfs as store
 url, place, name, key = sys.argv[1:]
 owners = [store.HdfsFile, store, hdfs_native.FileWriter]
 owner = owners[["HdfsFile", "store", "writer"].index(place)]
@@ -538,8 +531,7 @@ def test_every_call_ends_although_the_server_never_answers(cluster, stopped, mon
     cluster.send(signal.SIGCONT, *names)
     assert results == dict.fromkeys(calls, Unavailable), seconds
     assert max(seconds.values()) < 30
-    patient = limpet.open_store(url, timeout=60)
-    assert patient.get("v/a", 9) == b"1234"
+    assert limpet.open_store(url, timeout=60).get("v/a", 9) == b"1234"
     open_upload.abort()
 
 

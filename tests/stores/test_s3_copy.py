@@ -1,7 +1,5 @@
 """Copies from, to, and within S3: killed and repeated, damaged on the way, and at the source."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -29,8 +29,7 @@ def durable_ceph(request):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [("PUT", "partNumber=2"), ("POST", "uploadId="), ("PUT", "manifest.json$")],
+    ("method", "path"), [("PUT", "partNumber=2"), ("POST", "uploadId="), ("PUT", "manifest.json$")]
 )
 def test_all_daemons_of_ceph_are_killed_during_a_save(durable_ceph, method, path):
     ceph, proxy = durable_ceph, FaultProxy(durable_ceph.port)

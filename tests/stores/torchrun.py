@@ -1,14 +1,11 @@
 """Runs a script under torchrun, as a user would."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 
-def run_torchrun(script: Path, *arguments: str, ranks: int = 2, **environment: str) -> list[str]:
+def run_torchrun(script, *arguments, ranks=2, **environment):
     """Return the lines that begin with "rank ", sorted. Raises ``AssertionError`` if a rank fails.
 
     The ranks write to one pipe. They buffer what they print, because without buffering, ``print``

@@ -5,8 +5,6 @@ The script gets ``--root URL``, and environment variables with which the URL wor
 stopped when the script ends.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from tests.stores.servers import Ceph, running
 BUCKET = "demo"
 
 
-def run_with_ceph(command: list[str]) -> int:
+def run_with_ceph(command):
     with running(Ceph) as ceph:
         os.environ |= ceph.environment()
         boto3.client("s3").create_bucket(Bucket=BUCKET)
@@ -28,7 +26,7 @@ def run_with_ceph(command: list[str]) -> int:
         return subprocess.call([*command, "--root", f"s3://{BUCKET}/runs"])
 
 
-def run_with_hdfs(command: list[str]) -> int:
+def run_with_hdfs(command):
     with running(Hdfs) as hdfs:
         print(f"HDFS is running at {hdfs.url}", flush=True)
         return subprocess.call([*command, "--root", f"{hdfs.url}/runs"])
@@ -37,7 +35,7 @@ def run_with_hdfs(command: list[str]) -> int:
 KINDS = {"s3": run_with_ceph, "hdfs": run_with_hdfs}
 
 
-def main() -> int:
+def main():
     kind, *arguments = sys.argv[1:] or [""]
     if kind not in KINDS:
         expected = " or ".join(f"STORE={name}" for name in KINDS)

@@ -1,16 +1,14 @@
 """A clock that only tests move."""
 
-from __future__ import annotations
-
 
 class FakeClock:
     """Returns the same time until ``advance`` is called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds):
         self.now += seconds

@@ -1,12 +1,8 @@
 """A training whose workers Ray places and restarts. ``tests/evaluation/test_ray.py`` runs this."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ from tests.tasks.worker import evaluate
 class Worker:
     """Trains on all records that it gets: it writes their numbers. The first worker is killed."""
 
-    def train(self, address: str, folder: str) -> int:
+    def train(self, address, folder):
         with (
             RemoteQueue.connect(address) as queue,
             open(f"{folder}/records-{os.getpid()}", "a") as file,
@@ -41,7 +37,7 @@ class Worker:
             return records
 
     @staticmethod
-    def _die_once(folder: str) -> None:
+    def _die_once(folder):
         try:
             os.close(os.open(f"{folder}/died", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -49,13 +45,13 @@ class Worker:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def remote(worker: Any, **options: Any) -> Any:
+def remote(worker, **options):
     import ray
 
     return ray.remote(num_cpus=0.5, max_restarts=3, max_task_retries=3, **options)(worker)
 
 
-def test_ray_restarts_a_worker_and_every_record_counts_once(cluster: Path, tmp_path: Path) -> None:
+def test_ray_restarts_a_worker_and_every_record_counts_once(cluster, tmp_path):
     """Leases never end, so only the end of a connection gives the tasks of the worker back."""
     import ray
 
@@ -83,9 +79,7 @@ def test_ray_restarts_a_worker_and_every_record_counts_once(cluster: Path, tmp_p
     assert job.results() == expected_results(103, 10)
 
 
-def test_a_worker_on_ray_gets_the_error_if_the_owner_has_ended(
-    cluster: Path, tmp_path: Path
-) -> None:
+def test_a_worker_on_ray_gets_the_error_if_the_owner_has_ended(cluster, tmp_path):
     import ray
 
     queue = Queue()

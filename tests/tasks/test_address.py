@@ -1,7 +1,5 @@
 """Workers that connect to the address of a queue over TCP."""
 
-from __future__ import annotations
-
 import gc
 import re
 import signal
@@ -21,13 +19,12 @@ from tests.tasks.worker import evaluate
 from tests.tiers.peers import Proxy, forked_child
 
 
-def port_of(address: str) -> int:
+def port_of(address):
     found = re.fullmatch(r"tcp://.*:(\d+)/[0-9a-f]{64}", address)
-    assert found is not None
     return int(found[1])
 
 
-def test_workers_share_a_queue_at_an_address() -> None:
+def test_workers_share_a_queue_at_an_address():
     queue = Queue(lease_seconds=None)
     job = queue.add("evaluation", 40, task_size=10, name="e")
     queue.add("training", 30, task_size=10, name="t")
@@ -38,30 +35,24 @@ def test_workers_share_a_queue_at_an_address() -> None:
                 pass
             assert job.results() == expected_results(40, 10)
             first, second = a.training.get(), b.training.get()
-            assert first is not None
-            assert second is not None
             assert (first.start, second.start) == (0, 10)
             first.consumed(4)
             a.close()
             wait_until(lambda: len(queue._jobs.leases) == 1)
             again = b.training.get()
-            assert again is not None
             assert (again.id, again.position) == (first.id, 4)
         with RemoteQueue.connect(address) as c:  # as a worker that Ray has restarted
             wait_until(lambda: len(queue._jobs.leases) == 0)
-            third = c.training.get()
-            assert third is not None
-            assert third.position == 4
+            assert c.training.get().position == 4
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_change_no_result() -> None:
+def test_processes_that_are_killed_change_no_result():
     queue = Queue(lease_seconds=None)
     job = queue.add("evaluation", 103, task_size=10, name="e")
     with TaskServer(queue) as server:
         address = server.listen()
         with worker(address, "hang") as a:
-            assert a.stdout is not None
             assert a.stdout.readline() == "1\n"  # it has this task
             with worker(address, "work") as b:
                 a.send_signal(signal.SIGKILL)
@@ -70,7 +61,7 @@ def test_processes_that_are_killed_change_no_result() -> None:
                 assert b.wait(30) == 0
 
 
-def test_the_name_of_a_worker_is_in_the_error_of_its_job() -> None:
+def test_the_name_of_a_worker_is_in_the_error_of_its_job():
     queue = Queue(lease_seconds=None, attempts=1)
     job = queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server:
@@ -80,7 +71,7 @@ def test_the_name_of_a_worker_is_in_the_error_of_its_job() -> None:
             job.wait(30)
 
 
-def test_a_long_name_of_a_worker_is_cut() -> None:
+def test_a_long_name_of_a_worker_is_cut():
     queue = Queue(lease_seconds=None, attempts=1)
     job = queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server:
@@ -91,7 +82,7 @@ def test_a_long_name_of_a_worker_is_cut() -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_another_secret_is_refused() -> None:
+def test_another_secret_is_refused():
     with TaskServer(Queue()) as server:
         address = server.listen()
         other = address[:-64] + wire.make_secret()
@@ -118,19 +109,19 @@ def test_another_secret_is_refused() -> None:
         None,
     ],
 )
-def test_an_invalid_address_is_refused_without_showing_its_secret(address: object) -> None:
+def test_an_invalid_address_is_refused_without_showing_its_secret(address):
     with pytest.raises(LimpetError, match="Invalid address of a task queue") as caught:
-        RemoteQueue.connect(address)  # type: ignore[arg-type]
+        RemoteQueue.connect(address)
     assert "aaaa" not in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 80, "no-such-host.invalid"])
-def test_a_host_without_an_address_is_an_error(host: str) -> None:
+def test_a_host_without_an_address_is_an_error(host):
     with pytest.raises(TaskError, match="Cannot connect to the owner of the task queue at"):
         RemoteQueue.connect(f"tcp://{host}:80/" + "a" * 64)
 
 
-def test_many_workers_that_connect_at_once_displace_none() -> None:
+def test_many_workers_that_connect_at_once_displace_none():
     with TaskServer(Queue()) as server:
         address = server.listen()
         nonce, ends = bytes(wire.NONCE_BYTES), list[socket.socket]()
@@ -149,9 +140,7 @@ def test_many_workers_that_connect_at_once_displace_none() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an open socket
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_an_error_of_a_signal_handler_while_a_worker_connects(
-    monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_an_error_of_a_signal_handler_while_a_worker_connects(monkeypatch, moment):
     raise_at_start(monkeypatch, "limpet-task", moment)
     with pytest.raises(SignalError), TaskServer(Queue()) as server:
         server.connect("w")
@@ -159,12 +148,12 @@ def test_an_error_of_a_signal_handler_while_a_worker_connects(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "localhost"])
-def test_a_server_listens_at_one_address_of_this_host(host: str) -> None:
+def test_a_server_listens_at_one_address_of_this_host(host):
     with TaskServer(Queue()) as server, pytest.raises(TaskError, match="Cannot serve tasks at"):
         server.listen(host)
 
 
-def test_a_closed_server_accepts_nobody() -> None:
+def test_a_closed_server_accepts_nobody():
     with TaskServer(Queue()) as server:
         address = server.listen()
         remote = RemoteQueue.connect(address)
@@ -177,12 +166,12 @@ def test_a_closed_server_accepts_nobody() -> None:
 
 
 @pytest.mark.parametrize("answers", [0, 1])
-def test_an_owner_that_does_not_answer_is_an_error_in_time(answers: int) -> None:
+def test_an_owner_that_does_not_answer_is_an_error_in_time(answers):
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = f"tcp://127.0.0.1:{stopped.getsockname()[1]}/{'a' * 64}"
         if answers:
 
-            def answer() -> None:
+            def answer():
                 connection, _ = stopped.accept()
                 with connection:
                     hello = connection.recv(wire.HELLO_BYTES, socket.MSG_WAITALL)
@@ -207,10 +196,10 @@ def test_an_owner_that_does_not_answer_is_an_error_in_time(answers: int) -> None
 class Flip:
     """Changes one bit of the byte ``at`` in one direction."""
 
-    def __init__(self, direction: str, at: int) -> None:
+    def __init__(self, direction, at):
         self.direction, self.at, self.is_done = direction, at, False
 
-    def __call__(self, direction: str, offset: int, data: bytes) -> bytes:
+    def __call__(self, direction, offset, data):
         place = self.at - offset
         if direction != self.direction or not 0 <= place < len(data):
             return data
@@ -219,12 +208,12 @@ class Flip:
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_bit_that_flips_on_the_way_is_detected(direction: str) -> None:
+def test_a_bit_that_flips_on_the_way_is_detected(direction):
     """No changed byte of the handshake, a task, or a result is taken for another meaning."""
     assert sum(flip_a_bit(direction, at) for at in range(0, 900, 23)) > 8
 
 
-def flip_a_bit(direction: str, at: int) -> bool:
+def flip_a_bit(direction, at):
     """Evaluate one task while a bit flips, then the rest without. Return whether one flipped."""
     queue = Queue(lease_seconds=None, attempts=10)
     job = queue.add("evaluation", 1, task_size=1, name="e")
@@ -250,7 +239,7 @@ def flip_a_bit(direction: str, at: int) -> bool:
     return flip.is_done
 
 
-def test_a_forked_process_keeps_no_connection_alive() -> None:
+def test_a_forked_process_keeps_no_connection_alive():
     queue = Queue(lease_seconds=None)
     queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server:
@@ -261,7 +250,7 @@ def test_a_forked_process_keeps_no_connection_alive() -> None:
             wait_until(lambda: not queue._jobs.leases)
 
 
-def test_without_a_thread_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_it_does_not_listen(monkeypatch):
     monkeypatch.setattr(wire, "start_thread", lambda thread: False)
     with TaskServer(Queue()) as server, pytest.raises(TaskError, match="no thread can be started"):
         server.listen()

@@ -1,7 +1,5 @@
 """Batches that a loader reads ahead: steps count, and evaluation tasks stay where they are."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,24 +11,24 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from limpet.errors import LeaseLost, LimpetError, TaskError
-from limpet.tasks import EvaluationTask, Queue, TaskBatches
+from limpet.tasks import Queue, TaskBatches
 from tests.tasks.clock import FakeClock
 
 
 class Records(Dataset[int]):
     """Returns the number of each record."""
 
-    def __getitem__(self, key: Any) -> int:
+    def __getitem__(self, key):
         return int(key)
 
 
-def a_queue(records: Any = 20, task_size: int = 6, epochs: int = 1, **options: Any) -> Queue:
+def a_queue(records=20, task_size=6, epochs=1, **options):
     queue = Queue(**options)
     queue.add("training", records, task_size=task_size, epochs=epochs, name="t")
     return queue
 
 
-def numbers(batches: Any) -> list[Any]:
+def numbers(batches):
     """One pass, in which a step consumes each batch."""
     found = []
     for batch in batches:
@@ -39,7 +37,7 @@ def numbers(batches: Any) -> list[Any]:
     return found
 
 
-def test_batches_cross_tasks_but_not_epochs() -> None:
+def test_batches_cross_tasks_but_not_epochs():
     queue = a_queue(10, task_size=3, epochs=2)
     assert numbers(TaskBatches(queue.training, 4)) == [
         [0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]
@@ -47,12 +45,12 @@ def test_batches_cross_tasks_but_not_epochs() -> None:
     assert queue.finished("training")
 
 
-def test_records_of_named_data_sets_have_names() -> None:
+def test_records_of_named_data_sets_have_names():
     queue = a_queue({"f": 2, "g": range(5, 7)}, task_size=9)
     assert numbers(TaskBatches(queue.training, 3)) == [[("f", 0), ("f", 1), ("g", 5)], [("g", 6)]]
 
 
-def test_a_batch_has_records_of_one_job() -> None:
+def test_a_batch_has_records_of_one_job():
     queue = a_queue(3, task_size=2)
     queue.add("training", 3, task_size=2, name="u")
     assert numbers(TaskBatches(queue.training, 4)) == [[0, 1, 2], [0, 1, 2]]
@@ -60,7 +58,7 @@ def test_a_batch_has_records_of_one_job() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_prefetches_takes_no_evaluation_task(workers: int) -> None:
+def test_a_loader_that_prefetches_takes_no_evaluation_task(workers):
     """The cause that seeds/003 names: a pipeline that prefetches looks for its next training task,
     and takes all evaluation tasks on the way."""
     queue = a_queue(60, task_size=4)
@@ -75,7 +73,7 @@ def test_a_loader_that_prefetches_takes_no_evaluation_task(workers: int) -> None
     trained: list[int] = []
     evaluated: Counter[str] = Counter()
 
-    def evaluate(task: EvaluationTask) -> int:
+    def evaluate(task):
         return task.start
 
     for step, batch in enumerate(loader):
@@ -92,7 +90,7 @@ def test_a_loader_that_prefetches_takes_no_evaluation_task(workers: int) -> None
     assert queue.finished("training")
 
 
-def test_a_pipeline_has_no_way_to_ask_for_evaluation_tasks() -> None:
+def test_a_pipeline_has_no_way_to_ask_for_evaluation_tasks():
     queue = a_queue(1)
     queue.add("evaluation", 1, task_size=1, name="e")
     batches = TaskBatches(queue.training, 3)
@@ -100,12 +98,12 @@ def test_a_pipeline_has_no_way_to_ask_for_evaluation_tasks() -> None:
     assert not hasattr(queue.training, "evaluation")
     for wrong in (queue, queue.evaluation):
         with pytest.raises(LimpetError, match="needs the training side"):
-            TaskBatches(wrong, 3)  # type: ignore[arg-type]
+            TaskBatches(wrong, 3)
     numbers(batches)
     assert queue.training.get() is None  # and not the evaluation task
 
 
-def test_52_what_was_read_ahead_is_pending_and_not_consumed() -> None:
+def test_52_what_was_read_ahead_is_pending_and_not_consumed():
     queue = a_queue(20, task_size=6)
     batches = TaskBatches(queue.training, 4)
     ahead = [batch for _, batch in zip(range(4), batches)]
@@ -118,14 +116,14 @@ def test_52_what_was_read_ahead_is_pending_and_not_consumed() -> None:
     assert numbers(batches) == [[12, 13, 14, 15], [16, 17, 18, 19]]  # after a break
 
 
-def test_a_step_cannot_consume_what_was_not_yielded() -> None:
+def test_a_step_cannot_consume_what_was_not_yielded():
     batches = TaskBatches(a_queue().training, 4)
     for count in (1, 0, -1, 1.0, None, True):
         with pytest.raises(TaskError, match="more batches than were yielded"):
-            batches.consumed(count)  # type: ignore[arg-type]
+            batches.consumed(count)
 
 
-def test_passes_without_steps_are_an_error() -> None:
+def test_passes_without_steps_are_an_error():
     batches = TaskBatches(a_queue().training, 4)
     first = [list(batches) for _ in range(2)]
     assert first[0] == first[1]
@@ -135,7 +133,7 @@ def test_passes_without_steps_are_an_error() -> None:
     assert next(iter(batches))[0] == 4
 
 
-def test_an_older_pass_raises() -> None:
+def test_an_older_pass_raises():
     batches = TaskBatches(a_queue().training, 4)
     old = iter(batches)
     next(old)
@@ -146,20 +144,20 @@ def test_an_older_pass_raises() -> None:
     assert next(new)[0] == 4
 
 
-def test_a_stream_is_refused() -> None:
+def test_a_stream_is_refused():
     queue = a_queue({"s": None}, task_size=1)
     with pytest.raises(TaskError, match="cannot read stream 's'"):
         list(TaskBatches(queue.training, 4))
     assert queue.training.get() is not None
 
 
-def test_a_pass_that_ends_within_a_batch_loses_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_ends_within_a_batch_loses_no_task(monkeypatch):
     """Such as by Ctrl-C while it waits for the second task of a batch."""
     queue = a_queue(5, task_size=3)
     batches = TaskBatches(queue.training, 5)
     get, calls = queue.get, [0]
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args):
         calls[0] += 1
         if calls[0] == 2:
             raise KeyboardInterrupt
@@ -172,7 +170,7 @@ def test_a_pass_that_ends_within_a_batch_loses_no_task(monkeypatch: pytest.Monke
     assert queue.finished("training")
 
 
-def test_after_a_load_a_step_of_the_old_pass_is_refused() -> None:
+def test_after_a_load_a_step_of_the_old_pass_is_refused():
     queue = a_queue()
     batches = TaskBatches(queue.training, 4)
     state = queue.state_dict()
@@ -186,7 +184,7 @@ def test_after_a_load_a_step_of_the_old_pass_is_refused() -> None:
     assert [n for batch in numbers(batches) for n in batch] == list(range(20))
 
 
-def test_each_step_renews_the_leases_of_what_is_read_ahead() -> None:
+def test_each_step_renews_the_leases_of_what_is_read_ahead():
     clock = FakeClock()
     queue = a_queue(12, task_size=2, clock=clock, attempts=99)
     batches = TaskBatches(queue.training, 2, lease_seconds=10)
@@ -206,7 +204,7 @@ def test_each_step_renews_the_leases_of_what_is_read_ahead() -> None:
         batches.consumed()
 
 
-def test_leases_of_batches_in_the_process_of_the_queue_do_not_end() -> None:
+def test_leases_of_batches_in_the_process_of_the_queue_do_not_end():
     clock = FakeClock()
     queue = a_queue(clock=clock)
     batches = TaskBatches(queue.training, 4)
@@ -218,7 +216,7 @@ def test_leases_of_batches_in_the_process_of_the_queue_do_not_end() -> None:
     assert queue.finished("training")
 
 
-def test_workers_share_the_tasks_of_one_queue() -> None:
+def test_workers_share_the_tasks_of_one_queue():
     queue = a_queue(100, task_size=3, epochs=2)
     workers = [TaskBatches(queue.training, 4, worker=f"w{i}", rank=0, ranks=1) for i in range(3)]
     passes: list[Iterator[Any]] = [iter(w) for w in workers]
@@ -245,9 +243,7 @@ def test_workers_share_the_tasks_of_one_queue() -> None:
     legs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 5)), max_size=4),
 )
 @settings(max_examples=60)
-def test_ranks_get_equally_many_batches_and_all_records_once(
-    records: int, task_size: int, epochs: int, legs: list[tuple[int, int, int]]
-) -> None:
+def test_ranks_get_equally_many_batches_and_all_records_once(records, task_size, epochs, legs):
     """A training that restarts with other numbers of ranks and batch sizes.
 
     ``legs``: the number of ranks, the size of a batch, and the number of steps until the end.
@@ -284,21 +280,20 @@ def test_ranks_get_equally_many_batches_and_all_records_once(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"rank": 0}, {"ranks": 2}, {"rank": 2, "ranks": 2}, {"rank": -1, "ranks": 2}],
+    "arguments", [{"rank": 0}, {"ranks": 2}, {"rank": 2, "ranks": 2}, {"rank": -1, "ranks": 2}]
 )
-def test_bad_ranks_are_refused(arguments: Any) -> None:
+def test_bad_ranks_are_refused(arguments):
     with pytest.raises(LimpetError, match="both rank and ranks"):
         TaskBatches(a_queue().training, 4, **arguments)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, None, True])
-def test_bad_batch_sizes_are_refused(size: Any) -> None:
+def test_bad_batch_sizes_are_refused(size):
     with pytest.raises(LimpetError, match="Invalid batch_size"):
         TaskBatches(a_queue().training, size)
 
 
-def test_ranks_are_those_of_torch_distributed_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_those_of_torch_distributed_by_default(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
@@ -307,7 +302,7 @@ def test_ranks_are_those_of_torch_distributed_by_default(monkeypatch: pytest.Mon
     assert batches.padded == 0
 
 
-def test_the_tensors_of_a_loader_are_those_of_the_records() -> None:
+def test_the_tensors_of_a_loader_are_those_of_the_records():
     batches = TaskBatches(a_queue(5, task_size=2).training, 2)
     loader = DataLoader(Records(), batch_sampler=batches)
     assert torch.cat(list(loader)).tolist() == list(range(5))

@@ -1,8 +1,6 @@
 """The work of a queue does not grow with its tasks, and its state stays small. Lines are counted,
 not seconds."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -16,23 +14,23 @@ from tests.test_growth import count_lines
 TASKS = 100_000
 
 
-def a_queue(tasks: int, kind: Any = "training", **options: Any) -> Queue:
+def a_queue(tasks, kind="training", **options):
     queue = Queue(**options)
     queue.add(kind, tasks * 32, task_size=32, name="t")
     return queue
 
 
-def lines_of_a_task(tasks: int) -> int:
+def lines_of_a_task(tasks):
     """The lines of one get, consumed, and done, when half of the tasks are complete in a pattern
     that is bad for intervals."""
     queue = a_queue(tasks)
     held = [queue.get("training", f"w{i}") for i in range(tasks)]
     for task in held[::2]:
-        task.done()  # type: ignore[union-attr]
+        task.done()
     for task in held[1::2]:
-        task.release()  # type: ignore[union-attr]
+        task.release()
 
-    def work() -> None:
+    def work():
         task: Any = queue.get("training")
         task.consumed(5)
         task.done()
@@ -42,24 +40,24 @@ def lines_of_a_task(tasks: int) -> int:
     return count_lines(work)[0]
 
 
-def test_a_task_costs_at_most_the_logarithm_of_their_number() -> None:
+def test_a_task_costs_at_most_the_logarithm_of_their_number():
     lines_of_a_task(10)
     few, many = lines_of_a_task(64), lines_of_a_task(4096)
     assert many <= few * math.log2(4096) / math.log2(64)
 
 
-def test_adding_and_loading_100_000_tasks_costs_as_much_as_10() -> None:
+def test_adding_and_loading_100_000_tasks_costs_as_much_as_10():
     a_queue(10)
     assert count_lines(lambda: a_queue(TASKS))[0] <= count_lines(lambda: a_queue(10))[0] + 5
     lines = []
     for tasks in (10, TASKS):
         state = a_queue(tasks).state_dict()
-        lines.append(count_lines(lambda s=state: Queue().load_state_dict(s))[0])  # type: ignore[misc]
+        lines.append(count_lines(lambda s=state: Queue().load_state_dict(s))[0])
     assert lines[1] <= lines[0] + 5
 
 
 @pytest.mark.slow
-def test_the_state_of_100_000_tasks_is_small_at_every_moment() -> None:
+def test_the_state_of_100_000_tasks_is_small_at_every_moment():
     queue = a_queue(TASKS)
     largest = 0
     held: list[Any] = [queue.get("training", f"w{i}") for i in range(8)]
@@ -75,7 +73,7 @@ def test_the_state_of_100_000_tasks_is_small_at_every_moment() -> None:
     assert queue.finished("training")
 
 
-def test_leases_that_are_renewed_or_over_take_no_memory() -> None:
+def test_leases_that_are_renewed_or_over_take_no_memory():
     clock = FakeClock()
     queue = a_queue(4000, lease_seconds=10, clock=clock)
     slow: Any = queue.get("training", "slow")
@@ -89,14 +87,14 @@ def test_leases_that_are_renewed_or_over_take_no_memory() -> None:
     assert len(queue._jobs._held) == 1
 
 
-def test_jobs_that_have_ended_cost_nothing() -> None:
+def test_jobs_that_have_ended_cost_nothing():
     """Evaluations leave the queue when somebody has waited for them."""
     queue = Queue()
     lines = []
     for i in range(200):
         job = queue.add("evaluation", 2, task_size=1, name=f"e{i}")
 
-        def work() -> None:
+        def work():
             while queue.evaluation.evaluate_one(lambda task: 1):
                 pass
             assert queue.finished("evaluation")
@@ -107,13 +105,13 @@ def test_jobs_that_have_ended_cost_nothing() -> None:
     assert queue.state_dict()["jobs"] == []
 
 
-def test_many_jobs_in_a_row_cost_as_much_as_one() -> None:
-    def lines(jobs: int) -> int:
+def test_many_jobs_in_a_row_cost_as_much_as_one():
+    def lines(jobs):
         queue = Queue()
         for i in range(jobs):
             queue.add("training", 1, task_size=1, name=f"t{i}", after=f"t{i - 1}" if i else None)
 
-        def work() -> None:
+        def work():
             task: Any = queue.get("training")
             task.done()
             assert not queue.finished("training")

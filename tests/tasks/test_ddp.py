@@ -1,11 +1,8 @@
 """A training under DDP, in processes over gloo: first three ranks, then two, then one."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from tests.ranks.world import TIMEOUT, run_ranks
 RECORDS, EPOCHS = 41, 2
 
 
-def train_rank(size: int, steps: int, rank: int, port: int, folder: Path) -> None:
+def train_rank(size, steps, rank, port, folder):
     """Train for some steps, or until the end. DDP hangs if one rank has a batch more."""
     store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -51,9 +48,7 @@ def train_rank(size: int, steps: int, rank: int, port: int, folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ddp_with_other_numbers_of_ranks_trains_on_each_record_once_per_epoch(
-    tmp_path: Path,
-) -> None:
+def test_ddp_with_other_numbers_of_ranks_trains_on_each_record_once_per_epoch(tmp_path):
     consumed: Counter[int] = Counter()
     padded = 0
     for size, steps in ((3, 3), (2, 5), (1, 1000)):

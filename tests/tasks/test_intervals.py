@@ -1,7 +1,5 @@
 """Sets of task numbers, against Python's sets."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from limpet.tasks.tables import IntervalSet
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
-def test_a_set_of_intervals_is_a_set(numbers: list[int]) -> None:
+def test_a_set_of_intervals_is_a_set(numbers):
     intervals, expected = IntervalSet(), set()
     for number in numbers:
         intervals.add(number)

@@ -1,12 +1,9 @@
 """Worker processes: killed in the middle of a task, hung, and gone without a word."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def start_worker(to: str, mode: str, *fds: int) -> subprocess.Popen[str]:
+def start_worker(to, mode, *fds):
     """Start a worker process. ``to``: a file descriptor, or an address."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.tasks.worker", to, mode],
@@ -34,7 +31,7 @@ def start_worker(to: str, mode: str, *fds: int) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def worker(owner: TaskServer | str, mode: str) -> Iterator[subprocess.Popen[str]]:
+def worker(owner, mode):
     """Start a worker process for a server of this process or an address. Kill it at the end."""
     if isinstance(owner, str):
         process = start_worker(owner, mode)
@@ -48,13 +45,12 @@ def worker(owner: TaskServer | str, mode: str) -> Iterator[subprocess.Popen[str]
             process.kill()
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
+def first_line(process):
     """Wait for what the worker prints."""
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def expected_results(records: int, task_size: int) -> list[Any]:
+def expected_results(records, task_size):
     """What one process computes over all the data."""
     queue = Queue()
     job = queue.add("evaluation", records, task_size=task_size, name="alone")
@@ -63,7 +59,7 @@ def expected_results(records: int, task_size: int) -> list[Any]:
     return job.results()
 
 
-def test_workers_that_are_killed_change_no_result() -> None:
+def test_workers_that_are_killed_change_no_result():
     """Two of three workers are killed with SIGKILL while they hold a task. Leases never end, so
     only the end of their connections tells."""
     queue = Queue(lease_seconds=None)
@@ -80,7 +76,7 @@ def test_workers_that_are_killed_change_no_result() -> None:
             assert c.wait(30) == 0
 
 
-def test_a_task_that_always_kills_its_worker_fails_its_job() -> None:
+def test_a_task_that_always_kills_its_worker_fails_its_job():
     queue = Queue(lease_seconds=None, attempts=2)
     job = queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server:
@@ -91,18 +87,17 @@ def test_a_task_that_always_kills_its_worker_fails_its_job() -> None:
             job.wait(30)
 
 
-def test_a_trainer_that_is_killed_leaves_the_exact_position() -> None:
+def test_a_trainer_that_is_killed_leaves_the_exact_position():
     queue = Queue(lease_seconds=None)
     queue.add("training", 20, task_size=20, name="t")
     with TaskServer(queue) as server, worker(server, "train") as process:
         assert first_line(process) == "5"
         process.kill()
         task = queue.training.get(timeout=30)
-        assert task is not None
         assert (task.position, task.attempt) == (5, 2)
 
 
-def test_a_worker_that_hangs_loses_its_lease() -> None:
+def test_a_worker_that_hangs_loses_its_lease():
     """It is stopped, so its connection stays: only the time of its lease ends."""
     queue = Queue(lease_seconds=0.3)
     job = queue.add("evaluation", 40, task_size=10, name="e")
@@ -115,7 +110,7 @@ def test_a_worker_that_hangs_loses_its_lease() -> None:
             assert process.wait(30) == 0
 
 
-def test_nothing_waits_for_an_owner_that_is_gone() -> None:
+def test_nothing_waits_for_an_owner_that_is_gone():
     queue = Queue()
     queue.add("evaluation", 1, task_size=1, name="e")
     held: Any = queue.evaluation.get("somebody else")

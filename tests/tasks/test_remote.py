@@ -1,15 +1,11 @@
 """The messages between a queue and its workers: lost, doubled, cut off, and wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,13 +15,13 @@ from hypothesis import strategies as st
 from limpet.deadline import Deadline
 from limpet.errors import FormatError, JobFailed, LeaseLost, LimpetError, TaskError
 from limpet.ranks.wire import Channel
-from limpet.tasks import EvaluationTask, Queue, RemoteQueue, TaskBatches, TaskServer, TrainingTask
+from limpet.tasks import Queue, RemoteQueue, TaskBatches, TaskServer
 from limpet.tasks import remote as remote_module
 from tests.tasks.clock import FakeClock
 
 
 @contextmanager
-def remote(queue: Queue, count: int = 1) -> Iterator[list[RemoteQueue]]:
+def remote(queue, count=1):
     with TaskServer(queue) as server:
         workers = [RemoteQueue(server.connect("w"), reply_seconds=30) for _ in range(count)]
         try:
@@ -35,42 +31,42 @@ def remote(queue: Queue, count: int = 1) -> Iterator[list[RemoteQueue]]:
                 worker.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
 
 
-def frame(payload: bytes) -> bytes:
+def frame(payload):
     return len(payload).to_bytes(4) + payload
 
 
 class RawWorker:
     """A worker that sends any bytes."""
 
-    def __init__(self, server: TaskServer) -> None:
+    def __init__(self, server):
         self.socket = server.connect("raw")
         self.socket.settimeout(30)
         self.file = self.socket.makefile("rb")
 
-    def send(self, **fields: Any) -> None:
+    def send(self, **fields):
         self.send_payload(msgspec.msgpack.encode(fields))
 
-    def send_payload(self, payload: bytes) -> None:
+    def send_payload(self, payload):
         self.socket.sendall(frame(payload))
 
-    def reply(self) -> Any:
+    def reply(self):
         length = self.file.read(4)
         return msgspec.msgpack.decode(self.file.read(int.from_bytes(length))) if length else None
 
-    def close(self) -> None:
+    def close(self):
         self.file.close()
         self.socket.close()
 
 
 @pytest.fixture
-def raw() -> Iterator[tuple[Queue, RawWorker]]:
+def raw():
     queue = Queue(lease_seconds=None)
     queue.add("evaluation", 3, task_size=1, name="e")
     queue.add("training", 9, task_size=9, name="t")
@@ -82,13 +78,12 @@ def raw() -> Iterator[tuple[Queue, RawWorker]]:
             worker.close()
 
 
-def test_a_remote_queue_does_what_a_queue_does() -> None:
+def test_a_remote_queue_does_what_a_queue_does():
     queue = Queue()
     job = queue.add("evaluation", {"v": 4}, task_size=3, name="e")
     queue.add("training", {"s": None, "f": range(2, 5)}, task_size=3, epochs=2, name="t")
     with remote(queue) as (worker,):
         task = worker.evaluation.get()
-        assert isinstance(task, EvaluationTask)
         assert (task.id, task.attempt, task.job, task.data) == (1, 1, "e", "v")
         assert (task.start, task.stop, task.epoch, task.position) == (0, 3, 0, 0)
         task.renew()
@@ -99,26 +94,22 @@ def test_a_remote_queue_does_what_a_queue_does() -> None:
         assert worker.finished("evaluation")
         assert job.results() == [{"loss": [float("inf"), 3]}, [4]]
         stream, part = worker.training.get(), worker.training.get()
-        assert isinstance(stream, TrainingTask)
-        assert isinstance(part, TrainingTask)
         assert (stream.stop, part.start, part.stop, part.position) == (None, 2, 5, 2)
         stream.consumed(1000)
         part.consumed(1)
         assert part.release()
         again = worker.training.get()
-        assert again is not None
         assert (again.position, again.attempt) == (3, part.attempt + 1)
         assert again.fail("x")
         assert stream.done()
         assert not worker.training.finished()
 
 
-def test_errors_arrive_as_they_were_raised() -> None:
+def test_errors_arrive_as_they_were_raised():
     queue = Queue(attempts=1)
     queue.add("evaluation", 2, task_size=1, name="e")
     with remote(queue) as (worker,):
         task = worker.evaluation.get()
-        assert task is not None
         with pytest.raises(TaskError, match="cannot return the result") as caught:
             task.done(b"bytes")
         assert caught.value.expected is not None
@@ -128,22 +119,21 @@ def test_errors_arrive_as_they_were_raised() -> None:
         assert caught.value.todo is not None
         queue.add("training", 1, task_size=1, name="t")
         part = worker.training.get()
-        assert part is not None
         part.fail("no")
         with pytest.raises(JobFailed, match="attempt: no"):
             worker.finished("training")
         with pytest.raises(LimpetError, match="Invalid kind"):
-            worker.get("neither")  # type: ignore[arg-type]
+            worker.get("neither")
 
 
-def test_texts_that_are_no_utf_8_do_not_end_a_connection() -> None:
+def test_texts_that_are_no_utf_8_do_not_end_a_connection():
     """Such as the name of a file in the message of an error."""
     queue = Queue(attempts=2)
     job = queue.add("evaluation", 1, task_size=1, name="e")
     end = queue.add("evaluation", 1, task_size=1, name="later")
     with TaskServer(queue) as server, RemoteQueue(server.connect("\udcff")) as worker:
 
-        def evaluate(task: EvaluationTask) -> list[str]:
+        def evaluate(task):
             if task.job == "e":
                 raise FileNotFoundError("\udcff")
             return ["\udcff"]
@@ -155,12 +145,12 @@ def test_texts_that_are_no_utf_8_do_not_end_a_connection() -> None:
         assert end.results() == [["\udcff"]]
 
 
-def test_a_worker_that_leaves_while_its_owner_is_gone_still_leaves() -> None:
+def test_a_worker_that_leaves_while_its_owner_is_gone_still_leaves():
     queue = Queue()
     queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server, RemoteQueue(server.connect("w")) as worker:
 
-        def leave(task: EvaluationTask) -> None:
+        def leave(task):
             server.close()
             raise SystemExit(75)
 
@@ -168,7 +158,7 @@ def test_a_worker_that_leaves_while_its_owner_is_gone_still_leaves() -> None:
             worker.evaluation.evaluate_one(leave)
 
 
-def test_a_result_that_arrives_twice_counts_once(raw: tuple[Queue, RawWorker]) -> None:
+def test_a_result_that_arrives_twice_counts_once(raw):
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     task = worker.reply()
@@ -179,9 +169,7 @@ def test_a_result_that_arrives_twice_counts_once(raw: tuple[Queue, RawWorker]) -
     assert queue.job("e").completed == 1
 
 
-def test_a_worker_cannot_leave_its_leases_under_another_name(
-    raw: tuple[Queue, RawWorker],
-) -> None:
+def test_a_worker_cannot_leave_its_leases_under_another_name(raw):
     queue, worker = raw
     for _ in range(2):  # it arrives twice
         worker.send(type="Hello", worker="a")
@@ -198,14 +186,14 @@ def test_a_worker_cannot_leave_its_leases_under_another_name(
     wait_until(lambda: len(queue._jobs.leases) == 0)
 
 
-def test_a_worker_that_never_reads_its_reply_keeps_nothing(raw: tuple[Queue, RawWorker]) -> None:
+def test_a_worker_that_never_reads_its_reply_keeps_nothing(raw):
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     worker.send(type="Get", kind="training", lease_seconds=None)
     wait_until(lambda: len(queue._jobs.leases) == 2)
     worker.close()
     wait_until(lambda: len(queue._jobs.leases) == 0)
-    assert [queue.evaluation.get(f"v{i}").id for i in range(3)] == [1, 2, 3]  # type: ignore[union-attr]
+    assert [queue.evaluation.get(f"v{i}").id for i in range(3)] == [1, 2, 3]
 
 
 REPORT = ["e", 1, 1, 0]
@@ -230,9 +218,7 @@ REPORT = ["e", 1, 1, 0]
     ],
     ids=lambda payload: payload[:40].decode(errors="replace"),
 )
-def test_a_worker_that_sends_something_else_is_lost(
-    raw: tuple[Queue, RawWorker], payload: bytes
-) -> None:
+def test_a_worker_that_sends_something_else_is_lost(raw, payload):
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     assert worker.reply()["id"] == 1
@@ -248,7 +234,7 @@ def test_a_worker_that_sends_something_else_is_lost(
         queue.job("e").wait(0)
 
 
-def test_half_a_message_has_no_effect(raw: tuple[Queue, RawWorker]) -> None:
+def test_half_a_message_has_no_effect(raw):
     queue, worker = raw
     worker.send(type="Get", kind="evaluation", lease_seconds=None)
     worker.reply()
@@ -274,9 +260,7 @@ def test_half_a_message_has_no_effect(raw: tuple[Queue, RawWorker]) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_request_is_refused_and_the_connection_goes_on(
-    raw: tuple[Queue, RawWorker], fields: Any, error: str
-) -> None:
+def test_a_wrong_request_is_refused_and_the_connection_goes_on(raw, fields, error):
     queue, worker = raw
     for kind in ("evaluation", "training"):
         worker.send(type="Get", kind=kind, lease_seconds=None)
@@ -290,19 +274,18 @@ def test_a_wrong_request_is_refused_and_the_connection_goes_on(
     assert worker.reply() == {"type": "Reply", "value": True}
 
 
-def test_two_connections_with_one_name_are_two_workers() -> None:
+def test_two_connections_with_one_name_are_two_workers():
     queue = Queue()
     queue.add("evaluation", 2, task_size=1, name="e")
     with remote(queue, 2) as (a, b):
         first, second = a.evaluation.get(), b.evaluation.get()
         assert first is not None
-        assert second is not None
         a.close()
         wait_until(lambda: len(queue._jobs.leases) == 1)
         second.renew()
 
 
-def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed() -> None:
+def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed():
     clock = FakeClock()
     queue = Queue(clock=clock)
     queue.add("training", 10, task_size=2, name="t")
@@ -319,7 +302,7 @@ def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed() -> None:
         assert worker.training.finished()
 
 
-def test_a_client_waits_for_a_task_and_no_longer_than_told() -> None:
+def test_a_client_waits_for_a_task_and_no_longer_than_told():
     queue = Queue()
     with remote(queue) as (worker,):
         assert worker.get("training", timeout=0.05) is None
@@ -332,7 +315,7 @@ def test_a_client_waits_for_a_task_and_no_longer_than_told() -> None:
             worker.get("training", "me")
 
 
-def test_an_owner_that_does_not_reply_is_given_up() -> None:
+def test_an_owner_that_does_not_reply_is_given_up():
     own, other = socket.socketpair()
     with own, RemoteQueue(other, reply_seconds=0.05) as worker:
         for expected in (
@@ -343,20 +326,20 @@ def test_an_owner_that_does_not_reply_is_given_up() -> None:
                 worker.get("training")
 
 
-def test_a_kind_that_does_not_exist_does_not_end_the_connection() -> None:
+def test_a_kind_that_does_not_exist_does_not_end_the_connection():
     with remote(Queue()) as (worker,):
         with pytest.raises(LimpetError, match="Invalid kind"):
-            worker.finished(5)  # type: ignore[arg-type]
+            worker.finished(5)
         assert worker.finished("training")
 
 
 @pytest.fixture
-def waiting() -> Iterator[tuple[socket.socket, RemoteQueue, threading.Thread]]:
+def waiting():
     """The end of an owner that does not reply, and a request that waits for it in a thread."""
     own, other = socket.socketpair()
     worker = RemoteQueue(other, reply_seconds=30)
 
-    def request() -> None:
+    def request():
         with suppress(TaskError):
             worker.finished("training")
 
@@ -371,9 +354,7 @@ def waiting() -> Iterator[tuple[socket.socket, RemoteQueue, threading.Thread]]:
     thread.join(40)
 
 
-def test_close_ends_a_request_of_another_thread(
-    waiting: tuple[socket.socket, RemoteQueue, threading.Thread],
-) -> None:
+def test_close_ends_a_request_of_another_thread(waiting):
     own, worker, thread = waiting
     worker.close()
     thread.join(10)
@@ -381,9 +362,7 @@ def test_close_ends_a_request_of_another_thread(
     assert own.recv(1) == b""
 
 
-def test_a_process_that_was_forked_during_a_request_gets_an_error(
-    waiting: tuple[socket.socket, RemoteQueue, threading.Thread],
-) -> None:
+def test_a_process_that_was_forked_during_a_request_gets_an_error(waiting):
     _, worker, _ = waiting
     if not (child := os.fork()):
         try:
@@ -397,14 +376,13 @@ def test_a_process_that_was_forked_during_a_request_gets_an_error(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_program_that_a_worker_starts_keeps_no_connection_alive() -> None:
+def test_a_program_that_a_worker_starts_keeps_no_connection_alive():
     queue = Queue(lease_seconds=None)
     queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server:
         end = server.connect("w")
         end.set_inheritable(True)  # as pass_fds does
-        worker = RemoteQueue(end)
-        assert worker.evaluation.get() is not None
+        assert RemoteQueue(end).evaluation.get() is not None
         child = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
         try:
             end.close()  # without a shutdown: as if this process was killed
@@ -414,11 +392,11 @@ def test_a_program_that_a_worker_starts_keeps_no_connection_alive() -> None:
             os.waitpid(child, 0)
 
 
-def test_an_owner_that_sends_a_byte_now_and_then_is_given_up() -> None:
+def test_an_owner_that_sends_a_byte_now_and_then_is_given_up():
     own, other = socket.socketpair()
     stop = threading.Event()
 
-    def drip() -> None:
+    def drip():
         with suppress(BrokenPipeError):  # the worker has closed its end
             while not stop.wait(0.01):
                 own.sendall(b"\1")
@@ -435,7 +413,7 @@ def test_an_owner_that_sends_a_byte_now_and_then_is_given_up() -> None:
         own.close()
 
 
-def test_an_owner_that_has_ended_or_sends_something_else_is_an_error() -> None:
+def test_an_owner_that_has_ended_or_sends_something_else_is_an_error():
     for sent in (b"", frame(b"{}"), frame(b"\x81\xa4type\xa5Reply")[:-1]):
         own, other = socket.socketpair()
         own.sendall(sent)
@@ -446,14 +424,13 @@ def test_an_owner_that_has_ended_or_sends_something_else_is_an_error() -> None:
                     worker.get("training")
 
 
-def test_a_long_message_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_message_is_refused_on_both_sides(monkeypatch):
     monkeypatch.setattr(remote_module, "MAX_RESULT", 100_000)
     queue = Queue()
     queue.add("evaluation", 2, task_size=1, name="e")
     with TaskServer(queue) as server:
         with RemoteQueue(server.connect("w")) as worker:
             task = worker.evaluation.get()
-            assert task is not None
             with pytest.raises(TaskError, match=r"too long.*sums and counts"):
                 task.done("x" * 100_000)
             assert task.release()  # nothing was sent: the connection goes on
@@ -462,13 +439,12 @@ def test_a_long_message_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch
         raw.send(type="Get", kind="evaluation", lease_seconds=None)
         assert raw.reply() is not None
         raw.socket.sendall((remote_module.MESSAGES.max_bytes + 1).to_bytes(4))
-        answer = raw.reply()
-        assert answer["error"]["name"] == "FormatError"
+        assert raw.reply()["error"]["name"] == "FormatError"
         wait_until(lambda: len(queue._jobs.leases) == 0)
         raw.close()
 
 
-def test_large_results_arrive() -> None:
+def test_large_results_arrive():
     queue = Queue()
     job = queue.add("evaluation", 1, task_size=1, name="e")
     with remote(queue) as (worker,):
@@ -476,7 +452,7 @@ def test_large_results_arrive() -> None:
     assert job.results() == [["é" * 10] * 100_000]
 
 
-def test_a_closed_server_has_no_threads_and_no_leases() -> None:
+def test_a_closed_server_has_no_threads_and_no_leases():
     queue = Queue(lease_seconds=None)
     queue.add("evaluation", 3, task_size=1, name="e")
     before = threading.active_count()
@@ -496,7 +472,7 @@ def test_a_closed_server_has_no_threads_and_no_leases() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_message_or_an_error(data: bytes) -> None:
+def test_any_bytes_are_a_message_or_an_error(data):
     own, other = socket.socketpair()
     with own, other:
         own.sendall(frame(data))

@@ -1,12 +1,8 @@
 """A queue in the state of a Checkpointer: "completed at step s"."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,7 @@ import limpet
 from limpet.errors import LimpetError
 from limpet.storage.memory import MemoryStore
 from limpet.tasks import Queue, TaskBatches, TrainingTask
-from tests.ranks.trainings import TrainingJob, TrainingRank
+from tests.ranks.trainings import TrainingJob
 
 DATA: dict[str, Any] = {"f": 11, "g": range(4, 13)}
 EPOCHS = 2
@@ -36,20 +32,20 @@ class Crash(Exception):
 class Consumed:
     """The records that the model was trained on: part of the state, as the weights are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.records: list[list[Any]] = []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"records": [[*r] for r in self.records]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.records = state["records"]
 
-    def counted(self) -> Counter[Any]:
+    def counted(self):
         return Counter(map(tuple, self.records))
 
 
-def train(store: Any, workers: int, steps: int | None, rng: random.Random) -> Counter[Any]:
+def train(store, workers, steps, rng):
     """Train until the end, or make some steps and crash, with workers that take turns at random.
 
     A worker reads its task ahead, and a step consumes up to 3 records of it. At the crash, leases
@@ -86,7 +82,7 @@ def train(store: Any, workers: int, steps: int | None, rng: random.Random) -> Co
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_a_training_that_crashes_again_and_again_loses_and_repeats_nothing(seed: int) -> None:
+def test_a_training_that_crashes_again_and_again_loses_and_repeats_nothing(seed):
     rng = random.Random(seed)
     store = MemoryStore()
     for _ in range(100):
@@ -102,7 +98,7 @@ def test_a_training_that_crashes_again_and_again_loses_and_repeats_nothing(seed:
 
 
 @pytest.mark.slow
-def test_a_training_can_go_on_from_each_of_its_versions() -> None:
+def test_a_training_can_go_on_from_each_of_its_versions():
     store = MemoryStore()
     assert train(store, 3, None, random.Random(1)) == UNDISTURBED
     versions = [snapshot.step or 0 for snapshot in limpet.Run(store).snapshots()]
@@ -120,7 +116,7 @@ def test_a_training_can_go_on_from_each_of_its_versions() -> None:
         assert consumed.counted() == UNDISTURBED
 
 
-def test_going_back_within_one_process_reopens_what_came_later() -> None:
+def test_going_back_within_one_process_reopens_what_came_later():
     queue, progress = Queue(), limpet.Progress()
     queue.add("training", 6, task_size=2, name="t")
     state = {"queue": queue, "progress": progress}
@@ -137,7 +133,7 @@ def test_going_back_within_one_process_reopens_what_came_later() -> None:
         assert (task.id, task.position) == (2, 3)
 
 
-def test_a_step_that_fails_has_consumed_nothing() -> None:
+def test_a_step_that_fails_has_consumed_nothing():
     """The version that ``OnException`` saves has what complete steps have consumed, although the
     step that failed had reported its records, and the loader has read ahead."""
     model = torch.nn.Linear(1, 1)
@@ -147,10 +143,7 @@ def test_a_step_that_fails_has_consumed_nothing() -> None:
     batches = TaskBatches(queue.training, 4, rank=0, ranks=1)
     loader = DataLoader(TensorDataset(torch.arange(40.0)), batch_sampler=batches, num_workers=2)
     state = {"model": model, "optimizer": optimizer, "queue": queue}
-    with (
-        pytest.raises(Crash),
-        limpet.Checkpointer(store, state, save=limpet.OnException()) as ckpt,
-    ):
+    with pytest.raises(Crash), limpet.Checkpointer(store, state, save=limpet.OnException()) as ckpt:
         for made, (numbers,) in enumerate(loader):
             model(numbers[:, None]).sum().backward()
             batches.consumed()
@@ -165,12 +158,12 @@ def test_a_step_that_fails_has_consumed_nothing() -> None:
     assert next(iter(TaskBatches(resumed.training, 4, rank=0, ranks=1))) == [12, 13, 14, 15]
 
 
-def lines_of_a_stream() -> Iterator[int]:
+def lines_of_a_stream():
     """A stream that can only be read from its beginning."""
     yield from range(1000, 1025)
 
 
-def test_a_stream_and_a_slice_of_a_file_resume_at_the_exact_record(tmp_path: Path) -> None:
+def test_a_stream_and_a_slice_of_a_file_resume_at_the_exact_record(tmp_path):
     """With readers that run ahead of the steps by up to 4 records."""
     file = tmp_path / "lines"
     file.write_text("".join(f"{i}\n" for i in range(40)))
@@ -206,11 +199,11 @@ def test_a_stream_and_a_slice_of_a_file_resume_at_the_exact_record(tmp_path: Pat
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-def train_on_ranks(store: MemoryStore, ranks: int, steps: int | None) -> list[Any]:
+def train_on_ranks(store, ranks, steps):
     """Train on ranks in threads, each with its own queue. Returns the records of each rank."""
     with TrainingJob(ranks, inner=store, lockstep=False) as job:
 
-        def work(trainer: TrainingRank) -> list[int]:
+        def work(trainer):
             queue = Queue()
             queue.add("training", 50, task_size=7, name="t")
             state = {"queue": queue, "progress": limpet.Progress()}
@@ -220,7 +213,7 @@ def train_on_ranks(store: MemoryStore, ranks: int, steps: int | None) -> list[An
             with trainer.make_checkpointer(state=state, save=save) as ckpt:
                 ckpt.resume()
                 for made, part in enumerate(batches, 1):
-                    records += part  # type: ignore[arg-type]
+                    records += part
                     batches.consumed()
                     ckpt.step()
                     if made == steps:
@@ -232,7 +225,7 @@ def train_on_ranks(store: MemoryStore, ranks: int, steps: int | None) -> list[An
 
 
 @pytest.mark.slow
-def test_ranks_store_one_queue_and_resume_with_any_number_of_ranks() -> None:
+def test_ranks_store_one_queue_and_resume_with_any_number_of_ranks():
     store, found = MemoryStore(), Counter[int]()
     for ranks, steps in ((3, 2), (2, 4), (1, None)):
         for records in train_on_ranks(store, ranks, steps):
@@ -241,11 +234,11 @@ def test_ranks_store_one_queue_and_resume_with_any_number_of_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_whose_queues_differ_cannot_be_saved() -> None:
+def test_ranks_whose_queues_differ_cannot_be_saved():
     """One rank has consumed something by itself: no version contains one of two truths."""
     with TrainingJob(2, lockstep=False) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             queue = Queue()
             queue.add("training", 50, task_size=7, name="t")
             if trainer.rank:

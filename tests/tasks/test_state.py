@@ -1,7 +1,5 @@
 """The state of a queue: what a load reopens, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any
@@ -9,22 +7,18 @@ from typing import Any
 import pytest
 
 from limpet.errors import LeaseLost, PlanError, TaskError
-from limpet.tasks import EvaluationTask, Queue, TrainingTask
+from limpet.tasks import Queue
 
 
-def training(queue: Queue, worker: str = "w") -> TrainingTask:
-    task = queue.get("training", worker)
-    assert isinstance(task, TrainingTask)
-    return task
+def training(queue, worker="w"):
+    return queue.get("training", worker)
 
 
-def evaluation(queue: Queue, worker: str = "w") -> EvaluationTask:
-    task = queue.get("evaluation", worker)
-    assert isinstance(task, EvaluationTask)
-    return task
+def evaluation(queue, worker="w"):
+    return queue.get("evaluation", worker)
 
 
-def a_queue() -> Queue:
+def a_queue():
     queue = Queue()
     queue.add("training", {"f": 10, "s": None}, task_size=4, name="t")
     queue.add("training", 1, task_size=1, name="end", after="t")
@@ -32,7 +26,7 @@ def a_queue() -> Queue:
     return queue
 
 
-def test_a_load_reopens_exactly_what_was_not_completed() -> None:
+def test_a_load_reopens_exactly_what_was_not_completed():
     queue = a_queue()
     tasks = [training(queue, f"w{i}") for i in range(4)]
     tasks[1].done()
@@ -62,7 +56,7 @@ def test_a_load_reopens_exactly_what_was_not_completed() -> None:
         assert loaded.job("e").results() == ["first", "others", "others"]
 
 
-def test_the_state_does_not_depend_on_workers_and_leases() -> None:
+def test_the_state_does_not_depend_on_workers_and_leases():
     states = []
     for workers in (1, 3):
         queue = a_queue()
@@ -72,7 +66,7 @@ def test_the_state_does_not_depend_on_workers_and_leases() -> None:
     assert states[0] == states[1]
 
 
-def test_reports_of_leases_before_a_load_are_ignored() -> None:
+def test_reports_of_leases_before_a_load_are_ignored():
     queue = a_queue()
     state = queue.state_dict()
     task, other = training(queue), evaluation(queue)
@@ -89,7 +83,7 @@ def test_reports_of_leases_before_a_load_are_ignored() -> None:
     assert other_again.done("from this history")
 
 
-def test_jobs_keep_their_handles_across_a_load() -> None:
+def test_jobs_keep_their_handles_across_a_load():
     queue = Queue()
     job = queue.add("training", 4, task_size=2, name="t")
     training(queue).done()
@@ -104,7 +98,7 @@ def test_jobs_keep_their_handles_across_a_load() -> None:
     job.wait(0)
 
 
-def test_a_job_that_failed_can_be_tried_again_after_a_load() -> None:
+def test_a_job_that_failed_can_be_tried_again_after_a_load():
     queue = Queue(attempts=1)
     job = queue.add("training", 4, task_size=2, name="t")
     training(queue).consumed(1)
@@ -116,7 +110,7 @@ def test_a_job_that_failed_can_be_tried_again_after_a_load() -> None:
     training(queue).done()
 
 
-def test_a_load_drops_jobs_that_did_not_exist_then() -> None:
+def test_a_load_drops_jobs_that_did_not_exist_then():
     queue = Queue()
     queue.add("training", 4, task_size=2, name="t")
     state = queue.state_dict()
@@ -133,7 +127,7 @@ def test_a_load_drops_jobs_that_did_not_exist_then() -> None:
     assert queue.add("training", 2, task_size=2, name="later").completed == 0
 
 
-def test_a_load_drops_a_loaded_job_that_did_not_exist_then() -> None:
+def test_a_load_drops_a_loaded_job_that_did_not_exist_then():
     queue = Queue()
     queue.add("training", 4, task_size=2, name="t")
     before = queue.state_dict()
@@ -146,7 +140,7 @@ def test_a_load_drops_a_loaded_job_that_did_not_exist_then() -> None:
     assert restarted.state_dict() == before
 
 
-def test_a_load_refuses_to_lose_a_new_training_job() -> None:
+def test_a_load_refuses_to_lose_a_new_training_job():
     state = a_queue().state_dict()
     queue = a_queue()
     queue.add("training", 4, task_size=2, name="new")
@@ -160,7 +154,7 @@ def test_a_load_refuses_to_lose_a_new_training_job() -> None:
 @pytest.mark.parametrize(
     "change", [{"task_size": 5}, {"data": 11}, {"epochs": 2}, {"kind": "evaluation"}]
 )
-def test_a_load_refuses_a_job_that_differs(change: dict[str, Any]) -> None:
+def test_a_load_refuses_a_job_that_differs(change):
     saved, live = Queue(), Queue()
     arguments: dict[str, Any] = {"kind": "training", "data": 10, "task_size": 4, "name": "t"}
     saved.add(**arguments)
@@ -169,7 +163,7 @@ def test_a_load_refuses_a_job_that_differs(change: dict[str, Any]) -> None:
         live.load_state_dict(saved.state_dict())
 
 
-def damaged(**change: Any) -> Any:
+def damaged(**change):
     queue = Queue()
     queue.add("training", {"f": 10}, task_size=2, name="t")
     task = training(queue)
@@ -223,12 +217,12 @@ DAMAGE: list[Any] = [
 ]
 
 
-def test_the_state_that_is_damaged_below_is_valid() -> None:
+def test_the_state_that_is_damaged_below_is_valid():
     Queue().load_state_dict(damaged())
 
 
 @pytest.mark.parametrize("change", DAMAGE, ids=str)
-def test_damaged_states_are_refused(change: Any) -> None:
+def test_damaged_states_are_refused(change):
     queue = Queue()
     with pytest.raises(PlanError):
         queue.check_state_dict(damaged(**change))
@@ -237,7 +231,7 @@ def test_damaged_states_are_refused(change: Any) -> None:
     assert queue.state_dict() == Queue().state_dict()
 
 
-def test_a_state_with_more_tasks_than_a_job_can_have_is_refused() -> None:
+def test_a_state_with_more_tasks_than_a_job_can_have_is_refused():
     queue = Queue()
     queue.add("training", {"f": 1 << 60}, task_size=1, name="t")
     state = queue.state_dict()
@@ -249,6 +243,6 @@ def test_a_state_with_more_tasks_than_a_job_can_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("state", [None, [], 3, {}, "x"])
-def test_what_is_no_state_is_refused(state: Any) -> None:
+def test_what_is_no_state_is_refused(state):
     with pytest.raises(PlanError, match="not the state of a task queue"):
         Queue().load_state_dict(state)

@@ -4,8 +4,6 @@ Whatever happens: every record is counted once per epoch, no task is lost, no re
 twice, and a job that fails blocks no other.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from contextlib import suppress
@@ -31,7 +29,7 @@ ALL_RECORDS = Counter({(n, i, e): 1 for n, d in (("f", range(7)), ("g", range(3,
 class QueueMachine(RuleBasedStateMachine):
     """``counted`` has the records that the queue has accepted as consumed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.clock = FakeClock()
         self.queue = Queue(lease_seconds=10, attempts=ATTEMPTS, clock=self.clock)
@@ -44,30 +42,30 @@ class QueueMachine(RuleBasedStateMachine):
         self.number = 0
 
     @initialize()
-    def add_training(self) -> None:
+    def add_training(self):
         self.queue.add("training", DATA, task_size=3, epochs=EPOCHS, name="train")
 
     @rule()
-    def add_evaluation(self) -> None:
+    def add_evaluation(self):
         name = f"e{self.number}"
         self.number += 1
         self.jobs[name] = self.queue.add("evaluation", 5, task_size=2, name=name)
         self.results[name] = {}
 
     @rule(kind=st.sampled_from(["training", "training", "evaluation"]), worker=WORKERS)
-    def get(self, kind: Any, worker: str) -> None:
+    def get(self, kind, worker):
         task = self.queue.get(kind, worker)
         if task is not None:
             assert task.attempt > max((t.attempt for t in self.handed_out), default=0)
             self.handed_out.append(task)
 
-    def pick(self, data: st.DataObject, kind: type[Task]) -> Any:
+    def pick(self, data, kind):
         """Any task that was ever handed out, most likely a recent one."""
         tasks = [t for t in self.handed_out if isinstance(t, kind)]
         return data.draw(st.sampled_from(tasks[-6:])) if tasks else None
 
     @rule(data=st.data(), records=st.integers(1, 3))
-    def consume(self, data: st.DataObject, records: int) -> None:
+    def consume(self, data, records):
         task = self.pick(data, TrainingTask)
         if task is None or not task.records_left:
             return
@@ -80,57 +78,57 @@ class QueueMachine(RuleBasedStateMachine):
         self.count(task, start, task.position)
 
     @rule(data=st.data())
-    def duplicate_report(self, data: st.DataObject) -> None:
+    def duplicate_report(self, data):
         task = self.pick(data, TrainingTask)
         if task is not None:
             with suppress(LeaseLost):
                 self.queue.report_consumed([task.report])
 
     @rule(data=st.data())
-    def done_training(self, data: st.DataObject) -> None:
+    def done_training(self, data):
         task = self.pick(data, TrainingTask)
         if task is not None and task.done():
             self.count(task, task.position, task.stop)
             assert not task.done()
 
-    def count(self, task: TrainingTask, start: int, stop: int) -> None:
+    def count(self, task, start, stop):
         self.counted.update((task.data, i, task.epoch) for i in range(start, stop))
 
     @rule(data=st.data(), result=st.integers())
-    def done_evaluation(self, data: st.DataObject, result: int) -> None:
+    def done_evaluation(self, data, result):
         task = self.pick(data, EvaluationTask)
         if task is not None and task.done(result):
             assert task.id not in self.results[task.job]
             self.results[task.job][task.id] = result
 
     @rule(data=st.data(), kind=st.sampled_from([TrainingTask, EvaluationTask]))
-    def release(self, data: st.DataObject, kind: type[Task]) -> None:
+    def release(self, data, kind):
         task = self.pick(data, kind)
         if task is not None:
             task.release()
 
     @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
+    def fail(self, data):
         task = self.pick(data, Task)
         if task is not None:
             task.fail("failed")
 
     @rule(worker=WORKERS)
-    def lose_worker(self, worker: str) -> None:
+    def lose_worker(self, worker):
         self.queue.recover(worker)
 
     @rule(seconds=st.integers(1, 6))
-    def wait(self, seconds: int) -> None:
+    def wait(self, seconds):
         self.clock.advance(seconds)
 
     @rule()
-    def save(self) -> None:
+    def save(self):
         state = copy.deepcopy(self.queue.state_dict())
         self.saved = (state, self.counted.copy(), copy.deepcopy(self.results))
 
     @precondition(lambda self: self.saved is not None)
     @rule(restart=st.booleans())
-    def load(self, restart: bool) -> None:
+    def load(self, restart):
         assert self.saved is not None
         state, counted, results = self.saved
         if restart:
@@ -143,7 +141,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.jobs = {name: self.queue.job(name) for name in names}
 
     @rule()
-    def collect(self) -> None:
+    def collect(self):
         for name, job in list(self.jobs.items()):
             try:
                 results = job.results()
@@ -157,25 +155,23 @@ class QueueMachine(RuleBasedStateMachine):
             del self.jobs[name]
 
     @invariant()
-    def no_record_is_counted_twice(self) -> None:
+    def no_record_is_counted_twice(self):
         assert all(n == 1 for n in self.counted.values())
         assert self.counted <= ALL_RECORDS
 
-    def teardown(self) -> None:
+    def teardown(self):
         """After a load, which lets failed jobs be tried again, one worker can complete all that is
         not done yet, and then nothing is left."""
         self.collect()
         self.queue.load_state_dict(self.queue.state_dict())
         while not self.queue.finished("training"):
             task = self.queue.get("training", "last")
-            assert isinstance(task, TrainingTask)
             position, stop = task.position, task.stop
             assert stop is not None
             assert task.done()
             self.count(task, position, stop)
         assert self.counted == ALL_RECORDS
         while (task := self.queue.get("evaluation", "last")) is not None:
-            assert isinstance(task, EvaluationTask)
             assert task.done(0)
             assert task.id not in self.results[task.job]
             self.results[task.job][task.id] = 0

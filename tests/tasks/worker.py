@@ -6,33 +6,31 @@ owner has no task for it; ``hang`` with the first task until it is killed; ``tra
 of the training, one record at a time, and hang after 5 records.
 """
 
-from __future__ import annotations
-
 import signal
 import socket
 import sys
 
-from limpet.tasks import EvaluationTask, RemoteQueue
+from limpet.tasks import RemoteQueue
 
 
-def evaluate(task: EvaluationTask) -> dict[str, list[float]]:
+def evaluate(task):
     records = range(task.start, task.stop)
     return {"squares": [float(sum(i * i for i in records)), len(records)]}
 
 
-def hang(report: str) -> None:
+def hang(report):
     print(report, flush=True)
     while True:
         signal.pause()
 
 
-def connect(to: str) -> RemoteQueue:
+def connect(to):
     if to.isdigit():
         return RemoteQueue(socket.socket(fileno=int(to)))
     return RemoteQueue.connect(to)
 
 
-def main(to: str, mode: str) -> None:
+def main(to, mode):
     with connect(to) as queue:
         if mode == "work":
             print("ready", flush=True)
@@ -46,7 +44,6 @@ def main(to: str, mode: str) -> None:
         elif mode == "train":
             training = queue.training.get(timeout=30)
             for _ in range(5):
-                assert training is not None
                 training.consumed(1)
             hang(str(training and training.position))
 

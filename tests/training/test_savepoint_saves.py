@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import limpet
 from limpet.deadline import Deadline
@@ -355,3 +358,33 @@ def test_without_a_savepoint_the_newest_captured_state_is_saved_and_the_step_may
     assert not ends
     assert left.value.code == 75
     assert [s.step for s in Run(tmp_path / "run").snapshots()] == [3, left.value.saved_step]
+
+
+@pytest.mark.parametrize("share", [0.0, 1e9], ids=["without captures", "with captures"])
+def test_after_a_step_the_parameters_are_sharded_whether_they_are_captured_or_not(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the next forward pass after an evaluation would gather them on some ranks only."""
+    monkeypatch.setattr(step_savepoint, "SHARE", share)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        fully_shard(model[0])
+        root = torch.nn.Sequential(model)  # is not in the state
+        fully_shard(root)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = {"model": model, "optimizer": optimizer, "rng": limpet.RNG()}
+        with Checkpointer(MemoryStore(), state, save=EverySteps(100), group="alone") as ckpt:
+            for epoch in range(6):
+                root(torch.randn(4, 4)).square().sum().backward()
+                optimizer.step()
+                with torch.no_grad():  # an evaluation, before or after the step
+                    if epoch % 2:
+                        ckpt.step()
+                    root(torch.randn(4, 4))
+                    assert not any(isinstance(p, DTensor) for p in model[1].parameters())
+                    ckpt.end_epoch() if epoch % 2 else ckpt.step()
+                assert all(isinstance(p, DTensor) for p in model.parameters())
+            assert (ckpt._savepoint.label is not None) == (share > 0)
+    finally:
+        dist.destroy_process_group()

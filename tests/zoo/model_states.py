@@ -1,7 +1,5 @@
 """Models, optimizers, and schedulers of torchvision, timm, transformers, and peft. All are tiny."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,12 +13,12 @@ Build = Callable[[], Training]
 IMAGES = (2, 3, 32, 32)
 
 
-def _vision(create: Callable[[], nn.Module], shape: tuple[int, ...] = IMAGES) -> Training:
+def _vision(create, shape=IMAGES):
     model = create()
     return train(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), shape)
 
 
-def torchvision() -> dict[str, Build]:
+def torchvision():
     from torchvision import models
     from torchvision.models import convnext, densenet, resnet, swin_transformer, vision_transformer
 
@@ -45,7 +43,7 @@ def torchvision() -> dict[str, Build]:
 # -- timm ----------------------------------------------------------------------------------------
 
 
-def timm() -> dict[str, Build]:
+def timm():
     from timm import create_model
 
     names = ("test_vit", "test_resnet", "test_efficientnet", "test_convnext", "test_nfnet")
@@ -64,21 +62,21 @@ def timm() -> dict[str, Build]:
     }
 
 
-def _timm_optimizer(name: str) -> Training:
+def _timm_optimizer(name):
     from timm.optim import create_optimizer_v2
 
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     return train(model, create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.1))
 
 
-def _timm_scheduler() -> Training:
+def _timm_scheduler():
     from timm.scheduler import CosineLRScheduler
 
     training = _timm_optimizer("adamw")
     optimizer = training.state["optimizer"]
     scheduler = CosineLRScheduler(optimizer, 10, warmup_t=2, warmup_lr_init=0.001, noise_range_t=3)
 
-    def step(i: int) -> Any:
+    def step(i):
         loss = training.step(i)
         scheduler.step(i)
         return [loss, optimizer.param_groups[0]["lr"]]
@@ -86,13 +84,13 @@ def _timm_scheduler() -> Training:
     return Training({**training.state, "scheduler": scheduler}, step)
 
 
-def _timm_ema() -> Training:
+def _timm_ema():
     from timm.utils import ModelEmaV3
 
     training = _vision(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
     ema = ModelEmaV3(training.state["model"], decay=0.9, use_warmup=True)
 
-    def step(i: int) -> Any:
+    def step(i):
         loss = training.step(i)
         ema.update(training.state["model"], step=i)
         return loss
@@ -103,18 +101,18 @@ def _timm_ema() -> Training:
 # -- transformers and peft -----------------------------------------------------------------------
 
 
-def _words(x: torch.Tensor) -> torch.Tensor:
+def _words(x):
     return x.abs().mul(10).long().clamp(max=31)
 
 
-def _language(create: Callable[[], nn.Module], optimizer: Any = None) -> Training:
+def _language(create, optimizer=None):
     model = create()
     forward = lambda x: model(input_ids=_words(x), labels=_words(x)).loss  # noqa: E731
     trained = [p for p in model.parameters() if p.requires_grad]
     return train(model, optimizer or torch.optim.AdamW(trained, lr=0.01), (2, 5), forward)
 
 
-def _gpt2() -> nn.Module:
+def _gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model: nn.Module = GPT2LMHeadModel(
@@ -123,7 +121,7 @@ def _gpt2() -> nn.Module:
     return model
 
 
-def transformers() -> dict[str, Build]:
+def transformers():
     import transformers as library
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
@@ -157,19 +155,19 @@ def transformers() -> dict[str, Build]:
     }
 
 
-def _configured(create: Any, configure: Any, options: dict[str, Any]) -> nn.Module:
+def _configured(create, configure, options):
     model: nn.Module = create(configure(**options))
     return model
 
 
-def _transformers_adafactor() -> Training:
+def _transformers_adafactor():
     from transformers.optimization import Adafactor
 
     model = nn.Linear(6, 3)
     return train(model, Adafactor(model.parameters(), beta1=0.9))  # its step size is relative
 
 
-def _transformers_scheduler(name: str) -> Training:
+def _transformers_scheduler(name):
     from transformers import get_scheduler
 
     options = {
@@ -182,7 +180,7 @@ def _transformers_scheduler(name: str) -> Training:
     scheduler = get_scheduler(name, optimizer, 2, 10, options.get(name))
     take_step = make_step(model, optimizer)
 
-    def step(i: int) -> Any:
+    def step(i):
         loss = take_step(i)
         scheduler.step(*[float(loss)] * (name in ("reduce_lr_on_plateau", "greedy")))
         return [loss, optimizer.param_groups[0]["lr"]]
@@ -190,19 +188,19 @@ def _transformers_scheduler(name: str) -> Training:
     return Training({"model": model, "optimizer": optimizer, "scheduler": scheduler}, step)
 
 
-def _trainer_state() -> Training:
+def _trainer_state():
     from transformers import TrainerState
 
     return Training({"trainer": TrainerState()}, lambda i: i)
 
 
-def _config() -> Training:
+def _config():
     from transformers import GPT2Config
 
     return Training({"config": GPT2Config()}, lambda i: i)
 
 
-def peft() -> dict[str, Build]:
+def peft():
     import peft as library
 
     targets: dict[str, Any] = {"target_modules": ["c_attn"]}
@@ -227,14 +225,14 @@ def peft() -> dict[str, Build]:
     return cases | {"LoRA, only the adapter": _only_adapter}
 
 
-def _adapted(configure: Callable[[], Any]) -> Training:
+def _adapted(configure):
     from peft import get_peft_model
 
-    model: Any = get_peft_model(_gpt2(), configure())  # type: ignore[arg-type]
+    model: Any = get_peft_model(_gpt2(), configure())
     return _language(lambda: model)
 
 
-def _only_adapter() -> Training:
+def _only_adapter():
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     with torch.random.fork_rng():

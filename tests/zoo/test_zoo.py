@@ -3,8 +3,6 @@
 Two processes for each family of libraries: see ``tests/zoo/worker.py``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -55,7 +53,7 @@ REFUSED = {
 """By state: a part of the message with which the state is refused."""
 
 
-def run_half(groups: list[str], mode: str, folder: Path) -> dict[str, Any]:
+def run_half(groups, mode, folder):
     command = [sys.executable, "-W", "ignore", "-m", "tests.zoo.worker", mode, str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -72,7 +70,7 @@ def run_half(groups: list[str], mode: str, folder: Path) -> dict[str, Any]:
     return outcomes
 
 
-def problem_of(saved: dict[str, Any], resumed: dict[str, Any], refusal: str | None) -> str | None:
+def problem_of(saved, resumed, refusal):
     """Return what is wrong with a state, or None."""
     for outcome in (saved, resumed):
         if "error" in outcome:
@@ -92,14 +90,14 @@ def problem_of(saved: dict[str, Any], resumed: dict[str, Any], refusal: str | No
     return None
 
 
-def is_installed(group: str) -> bool:
+def is_installed(group):
     package = group.partition(" ")[0]
     return importlib.util.find_spec(package) is not None or (ROOT / ".zoo" / package).is_dir()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_new_process_continues_with_the_same_bits(family: str, tmp_path: Path) -> None:
+def test_a_new_process_continues_with_the_same_bits(family, tmp_path):
     groups = [group for group in FAMILIES[family] if is_installed(group)]
     saved, resumed = (run_half(groups, mode, tmp_path) for mode in ("save", "resume"))
     assert [*saved] == [*resumed]
@@ -112,7 +110,7 @@ def test_a_new_process_continues_with_the_same_bits(family: str, tmp_path: Path)
         pytest.skip(f"not installed: {', '.join(sorted(missing))}; the rest passed")
 
 
-def test_the_zoo_finds_a_difference() -> None:
+def test_the_zoo_finds_a_difference():
     state = {"created": {"a": "0"}, "saved": {"a": "1"}, "ended": {"a": "2"}}
     assert problem_of(state, state, None) is None
     assert "proves nothing" in str(problem_of(state, {**state, "created": {"a": "1"}}, None))
@@ -123,6 +121,6 @@ def test_the_zoo_finds_a_difference() -> None:
     assert problem_of(state, {"refused": "x is a Metric"}, "is a Metric") is None
 
 
-def test_the_zoo_has_sixty_states() -> None:
+def test_the_zoo_has_sixty_states():
     assert sum(sum(groups.values()) for groups in FAMILIES.values()) >= 60
     assert {g for groups in FAMILIES.values() for g in groups} == MODULES.keys()

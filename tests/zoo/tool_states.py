@@ -1,7 +1,5 @@
 """What Lightning, Accelerate, torchmetrics, schedulefree, torchao, and torch-ema add to a state."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +17,7 @@ Build = Callable[[], Training]
 # -- lightning -----------------------------------------------------------------------------------
 
 
-def lightning() -> dict[str, Build]:
+def lightning():
     logging.getLogger("lightning").setLevel(logging.ERROR)
     return {
         "Trainer": _lightning_trainer,
@@ -28,12 +26,12 @@ def lightning() -> dict[str, Build]:
     }
 
 
-def _lightning_module(manual: bool) -> Any:
+def _lightning_module(manual):
     import torchmetrics
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net, self.seen = net(), torchmetrics.MeanMetric()
             self.seen.persistent(True)
@@ -43,7 +41,7 @@ def _lightning_module(manual: bool) -> Any:
             self.steps = [torch.optim.Adam(p.parameters(), lr=0.1) for p in parts]
             self.schedules = [torch.optim.lr_scheduler.StepLR(o, 2) for o in self.steps]
 
-        def training_step(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        def training_step(self, x, i):
             loss: torch.Tensor = self.net(x).square().mean()
             self.seen.update(loss.detach())
             if manual:
@@ -53,13 +51,13 @@ def _lightning_module(manual: bool) -> Any:
                     optimizer.zero_grad()
             return loss
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return self.steps, self.schedules
 
     return Module()
 
 
-def _lightning_trainer(manual: bool = False) -> Training:
+def _lightning_trainer(manual=False):
     from lightning.pytorch import Trainer
 
     module = _lightning_module(manual)
@@ -73,7 +71,7 @@ def _lightning_trainer(manual: bool = False) -> Training:
         num_sanity_val_steps=0,
     )
 
-    def step(i: int) -> Any:
+    def step(i):
         trainer.fit_loop.max_epochs = i
         # a trainer that fits once more creates one iterator more, and each draws a random number
         data = batch(i).unsqueeze(0)
@@ -91,14 +89,14 @@ def _lightning_trainer(manual: bool = False) -> Training:
     return Training(state, step)
 
 
-def _fabric() -> Training:
+def _fabric():
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
     plain = net()
     model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters(), lr=0.1))
 
-    def step(i: int) -> torch.Tensor:
+    def step(i):
         optimizer.zero_grad()
         loss: torch.Tensor = model(batch(i)).square().mean()
         fabric.backward(loss)
@@ -111,7 +109,7 @@ def _fabric() -> Training:
 # -- accelerate ----------------------------------------------------------------------------------
 
 
-def accelerate() -> dict[str, Build]:
+def accelerate():
     return {
         "prepared": _prepared,
         "prepared, gradient accumulation": partial(_prepared, 2),
@@ -119,7 +117,7 @@ def accelerate() -> dict[str, Build]:
     }
 
 
-def _prepared(accumulate: int = 1, precision: str = "no") -> Training:
+def _prepared(accumulate=1, precision="no"):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -132,7 +130,7 @@ def _prepared(accumulate: int = 1, precision: str = "no") -> Training:
     schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
     model, optimizer, scheduler = accelerator.prepare(plain, sgd, schedule)
 
-    def step(i: int) -> Any:
+    def step(i):
         for k in range(accumulate):
             with accelerator.accumulate(model):
                 loss = model(batch(10 * i + k)).float().square().mean()
@@ -149,7 +147,7 @@ def _prepared(accumulate: int = 1, precision: str = "no") -> Training:
 # -- torchmetrics --------------------------------------------------------------------------------
 
 
-def torchmetrics() -> dict[str, Build]:
+def torchmetrics():
     import torchmetrics as library
     from torchmetrics import classification, regression
 
@@ -175,13 +173,13 @@ def torchmetrics() -> dict[str, Build]:
     }
 
 
-def _metric(create: Callable[[], Any], persistent: bool = True) -> Training:
+def _metric(create, persistent=True):
     metric = create()
     if persistent:
         for part in (metric, *metric.modules()):
             getattr(part, "persistent", lambda _: None)(True)
 
-    def step(i: int) -> Any:
+    def step(i):
         x, y = batch(i, 8, 3), batch(100 + i, 8, 3)
         if hasattr(metric, "increment") and (i == 1 or not hasattr(metric, "_base_metric")):
             metric.increment()
@@ -200,7 +198,7 @@ def _metric(create: Callable[[], Any], persistent: bool = True) -> Training:
 # -- schedulefree, torchao, torch-ema ------------------------------------------------------------
 
 
-def schedulefree() -> dict[str, Build]:
+def schedulefree():
     import schedulefree as library
 
     classes = (
@@ -220,23 +218,23 @@ def schedulefree() -> dict[str, Build]:
     }
 
 
-def _schedulefree(create: Any, leave: bool = False) -> Training:
+def _schedulefree(create, leave=False):
     model = net()
     optimizer = create(model.parameters(), lr=0.1)
     take_step = make_step(model, optimizer, after=optimizer.eval if leave else lambda: None)
 
-    def step(i: int) -> Any:
+    def step(i):
         optimizer.train()
         return take_step(i)
 
     return Training({"model": model, "optimizer": optimizer, "rng": RNG()}, step)
 
 
-def torchao() -> dict[str, Build]:
+def torchao():
     from torchao import optim
 
     # to compile their steps takes a minute
-    torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    torch.compile = lambda function, **_: function
     names = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
     cases: dict[str, Build] = {
         f"optim.{name}": partial(_low_bit_optimizer, getattr(optim, name)) for name in names
@@ -247,14 +245,14 @@ def torchao() -> dict[str, Build]:
     }
 
 
-def _low_bit_optimizer(create: Any) -> Training:
+def _low_bit_optimizer(create):
     model = nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)
     )  # large enough for 8 bit
     return train(model, create(model.parameters(), lr=0.01), (4, 64))
 
 
-def _quantized() -> Training:
+def _quantized():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
@@ -262,17 +260,17 @@ def _quantized() -> Training:
     return train(model, torch.optim.SGD(model[1].parameters(), lr=0.1), (4, 64))
 
 
-def torch_ema() -> dict[str, Build]:
+def torch_ema():
     return {"EMA": _ema, "EMA, saved while its weights are in use": partial(_ema, True)}
 
 
-def _ema(store: bool = False) -> Training:
+def _ema(store=False):
     from torch_ema import ExponentialMovingAverage
 
     training = train(model := net())
     ema = ExponentialMovingAverage(model.parameters(), decay=0.9)
 
-    def step(i: int) -> Any:
+    def step(i):
         if ema.collected_params is not None:
             ema.restore()
         loss = training.step(i)

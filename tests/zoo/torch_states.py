@@ -1,7 +1,5 @@
 """Every optimizer and scheduler of PyTorch, and its kinds of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from tests.zoo.training import Training, batch, make_step, net, train
 Build = Callable[[], Training]
 
 
-def _public(module: Any, base: type) -> dict[str, type]:
+def _public(module, base):
     """Return the classes of a module that derive from ``base``, also those of a later PyTorch."""
     return {
         name: member
@@ -32,7 +30,7 @@ def _public(module: Any, base: type) -> dict[str, type]:
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-def _optimizer_case(cls: Any, options: dict[str, Any]) -> Training:
+def _optimizer_case(cls, options):
     if cls is torch.optim.SparseAdam:
         model: nn.Module = nn.Sequential(nn.Embedding(20, 4, sparse=True))
         rows = lambda x: model(x.abs().mul(5).long().clamp(max=19))  # noqa: E731
@@ -58,7 +56,7 @@ OPTIMIZER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def optimizers() -> dict[str, Build]:
+def optimizers():
     classes = _public(torch.optim, torch.optim.Optimizer)
     cases: dict[str, Build] = {
         name: partial(_optimizer_case, cls, {}) for name, cls in classes.items()
@@ -77,42 +75,42 @@ def optimizers() -> dict[str, Build]:
     }
 
 
-def _two_groups() -> Training:
+def _two_groups():
     model = net()
     rest = {"params": model[4].parameters(), "lr": 0.1, "betas": (0.5, 0.6), "tag": "head"}
     return train(model, torch.optim.Adam([{"params": [*model[0].parameters()]}, rest], lr=0.01))
 
 
-def _named_parameters() -> Training:
+def _named_parameters():
     model = net()
     return train(model, torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9))
 
 
-def _frozen() -> Training:
+def _frozen():
     model = net()
     model[0].weight.requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.randn(3)))
     return train(model)
 
 
-def _bfloat16() -> Training:
+def _bfloat16():
     model = net().bfloat16()
     return train(model, None, (), lambda x: model(x.bfloat16()))
 
 
-def _loose_parameters() -> Training:
+def _loose_parameters():
     weight = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     step = make_step(lambda x: x.double() @ weight, optimizer)
     return Training({"weight": weight, "optimizer": optimizer}, step)
 
 
-def _two_optimizers() -> Training:
+def _two_optimizers():
     model = net()
     body = torch.optim.Adam(model[0].parameters(), lr=0.1)
     head = torch.optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)
 
-    def step_head() -> None:
+    def step_head():
         head.step()
         head.zero_grad()
 
@@ -126,15 +124,15 @@ def _two_optimizers() -> Training:
 class Decay:
     """A callable object with a value of its own, as LambdaLR saves it."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor):
         self.factor = factor
 
-    def __call__(self, epoch: int) -> float:
+    def __call__(self, epoch):
         self.factor *= 0.99
         return float(self.factor**epoch)
 
 
-def _cosine_after_warmup(optimizer: Any) -> Any:
+def _cosine_after_warmup(optimizer):
     warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, 10)
     return lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[2])
@@ -158,7 +156,7 @@ SCHEDULER_OPTIONS: dict[str, Callable[[Any], Any]] = {
 """How to create the schedulers that need more than an optimizer."""
 
 
-def _scheduler_case(create: Callable[[Any], Any], adam: bool = False) -> Training:
+def _scheduler_case(create, adam=False):
     model = net()
     groups = [{"params": model[0].parameters()}, {"params": model[4].parameters(), "lr": 0.02}]
     optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -167,7 +165,7 @@ def _scheduler_case(create: Callable[[Any], Any], adam: bool = False) -> Trainin
     scheduler = create(optimizer)
     take_step = make_step(model, optimizer)
 
-    def step(i: int) -> list[float]:
+    def step(i):
         loss = take_step(i)
         if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
             scheduler.step(float(loss))
@@ -179,7 +177,7 @@ def _scheduler_case(create: Callable[[Any], Any], adam: bool = False) -> Trainin
     return Training(state, step)
 
 
-def schedulers() -> dict[str, Build]:
+def schedulers():
     classes = _public(lr_scheduler, lr_scheduler.LRScheduler) | {"SWALR": swa_utils.SWALR}
     options: dict[str, Any] = {"SWALR": lambda o: swa_utils.SWALR(o, 0.05, 3), **SCHEDULER_OPTIONS}
     cases: dict[str, Build] = {
@@ -201,7 +199,7 @@ def schedulers() -> dict[str, Build]:
     }
 
 
-def _nested_schedulers(o: Any) -> Any:
+def _nested_schedulers(o):
     chained = lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.StepLR(o, 1)], optimizer=o
     )
@@ -214,13 +212,13 @@ def _nested_schedulers(o: Any) -> Any:
 class Tied(nn.Module):
     """An embedding and an output layer with one weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(20, 6, max_norm=1.0)
         self.out = nn.Linear(6, 20, bias=False)
         self.out.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         out: torch.Tensor = self.out(self.embedding(x.abs().mul(5).long().clamp(max=19)))
         return out
 
@@ -228,24 +226,24 @@ class Tied(nn.Module):
 class Counting(nn.Module):
     """A module with a state that is not a tensor, and a buffer that is not saved."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls, self.inner = 0, nn.Linear(6, 3)
         self.register_buffer("scale", torch.ones(3), persistent=False)
 
-    def get_extra_state(self) -> dict[str, Any]:
+    def get_extra_state(self):
         return {"calls": self.calls, "name": ("counting", None)}
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state):
         self.calls = state["calls"]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls += 1
         out: torch.Tensor = self.inner(x) * self.scale * self.calls
         return out
 
 
-def modules() -> dict[str, Build]:
+def modules():
     linear = partial(nn.Linear, 6, 6)
     shaped: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         "BatchNorm2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), (2, 2, 6, 6)),
@@ -264,7 +262,7 @@ def modules() -> dict[str, Build]:
             lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True),
             (2, 4, 8),
         ),
-        "compiled": (lambda: torch.compile(net(), backend="eager"), (4, 6)),  # type: ignore[dict-item]
+        "compiled": (lambda: torch.compile(net(), backend="eager"), (4, 6)),
     }
     cases: dict[str, Build] = {
         name: partial(_module_case, create, shape) for name, (create, shape) in shaped.items()
@@ -286,38 +284,38 @@ def modules() -> dict[str, Build]:
     }
 
 
-def _module_case(create: Callable[[], nn.Module], shape: tuple[int, ...]) -> Training:
+def _module_case(create, shape):
     return train(create(), None, shape)
 
 
-def _lstm() -> Training:
+def _lstm():
     model = nn.LSTM(6, 5, 2, dropout=0.1, bidirectional=True)
     return train(model, None, (4, 2, 6), lambda x: model(x)[0])
 
 
-def _lazy() -> Training:
+def _lazy():
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(3))
     model(batch(0))  # materializes the parameters, which an optimizer needs
     return train(model)
 
 
-def _compiled_in_place() -> Training:
+def _compiled_in_place():
     model = net()
     model.compile(backend="eager")
     return train(model)
 
 
-def _complex() -> Training:
+def _complex():
     model = nn.Linear(6, 3, dtype=torch.complex64)
     return train(model, None, (), lambda x: model(x.to(torch.complex64)).abs())
 
 
-def _averaged(create: Callable[[nn.Module], Any]) -> Training:
+def _averaged(create):
     training = train(model := net())
     averaged = create(model)
     inner = training.step
 
-    def step(i: int) -> Any:
+    def step(i):
         loss = inner(i)
         averaged.update_parameters(model)
         return loss
@@ -325,12 +323,12 @@ def _averaged(create: Callable[[nn.Module], Any]) -> Training:
     return Training({**training.state, "averaged": averaged}, step)
 
 
-def _grad_scaler(enabled: bool = True) -> Training:
+def _grad_scaler(enabled=True):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=enabled)
 
-    def step(i: int) -> Any:
+    def step(i):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(batch(i)).float().square().mean()
@@ -347,17 +345,17 @@ def _grad_scaler(enabled: bool = True) -> Training:
 class GeneratorState:
     """The usual way to save a generator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.generator = torch.Generator()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"generator": self.generator.get_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.generator.set_state(state["generator"])
 
 
-def _generator() -> Training:
+def _generator():
     generator = GeneratorState()
     generator.generator.manual_seed(torch.initial_seed() % 1000)
     return Training(

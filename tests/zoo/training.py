@@ -1,9 +1,7 @@
 """A small training of the zoo, and what its state looks like without the help of Limpet."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +20,13 @@ class Training:
     extra: Callable[[], Any] = lambda: None
 
 
-def look_at(training: Training, results: list[Any]) -> dict[str, str]:
+def look_at(training, results):
     """Return the bits of everything in the state, by path, as text."""
     seen = {"results": results, "extra": training.extra(), **training.state}
     return dict(_walk(seen, ""))
 
 
-def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _walk(value, path):
     match value:
         case torch.Tensor():
             yield from _walk_tensor(value, path)
@@ -61,9 +59,9 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield path, repr(value)
 
 
-def _walk_tensor(t: torch.Tensor, path: str) -> Iterator[tuple[str, str]]:
+def _walk_tensor(t, path):
     if type(t) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        inner, _ = t.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner, _ = t.__tensor_flatten__()
         yield path, type(t).__name__
         yield from _walk({name: getattr(t, name) for name in inner}, path)
         return
@@ -78,31 +76,26 @@ def _walk_tensor(t: torch.Tensor, path: str) -> Iterator[tuple[str, str]]:
 # -- models and data that many cases use ---------------------------------------------------------
 
 
-def net() -> nn.Sequential:
+def net():
     """Return a classifier of 6 features with batch statistics and random dropout."""
     return nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
     )
 
 
-def batch(i: int, *shape: int) -> torch.Tensor:
+def batch(i, *shape):
     """Return the inputs of step ``i``, which do not depend on the global generator."""
     return torch.randn(shape or (4, 6), generator=torch.Generator().manual_seed(1000 + i))
 
 
-def make_step(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    shape: tuple[int, ...] = (),
-    after: Callable[[], object] = lambda: None,
-) -> Callable[[int], Any]:
+def make_step(forward, optimizer, shape=(), after=lambda: None):
     """Return a function that makes one step of an optimizer, then calls ``after``."""
 
-    def step(i: int) -> torch.Tensor:
-        def closure() -> torch.Tensor:
+    def step(i):
+        def closure():
             optimizer.zero_grad()
             loss = forward(batch(i, *shape)).float().square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         loss = closure()
@@ -113,20 +106,15 @@ def make_step(
     return step
 
 
-def _same(closure: Callable[[], torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
+def _same(closure, loss):
     return loss
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def _needs_closure(optimizer):
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    shape: tuple[int, ...] = (),
-    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Training:
+def train(model, optimizer=None, shape=(), forward=None):
     """Return the training of a model, by default with AdamW."""
     from limpet import RNG
 

@@ -8,8 +8,6 @@ or ``resume.json``: by name, what the state looked like when it was created, whe
 loaded, and at the end, or the error.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -40,7 +38,7 @@ APART = Path(__file__).parents[2] / ".zoo"
 """The folder of torchvision and timm, which the Makefile fills and explains."""
 
 
-def _run(create: Any, path: Path, resume: bool) -> dict[str, Any]:
+def _run(create, path, resume):
     torch.manual_seed(7 if resume else 0)
     training: Training = create()
     created = look_at(training, [])
@@ -55,7 +53,7 @@ def _run(create: Any, path: Path, resume: bool) -> dict[str, Any]:
     return {"created": created, "saved": saved, "ended": look_at(training, results)}
 
 
-def _attempt(create: Any, path: Path, resume: bool) -> dict[str, Any]:
+def _attempt(create, path, resume):
     try:
         return _run(create, path, resume)
     except LimpetError as e:
@@ -64,7 +62,7 @@ def _attempt(create: Any, path: Path, resume: bool) -> dict[str, Any]:
         return {"error": traceback.format_exc()}
 
 
-def main(mode: str, folder: Path, groups: list[str]) -> None:
+def main(mode, folder, groups):
     if {"torchvision", "timm"} & {*groups}:
         sys.path.append(str(APART))
         make_torchvision_importable()

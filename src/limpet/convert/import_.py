@@ -40,13 +40,7 @@ from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_ad
 from limpet.format.strict_json import unique_members
 from limpet.saving.commit import VersionMetadata, raise_if_exists
 from limpet.saving.save import begin_save, finish_save
-from limpet.snapshot.location import (
-    Location,
-    Url,
-    locate,
-    path_advice,
-    suggest_similar_path,
-)
+from limpet.snapshot.location import Location, Url, locate, path_advice, suggest_similar_path
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten

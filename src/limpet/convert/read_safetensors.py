@@ -9,12 +9,7 @@ from typing import Any
 import msgspec
 
 from limpet.convert.read_torch import LoadedFile, load_torch_file
-from limpet.convert.stored_files import (
-    ForeignFile,
-    ForeignFolder,
-    is_safetensors,
-    require_space,
-)
+from limpet.convert.stored_files import ForeignFile, ForeignFolder, is_safetensors, require_space
 from limpet.errors import FormatError, NotFound, Unsupported
 from limpet.format.safetensors import HeaderEntry, decode_entries
 from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder

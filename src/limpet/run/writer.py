@@ -152,6 +152,11 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         ``state``: as for ``limpet.save``. ``step``: greater than that of ``latest``. ``metrics``:
         numbers by name, by which ``keep`` may decide. ``note``: plain values for the metadata.
 
+        If a save fails with an unknown outcome, such as after a lost answer, save the same step
+        again. If the first save has committed its version after all, this returns that version,
+        and ``state``, ``metrics``, and ``note`` of the second call are not saved. Otherwise, it
+        saves as usual.
+
         Raises ``LimpetError`` for an invalid argument, outside of the ``with`` block, or if another
         process has taken the run over; and the errors of ``limpet.save``. If old versions cannot be
         deleted, the error has the field ``committed``: the version is saved.

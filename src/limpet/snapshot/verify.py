@@ -14,12 +14,7 @@ from limpet.format.index import ShardIndex
 from limpet.format.manifest import Manifest, Shard
 from limpet.format.names import MANIFEST
 from limpet.format.safetensors import header_length, parse_header
-from limpet.layout.read_plan import (
-    ReadItem,
-    ReadRequest,
-    chunk_read_items,
-    make_read_plan,
-)
+from limpet.layout.read_plan import ReadItem, ReadRequest, chunk_read_items, make_read_plan
 from limpet.layout.shard_layout import (
     full_shard_entries,
     leaf_boxes_from_index,

@@ -24,7 +24,7 @@ _LOST_SLASH = re.compile(r"(fsspec\+[^/]*|[A-Za-z][A-Za-z0-9+.-]*):(/(?!/)|$)")
 _EMPTY_LEVEL = re.compile(r"(?<=[^/])//+(?=[^/])")
 _BUILT_IN = {
     "file": "limpet.storage.local.store:open_local",
-    "hdfs": "limpet.storage.hdfs.store:open_hdfs",
+    "hdfs": "limpet.storage.hdfs:open_hdfs",
     "az": "limpet.storage.cloud.store:open_azure",
     "gs": "limpet.storage.cloud.store:open_google",
     "s3": "limpet.storage.s3.store:open_s3",

@@ -24,13 +24,7 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.tmpfs import MIN_SPARE_BYTES, TmpfsStore
 from limpet.text import warn_user
 from limpet.threads import start_thread
-from limpet.tiers.host_tier import (
-    COPY_SECONDS,
-    KEPT_SNAPSHOTS,
-    HostSnapshot,
-    HostTier,
-    state_bytes,
-)
+from limpet.tiers.host_tier import COPY_SECONDS, KEPT_SNAPSHOTS, HostSnapshot, HostTier, state_bytes
 from limpet.tiers.hosts import Hosts
 from limpet.tiers.memory_check import TierCost, check_memory
 from limpet.tiers.settings import MemoryTier

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import ceil, inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from limpet import events
 from limpet.generators import Isolation
 from limpet.state.copy_pool import TooManyBytes
 from limpet.state.flatten import FlatState
 from limpet.state.savepoint import Savepoint
+from limpet.state.sharding import is_distributed_tensor
+from limpet.state.walk import modules_in, optimizers_in, parameters_of
 from limpet.training.goodput import Durations
 from limpet.training.saver import SaveSpec
 from limpet.types import MIB
+
+if TYPE_CHECKING:
+    import torch
 
 SHARE = 0.01
 """The largest share of a step that a capture after each step may take."""
@@ -52,10 +57,11 @@ class StepSavepoint:
         self._skip = 0
         self._is_expensive = False
         self._is_failing = self._is_partial = False
+        self._sharded: list[torch.nn.Module] | None = None
 
     def attach(self, state: dict[str, Any]) -> None:
         """Capture ``state`` from now on."""
-        self._savepoint.state = state
+        self._savepoint.state, self._sharded = state, None
 
     def mark(
         self, make_label: Callable[[], SaveSpec], is_pending: bool, is_partial: bool = False
@@ -68,9 +74,11 @@ class StepSavepoint:
         self._is_partial = is_partial
         if self._is_required:
             self._savepoint.capture(make_label())
-        elif is_partial or not self.is_useful:
             return
-        elif is_pending:
+        if is_partial or not self.is_useful:
+            return
+        self._reshard()
+        if is_pending:
             self._try_capture(make_label, inf)
         elif self._skip:
             self._skip -= 1
@@ -86,6 +94,25 @@ class StepSavepoint:
                 self._skip = _MAX_SKIPPED if self._is_failing else min(captures, _MAX_SKIPPED)
                 self._is_expensive = False
                 self._savepoint.free()
+
+    def _reshard(self) -> None:
+        """Free the parameters that a forward pass without a backward pass, such as an evaluation,
+        has gathered in modules of ``fully_shard``, by the hook of their ``state_dict()``.
+
+        A capture would do that, too. But each rank decides for itself whether it captures, and the
+        next forward pass must gather the same parameters on all ranks.
+        """
+        if self._sharded is None:
+            state = self._savepoint.state
+            owned = (p for o in optimizers_in(state) for p in parameters_of(o))
+            found = modules_in(state) if any(map(is_distributed_tensor, owned)) else []
+            self._sharded = [m for root in found for m in root.modules()]
+        for module in [*self._sharded]:
+            if _has_gathered(module):
+                with Isolation("call"):
+                    module.state_dict()
+                if _has_gathered(module):  # it is never sharded
+                    self._sharded.remove(module)
 
     def _try_capture(self, make_label: Callable[[], SaveSpec], max_bytes: float) -> None:
         """Capture. A failure, such as one of the user's ``state_dict``, must not end the training
@@ -140,3 +167,8 @@ class StepSavepoint:
 
     def close(self) -> None:
         self._savepoint.close()
+
+
+def _has_gathered(module: torch.nn.Module) -> bool:
+    """Return True if the module has parameters of its own that are not distributed."""
+    return not all(map(is_distributed_tensor, module.parameters(recurse=False)))

@@ -22,18 +22,8 @@ from limpet.cli.resolve import (
 from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import attempt_of_copy, copy_snapshot
 from limpet.errors import AlreadyExists, FormatError, FormatTooNew, LimpetError, NotFound
-from limpet.format.names import (
-    MANIFEST,
-    Version,
-    branch_name,
-    pin_name,
-)
-from limpet.format.records import (
-    MAX_RECORD,
-    Ended,
-    LastingPin,
-    encode_record,
-)
+from limpet.format.names import MANIFEST, Version, branch_name, pin_name
+from limpet.format.records import MAX_RECORD, Ended, LastingPin, encode_record
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import last_written

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from limpet.deadline import Deadline, call_within
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
-from limpet.storage.cloud.errors import translated
 from limpet.storage.cloud.server import (
     TIMEOUTS,
     AzureOptions,
@@ -21,6 +20,7 @@ from limpet.storage.cloud.server import (
     CloudServer,
     GoogleOptions,
     shared_server,
+    translated,
 )
 from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
 from limpet.storage.store import (
