@@ -112,10 +112,8 @@ class BufferPool:
         ``StoreError`` if the pool is closed.
         """
         with self._lock:
-            # in parts: an exception may have prevented a notification
-            while not self._condition.wait_for(
-                lambda: self._closed or self._free or self._count < self._limit, _WAIT_PART
-            ):
+            while not (self._closed or self._free or self._count < self._limit):
+                self._condition.wait(_WAIT_PART)  # an exception may have prevented a notification
                 check()
             if self._closed:
                 raise StoreError("Cannot acquire a buffer: the pool is closed")
@@ -138,7 +136,8 @@ class BufferPool:
         own = object()  # not a lock: the wait for a lock cannot call ``check``
         try:
             with self._lock:
-                while not self._may_collect.wait_for(lambda: self._collector is None, _WAIT_PART):
+                while self._collector is not None:
+                    self._may_collect.wait(_WAIT_PART)
                     check()
                 self._collector = own
             while len(buffers) < count:

@@ -244,7 +244,8 @@ class Latch:
     def set(self) -> None:
         """Let all waiting and later calls of ``wait`` return."""
         self._is_set = True
-        self._release_if_set()
+        with suppress(RuntimeError):  # it is not acquired any more
+            self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for at most ``timeout`` seconds, and return whether the event has happened."""
@@ -253,13 +254,9 @@ class Latch:
             try:
                 self._lock.acquire(timeout=seconds)
             finally:
-                self._release_if_set()  # for the next thread that waits
+                if self.is_set():
+                    self.set()  # for the next thread that waits
         return self._is_set
-
-    def _release_if_set(self) -> None:
-        if self._is_set:
-            with suppress(RuntimeError):  # it is not acquired any more
-                self._lock.release()
 
 
 def start_thread(thread: Thread) -> bool:
@@ -283,21 +280,6 @@ def start_thread(thread: Thread) -> bool:
     raise error
 
 
-class Claim:
-    """Which one of several threads does something: the first one that asks.
-
-    Not a lock: an interrupt right after its ``acquire`` would hide who has it.
-    """
-
-    def __init__(self) -> None:
-        self._claimants: list[str] = []
-
-    def take(self, claimant: str) -> bool:
-        """Return True if ``claimant`` was the first to call this, then or now."""
-        self._claimants.append(claimant)
-        return self._claimants[0] == claimant
-
-
 class _Worker(Thread):
     """A thread that the caller can join despite Ctrl-C, which would interrupt ``Thread.join``.
 
@@ -306,11 +288,11 @@ class _Worker(Thread):
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name)
-        self._claim = Claim()
+        self._claim: dict[str, str] = {}  # who has it: the first one that sets it, atomically
         self._ended = Latch()
 
     def run(self) -> None:
-        if self._claim.take("thread"):
+        if self._claim.setdefault("by", "thread") == "thread":
             try:
                 super().run()
             finally:
@@ -323,7 +305,7 @@ class _Worker(Thread):
         """
         while True:
             try:
-                if not self._claim.take("caller"):
+                if self._claim.setdefault("by", "caller") != "caller":
                     self._ended.wait()
                 if self.is_alive():
                     self.join()

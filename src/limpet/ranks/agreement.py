@@ -226,7 +226,10 @@ class LocalAgreement:
         """There is no other rank that could raise."""
 
     def step(self) -> frozenset[str]:
-        return frozenset(self._proposals.get() for _ in range(self._proposals.qsize()))
+        actions = set()
+        for _ in range(self._proposals.qsize()):
+            actions.add(self._proposals.get())
+        return frozenset(actions)
 
     def close(self) -> None:
         if actions := self.step():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from limpet.errors import CommitError, LimpetError
 from limpet.machine import after_fork
 from limpet.ranks.error_report import format_with_notes
-from limpet.threads import Claim, Latch, start_thread
+from limpet.threads import Latch, start_thread
 
 if TYPE_CHECKING:
     from limpet.snapshot.snapshot import Snapshot
@@ -47,7 +47,9 @@ class Pending:
         # ended, and the process then does not wait for it at exit.
         self._ended = Latch()
         self._thread = Thread(target=self._run, name="limpet-save")
-        self._claim = Claim()  # of the thread, or of the caller that gave up starting it
+        # Who has it: the thread, or the caller that gave up starting it. The first one sets it,
+        # atomically. An interrupt right after the acquisition of a lock would hide who that was.
+        self._claim: dict[str, str] = {}
 
     def __repr__(self) -> str:
         failed = self._error is not None
@@ -69,7 +71,7 @@ class Pending:
 
     def cancel(self) -> bool:
         """Return True if the save will never begin, because its thread has not taken it over."""
-        is_cancelled = self._claim.take("caller")
+        is_cancelled = self._claim.setdefault("by", "caller") == "caller"
         if is_cancelled:
             _unawaited.discard(self)
         return is_cancelled
@@ -127,7 +129,7 @@ class Pending:
         return self._snapshot
 
     def _run(self) -> None:
-        if not self._claim.take("thread"):
+        if self._claim.setdefault("by", "thread") != "thread":
             return
         try:
             try:

@@ -19,7 +19,7 @@ from limpet.errors import DeadlinePassed, RankFailed
 from limpet.notices.exit_timer import exit_margin
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group, broadcast_from_first
-from limpet.threads import Claim, Latch, call_with_limit, no_op, start_thread
+from limpet.threads import Latch, call_with_limit, no_op, start_thread
 from limpet.training.goodput import Goodput
 from limpet.training.saver import Saver
 from limpet.training.step_savepoint import StepSavepoint
@@ -68,7 +68,7 @@ class SavepointSaver:
         self._deadline: Deadline | None = None
         self._leave_at = 0.0
         self._is_stopped = self._is_hastened = self._is_awaited = False
-        self._claim = Claim()
+        self._claim: dict[str, str] = {}  # who saves: the first one that sets it, atomically
         self._is_claimed = False
         self._thread: Thread | None = None
         self._ended = Latch()
@@ -85,7 +85,7 @@ class SavepointSaver:
         """Return True if the training itself saves now. Return False if the thread saves already:
         then wait for it."""
         if self._group.size == 1:
-            return self._claim.take("training")
+            return self._claim.setdefault("by", "training") == "training"
         self._is_claimed = not self.is_decided
         return self._is_claimed
 
@@ -155,7 +155,7 @@ class SavepointSaver:
             self._savepoint.release()
             self._flush_if_unsaved(is_lost)
             if self.saved_step is None:  # the training may still reach its next step, and save
-                self._claim, self.is_decided = Claim(), False
+                self._claim, self.is_decided = {}, False
             self._ended.set()
 
     def _flush_if_unsaved(self, is_lost: bool) -> None:
@@ -254,7 +254,9 @@ class SavepointSaver:
     def _save(self, deadline: Deadline) -> None:
         """Save the savepoint, which is held. The next step may begin when it is copied."""
         label = self._savepoint.label
-        if label is None or not (self._group.size > 1 or self._claim.take("watcher")):
+        if label is None:
+            return
+        if self._group.size == 1 and self._claim.setdefault("by", "watcher") != "watcher":
             return
         self.is_decided = True
         if label.version.step > self._saves.saved_step:
