@@ -66,7 +66,11 @@ def test_a_mistyped_url_is_refused(url, message):
 @pytest.mark.parametrize(
     ("url", "options", "message"),
     [
-        ("az://b1b/r", {"acount": "x"}, "Unknown option 'acount' of an az:// store. Expected end"),
+        (
+            "az://b1b/r",
+            {"acount": "x"},
+            "Unknown option 'acount' of an az:// store. .* or endpoint",
+        ),
         ("gs://b1b/r", {"account": "x"}, "Unknown option 'account'.* or service_account"),
         ("az://b1b/r", {"part_size": 1 << 20}, "part_size=. Expected at least 5242880 bytes"),
         ("az://b1b/r", {"part_size": "16M"}, "found '16M'"),

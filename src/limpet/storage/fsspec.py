@@ -14,22 +14,21 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, ClassVar
 
 from limpet.deadline import Call, Deadline, call_within
 from limpet.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
+from limpet.storage.options import Options, switch
 from limpet.storage.retry import BlockReply, Remote, RemoteUpload, Reply, RetryStore, Server
 from limpet.storage.store import (
-    TIMEOUT,
     Entry,
     Stat,
     Traits,
-    check_option,
     check_written_length,
     exists_error,
-    switch,
     weak_store_error,
 )
 from limpet.text import hide_secrets
@@ -44,6 +43,13 @@ _ERRORS_BY_NAME = (
 )
 _RACES = (FileNotFoundError, NotADirectoryError, FileExistsError)
 _RMDIR_KEEPS_FILES = {f"fsspec.implementations.{n}" for n in ("local", "memory", "sftp", "ftp")}
+
+
+@dataclass(frozen=True, slots=True)
+class FsspecOptions(Options):
+    """The options of ``open_fsspec`` that are not those of fsspec."""
+
+    allow_weak: bool = switch()
 
 
 class FsspecFolder(Remote):
@@ -246,8 +252,7 @@ def open_fsspec(
     url: str, *, allow_weak: bool = False, timeout: float = 300.0, **options: Any
 ) -> RetryStore:
     """Return the store at ``fsspec+PROTOCOL://REST``; the other ``options`` are those of fsspec."""
-    check_option(TIMEOUT, timeout)
-    check_option(switch("allow_weak"), allow_weak)
+    own = FsspecOptions.from_mapping({"timeout": timeout, "allow_weak": allow_weak})
     shown = hide_secrets(url)
     protocol, _, rest = (inner := url.removeprefix("fsspec+")).partition("://")
     if not protocol or "::" in inner:
@@ -263,4 +268,4 @@ def open_fsspec(
         raise StoreError(f"Cannot open {shown}", found=hide_secrets(str(e)), todo=todo) from None
 
     connect = partial(fsspec.core.url_to_fs, inner, skip_instance_cache=True, **options)
-    return RetryStore(FsspecFolder(url, top, connect, allow_weak, timeout), timeout)
+    return RetryStore(FsspecFolder(url, top, connect, allow_weak, own.timeout), own.timeout)

@@ -31,16 +31,14 @@ from typing import Any, ClassVar, TypeVar
 
 from limpet.deadline import CLEANUP_SECONDS, Call, Deadline, call_within
 from limpet.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
+from limpet.storage.options import Options, option, switch
 from limpet.storage.retry import BlockReply, Remote, RemoteUpload, Reply, RetryStore, Server
 from limpet.storage.store import (
     Entry,
-    Rule,
     Stat,
     Traits,
     check_written_length,
     exists_error,
-    make_options,
-    switch,
     weak_store_error,
 )
 from limpet.text import hide_secrets
@@ -59,41 +57,28 @@ _DEFAULTS = {
 }
 
 
-_INT = (int, type(None))
-_SCALAR = (str, int, float)
-
-
 @dataclass(frozen=True, slots=True)
-class HdfsOptions:
+class HdfsOptions(Options):
     """The options of ``limpet.open_store("hdfs://...", **options)``.
 
     What is not given comes from the files ``core-site.xml`` and ``hdfs-site.xml`` in the folder
     that ``HADOOP_CONF_DIR`` or ``HADOOP_HOME`` names. ``config``: properties of Hadoop that take
     precedence over them. ``replication``: the number of copies of a block. ``block_size``: in
-    bytes. ``concurrency``: the largest number of calls of this process in progress. ``timeout``:
-    seconds for which a call is repeated while HDFS is unreachable or busy. ``allow_weak``: write
-    even if HDFS cannot make the bytes durable.
+    bytes. ``concurrency``: the largest number of calls of this process in progress. ``allow_weak``:
+    write even if HDFS cannot make the bytes durable. See also ``Options``.
     """
 
-    config: tuple[tuple[str, str], ...] = ()
-    replication: int | None = None
-    block_size: int | None = None
-    concurrency: int = 32
-    timeout: float = 300.0
-    allow_weak: bool = False
+    config: tuple[tuple[str, str], ...] = option((), tuple, "", is_secret=True)
+    replication: int | None = option(
+        None, (int, type(None)), "1 to 32767", lambda n: n is None or 1 <= n < 1 << 15
+    )
+    block_size: int | None = option(
+        None, (int, type(None)), "1 MiB to 1 TiB", lambda n: n is None or 1 << 20 <= n <= 1 << 40
+    )
+    concurrency: int = option(32, int, "1 to 1024", lambda n: 1 <= n <= 1024)
+    allow_weak: bool = switch()
 
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> HdfsOptions:
-        """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        values = dict(options)
-        values["config"] = _config_items(values.get("config", {}))
-        rules: tuple[Rule, ...] = (
-            ("config", tuple, lambda c: True, "a dict of properties of Hadoop"),
-            ("replication", _INT, lambda n: n is None or 1 <= n < 1 << 15, "1 to 32767"),
-            ("block_size", _INT, lambda n: n is None or 1 << 20 <= n <= 1 << 40, "1 MiB to 1 TiB"),
-            switch("allow_weak"),
-        )
-        return make_options(cls, "an HDFS store", values, rules)
+    kind: ClassVar[str] = "an HDFS store"
 
 
 def _config_items(config: Any) -> tuple[tuple[str, str], ...]:
@@ -103,7 +88,7 @@ def _config_items(config: Any) -> tuple[tuple[str, str], ...]:
     is_valid = isinstance(config, tuple) and all(
         isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in config
     )
-    if not is_valid or not all(isinstance(value, _SCALAR) for _, value in config):
+    if not is_valid or not all(isinstance(value, str | int | float) for _, value in config):
         raise StoreError(
             "Invalid value for config=",
             expected="a dict of properties of Hadoop: names, and texts or numbers",
@@ -652,7 +637,8 @@ def open_hdfs(url: str, **options: Any) -> RetryStore:
             expected="hdfs://NAMENODE:PORT/folder",
             todo="Users and other options are not part of the URL",
         )
-    found = HdfsOptions.from_mapping(options)
+    config = {"config": _config_items(options["config"])} if "config" in options else {}
+    found = HdfsOptions.from_mapping({**options, **config})
     return RetryStore(HdfsFolder(match[1], match[2], found), found.timeout)
 
 

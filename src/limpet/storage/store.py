@@ -11,18 +11,15 @@ writing.)
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, Self, TypeVar, cast
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self, TypeVar
 
 import msgspec
-import numpy as np
 
 from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, Denied, NotFound, StoreError
-from limpet.text import to_repr
 from limpet.types import BLOCK_SIZE
 
 T = TypeVar("T")
@@ -372,70 +369,6 @@ class WrittenRanges:
                     **self._fields,
                 )
             end = offset + size
-
-
-Rule = tuple[str, type | tuple[type, ...], Callable[[Any], bool], str]
-"""The name of an option, its types, whether a value is valid, and what is, for the message."""
-
-TIMEOUT: Rule = (
-    "timeout",
-    (int, float),
-    lambda n: 0 < n < math.inf,
-    "a number of seconds greater than 0",
-)
-_SECRET_OPTIONS = {
-    *("endpoint", "secret_access_key", "session_token", "access_key_id"),  # an endpoint may have
-    *("account_key", "sas_token", "service_account", "config"),  # a password
-}
-CONCURRENCY: Rule = ("concurrency", int, lambda n: 1 <= n <= 1024, "1 to 1024")
-OPTIONAL_TEXT = (str, type(None))
-"""The types of an option that is a text or None."""
-WEB_URL = "http://HOST or https://HOST, without a password"
-
-
-def is_web_url(url: str | None) -> bool:
-    """Return True for the URL of a server without a user name or password, and for None."""
-    return url is None or (url.startswith(("http://", "https://")) and "@" not in url)
-
-
-SPREAD: Rule = ("spread", int, lambda n: n == 0 or 2 <= n <= 256, "2 to 256, or 0")
-ENDPOINT: Rule = ("endpoint", OPTIONAL_TEXT, is_web_url, WEB_URL)
-
-
-def switch(name: str) -> Rule:
-    """Return the rule of an option that is True or False."""
-    return name, bool, lambda value: True, "True or False"
-
-
-def make_options(
-    options_class: Callable[..., T], kind: str, options: Mapping[str, Any], rules: Iterable[Rule]
-) -> T:
-    """Return the options of a store on a server as an object of a dataclass.
-
-    ``kind``: "an S3 store", for the message. Raises ``StoreError`` for an unknown name and for a
-    value that ``rules`` do not allow, which come before those of all stores.
-    """
-    known = [field.name for field in fields(cast(Any, options_class))]
-    for name in options:
-        if name not in known:
-            raise StoreError(f"Unknown option {name!r} of {kind}", expected=" or ".join(known))
-    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
-    result = options_class(**plain)
-    by_name = {rule[0]: rule for rule in (CONCURRENCY, TIMEOUT, *rules)}
-    for name, rule in by_name.items():
-        check_option(rule, getattr(result, name))
-    return result
-
-
-def check_option(rule: Rule, value: Any) -> None:
-    """Raise ``StoreError`` unless a value of an option is valid. True is not a number."""
-    name, types, is_valid, expected = rule
-    is_bool = isinstance(value, bool) and types is not bool
-    if is_bool or not isinstance(value, types) or not is_valid(value):
-        found = to_repr(value)
-        if name in _SECRET_OPTIONS:
-            found = f"another value of type {type(value).__name__}"
-        raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
 
 
 def check_range(key: str, store: str, offset: int, length: int, capacity: int) -> None:

@@ -6,74 +6,31 @@ import binascii
 import os
 import re
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
 from limpet.settings import cloud_variables
+from limpet.storage.options import INSTALL, WEB_URL, BucketOptions, fit_timeout, is_web_url, text
 from limpet.storage.retry import Server
-from limpet.storage.store import (
-    ENDPOINT,
-    OPTIONAL_TEXT,
-    SPREAD,
-    WEB_URL,
-    Rule,
-    is_web_url,
-    make_options,
-    switch,
-)
 from limpet.text import with_article
-from limpet.types import MIB
 from limpet.version import __version__
-
-INSTALL = "Install it: pip install 'limpet[cloud]'"
-
-TIMEOUTS = (1, 4, 15, 60)
-"""The timeouts of the clients, in seconds, each for a whole request with its reply. A request uses
-the longest one that its deadline allows."""
-
-MIN_PART = 5 * MIB
-"""The least length of a part other than the last one (the limit of Google)."""
 
 
 @dataclass(frozen=True, slots=True)
-class CloudOptions:
-    """The options that ``az://`` and ``gs://`` share.
+class CloudOptions(BucketOptions):
+    """What the options of ``az://`` and ``gs://`` have in common. See also ``BucketOptions``.
 
-    ``endpoint``: the URL of another server. ``anonymous``: send no credentials, and only read.
-    ``part_size``: the length of the parts in which a large object is sent, in bytes; an upload
-    keeps up to six of them in memory. ``concurrency``: the largest number of requests of this
-    process in progress, other than the parts of uploads, of which each upload sends up to four at
-    once. ``timeout``: seconds for which a call is repeated while the server is unreachable or busy.
-    ``spread``: save the shards of a version in so many folders, 2 to 256; 0: in its own folder.
+    ``anonymous``: only read. ``part_size``: an upload keeps up to six parts in memory.
+    ``concurrency``: without the parts of uploads, of which each upload sends up to four at once.
     """
-
-    endpoint: str | None = None
-    anonymous: bool = False
-    part_size: int = 16 * MIB
-    concurrency: int = 32
-    timeout: float = 300.0
-    spread: int = 0
 
     scheme: ClassVar[str] = ""
     hidden_uploads: ClassVar[str] = ""
-    rules: ClassVar[tuple[Rule, ...]] = ()
-
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
-        """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        rules: tuple[Rule, ...] = (
-            ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
-            switch("anonymous"),
-            ENDPOINT,
-            SPREAD,
-        )
-        kind = with_article(f"{cls.scheme}:// store")
-        return make_options(cls, kind, options, (*rules, *cls.rules))
 
     def config(self) -> dict[str, Any]:
         """Return the options as obstore names them. What it lacks comes from the environment."""
@@ -85,6 +42,13 @@ class CloudOptions:
         return None
 
 
+def _is_base64(text: str) -> bool:
+    try:
+        return bool(b64decode(text, validate=True))
+    except (binascii.Error, ValueError):
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class AzureOptions(CloudOptions):
     """The options of ``limpet.open_store("az://...", **options)``. See also ``CloudOptions``.
@@ -94,32 +58,19 @@ class AzureOptions(CloudOptions):
     ``sas_token``: the credentials, instead of all those of the environment.
     """
 
-    account: str | None = None
-    account_key: str | None = field(default=None, repr=False)
-    sas_token: str | None = field(default=None, repr=False)
+    account: str | None = text("the name of an account", bool)
+    account_key: str | None = text("the base64 text of a key", _is_base64, is_secret=True)
+    sas_token: str | None = text("a text with sig=", lambda s: "sig=" in s, is_secret=True)
 
+    kind: ClassVar[str] = "an az:// store"
     scheme: ClassVar[str] = "az"
     hidden_uploads: ClassVar[str] = "Azure deletes them after 7 days"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        ("account", OPTIONAL_TEXT, lambda name: name != "", "the name of an account"),
-        (
-            "account_key",
-            OPTIONAL_TEXT,
-            lambda s: s is None or _is_base64(s),
-            "the base64 text of a key",
-        ),
-        ("sas_token", OPTIONAL_TEXT, lambda s: s is None or "sig=" in s, "a text with sig="),
-    )
 
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
-        """See ``CloudOptions``. Raises ``StoreError`` also for more than one credential."""
-        made = super(AzureOptions, cls).from_mapping(options)
+    def check_combination(self) -> None:
         names = ("account_key", "sas_token", "anonymous")
-        given = [f"{name}=" for name in names if getattr(made, name)]
+        given = [f"{name}=" for name in names if getattr(self, name)]
         if len(given) > 1:
             raise StoreError("An az:// store has two credentials", found=" and ".join(given))
-        return made
 
     def config(self) -> dict[str, Any]:
         return {
@@ -146,20 +97,17 @@ class GoogleOptions(CloudOptions):
     path of a file with a key.
     """
 
-    service_account: str | None = field(default=None, repr=False)
+    service_account: str | None = text(
+        "the path of a key file",
+        lambda s: not s.lstrip().startswith(("{", "-----BEGIN")),
+        is_secret=True,
+    )
 
+    kind: ClassVar[str] = "a gs:// store"
     scheme: ClassVar[str] = "gs"
     hidden_uploads: ClassVar[str] = (
         'add this rule to the bucket: {"rule": [{"action": {"type":'
         ' "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]}'
-    )
-    rules: ClassVar[tuple[Rule, ...]] = (
-        (
-            "service_account",
-            OPTIONAL_TEXT,
-            lambda s: s is None or _is_path(s),
-            "the path of a key file",
-        ),
     )
 
     def config(self) -> dict[str, Any]:
@@ -194,7 +142,7 @@ class CloudServer(Server):
     def client(self, container: str, seconds_left: float, longest: int) -> Any:
         """Return a client whose requests take at most ``seconds_left`` and ``longest``, or 1 s. It
         repeats nothing."""
-        timeout = max(t for t in TIMEOUTS if t <= max(TIMEOUTS[0], min(seconds_left, longest)))
+        timeout = fit_timeout(min(seconds_left, longest))
         client = self._clients.get((container, timeout))
         if client is None:
             with self._lock:
@@ -206,7 +154,7 @@ class CloudServer(Server):
 
     def streaming_client(self, container: str, seconds: float) -> Any:
         """Return a client for one upload. It repeats a request for at most ``seconds``."""
-        timeout = max((t for t in TIMEOUTS if t <= seconds / 3), default=TIMEOUTS[0])
+        timeout = fit_timeout(seconds / 3)
         return self._create_client(container, timeout, max(0.0, seconds - timeout))
 
     def forget_clients(self) -> None:
@@ -246,17 +194,6 @@ class CloudServer(Server):
                     },
                 },
             )
-
-
-def _is_path(text: str) -> bool:
-    return not text.lstrip().startswith(("{", "-----BEGIN"))
-
-
-def _is_base64(text: str) -> bool:
-    try:
-        return bool(b64decode(text, validate=True))
-    except (binascii.Error, ValueError):
-        return False
 
 
 _URL_VARIABLES = {"AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"}

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from limpet.deadline import Deadline, call_within
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
 from limpet.storage.cloud.server import (
-    TIMEOUTS,
     AzureOptions,
     CloudOptions,
     CloudServer,
@@ -22,6 +21,7 @@ from limpet.storage.cloud.server import (
     shared_server,
     translated,
 )
+from limpet.storage.options import LONGEST_TIMEOUT
 from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
 from limpet.storage.store import (
     Entry,
@@ -212,7 +212,7 @@ class CloudFolder(Remote):
             return True
 
         # a timeout is for the whole request
-        return self._send("PutObject", "write", key, put, longest=TIMEOUTS[-1])
+        return self._send("PutObject", "write", key, put, longest=LONGEST_TIMEOUT)
 
     def begin(self, key: str, length: int, head: int) -> RemoteUpload | None:
         self._require_credentials("write", key)

@@ -5,34 +5,27 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from limpet.deadline import Call, Deadline
 from limpet.errors import StoreError, Unavailable
 from limpet.settings import aws_variables
-from limpet.storage.retry import Server
-from limpet.storage.store import (
-    ENDPOINT,
-    OPTIONAL_TEXT,
-    SPREAD,
+from limpet.storage.options import (
+    INSTALL,
     WEB_URL,
-    Rule,
+    BucketOptions,
+    fit_timeout,
     is_web_url,
-    make_options,
+    option,
     switch,
+    text,
 )
+from limpet.storage.retry import Server
 from limpet.types import MIB
 from limpet.version import __version__
-
-INSTALL = "Install it: pip install 'limpet[cloud]'"
-
-TIMEOUTS = (1, 4, 15, 60)
-"""The timeouts of the clients, in seconds: for a connection, and for each wait for bytes. A request
-uses the longest one that its deadline allows."""
 
 CREDENTIALS_TIMEOUT = 5
 """The same for the services that issue credentials (STS, SSO), which a request may wait for. It is
@@ -45,67 +38,41 @@ _LAST_MINUTES = 11 * 60
 MAX_REQUESTS = 32
 """The default of the largest number of requests in progress."""
 
-MIN_PART = 5 * MIB
-"""The least length of a part other than the last one."""
-
 IN_FLIGHT = 56 * MIB
 """The bytes of parts that a save keeps in memory at once, besides what is staged."""
 
-_ADDRESSING = (None, "path", "virtual")
-_TEXTS = ("region", "profile", "access_key_id", "secret_access_key", "session_token")
-_SWITCHES = ("anonymous", "equal_parts")
-
 
 @dataclass(frozen=True, slots=True)
-class S3Options:
-    """The options of ``limpet.open_store("s3://...", **options)``.
+class S3Options(BucketOptions):
+    """The options of ``limpet.open_store("s3://...", **options)``. See also ``BucketOptions``.
 
     What is None comes from the environment variables and files of the AWS tools: ``endpoint`` (the
     URL of a server with the API of S3), ``region``, ``profile``, and the credentials.
-    ``anonymous``: send no credentials. ``addressing``: "path" or "virtual"; by default "path" for
-    an endpoint other than that of AWS. ``part_size``: the length of the parts of uploads, in
-    bytes. ``equal_parts``: make all parts but the last equal in length, as Cloudflare R2 requires;
-    this takes another copy in memory. ``concurrency``: the largest number of requests of this
-    process in progress, and of parts that a save sends at once; by default, 32, and as many parts
-    as have ``IN_FLIGHT`` bytes, but at least 2. ``timeout``: seconds for which a call is repeated
-    while the server is unreachable or busy. ``spread``: save the shards of a version in so many
-    folders, 2 to 256; 0: in its own folder.
+    ``addressing``: "path" or "virtual"; by default "path" for an endpoint other than that of AWS.
+    ``equal_parts``: make all parts but the last equal in length, as Cloudflare R2 requires; this
+    takes another copy in memory. ``concurrency``: also the number of parts that a save sends at
+    once; by default, 32, and as many parts as have ``IN_FLIGHT`` bytes, but at least 2.
     """
 
-    endpoint: str | None = None
-    region: str | None = None
-    profile: str | None = None
-    access_key_id: str | None = field(default=None, repr=False)
-    secret_access_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-    anonymous: bool = False
-    addressing: str | None = None
-    part_size: int = 16 * MIB
-    equal_parts: bool = False
-    concurrency: int | None = None
-    timeout: float = 300.0
-    spread: int = 0
+    region: str | None = text()
+    profile: str | None = text()
+    access_key_id: str | None = text(is_secret=True)
+    secret_access_key: str | None = text(is_secret=True)
+    session_token: str | None = text(is_secret=True)
+    addressing: str | None = text("'path' or 'virtual'", ("path", "virtual").__contains__)
+    equal_parts: bool = switch()
+    concurrency: int | None = option(  # type: ignore[assignment]
+        None, (int, type(None)), "1 to 1024", lambda n: n is None or 1 <= n <= 1024
+    )
 
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
-        """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        whole = (int, type(None))
-        rules: tuple[Rule, ...] = (
-            ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
-            ("concurrency", whole, lambda n: n is None or 1 <= n <= 1024, "1 to 1024"),
-            ("addressing", OPTIONAL_TEXT, _ADDRESSING.__contains__, "'path' or 'virtual'"),
-            ENDPOINT,
-            SPREAD,
-            *((name, OPTIONAL_TEXT, lambda value: True, "text") for name in _TEXTS),
-            *map(switch, _SWITCHES),
-        )
-        found = make_options(cls, "an S3 store", options, rules)
-        if (found.access_key_id is None) != (found.secret_access_key is None):
+    kind: ClassVar[str] = "an S3 store"
+
+    def check_combination(self) -> None:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
             raise StoreError(
                 "An S3 store got one of access_key_id= and secret_access_key=",
                 expected="both or neither",
             )
-        return found
 
     @property
     def connections(self) -> int:
@@ -141,8 +108,7 @@ class S3Server(Server):
         Raises ``Unavailable`` if the credentials do not arrive in time, and errors of boto3.
         """
         self._await_credentials(deadline)
-        seconds = min(deadline.seconds_left, longest)
-        timeout = max(t for t in TIMEOUTS if t <= max(TIMEOUTS[0], seconds))
+        timeout = fit_timeout(min(deadline.seconds_left, longest))
         client = self._clients.get(timeout)
         if client is None:
             with self._lock:  # the creation of clients is not thread-safe
@@ -246,7 +212,7 @@ class S3Server(Server):
             endpoint_url=options.endpoint,
             config=Config(
                 signature_version=botocore.UNSIGNED if options.anonymous else None,
-                connect_timeout=max(TIMEOUTS[0], min(timeout, 15) / self._addresses),
+                connect_timeout=max(1, min(timeout, 15) / self._addresses),
                 read_timeout=timeout,
                 max_pool_connections=options.concurrency or MAX_REQUESTS,
                 retries={"total_max_attempts": 1, "mode": "standard"},  # the throttle repeats

@@ -20,8 +20,9 @@ from typing import Any
 
 from limpet.deadline import Deadline
 from limpet.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
+from limpet.storage.options import INSTALL, LONGEST_TIMEOUT
 from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
-from limpet.storage.s3.server import INSTALL, TIMEOUTS, S3Options, S3Server, shared_server
+from limpet.storage.s3.server import S3Options, S3Server, shared_server
 from limpet.storage.store import (
     Entry,
     Stat,
@@ -396,7 +397,7 @@ class S3Parts:
     def commit(self, folder: S3Folder) -> None:
         parts = [self._parts[number] for number in sorted(self._parts)]
         fields = {"Key": self._name, "UploadId": self._id, "MultipartUpload": {"Parts": parts}}
-        method, longest = "complete_multipart_upload", TIMEOUTS[-1]
+        method, longest = "complete_multipart_upload", LONGEST_TIMEOUT
         try:
             folder.send(method, "complete", self._key, longest, **fields, **self._condition)
         except StoreError as e:
