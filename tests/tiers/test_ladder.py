@@ -70,14 +70,20 @@ class Job:
     def start(self, **options: Any) -> Checkpointer:
         self.state = initial_state()
         ckpt = Checkpointer(self.store, self.state, save=EverySteps(10) | AtEnd())
-        with warnings.catch_warnings(record=True) as caught:
+        uncounted: list[str] = []
+
+        def collect(name: str, fields: dict[str, Any]) -> None:
+            if name == "restarts_uncounted":
+                uncounted.append(fields["error"])
+
+        with warnings.catch_warnings(record=True) as caught, limpet.attach(collect):
             warnings.simplefilter("always")
             try:
                 snapshot = ckpt.resume(**options)
             except BaseException:
                 ckpt.close()
                 raise
-        self.messages = [str(w.message) for w in caught]
+        self.messages = [*(str(w.message) for w in caught), *uncounted]
         self.skipped = [str(w.message) for w in caught if w.category is SkippedVersion]
         self.began = None if snapshot is None else snapshot.step
         assert states_equal(self.state, state_after(self.began or 0))

@@ -15,8 +15,9 @@ from typing import Any
 
 from msgspec import structs
 
+from limpet import events
 from limpet.deadline import Deadline
-from limpet.errors import FormatError, NoProgress, Preempted, SkippedVersion, StoreError
+from limpet.errors import FormatError, NoProgress, Preempted, StoreError
 from limpet.format.names import Version, parse_version, random_id, restart_name
 from limpet.machine import utc_now
 from limpet.notices.exit_status import GIVE_UP, SAVED, Status, leave_code, write_error
@@ -146,8 +147,8 @@ class Ladder:
         self.leaves_newer = False
         """True if the newest snapshot in a tier is left out, which is newer than all versions."""
 
-        self.warnings: list[tuple[str, type[Warning]]] = []
-        """What is left out, and why, and what could not be recorded."""
+        self.left_out: str | None = None
+        """What is left out, and why."""
 
     @property
     def _is_active(self) -> bool:
@@ -169,7 +170,7 @@ class Ladder:
         ``is_requested``: a person has named what to resume from. Raises ``LadderExhausted``.
         """
         self._plan, self._is_requested = Plan(), is_requested
-        self.leaves_newer, self.warnings = False, []
+        self.leaves_newer, self.left_out = False, None
         restarts = self._read()
         if not restarts:
             return found
@@ -188,7 +189,7 @@ class Ladder:
         if plan.rung == Rung.NEWEST:
             return found
         self.leaves_newer = newest_step > durable_step
-        self.warnings.append((self._describe_rung(), SkippedVersion))
+        self.left_out = self._describe_rung()
         return []
 
     def _read(self) -> dict[str, Restart]:
@@ -199,7 +200,7 @@ class Ladder:
         try:
             return read_restarts(self._run.store)
         except StoreError as e:
-            self._warn(f"The restarts without progress cannot be counted: {e}")
+            self._report(f"The restarts without progress cannot be counted: {e}")
             return {}
 
     def check(self, version: Version) -> None:
@@ -217,7 +218,7 @@ class Ladder:
 
         Call it before the branch is started on which the training goes back. If the record cannot
         be written, this raises ``StoreError`` if the training goes back for the first time: it
-        would otherwise go back again at every restart. In other cases, it warns.
+        would otherwise go back again at every restart. In other cases, an event says so.
         """
         store = self._run.store
         if self._is_requested:
@@ -243,7 +244,7 @@ class Ladder:
         except StoreError as e:
             if plan.goes_back:
                 raise
-            self._warn(f"If this restart makes no progress, it is not counted: {e}")
+            self._report(f"If this restart makes no progress, it is not counted: {e}")
         delete_restarts(store, [earlier] if earlier else [])
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -266,10 +267,10 @@ class Ladder:
         try:
             delete_restarts(self._run.store, read_restarts(self._run.store))
         except StoreError as e:
-            self._warn(f"The records of earlier restarts are not deleted: {e}")
+            self._report(f"The records of earlier restarts are not deleted: {e}")
 
-    def _warn(self, message: str) -> None:
-        self.warnings.append((message, UserWarning))
+    def _report(self, message: str) -> None:
+        events.emit("restarts_uncounted", run=self._run.url, error=message)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from limpet.saving.save import begin_save, finish_in_background, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.tmpfs import MIN_SPARE_BYTES, TmpfsStore
-from limpet.text import warn_user
 from limpet.threads import start_thread
 from limpet.tiers.host_tier import COPY_SECONDS, KEPT_SNAPSHOTS, HostSnapshot, HostTier, state_bytes
 from limpet.tiers.hosts import Hosts
@@ -55,7 +54,7 @@ class MemorySnapshots(HostTier):
         self._must_stop = False
         self._has_saved = False
         self._copy_failure = ""
-        self._has_warned = False
+        self._has_reported = False
         self._failure: Exception | None = None
 
     # -- the beginning -------------------------------------------------------------------------
@@ -141,7 +140,9 @@ class MemorySnapshots(HostTier):
         collective = self.group.collective("the decision to skip a save in memory")
         with closing(collective):
             with collective:
-                self._warn_of_copies()
+                if self._copy_failure and not self._has_reported:
+                    self._has_reported = True
+                    events.emit("uncopied", error=self._copy_failure)
                 ends = collective.gather(self._last_end(), int)
                 end = collective.broadcast(None if ends is None else max(ends), int)
             if end == _FAILED:
@@ -162,16 +163,6 @@ class MemorySnapshots(HostTier):
         if pending is None or (pending.done and pending.error is None):
             return _UNCOPIED if self._copy_failure else _COMPLETE
         return _FAILED if pending.done else _BUSY
-
-    def _warn_of_copies(self) -> None:
-        """Warn once that copies fail: the state is then lost with its host."""
-        if self._copy_failure and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"A state in memory has fewer copies on other hosts: {self._copy_failure}. Later"
-                " failures are reported only by the event copy_failed",
-                UserWarning,
-            )
 
     def restart(self, step: int, epochs: int) -> None:
         """Count from now on: training resumes at a step."""
@@ -248,7 +239,7 @@ class MemorySnapshots(HostTier):
 
     def _copy(self, version: Version, receipt: Receipt, collective: Collective) -> None:
         """Copy the files of this rank to its peers. A peer that fails is reported by an event, and
-        once by a warning: the state is still in the memory of this host."""
+        once by ``uncopied``: the state is still in the memory of this host."""
         self._copy_failure = ""
         if receipt.shard is None:
             return

@@ -43,12 +43,12 @@ from limpet.training.member import call_to_resume, check_members
 from limpet.training.preemption import DEFAULT, Preemption
 from limpet.training.response import PreemptionResponse
 from limpet.training.resume import (
+    Resume,
     ResumePoint,
-    ResumeRequest,
     check_start,
     left_state_invalid,
+    parse_at,
     refuse_in_block,
-    resume_run,
     start_from,
 )
 from limpet.training.resume_check import (
@@ -271,7 +271,7 @@ class Checkpointer:
         arguments. Restarts under ``limpet run`` without progress end with ``NoProgress``.
         """
         self._lifecycle.check_open()
-        request = ResumeRequest.parse(at)
+        step, branch = parse_at(at)
         self._preemption.watch()
         if self._state_function is not None:
             self._call_state_function(self._state_function)
@@ -283,7 +283,7 @@ class Checkpointer:
         if self._all_ranks.members:
             call_to_resume(self._all_ranks, start, keys, leniency, check=check)
         self._savepoint.discard()
-        point = self._load_version(request, start, keys, leniency)
+        point = self._load_version(step, branch, start, keys, leniency)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
             self._saver.start_tiers(self.state)
@@ -298,17 +298,27 @@ class Checkpointer:
 
     def _load_version(
         self,
-        request: ResumeRequest,
+        step: int | None,
+        branch: int | None,
         start: Url | None,
         keys: str | Sequence[str] | None,
         leniency: Leniency,
     ) -> ResumePoint | None:
         """Load a version of the run, or of ``start`` if it is empty, and take over its position."""
-        own = leniency if start is None else STRICT
         group = self._all_ranks
+        resume = Resume(
+            run=self.run,
+            state=self.state,
+            group=group,
+            at=step,
+            branch=branch,
+            acquire_lock=self._acquire_lock,
+            tiers=self._tiers,
+            ladder=self._ending.ladder,
+            leniency=leniency if start is None else STRICT,
+        )
         try:
-            parts = self._acquire_lock, self._tiers, self._ending.ladder
-            point = resume_run(self.run, self.state, group, request, *parts, own)
+            point = resume.load_newest()
             if point is None and start is not None:
                 point = start_from(start, self.state, group, keys, leniency)
             if point is None:

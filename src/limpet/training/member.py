@@ -28,11 +28,10 @@ from limpet.saving.commit import VersionMetadata
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
-from limpet.threads import no_op
 from limpet.tiers.ladder import Ladder
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import Options, check_state
-from limpet.training.resume import ResumeRequest, resume_run, start_from
+from limpet.training.resume import Resume, start_from
 from limpet.training.resume_check import check_whole_state
 
 
@@ -136,16 +135,15 @@ class Member:
 
     def _resume(self, call: MemberCall) -> None:
         group, leniency = self._group, call.leniency
-        point = resume_run(
-            self._run,
-            self.state,
-            group,
-            ResumeRequest(None, None),
-            no_op,
-            Tiers((), group),
-            Ladder(self._run, group, saves=False),
-            leniency if call.start is None else STRICT,
+        resume = Resume(
+            run=self._run,
+            state=self.state,
+            group=group,
+            tiers=Tiers((), group),
+            ladder=Ladder(self._run, group, saves=False),
+            leniency=leniency if call.start is None else STRICT,
         )
+        point = resume.load_newest()
         if point is None and call.start is not None:
             point = start_from(call.start, self.state, group, call.keys, leniency)
         if point is not None and point.from_own_run:

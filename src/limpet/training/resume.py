@@ -39,86 +39,302 @@ from limpet.run.run import Run
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list, to_repr, warn_user
+from limpet.threads import no_op
 from limpet.tiers.inventory import WHERE, CurrentLine, Sources, TierName, TierSnapshot
 from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import check_not_snapshot
 
 
-def resume_run(
-    run: Run,
-    state: dict[str, Any],
-    group: Group,
-    request: ResumeRequest,
-    acquire_lock: Callable[[], object],
-    tiers: Tiers,
-    ladder: Ladder,
-    leniency: Leniency = STRICT,
-) -> ResumePoint | None:
-    """Load the newest intact version of a run into ``state``, or return None if the run is empty.
+@dataclass(kw_only=True)
+class Resume:
+    """A resume from the versions of a run, and from the tiers, by all ranks.
 
-    A newer state of a tier is loaded instead, if its files are on hosts that answer.
-
-    ``request`` is as for ``Run.newest``. Unless the version is the newest one of the
-    current lineage, a branch is durably started, and ``acquire_lock`` is called before that.
-    Raises ``LimpetError`` if the request is invalid, and the errors of
-    ``Run.newest`` and ``limpet.load``.
-
-    Rank 0 chooses the version, and all ranks load it. If the version is damaged for one rank, all
-    ranks fall back to an older one together. ``ladder`` leaves out states from which restarts made
-    no progress. When it has nothing left, all ranks raise ``NoProgress``.
+    Rank 0 chooses the version, and all ranks load it. If it is damaged for one rank, all ranks fall
+    back to an older one together. ``at`` and ``branch``: as for ``Run.newest``. ``ladder`` leaves
+    out states from which restarts made no progress. ``acquire_lock`` is called before a branch is
+    started.
     """
-    tiers.open(run.store, state, is_resumed=True)
-    collective = group.collective(f"the resume of {run.url}")
-    loader = StateLoader(state, group, tiers, leniency)
-    try:
-        with collective:
-            found = tiers.find(collective)
-            if collective.rank == 0:
-                rest = ladder, request, acquire_lock
-                point = _choose(run, loader, collective, found, *rest)
-            else:
-                point = _follow_coordinator(run, loader, collective)
-            if point is None and loader.error is not None:
-                _require_valid_state(loader, collective, ladder)
-            if tiers.local.is_open and not isinstance(point, str):
-                own = loader.leftovers if collective.rank == 0 else None
-                loader.leftovers = collective.broadcast(own, list[TierSnapshot])
-        if isinstance(point, str):
-            raise ladder.give_up(point)
-        tier, kept = (None, None) if point is None else (point.tier, point.snapshot.version)
-        tiers.resume_from(tier, kept, loader.leftovers)
-        for message, kind in ladder.warnings:
-            warn_user(message, kind)
-        for message in describe_skipped(loader.problems if point is None else point.skipped):
-            warn_user(message, SkippedVersion)
+
+    run: Run
+    state: dict[str, Any]
+    group: Group
+    tiers: Tiers
+    ladder: Ladder
+    at: int | None = None
+    branch: int | None = None
+    acquire_lock: Callable[[], object] = no_op
+    leniency: Leniency = STRICT
+    _collective: Collective = field(init=False)
+    _error: LimpetError | None = None  # of the last load; None: it has succeeded
+    _is_partially_loaded: bool = False
+    """True if a failed load has overwritten a part of the state, and none has succeeded since."""
+
+    _first_from_tier: tuple[SnapshotReader, TierName | None] | None = None
+    _leftovers: list[TierSnapshot] = field(default_factory=list)
+    """The versions on local disks that are still to be promoted."""
+
+    _problems: list[Skipped] = field(default_factory=list)
+    """The newer states of tiers that are skipped."""
+
+    def load_newest(self) -> ResumePoint | None:
+        """Load the newest intact version into the state, or return None if the run is empty.
+
+        A newer state of a tier is loaded instead, if its files are on hosts that answer. Unless the
+        version is the newest one of the current lineage, a branch is durably started. Raises
+        ``LimpetError`` for an invalid request, the errors of ``Run.newest`` and ``limpet.load``,
+        and ``NoProgress`` if the ladder has nothing left.
+        """
+        tiers, ladder = self.tiers, self.ladder
+        tiers.open(self.run.store, self.state, is_resumed=True)
+        self._collective = collective = self.group.collective(f"the resume of {self.run.url}")
+        try:
+            with collective:
+                found = tiers.find(collective)
+                point = self._choose(found) if collective.rank == 0 else self._follow()
+                if point is None and self._error is not None:
+                    self._require_valid_state()
+                if tiers.local.is_open and not isinstance(point, str):
+                    own = self._leftovers if collective.rank == 0 else None
+                    self._leftovers = collective.broadcast(own, list[TierSnapshot])
+            if isinstance(point, str):
+                raise ladder.give_up(point)
+            tier, kept = (None, None) if point is None else (point.tier, point.snapshot.version)
+            tiers.resume_from(tier, kept, self._leftovers)
+            if ladder.left_out is not None:
+                warn_user(ladder.left_out, SkippedVersion)
+            for message in describe_skipped(self._problems if point is None else point.skipped):
+                warn_user(message, SkippedVersion)
+            return point
+        except LimpetError as e:
+            if self._is_partially_loaded and not e.is_state_invalid:
+                raise e.with_advice("The live state is not valid", live_state="not valid") from e
+            raise
+        finally:
+            collective.close()
+
+    def _require_valid_state(self) -> None:
+        """Raise on all ranks if the run is empty, and a state of a tier that turned out to be
+        damaged has overwritten a part of the live state of a rank. This counts as a restart from
+        there that made no progress: the ladder then leaves it out, before anything is overwritten.
+        """
+        found = self._collective.gather(self._is_partially_loaded, bool)
+        is_invalid = self._collective.broadcast(None if found is None else any(found), bool)
+        if is_invalid:
+            if self._collective.rank == 0 and self._first_from_tier is not None:
+                self.ladder.record(*self._first_from_tier)
+            problems = " ".join(describe_skipped(self._problems)) or "Rank 0 says which one."
+            raise LimpetError(
+                f"The only state to resume from is damaged. {problems}",
+                expected="an intact state in a tier, or a version in the run",
+                found="neither",
+                todo="The training must begin again: delete the folders of the tiers of this run on"
+                " all hosts, and start it again. Under `limpet run`, the fourth start leaves them"
+                " out",
+                live_state="not valid",
+            )
+
+    # -- rank 0 --------------------------------------------------------------------------------
+
+    def _choose(self, found: Sequence[TierSnapshot]) -> ResumePoint | str | None:
+        """Choose and load a state. A string says why all ranks must leave instead."""
+        is_requested, goes_below, point = self.at is not None, False, None
+        try:
+            line = CurrentLine(self.run) if found else None
+            if line is not None:
+                self._find_leftovers(line, found)
+                goes_below = is_requested and any(line.is_newer(c.version) for c in found)
+            found = self.ladder.choose(found, is_requested=is_requested)
+            if line is not None and not is_requested:
+                point = self._choose_from_tiers(line, found)
+            if point is None:
+                point = self._choose_from_run(goes_below)
+        except LadderExhausted as e:
+            self._tell(ResumeInstruction(True, given_up=str(e)))
+            # this rank may host the store through which they hear of it
+            self._collective.gather(True, bool)
+            return str(e)
         return point
-    except LimpetError as e:
-        if loader.partially_loaded and not e.is_state_invalid:
-            raise e.with_advice("The live state is not valid", live_state="not valid") from e
-        raise
-    finally:
-        collective.close()
 
+    def _tell(self, instruction: ResumeInstruction) -> None:
+        self._collective.broadcast(instruction, ResumeInstruction)
 
-def _require_valid_state(loader: StateLoader, collective: Collective, ladder: Ladder) -> None:
-    """Raise on all ranks if the run is empty, and a state of a tier that turned out to be damaged
-    has overwritten a part of the live state of a rank. This counts as a restart from there that
-    made no progress: the ladder then leaves it out, before anything is overwritten."""
-    found = collective.gather(loader.partially_loaded, bool)
-    is_invalid = collective.broadcast(any(found or ()) if collective.rank == 0 else None, bool)
-    if is_invalid:
-        if collective.rank == 0 and loader.first_from_tier is not None:
-            ladder.record(*loader.first_from_tier)
-        problems = " ".join(describe_skipped(loader.problems)) or "Rank 0 says which one."
-        raise LimpetError(
-            f"The only state to resume from is damaged. {problems}",
-            expected="an intact state in a tier, or a version in the run",
-            found="neither",
-            todo="The training must begin again: delete the folders of the tiers of this run on all"
-            " hosts, and start it again. Under `limpet run`, the fourth start leaves them out",
-            live_state="not valid",
+    def _choose_from_run(self, goes_below: bool) -> ResumePoint | None:
+        """``goes_below``: a newer state is in a tier, but a person has named another version."""
+        run, ladder = self.run, self.ladder
+        try:
+            snapshot, skipped = find_newest(
+                run.catalog, self._load_with_others, at=self.at, branch=self.branch
+            )
+        except PlanError as e:
+            raise self._unfit_error(e) from e.__cause__
+        except NoSnapshot:
+            ladder.give_up_without_older()
+            raise
+        if snapshot is None:
+            check_not_snapshot(run)
+            ladder.record(None)
+            self._tell(ResumeInstruction(True))
+            return None
+        version = snapshot.version
+        newer = [*self._problems, *(Skipped(str(v), e) for v, e in skipped)]
+        listing = run.listing()
+        is_newest = version == newest_version(run.catalog, listing)
+        if is_newest and not (self._problems or goes_below or ladder.leaves_newer):
+            ladder.record(snapshot)
+            number = run.branch(listing)
+        else:
+            self.acquire_lock()  # only the writer of a run may change its current lineage
+            ladder.record(snapshot)
+            reason = ladder.branch_reason or count_skipped(newer) or "on request"
+            number = start_branch(run.catalog, snapshot, version, reason)
+        self._tell(ResumeInstruction(True, str(version), snapshot.digest, number))
+        point = make_resume_point(snapshot, number, newer)
+        return replace(point, sessions=find_sessions(run.catalog, listing, snapshot))
+
+    def _load_with_others(self, snapshot: SnapshotReader) -> None:
+        self.ladder.check(snapshot.version)
+        self._tell(ResumeInstruction(False, str(snapshot.version), snapshot.digest))
+        self._load(snapshot)
+
+    def _unfit_error(self, error: PlanError) -> PlanError:
+        """Return the error for a version that does not fit the state, with advice for a resume. An
+        error without ``missing`` is of an object in the state, which gives more specific advice."""
+        fields = error.fields
+        if "missing" not in fields:
+            return error
+        is_new = fields["missing"] and not (fields["unexpected"] or fields["misfits"])
+        keep = ' Or keep the live values of these keys: resume(missing="keep").' if is_new else ""
+        options = (error.todo or "").partition("options as needed: ")[2].replace("cast=True", CAST)
+        return type(error)(
+            error.what,
+            expected=error.expected,
+            found=error.found,
+            todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
+            f' state in a new run: use another folder and resume(start="{self.run.url}@latest"),'
+            f" with options as needed: {options or 'rename={OLD: NEW}'}",
+            **fields,
         )
+
+    def _find_leftovers(self, line: CurrentLine, found: Sequence[TierSnapshot]) -> None:
+        """Find the versions on local disks that the run lacks, oldest first: an earlier training
+        ended before they were promoted."""
+        for in_tier in reversed(found):
+            is_whole = in_tier.tier == "local" and in_tier.is_whole
+            if is_whole and line.is_newer(in_tier.version):
+                with suppress(FormatError, StoreError):  # it is skipped below, with a warning
+                    reader = self._open_in_tier(instruct(in_tier, 0))
+                    if line.is_continued_by(in_tier, reader):
+                        self._leftovers.append(in_tier)
+
+    def _choose_from_tiers(
+        self, line: CurrentLine, found: Sequence[TierSnapshot]
+    ) -> ResumePoint | None:
+        """Load the newest state of a tier that continues the current lineage, and return it. None:
+        the durable version is newer, or none is intact. ``_problems``: the newer ones."""
+        damaged: dict[Version, LimpetError] = {}
+        for in_tier in found:
+            is_newest = in_tier.version == line.newest
+            if not (is_newest or line.is_newer(in_tier.version)):
+                continue
+            instruction = instruct(in_tier, line.branch)
+            try:
+                reader = self._open_in_tier(instruction)
+                # a state of another history is no problem, damaged or not
+                belongs = line.is_same if is_newest else line.is_continued_by
+                if in_tier.digest and not belongs(in_tier, reader):
+                    continue
+                in_tier.check_whole(reader)
+                self._tell(instruction)
+                snapshot = self._load_from_tier(instruction)
+            except (FormatError, StoreError, RankFailed) as e:
+                if is_newest:  # the run has it, too
+                    events.emit("skipped", version=in_tier.folder, error=e)
+                    continue
+                self._problems.append(Skipped(f"{in_tier.folder} {WHERE[in_tier.tier]}", e))
+                damaged[in_tier.version] = e
+                continue
+            damaged.pop(in_tier.version, None)  # another tier has had the state of this step
+            durable, number = line.durable, line.branch
+            if damaged:  # a newer state that was lost must not come back
+                self.acquire_lock()
+            self.ladder.record(snapshot, None if is_newest else in_tier.tier)
+            if damaged:
+                reason = count_skipped(damaged)
+                number = start_branch(self.run.catalog, snapshot, in_tier.version, reason)
+            done = structs.replace(
+                instruction,
+                done=True,
+                branch=number,
+                sources=Sources(),
+                durable=None if durable is None else Parent(str(line.newest), durable.digest),
+            )
+            self._tell(done)
+            return continue_from_tier(self.run, snapshot, done, self._problems)
+        return None
+
+    # -- the other ranks -----------------------------------------------------------------------
+
+    def _follow(self) -> ResumePoint | str | None:
+        snapshot = None
+        while True:
+            instruction = self._collective.broadcast(None, ResumeInstruction)
+            if instruction.given_up:
+                self._collective.gather(True, bool)
+                return instruction.given_up
+            version = None if instruction.version is None else parse_version(instruction.version)
+            if version is None:
+                return None
+            if instruction.done and snapshot is not None:
+                if self._error is not None:
+                    raise self._error
+                if instruction.tier is not None:
+                    return continue_from_tier(self.run, snapshot, instruction, [])
+                return make_resume_point(snapshot, instruction.branch, [])
+            if instruction.tier is not None:
+                with suppress(FormatError, StoreError, RankFailed):  # rank 0 gets the same error
+                    snapshot = self._load_from_tier(instruction)
+                continue
+            snapshot = SnapshotReader(self.run.location(version), None, instruction.digest)
+            try:
+                # this also reads the manifest: nothing can fail after the last instruction
+                self._load(snapshot)
+            except (Denied, Unavailable):
+                raise
+            except (FormatError, StoreError):
+                continue  # rank 0 gets the same error, and falls back to an older version or raises
+
+    # -- all ranks -----------------------------------------------------------------------------
+
+    def _load(self, snapshot: SnapshotReader) -> None:
+        """Load a version. If it is damaged for one rank, all ranks raise that error.
+
+        Raises ``RankFailed`` if the store of another rank denies access or does not answer,
+        because the version may then be intact.
+        """
+        try:
+            load_snapshot(snapshot, self.state, leniency=self.leniency, group=self.group)
+        except LimpetError as e:
+            self._error = e
+            self._is_partially_loaded |= left_state_invalid(e)
+            cause = e.__cause__ if isinstance(e, RankFailed) else None
+            if isinstance(cause, StoreError) and not isinstance(cause, Denied | Unavailable):
+                raise cause from e
+            raise
+        self._error, self._is_partially_loaded = None, False
+
+    def _load_from_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
+        """Load a state of a tier, and return it. Raises the same errors."""
+        snapshot = self._open_in_tier(instruction)
+        self._first_from_tier = self._first_from_tier or (snapshot, instruction.tier)
+        self._load(snapshot)
+        return snapshot
+
+    def _open_in_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
+        """Return a state of a tier, of which nothing is read yet."""
+        tier, folder = instruction.tier or "memory", instruction.version or ""
+        location = self.tiers.locate(tier, folder, instruction.sources)
+        return SnapshotReader(location, None, instruction.digest)
 
 
 def refuse_in_block() -> None:
@@ -130,132 +346,6 @@ def refuse_in_block() -> None:
             " generators",
             todo="Train outside of the block; only an evaluation belongs into it",
         )
-
-
-def _choose(
-    run: Run,
-    loader: StateLoader,
-    collective: Collective,
-    found: Sequence[TierSnapshot],
-    ladder: Ladder,
-    request: ResumeRequest,
-    acquire_lock: Callable[[], object],
-) -> ResumePoint | str | None:
-    """Choose and load a state on rank 0. A string says why all ranks must leave instead."""
-    point, problems, is_requested = None, list[Skipped](), request.is_specific
-    try:
-        line = CurrentLine(run) if found else None
-        if line is not None:
-            loader.leftovers = find_leftovers(line, loader, found)
-            loader.goes_below = is_requested and any(line.is_newer(c.version) for c in found)
-        found = ladder.choose(found, is_requested=is_requested)
-        if line is not None and not is_requested:
-            point, problems = resume_from_tier(
-                run, line, loader, collective, found, acquire_lock, ladder
-            )
-            loader.problems = problems
-        if point is None:
-            rest = acquire_lock, problems, ladder
-            point = _coordinate(run, loader, collective, request, *rest)
-    except LadderExhausted as e:
-        collective.broadcast(ResumeInstruction(True, given_up=str(e)), ResumeInstruction)
-        collective.gather(True, bool)  # this rank may host the store through which they hear of it
-        return str(e)
-    return point
-
-
-def _coordinate(
-    run: Run,
-    loader: StateLoader,
-    collective: Collective,
-    request: ResumeRequest,
-    acquire_lock: Callable[[], object],
-    problems: Sequence[Skipped],
-    ladder: Ladder,
-) -> ResumePoint | None:
-    """``problems``: those of newer states of tiers. Training then continues on a new branch."""
-
-    def load(snapshot: SnapshotReader) -> None:
-        ladder.check(snapshot.version)
-        collective.broadcast(
-            ResumeInstruction(False, str(snapshot.version), snapshot.digest), ResumeInstruction
-        )
-        loader.load(snapshot)
-
-    try:
-        snapshot, skipped = find_newest(run.catalog, load, *request)
-    except PlanError as e:
-        if "missing" not in e.fields:
-            raise  # from an object in the state, which gives more specific advice
-        is_new = e.fields["missing"] and not (e.fields["unexpected"] or e.fields["misfits"])
-        keep = ' Or keep the live values of these keys: resume(missing="keep").' if is_new else ""
-        options = (e.todo or "").partition("options as needed: ")[2].replace("cast=True", CAST)
-        raise type(e)(
-            e.what,
-            expected=e.expected,
-            found=e.found,
-            todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
-            f' state in a new run: use another folder and resume(start="{run.url}@latest"), with'
-            f" options as needed: {options or 'rename={OLD: NEW}'}",
-            **e.fields,
-        ) from e.__cause__  # the error itself says the same, with advice for a load
-    except NoSnapshot:
-        ladder.give_up_without_older()
-        raise
-    if snapshot is None:
-        check_not_snapshot(run)
-        ladder.record(None)
-        collective.broadcast(ResumeInstruction(True), ResumeInstruction)
-        return None
-    version = snapshot.version
-    newer = [*problems, *(Skipped(str(v), e) for v, e in skipped)]
-    listing = run.listing()
-    is_newest = version == newest_version(run.catalog, listing)
-    if is_newest and not (problems or loader.goes_below or ladder.leaves_newer):
-        ladder.record(snapshot)
-        number = run.branch(listing)
-    else:
-        acquire_lock()  # only the writer of a run may change its current lineage
-        ladder.record(snapshot)
-        reason = ladder.branch_reason or count_skipped(newer) or "on request"
-        number = start_branch(run.catalog, snapshot, version, reason)
-    collective.broadcast(
-        ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
-    )
-    point = make_resume_point(snapshot, number, newer)
-    return replace(point, sessions=find_sessions(run.catalog, listing, snapshot))
-
-
-def _follow_coordinator(
-    run: Run, loader: StateLoader, collective: Collective
-) -> ResumePoint | str | None:
-    snapshot = None
-    while True:
-        instruction = collective.broadcast(None, ResumeInstruction)
-        if instruction.given_up:
-            collective.gather(True, bool)
-            return instruction.given_up
-        version = None if instruction.version is None else parse_version(instruction.version)
-        if version is None:
-            return None
-        if instruction.done and snapshot is not None:
-            if loader.error is not None:
-                raise loader.error
-            if instruction.tier is not None:
-                return continue_from_tier(run, snapshot, instruction, [])
-            return make_resume_point(snapshot, instruction.branch, [])
-        if instruction.tier is not None:
-            with suppress(FormatError, StoreError, RankFailed):  # rank 0 gets the same error
-                snapshot = loader.load_from_tier(instruction)
-            continue
-        snapshot = SnapshotReader(run.location(version), None, instruction.digest)
-        try:
-            # this also reads the manifest, so that nothing can fail after the last instruction
-            loader.load(snapshot)
-        except (Denied, Unavailable):
-            raise
-        except (FormatError, StoreError):
-            continue  # rank 0 gets the same error, and falls back to an older version or raises
 
 
 # -- starting from another run -------------------------------------------------------------------
@@ -339,99 +429,6 @@ def start_from(
     )
 
 
-# -- resuming from a tier ------------------------------------------------------------------------
-
-
-def find_leftovers(
-    line: CurrentLine, loader: StateLoader, found: Sequence[TierSnapshot]
-) -> list[TierSnapshot]:
-    """Return the versions on local disks that the run lacks, oldest first: an earlier training
-    ended before they were promoted."""
-    leftovers = []
-    for in_tier in reversed(found):
-        is_whole = in_tier.tier == "local" and in_tier.is_whole
-        if is_whole and line.is_newer(in_tier.version):
-            with suppress(FormatError, StoreError):  # it is skipped below, with a warning
-                if line.is_continued_by(in_tier, loader.open_in_tier(_instruct(in_tier, 0))):
-                    leftovers.append(in_tier)
-    return leftovers
-
-
-def _instruct(in_tier: TierSnapshot, branch: int) -> ResumeInstruction:
-    return ResumeInstruction(
-        False, in_tier.folder, in_tier.digest, branch, in_tier.tier, in_tier.sources
-    )
-
-
-def resume_from_tier(
-    run: Run,
-    line: CurrentLine,
-    loader: StateLoader,
-    collective: Collective,
-    found: Sequence[TierSnapshot],
-    acquire_lock: Callable[[], object],
-    ladder: Ladder,
-) -> tuple[ResumePoint | None, list[Skipped]]:
-    """Load the newest state of a tier that continues the current lineage, and return it.
-
-    Also return the newer ones that are skipped. None: the durable version is newer, or none is
-    intact.
-    """
-    problems: list[Skipped] = []
-    damaged: dict[Version, LimpetError] = {}
-    for in_tier in found:
-        is_newest = in_tier.version == line.newest
-        if not (is_newest or line.is_newer(in_tier.version)):
-            continue
-        instruction = _instruct(in_tier, line.branch)
-        try:
-            reader = loader.open_in_tier(instruction)
-            # a state of another history is no problem, damaged or not
-            belongs = line.is_same if is_newest else line.is_continued_by
-            if in_tier.digest and not belongs(in_tier, reader):
-                continue
-            in_tier.check_whole(reader)
-            collective.broadcast(instruction, ResumeInstruction)
-            snapshot = loader.load_from_tier(instruction)
-        except (FormatError, StoreError, RankFailed) as e:
-            if is_newest:  # the run has it, too
-                events.emit("skipped", version=in_tier.folder, error=e)
-                continue
-            problems.append(Skipped(f"{in_tier.folder} {WHERE[in_tier.tier]}", e))
-            damaged[in_tier.version] = e
-            continue
-        damaged.pop(in_tier.version, None)  # another tier has had the state of this step
-        durable = line.durable
-        reference = None if durable is None else Parent(str(line.newest), durable.digest)
-        number = line.branch
-        if damaged:  # a newer state that was lost must not come back
-            acquire_lock()
-        ladder.record(snapshot, None if is_newest else in_tier.tier)
-        if damaged:
-            reason = count_skipped(damaged)
-            number = start_branch(run.catalog, snapshot, in_tier.version, reason)
-        done = structs.replace(
-            instruction, done=True, branch=number, sources=Sources(), durable=reference
-        )
-        collective.broadcast(done, ResumeInstruction)
-        return continue_from_tier(run, snapshot, done, problems), problems
-    return None, problems
-
-
-def continue_from_tier(
-    run: Run, snapshot: SnapshotReader, done: ResumeInstruction, skipped: Sequence[Skipped]
-) -> ResumePoint:
-    """Return how training continues from a state of a tier, which later versions name."""
-    point = make_resume_point(snapshot, done.branch, skipped)
-    version = None if done.durable is None else parse_version(done.durable.version)
-    durable = None
-    if done.durable is not None and version is not None:
-        durable = SnapshotReader(run.location(version), None, done.durable.digest)
-    origin = {"tier": done.tier, "version": done.version, "digest": done.digest}
-    note = {**point.note, "resumed_from_tier": origin}
-    return replace(point, note=note, durable=durable, tier=done.tier)
-
-
 # -- where a training continues ------------------------------------------------------------------
 
 
@@ -441,31 +438,21 @@ _NAME = re.compile(r"(?:version_)?([0-9]{1,18})(?:\.([0-9]{1,9}))?")
 """The name of a version, as people write it: ``91``, ``91.1``, or ``version_91.1``."""
 
 
-class ResumeRequest(NamedTuple):
-    """What the caller of ``resume`` asks for: see ``Run.newest``."""
+def parse_at(at: int | str | None) -> tuple[int | None, int | None]:
+    """Return the step and the branch that the caller of ``resume`` asks for: see ``Run.newest``.
 
-    at: int | None
-    branch: int | None
-
-    @classmethod
-    def parse(cls, at: int | str | None) -> ResumeRequest:
-        """Return the request for a step, or for a version by its name. Raises ``LimpetError``."""
-        if at is None:
-            return cls(None, None)
-        if not isinstance(at, str | bool) and hasattr(at, "__index__"):
-            return cls(at, None)
-        match = _NAME.fullmatch(at) if isinstance(at, str) else None
-        if match is None:
-            raise LimpetError(
-                'at= must be a step, or the name of a version such as "91.1",'
-                f" not {to_repr(at)[:100]}"
-            )
-        return cls(int(match[1]), int(match[2] or 0))
-
-    @property
-    def is_specific(self) -> bool:
-        """True if a person has named the version or the branch."""
-        return (self.at, self.branch) != (None, None)
+    ``at``: a step, or the name of a version. Raises ``LimpetError``.
+    """
+    if at is None:
+        return None, None
+    if not isinstance(at, str | bool) and hasattr(at, "__index__"):
+        return at, None
+    match = _NAME.fullmatch(at) if isinstance(at, str) else None
+    if match is None:
+        raise LimpetError(
+            f'at= must be a step, or the name of a version such as "91.1", not {to_repr(at)[:100]}'
+        )
+    return int(match[1]), int(match[2] or 0)
 
 
 class Skipped(NamedTuple):
@@ -539,64 +526,29 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
     given_up: str = ""
 
 
-@dataclass(slots=True)
-class StateLoader:
-    """Loads versions into a state until one is intact for all ranks.
+def instruct(in_tier: TierSnapshot, branch: int) -> ResumeInstruction:
+    """Return the instruction to load a state of a tier."""
+    return ResumeInstruction(
+        False, in_tier.folder, in_tier.digest, branch, in_tier.tier, in_tier.sources
+    )
 
-    ``error`` is the error of the last load, or None if it succeeded. ``partially_loaded`` is True
-    if a failed load has overwritten a part of the state and no load has succeeded since.
-    ``first_from_tier``: the first state that was loaded from a tier, which is the newest one, and
-    the name of the tier. ``leftovers`` are the versions on local disks that are still to be
-    promoted, and ``problems`` the newer states of tiers that are skipped. ``goes_below``: a
-    newer state is in a tier, but a person has named another version.
-    """
 
-    state: dict[str, Any]
-    group: Group
-    tiers: Tiers
-    leniency: Leniency = STRICT
-    error: LimpetError | None = None
-    partially_loaded: bool = False
-    first_from_tier: tuple[SnapshotReader, TierName | None] | None = None
-    leftovers: list[TierSnapshot] = field(default_factory=list)
-    problems: Sequence[Skipped] = ()
-    goes_below: bool = False
-
-    def load(self, snapshot: SnapshotReader) -> None:
-        """Load a version. If it is damaged for one rank, all ranks raise that error.
-
-        Raises ``RankFailed`` if the store of another rank denies access or does not answer,
-        because the version may then be intact.
-        """
-        try:
-            load_snapshot(snapshot, self.state, leniency=self.leniency, group=self.group)
-        except LimpetError as e:
-            self.error, self.partially_loaded = e, self.partially_loaded or left_state_invalid(e)
-            cause = e.__cause__ if isinstance(e, RankFailed) else None
-            if isinstance(cause, StoreError) and not isinstance(cause, Denied | Unavailable):
-                raise cause from e
-            raise
-        self.error, self.partially_loaded = None, False
-
-    def load_from_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
-        """Load a state of a tier, and return it. Raises the same errors."""
-        snapshot = self.open_in_tier(instruction)
-        self.first_from_tier = self.first_from_tier or (snapshot, instruction.tier)
-        self.load(snapshot)
-        return snapshot
-
-    def open_in_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
-        """Return a state of a tier, of which nothing is read yet."""
-        tier, folder = instruction.tier or "memory", instruction.version or ""
-        return SnapshotReader(
-            self.tiers.locate(tier, folder, instruction.sources), None, instruction.digest
-        )
+def continue_from_tier(
+    run: Run, snapshot: SnapshotReader, done: ResumeInstruction, skipped: Sequence[Skipped]
+) -> ResumePoint:
+    """Return how training continues from a state of a tier, which later versions name."""
+    point = make_resume_point(snapshot, done.branch, skipped)
+    version = None if done.durable is None else parse_version(done.durable.version)
+    durable = None
+    if done.durable is not None and version is not None:
+        durable = SnapshotReader(run.location(version), None, done.durable.digest)
+    origin = {"tier": done.tier, "version": done.version, "digest": done.digest}
+    note = {**point.note, "resumed_from_tier": origin}
+    return replace(point, note=note, durable=durable, tier=done.tier)
 
 
 def make_resume_point(
-    snapshot: SnapshotReader,
-    branch: int,
-    skipped: Sequence[Skipped],
+    snapshot: SnapshotReader, branch: int, skipped: Sequence[Skipped]
 ) -> ResumePoint:
     note = snapshot.metadata.get("note")
     origin = note.get("started_from") if isinstance(note, dict) else None
