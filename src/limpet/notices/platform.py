@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from limpet import events
 from limpet.notices.aws import AwsNotice
 from limpet.notices.azure import AzureNotice
 from limpet.notices.gcp import GcpNotice
@@ -18,13 +17,6 @@ from limpet.settings import platform_variables
 _AWS_IPV6 = "http://[fd00:ec2::254]"
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 _MAX_BYTES = 4096
-
-
-def detect_and_report() -> Sequence[NoticeSource]:
-    """Return the sources of the platforms of this process, which an event reports."""
-    sources = detect_sources()
-    events.emit("platform_detected", sources=[s.name for s in sources])
-    return sources
 
 
 def detect_sources(

@@ -22,7 +22,6 @@ from weakref import WeakSet
 
 from limpet.errors import LimpetError
 from limpet.machine import after_fork
-from limpet.notices.final_code import find_signals
 from limpet.notices.notice import Notice
 from limpet.threads import no_op, start_thread
 
@@ -56,9 +55,17 @@ class SignalNotice:
         """The signals that are no notices once the program has a handler of its own for them."""
         self._received: list[tuple[int, float]] = []
         self._wake: Callable[[], object] = no_op
+        names = []
         for number in self.numbers:
-            _check_number(number)
-        self.name = " or ".join(signal.Signals(n).name for n in self.numbers)
+            name = signal.Signals(number).name if number in set(signal.Signals) else ""
+            if name in ("", "SIGKILL", "SIGSTOP"):
+                raise LimpetError(
+                    "Invalid signal for SignalNotice",
+                    expected="a signal that a process can handle, such as signal.SIGTERM",
+                    found=repr(number),
+                )
+            names.append(name)
+        self.name = " or ".join(names)
 
     def start(self, wake: Callable[[], object]) -> None:
         """Install the handlers. ``wake`` is called when a signal arrives, in any thread.
@@ -90,45 +97,20 @@ class SignalNotice:
 
 def request_signals(sources: Iterable[object]) -> set[int]:
     """Return the signals after which a training with these sources saves and goes on."""
-    signals = [source for source in sources if isinstance(source, SignalNotice)]
-    stopping = {number for source in signals if source.stops for number in source.numbers}
-    return {n for source in signals for n in source.numbers if not source.stops} - stopping
+    numbers: dict[bool, set[int]] = {True: set(), False: set()}
+    for source in sources:
+        if isinstance(source, SignalNotice):
+            numbers[source.stops].update(source.numbers)
+    return numbers[False] - numbers[True]
 
 
-def _check_number(number: int) -> None:
+def _identify(descriptor: int) -> tuple[int, int] | None:
+    """Return which pipe or socket a descriptor is, or None if it is closed."""
     try:
-        is_valid = signal.Signals(number).name not in ("SIGKILL", "SIGSTOP")
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise LimpetError(
-            "Invalid signal for SignalNotice",
-            expected="a signal that a process can handle, such as signal.SIGTERM",
-            found=repr(number),
-        )
-
-
-class _Descriptor:
-    """A descriptor that somebody else may close at any time, such as that of an event loop.
-
-    Its number may then be that of another file, which must not receive the bytes of signals.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._identity = self._identify()
-
-    @property
-    def is_open(self) -> bool:
-        """True while the number is that of the same open pipe or socket as at first."""
-        return self._identity is not None and self._identity == self._identify()
-
-    def _identify(self) -> tuple[int, int] | None:
-        try:
-            found = os.fstat(self.number)
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _shared_times() -> memoryview[float]:
@@ -147,7 +129,9 @@ class _Dispatcher:
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
         self._pipe: tuple[Thread, int, int] | None = None  # who reads it, and its two ends
-        self._other = _Descriptor(-1)  # what somebody else had set
+        # The descriptor that somebody else had set, such as an event loop, and which pipe it was:
+        # its number may become that of another file, which must not receive the bytes of signals.
+        self._other: tuple[int, tuple[int, int] | None] = -1, None
         self._received = _shared_times()
 
     def subscribe(self, source: SignalNotice) -> None:
@@ -191,8 +175,10 @@ class _Dispatcher:
         handler = signal.getsignal(number)
         if handler == self.handle:
             handler = self._previous.get(number, signal.SIG_DFL)
-        requests = (s for s in list(self._subscribers) if number in s.numbers and not s.stops)
-        return handler == signal.SIG_DFL and not any(requests)
+        for source in list(self._subscribers):
+            if number in source.numbers and not source.stops:
+                return False
+        return bool(handler == signal.SIG_DFL)
 
     def _install(self, number: int) -> None:
         self._previous[number] = signal.getsignal(number)
@@ -251,8 +237,7 @@ class _Dispatcher:
 
     def _open_pipe(self) -> None:
         read_end, write_end = os.pipe()
-        if hasattr(os, "set_blocking"):
-            os.set_blocking(write_end, False)
+        os.set_blocking(write_end, False)
         thread = Thread(
             target=self._read_pipe, args=(read_end,), name="limpet-signals", daemon=True
         )
@@ -261,7 +246,8 @@ class _Dispatcher:
             os.close(write_end)
             return
         self._pipe = thread, read_end, write_end
-        self._other = _Descriptor(signal.set_wakeup_fd(write_end, warn_on_full_buffer=False))
+        other = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self._other = other, _identify(other)
 
     def _read_pipe(self, read_end: int) -> None:
         while True:
@@ -269,9 +255,10 @@ class _Dispatcher:
             for number in numbers:
                 if number in self._previous:
                     self._deliver(number, is_replaced=signal.getsignal(number) != self.handle)
-            if self._other.is_open:
+            other, identity = self._other
+            if identity is not None and identity == _identify(other):
                 with suppress(OSError):  # whoever set it does not read
-                    os.write(self._other.number, numbers.replace(_END, b""))
+                    os.write(other, numbers.replace(_END, b""))
             if _END in numbers:
                 return
 
@@ -285,7 +272,8 @@ class _Dispatcher:
             return  # outside the main thread: the system goes on writing into the pipe
         self._pipe = None
         if current == write_end:
-            current = self._other.number if self._other.is_open else -1
+            other, identity = self._other
+            current = other if identity is not None and identity == _identify(other) else -1
         with suppress(OSError, ValueError):  # whoever set it closes it now
             signal.set_wakeup_fd(current)
         # forked processes may have the write end, so its end here would not be seen
@@ -321,11 +309,10 @@ def stop_signals() -> SignalNotice:
     """Return the source of the signals that stop a training if the user names none: SIGTERM, and
     SIGHUP, which follows the end of a terminal. It stays ignored under ``nohup``, and a handler of
     the program keeps it for itself, also one that is installed later."""
-    hangup = find_signals("SIGHUP")
-    if not all(map(_dispatcher.is_free, hangup)):
+    if not _dispatcher.is_free(signal.SIGHUP):
         return SignalNotice()
-    source = SignalNotice(signal.SIGTERM, *hangup)
-    source.yielded = frozenset(hangup)
+    source = SignalNotice(signal.SIGTERM, signal.SIGHUP)
+    source.yielded = frozenset((signal.SIGHUP,))
     return source
 
 

@@ -68,7 +68,7 @@ class NoticeWatcher:
                     self._watches.remove(watch)
                     _emit_failure(watch.source, e)
         for watch in self._watches:
-            self._start_thread(watch)
+            self._watch(watch)
         if self._detect is not tuple and not self._start(self._add_detected):
             _emit(_DETECTION, RuntimeError("can't start new thread"))
 
@@ -114,12 +114,12 @@ class NoticeWatcher:
         for watch in list(self._watches):
             watch.wake()
 
-    def _start_thread(self, watch: _Watch) -> None:
-        if not self._start(lambda: self._run(watch)):
+    def _watch(self, watch: _Watch) -> None:
+        if not self._start(self._run, watch):
             _emit_failure(watch.source, RuntimeError("can't start new thread"))
 
-    def _start(self, run: Callable[[], None]) -> bool:
-        thread = Thread(target=run, name="limpet-notices", daemon=True)
+    def _start(self, run: Callable[..., None], *args: _Watch) -> bool:
+        thread = Thread(target=run, args=args, name="limpet-notices", daemon=True)
         is_started = start_thread(thread)
         if is_started:
             self._threads.append(thread)
@@ -130,13 +130,14 @@ class NoticeWatcher:
     def _add_detected(self) -> None:
         try:
             found = self._detect()
+            events.emit("platform_detected", sources=[source.name for source in found])
         except Exception as e:  # noqa: BLE001  (``raise_error`` raises it)
             self._error = e
             _emit(_DETECTION, e)
             return
         for source in found:
             self._watches.append(_Watch(source))
-            self._start_thread(self._watches[-1])
+            self._watch(self._watches[-1])
 
     def _run(self, watch: _Watch) -> None:
         """Poll a source, and pass on its notices. An error ends this source, and no other one."""

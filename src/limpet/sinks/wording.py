@@ -19,6 +19,12 @@ from limpet.text import (
     truncate,
 )
 
+_LESS = (
+    *("fewer_copies", "uncopied", "evaluation_idle", "members_unsaved", "metric_missing"),
+    "restarts_uncounted",
+)
+"""Events that say what a training does or saves less of than one may expect."""
+
 STYLES = {
     "saved": "green",
     **dict.fromkeys(("save_waited", "structure_changed", "platform_detected", "deleted"), "dim"),
@@ -29,17 +35,9 @@ STYLES = {
     **dict.fromkeys(
         (
             *("resume_differs", "options_replaced", "skipped", "save_skipped", "left_unsaved"),
-            *("pin_left", "read_again", "waiting", "fewer_copies", "evaluation_idle"),
-            *("members_unsaved", "request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
-            *(
-                "metric_missing",
-                "restarts_uncounted",
-                "uncopied",
-                "ranks_awaited",
-                "notice",
-                "notice_source_failed",
-                "preempted",
-            ),
+            *("pin_left", "read_again", "waiting", *_LESS),
+            *("request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
+            *("ranks_awaited", "notice", "notice_source_failed", "preempted"),
         ),
         "yellow",
     ),
@@ -128,7 +126,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
     if name == "finished":
         return _describe_end(fields)
-    if name in ("fewer_copies", "evaluation_idle", "members_unsaved", "metric_missing"):
+    if name in _LESS:
         return _describe_less(name, fields)
     if name in ("resume_checked", "resume_differs", "options_replaced"):
         return _describe_check(name, fields)
@@ -140,8 +138,6 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         " the policy AtEnd() saves them",
         "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
         "save_failed": f"failed to save step {step}: {error}",
-        "restarts_uncounted": f"under `limpet run`: {error}",
-        "uncopied": f"keeps a state in memory with fewer copies on other hosts: {error}",
         "save_skipped": f"skipped the save of step {step}: another save was in progress",
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
         "deleted": f"deleted {version}",
@@ -244,6 +240,11 @@ def _describe_less(name: str, fields: Mapping[str, object]) -> str:
             f"no version has {metrics}, which a policy uses; they have {given or 'no metrics'}."
             " Save the steps that have it, such as save=... | limpet.EveryEpoch(), or evaluate them"
         )
+    if name == "restarts_uncounted":
+        return f"under `limpet run`: {text_field(fields, 'error')}"
+    if name == "uncopied":
+        error = text_field(fields, "error")
+        return f"keeps a state in memory with fewer copies on other hosts: {error}"
     if name == "fewer_copies":
         found = f"{text_field(fields, 'hosts')} instead of {text_field(fields, 'copies')} hosts"
         return f"keeps the states in memory on {found}, because the job runs on no more"

@@ -44,7 +44,7 @@ class Tiers:
         self._all = self.memory, self.local
         self.group = group
         self.can_flush = bool(settings)
-        """True if there may be states that ``flush`` saves."""
+        """True if there is a tier, so that there may be states that ``flush`` saves."""
 
         self._resumed: tuple[TierName | None, Version | None] = None, None
         self._leftovers: Sequence[TierSnapshot] = ()
@@ -56,6 +56,8 @@ class Tiers:
         Without a resume, the tiers must be empty: otherwise, states of two trainings would mix.
         Raises ``LimpetError`` on all ranks if they are not.
         """
+        if not self.can_flush:
+            return
         self.memory.wait_ended()  # its files would be deleted while it completes the state
         for tier in self._all:
             tier.open(run_store, state)

@@ -552,7 +552,8 @@ class Checkpointer:
             self._saver.attempt(self._saver.wait_before_save, self._step_counter.progress.step)
             self._saver.attempt(self._start_save, reason)
         progress = self._step_counter.progress
-        if self._tiers.memory.is_due(progress.step, progress.epoch):
+        has_tiers = self._tiers.can_flush
+        if has_tiers and self._tiers.memory.is_due(progress.step, progress.epoch):
             spec = self._make_spec("memory")
             metadata = self._saver.make_metadata(spec)
             self._saver.attempt(self._tiers.memory.save, self.state, spec.version, metadata)
@@ -677,7 +678,8 @@ class Checkpointer:
         self._goodput.resume_from(point.training_metadata)
         progress = self._step_counter.progress
         self._cadence.restart(is_saving=self._saver.saved_step == progress.step)
-        self._tiers.memory.restart(progress.step, progress.epoch)
+        if self._tiers.can_flush:
+            self._tiers.memory.restart(progress.step, progress.epoch)
         self._early_stop.resume_from(point.training_metadata, point.step)
         self._report_resume(point)
 
@@ -697,10 +699,11 @@ class Checkpointer:
         )
         if differing := [f"the next batch of {path}" for path in batches if not batches[path]]:
             events.emit("resume_differs", run=run, url=url, differing=differing)
-        earlier = read_training_metadata(point.snapshot).get(OPTIONS)
-        changes = describe_changes(self._script_options, earlier, read_options(self.state))
-        if is_first and changes:
-            events.emit("options_replaced", run=run, url=url, options=changes)
+        if is_first and self._script_options:
+            earlier = read_training_metadata(point.snapshot).get(OPTIONS)
+            changes = describe_changes(self._script_options, earlier, read_options(self.state))
+            if changes:
+                events.emit("options_replaced", run=run, url=url, options=changes)
 
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver

@@ -431,7 +431,7 @@ def report_missing_metrics(saver: Saver) -> None:
     if the store cannot be read, nothing is concluded.
     """
     awaited, given = saver.early_stop.awaited_metric, set[str]()
-    needed = saver.needed_metrics.union(() if awaited is None else (awaited,))
+    needed = saver.keep.metrics.union(() if awaited is None else (awaited,))
     if not needed - saver.evaluated_metrics:
         return
     catalog = saver.run.catalog

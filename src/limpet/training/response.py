@@ -31,7 +31,7 @@ from limpet.notices.exit_status import (
 )
 from limpet.notices.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
 from limpet.notices.notice import Notice
-from limpet.notices.platform import detect_and_report
+from limpet.notices.platform import detect_sources
 from limpet.notices.signals import request_signals, stop_signals
 from limpet.notices.watcher import NoticeWatcher
 from limpet.ranks.agreement import Agreement, LocalAgreement
@@ -128,7 +128,7 @@ class PreemptionResponse(Observer):
         if self._settings is None or self._watcher is not None:
             return
         given = self._settings.notices
-        sources, find = ([stop_signals()], detect_and_report) if given is None else (given, tuple)
+        sources, find = ([stop_signals()], detect_sources) if given is None else (given, tuple)
         self._watcher = NoticeWatcher(sources, self.on_notice, find)
         self._watcher.start()
         announce_worker(request_signals(sources))

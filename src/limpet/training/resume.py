@@ -34,7 +34,13 @@ from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
 from limpet.run.address import open_on_all_ranks
 from limpet.run.catalog import read_sessions, read_training_metadata
-from limpet.run.lineage import find_newest, find_sessions, newest_version, start_branch
+from limpet.run.lineage import (
+    find_newest,
+    find_sessions,
+    newest_branch,
+    newest_version,
+    start_branch,
+)
 from limpet.run.run import Run
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
@@ -90,7 +96,7 @@ class Resume:
         self._collective = collective = self.group.collective(f"the resume of {self.run.url}")
         try:
             with collective:
-                found = tiers.find(collective)
+                found = tiers.find(collective) if tiers.can_flush else []
                 point = self._choose(found) if collective.rank == 0 else self._follow()
                 if point is None and self._error is not None:
                     self._require_valid_state()
@@ -178,11 +184,11 @@ class Resume:
             return None
         version = snapshot.version
         newer = [*self._problems, *(Skipped(str(v), e) for v, e in skipped)]
-        listing = run.listing()
+        listing = run.catalog.listing()
         is_newest = version == newest_version(run.catalog, listing)
         if is_newest and not (self._problems or goes_below or ladder.leaves_newer):
             ladder.record(snapshot)
-            number = run.branch(listing)
+            number = newest_branch(run.catalog, listing)
         else:
             self.acquire_lock()  # only the writer of a run may change its current lineage
             ladder.record(snapshot)

@@ -86,7 +86,7 @@ class Saver:
         self.retention, self.writer_lock = self.writer.retention, self.writer.lock
         self.early_stop = early_stop
         self._objectives = merge_objectives(options.keep.objectives | early_stop.objectives)
-        self.needed_metrics = options.keep.metrics
+        self.keep = options.keep
         self.evaluated_metrics = set[str]()
         """The metrics that evaluations in this training have given, also about versions that are
         deleted since."""
