@@ -18,6 +18,7 @@ import limpet
 from limpet.errors import (
     LimpetError,
     MissingLeaf,
+    NoSnapshot,
     RankFailed,
     SaveFailed,
     SkippedVersion,
@@ -446,6 +447,17 @@ def test_a_save_that_a_member_cannot_make_fails_and_the_next_one_succeeds(tmp_pa
             assert ckpt.save().step == 2
     assert [member.latest.step for member in servers.end()] == [2, 2]
     assert [version.step for version in limpet.Run(run).snapshots()] == [2]
+
+
+def test_a_member_ends_with_the_error_of_the_last_resume(tmp_path: Path) -> None:
+    make_versions(tmp_path, 1)
+    with join(1) as group:
+        servers = Servers(tmp_path, group.address, 1).start()
+        state = {"w": torch.zeros(5)}
+        with limpet.Checkpointer(tmp_path, state, group=group) as ckpt, pytest.raises(NoSnapshot):
+            ckpt.resume(at=9)
+    (error,) = servers.end()
+    assert isinstance(error, NoSnapshot)
 
 
 def test_a_server_with_a_loop_of_its_own_polls(tmp_path: Path) -> None:

@@ -258,9 +258,6 @@ class Group(AbstractContextManager["Group", None]):
         kv = self.kv
         if kv is None:
             return
-        if self.training is not None:
-            atexit.unregister(self.close)
-            self.end_training()
         progress, progress_at = kv.progress, kv.clock()
         try:
             # A thread of Limpet must not wait for itself: the garbage collector may call this.
@@ -272,7 +269,10 @@ class Group(AbstractContextManager["Group", None]):
                 time.sleep(0.01)
                 if kv.progress != progress:
                     progress, progress_at = kv.progress, kv.clock()
+            if self.training is not None:
+                self.end_training()
         finally:
+            atexit.unregister(self.close)
             kv.close()
 
     def __exit__(self, *exception: object) -> None:
