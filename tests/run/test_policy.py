@@ -320,38 +320,6 @@ def test_stop_when(stop, found, state):
     assert observe(stop, *found) == state
 
 
-@given(st.lists(st.sampled_from([nan, inf, -inf, 0.0, 1.0, 2.0, 3]), max_size=12), counts)
-@settings(derandomize=True)
-def test_the_state_of_stop_when_is_plain_and_complete(found, patience):
-    """Conversion to plain values and back changes nothing at any time."""
-    stop = StopWhen("l", patience)
-    state = StopState()
-    for value in found:
-        state = stop.observe(stop.from_plain(stop.to_plain(state)), value)
-    assert state == observe(stop, *found)
-
-
-def test_a_changed_patience_is_applied_to_a_restored_state():
-    stopped = observe(StopWhen("l", 2), 1.0, 2.0, 2.0)
-    assert stopped.stopped
-    plain = StopWhen("l", 2).to_plain(stopped)
-    assert StopWhen("l", 5).from_plain(plain) == StopState(1.0, 2, False)
-    assert StopWhen("l", 1).from_plain(plain) == StopState(1.0, 2, True)
-
-
-@pytest.mark.parametrize(
-    "plain",
-    [
-        None, 3, {}, {"metric": "l"}, {"metric": "m", "mode": "min", "best": 1.0, "misses": 1},
-        {"metric": "l", "mode": "max", "best": 1.0, "misses": 1},
-        {"metric": "l", "mode": "min", "best": "1", "misses": 1},
-        {"metric": "l", "mode": "min", "best": 1.0, "misses": None},
-    ],
-)  # fmt: skip
-def test_a_state_of_another_policy_is_ignored(plain):
-    assert StopWhen("l").from_plain(plain) == StopState()
-
-
 # -- invalid arguments ---------------------------------------------------------------------------
 
 INVALID_COUNTS: list[Any] = [0, -1, 1.0, 2.5, nan, inf, True, "3", None, [3], EverySteps]

@@ -178,9 +178,7 @@ def test_no_version_is_deleted_before_another_one_stores_its_score(
         if step in seen:
             newest = Run(store.inner).snapshots()[-1]
             stored = newest.metadata["training"]["stop"]
-            assert ScoreHistory.from_plain(stop, stored, newest.version.step).covers(
-                step, seen[step]
-            )
+            assert ScoreHistory.from_plain(stop, stored).covers(step, seen[step])
 
     store.before = check
     with training(store, keep=KeepLast(data.draw(st.integers(1, 3))), stop=stop) as (

@@ -484,24 +484,3 @@ class StopWhen:
             return StopState(value)
         misses = state.misses + 1
         return StopState(state.best, misses, misses >= self.patience)
-
-    def to_plain(self, state: StopState) -> dict[str, Any]:
-        """Return ``state`` as plain values, together with the metric and the mode."""
-        plain = {"metric": self.metric, "mode": self.mode}
-        return {**plain, "best": state.best, "misses": state.misses}
-
-    def from_plain(self, plain: object) -> StopState:
-        """Return the state from the result of ``to_plain``, judged by this policy's patience.
-
-        For any other value, or for another metric or mode, the result is a new state.
-        """
-        stored = plain if isinstance(plain, dict) else {}
-        best, misses = stored.get("best"), stored.get("misses")
-        matches = (stored.get("metric"), stored.get("mode")) == (self.metric, self.mode)
-        if (
-            not matches
-            or not isinstance(misses, int)
-            or not (best is None or real(best) is not None)
-        ):
-            return StopState()
-        return StopState(best, misses, misses >= self.patience)

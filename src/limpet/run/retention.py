@@ -64,7 +64,7 @@ class Retention:
     def after_save(self, snapshot: SnapshotReader) -> None:
         """Apply retention if it is due. If it raises, the next save tries again.
 
-        ``snapshot``: the version that was saved.
+        ``snapshot``: the version that was saved. An error has the field ``committed``.
         """
         keeps_all = type(self._policy) is KeepPolicy
         if keeps_all and not self._catalog.half_deleted:
@@ -73,21 +73,21 @@ class Retention:
             self._catalog.add_committed(snapshot)
         self._saves += 1
         if self._saves >= self._interval:
-            self._saves = self._interval = 0
-            retain(self._catalog, self._policy, self._before_deletion)
+            self._interval = 0
+            self.finish(snapshot)
             self._interval = self._catalog.version_count // VERSIONS_PER_SAVE
 
-    def finish(self) -> None:
-        """Apply retention at the end of the training, unless it followed the last save."""
-        if self._saves:
-            self._saves = 0
+    def finish(self, newest: SnapshotReader | None) -> None:
+        """Apply retention after the ``newest`` version, unless that was done."""
+        if not self._saves:
+            return
+        self._saves = 0
+        try:
             retain(self._catalog, self._policy, self._before_deletion)
-
-
-def undeleted_error(error: LimpetError, version: object) -> LimpetError:
-    """Return the error of a retention with the advice that ``version`` was saved nevertheless."""
-    advice = f"{version} was saved, but old versions could not be deleted"
-    return error.with_advice(advice, committed=str(version))
+        except LimpetError as e:
+            saved = newest and newest.location.folder
+            advice = f"{saved} was saved, but old versions could not be deleted"
+            raise e.with_advice(advice, committed=str(saved)) from e
 
 
 def retain(

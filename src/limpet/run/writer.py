@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from limpet.run.catalog import Catalog
 from limpet.run.listing import STEP, to_int
 from limpet.run.metrics import check_metrics, to_numbers
 from limpet.run.policy import KeepPolicy
-from limpet.run.retention import BeforeDeletion, Retention, undeleted_error
+from limpet.run.retention import BeforeDeletion, Retention
 from limpet.run.writer_lock import WriterLock
 from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
@@ -132,9 +133,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self._branch = None
         try:
             if error is None and self.group.rank == 0:
-                self.retention.finish()
-        except LimpetError as e:
-            raise undeleted_error(e, self.newest and self.newest.location.folder) from e
+                self.retention.finish(self.newest)
         finally:
             self.lock.release()
 
@@ -183,10 +182,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
             events.emit("save_failed", run=self.url, step=number, error=e)
             raise
         if self.group.rank == 0:
-            try:
-                self.retention.after_save(saved)
-            except LimpetError as e:
-                raise undeleted_error(e, version) from e
+            self.retention.after_save(saved)
         return Snapshot(saved)
 
     # -- the steps of a save -------------------------------------------------------------------
@@ -243,6 +239,10 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         ``location``: of the run, or where the version is complete first; there, ``AlreadyExists``
         is raised.
         """
+        base = self.newest if self._full_every else None
+        if base is not None and self.group.rank == 0:  # its decision counts
+            # of every full_every versions, the first is full and the others are its chain
+            base = base if base.manifest.chain + 1 < self._full_every else None
         try:
             job = begin_save(
                 location,
@@ -251,7 +251,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
                 pool,
                 group=self.group,
                 stage_now=stage_now,
-                base=self._choose_base(),
+                base=base,
                 overlap=overlap,
             )
         except AlreadyExists as e:
@@ -270,7 +270,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
 
     def commit(self, job: SaveJob) -> SnapshotReader:
         """Run the second half of a save, with the fence: the lock."""
-        return finish_save(job, lambda: self.lock.check(job.location.store))
+        return finish_save(job, partial(self.lock.check, job.location.store))
 
     def emit_saved(self, job: SaveJob, *, blocked: float, seconds: float) -> None:
         """Emit the event ``saved``, with the seconds for which the save blocked the program."""
@@ -287,15 +287,6 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
             seconds=seconds,
             metrics=dict(metadata.metrics),
         )
-
-    def _choose_base(self) -> SnapshotReader | None:
-        """Return the version whose chunks the next one may refer to, or None for a full version.
-        With several ranks, the decision of rank 0 counts."""
-        base = self.newest if self._full_every else None
-        if base is None or self.group.rank:
-            return base
-        # of every full_every versions, the first is full and the others are its chain
-        return base if base.manifest.chain + 1 < self._full_every else None
 
     def _open_on_all_ranks(self, version: Version) -> SnapshotReader:
         """Open a committed version on all ranks, or raise on all ranks."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import isnan
-from typing import Any, TypeGuard
+from typing import Annotated, Any
+
+import msgspec
 
 from limpet import events
 from limpet.errors import LimpetError
@@ -99,9 +100,9 @@ class EarlyStop:
         All ranks call this. Raises ``StoreError``, on all ranks, if the records cannot be read.
         """
         if self._stop is not None:
-            stored = self._stop, training_metadata.get("stop"), step
-            self._history = ScoreHistory.from_plain(*stored)
-            self._stored = ScoreHistory.from_plain(*stored)
+            stored = training_metadata.get("stop")
+            self._history = ScoreHistory.from_plain(self._stop, stored)
+            self._stored = ScoreHistory.from_plain(self._stop, stored)
             self._is_decided = self._history.state.stopped
         operation = f"reading the scores in {self._run.url}"
         self.stopped = broadcast_from_first(
@@ -135,13 +136,14 @@ class EarlyStop:
         if self._stop is None or self._is_decided:
             return
         stored, version = read_training_metadata(snapshot).get("stop"), snapshot.version
-        self._stored = ScoreHistory.from_plain(self._stop, stored, version.step)
+        self._stored = ScoreHistory.from_plain(self._stop, stored)
         self._recorded.add(snapshot)
         try:
             self._recorded.read_newest()
         except LimpetError as e:
             advice = f"{version} was saved, but the scores of evaluations could not be read"
-            raise e.with_advice(f"{advice}. Until they are, they do not stop the training") from e
+            advice += ". Until they are, they do not stop the training"
+            raise e.with_advice(advice, committed=str(version)) from e
 
     def poll(self) -> None:
         """Read the records of some versions. Raises ``StoreError``."""
@@ -328,49 +330,39 @@ class ScoreHistory:
     # -- what a version stores -----------------------------------------------------------------
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what a version stores: the result, which earlier releases read, and the scores."""
-        plain = self._stop.to_plain(self.state)
-        if self._scores:
-            plain["scores"] = [[step, score] for step, score in self._scores.items()]
+        """Return what a version stores."""
+        scores = [[step, score] for step, score in self._scores.items()]
+        stop = self._stop
+        plain: dict[str, Any] = {"metric": stop.metric, "mode": stop.mode, "scores": scores}
         if self._folded_step >= 0:
             folded = {"best": self._folded.best, "misses": self._folded.misses}
-            plain["before"] = {"step": self._folded_step, **folded}
+            plain |= {"folded_step": self._folded_step, **folded}
         return plain
 
     @classmethod
-    def from_plain(cls, stop: StopWhen, plain: object, step: int) -> ScoreHistory:
-        """Return the history that the version of ``step`` stores, judged by the policy ``stop``.
-
-        It is empty if the version stores none of this metric and mode. A version of an earlier
-        release stores the state alone: then no score of its step or before can count any more,
-        unless no score has counted so far.
-        """
+    def from_plain(cls, stop: StopWhen, plain: object) -> ScoreHistory:
+        """Return the history that a version stores, judged by the policy ``stop``. It is empty if
+        the version stores none of this metric and mode."""
         history = cls(stop)
-        history.state = history._folded = stop.from_plain(plain)
-        if history.state == StopState() or not isinstance(plain, dict):
+        try:
+            stored = msgspec.convert(plain, _Stored)
+        except msgspec.ValidationError:
             return history
-        scores, before = plain.get("scores"), plain.get("before", {"step": -1, "misses": 0})
-        if not (_are_scores(scores) and isinstance(before, dict) and _is_step(before.get("step"))):
-            history._folded_step = step
-            return history
-        history._folded = stop.from_plain({**plain, "best": None, **before})
-        history._folded_step = before["step"]
-        history._scores = {s: score for s, score in scores if s > before["step"]}
-        history._scan()
+        if (stored.metric, stored.mode) == (stop.metric, stop.mode):
+            history._folded_step = stored.folded_step
+            history._folded = StopState(stored.best, stored.misses, stored.misses >= stop.patience)
+            history._scores = dict(sorted(stored.scores))
+            history._scan()
         return history
 
 
-def _is_step(value: object) -> bool:
-    return type(value) is int and -1 <= value <= MAX_STEP
+class _Stored(msgspec.Struct):
+    """What a version stores: the newest scores by step, and the result of those until
+    ``folded_step``."""
 
-
-def _are_scores(value: object) -> TypeGuard[Sequence[tuple[int, float]]]:
-    """Return True for a list of pairs of a step and a score, in the order of the steps."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return False
-    pairs = [isinstance(v, Sequence) and len(v) == 2 and _is_step(v[0]) for v in value]
-    return (
-        all(pairs)
-        and all(type(score) in (int, float) for _, score in value)
-        and all(a[0] < b[0] for a, b in pairwise(value))
-    )
+    metric: str
+    mode: str
+    scores: list[tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)], float]]
+    folded_step: Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP)] = -1
+    best: float | None = None
+    misses: int = 0

@@ -28,7 +28,6 @@ from limpet.ranks.error_report import Arrival, format_with_notes
 from limpet.ranks.group import Group, all_reduce, broadcast_from_first
 from limpet.run.policy import Never, SavePolicy
 from limpet.run.records import put_about_version
-from limpet.run.retention import undeleted_error
 from limpet.snapshot import pins
 from limpet.text import user_line, warn_user
 from limpet.threads import no_op
@@ -145,7 +144,7 @@ class Ending:
             saver = self.saver
             if not is_leaving:
                 saver.attempt(record_end, saver, self.step_counter.progress.epoch)
-            saver.attempt(finish_retention, saver)
+            saver.attempt(saver.retention.finish, saver.writer.newest)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
         if not self._lifecycle.is_closed:
@@ -413,14 +412,6 @@ def ended_epochs(saver: Saver) -> int:
         return next((end.epochs for end in reversed(records.of(Ended))), 0)
 
     return broadcast_from_first(saver.group, f"the end of {saver.url}", read, int)
-
-
-def finish_retention(saver: Saver) -> None:
-    """Apply retention after the last save, if it is due. Raises ``LimpetError``."""
-    try:
-        saver.retention.finish()
-    except LimpetError as e:
-        raise undeleted_error(e, saver.writer.newest and saver.writer.newest.location.folder) from e
 
 
 def report_missing_metrics(saver: Saver) -> None:

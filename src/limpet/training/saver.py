@@ -25,7 +25,6 @@ from limpet.format.names import Version, parse_version
 from limpet.ranks.error_report import format_with_notes
 from limpet.ranks.group import Group, broadcast_from_first, call_members
 from limpet.run.address import merge_objectives
-from limpet.run.retention import undeleted_error
 from limpet.run.run import Run
 from limpet.run.writer import VersionWriter
 from limpet.saving.commit import SaveJob, VersionMetadata
@@ -431,8 +430,6 @@ class Saver:
                 if spec.deadline is None:
                     self.early_stop.after_save(snapshot)
                     self.retention.after_save(snapshot)
-        except LimpetError as e:
-            self._post_commit_error = undeleted_error(e, spec.version)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
             self._post_commit_error = e
         seconds = time.perf_counter() - began
