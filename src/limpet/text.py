@@ -203,22 +203,15 @@ def _to_plain(value: Any, limit: int | None, depth: int) -> Any:
 
 def user_frame() -> FrameType:
     """Return the user's frame that called into Limpet, directly or through PyTorch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame):
+    frame, library = sys._getframe(1), ("limpet.", "torch.")
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(library):
         frame = frame.f_back
     return frame
 
 
-def _is_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith(("limpet.", "torch."))
-
-
 def user_line() -> tuple[str, int]:
     """Return the file and the number of the user's line that called into Limpet."""
-    return _line_of(user_frame())
-
-
-def _line_of(frame: FrameType) -> tuple[str, int]:
+    frame = user_frame()
     return frame.f_code.co_filename, frame.f_lineno
 
 
@@ -227,4 +220,6 @@ def warn_user(message: str, category: type[Warning]) -> None:
     frame = user_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})  # as warnings.warn
     module = frame.f_globals.get("__name__", "<string>")
-    warnings.warn_explicit(message, category, *_line_of(frame), module, registry)
+    warnings.warn_explicit(
+        message, category, frame.f_code.co_filename, frame.f_lineno, module, registry
+    )

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -60,7 +59,7 @@ from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
 from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox
-from limpet.lazy_torch import dtype_name
+from limpet.lazy_torch import dtype_name, rank_and_world_size
 from limpet.loading.targets import LoadTargets
 from limpet.run.address import open_reader
 from limpet.saving.commit import (
@@ -218,10 +217,9 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         base = locate(self.url)
         version = names.parse_version(base.folder.rpartition("/")[2])
-        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         locations = [base] if is_coordinator else []
         location, rank = base, None
-        if distributed and not kwargs.get("use_collectives", True):
+        if rank_and_world_size()[1] > 1 and not kwargs.get("use_collectives", True):
             rank = kwargs["rank"]
             location = rank_location(self.url, rank)
             locations = [base, location]
@@ -235,9 +233,8 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         save, save_rank = self._active_save(), plan.storage_data
         if not isinstance(save_rank, _SaveRank):  # DCP cached the plan of a save by another writer
-            save_rank = _SaveRank(
-                *(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            )
+            rank, world_size = rank_and_world_size()
+            save_rank = _SaveRank(rank, world_size)
         try:
             resolved = [_resolve_item(item, planner, plan.planner_data) for item in plan.items]
             if save.rank is not None:

@@ -5,9 +5,7 @@ of each event. It accepts unknown events, and events with missing fields.
 May import: the root modules and ``format``.
 """
 
-from limpet.sinks.jsonlines import JsonLines
-from limpet.sinks.logs import Logging
-from limpet.sinks.meters import Prometheus, TensorBoard
+from limpet.sinks.programs import JsonLines, Logging, Prometheus, TensorBoard
 from limpet.sinks.terminal import Terminal
 
 __all__ = ["JsonLines", "Logging", "Prometheus", "TensorBoard", "Terminal"]
