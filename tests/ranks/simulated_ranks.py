@@ -11,10 +11,9 @@ from random import Random
 from typing import Any
 
 from limpet.errors import RankFailed
-from limpet.ranks.agreement import Agreement
+from limpet.ranks.agreement import Agreement, RoundDeadline
 from limpet.ranks.group import Group
 from limpet.ranks.kv import KVClient, Timeouts
-from limpet.ranks.rounds import RoundDeadline
 from tests.fakegroup import FakeStore
 
 TIMEOUTS = Timeouts(silent=60, stuck=600)

@@ -27,7 +27,7 @@ from limpet.errors import LimpetError, NoSpace, Preempted, RankFailed, Unavailab
 from limpet.notices.exit_status import forget_done, read_records
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
-from limpet.ranks.rounds import RoundDeadline
+from limpet.ranks.agreement import RoundDeadline
 from limpet.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of

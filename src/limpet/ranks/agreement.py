@@ -22,21 +22,402 @@ acceptors. The preemption handler of TensorFlow has a similar gate, but a leader
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
+import msgspec
+
 from limpet.errors import RankFailed
 from limpet.events import emit
 from limpet.ranks.error_report import decode_raised, encode_raised, is_from_torch
+from limpet.ranks.failure_detector import FailureDetector
 from limpet.ranks.group import Group
-from limpet.ranks.rounds import Observer, RoundDeadline, RoundParticipant
-from limpet.ranks.step_gate import StepGate
+from limpet.ranks.kv import KVClient
+from limpet.ranks.step_gate import NEVER, StepGate
 
 IDLE_POLL = 0.1, 0.5
 """The shortest and the longest interval in seconds between two polls while no round is open."""
+
+AGREED, ABORTED, CLOSED, RAISED = "agreed", "aborted", "closed", "raised"
+"""The outcomes of a round. ``CLOSED`` ends all rounds: the training of a rank has ended. So does
+``RAISED``: it has ended with an error, which all ranks raise."""
+
+_EARLIER = 0.1
+"""Seconds by which a deadline must be earlier than the known one, or nobody is told of it."""
+
+
+class RoundDeadline(NamedTuple):
+    """The time by which the ranks must have acted, on the clock of this rank, and why."""
+
+    at: float
+    cause: str
+
+
+class Observer:
+    """Learns of what the ranks publish, and does nothing. The thread of the agreement calls it."""
+
+    def on_deadline(self, deadline: RoundDeadline) -> None:
+        """A rank has proposed an action with a deadline, or an earlier deadline."""
+
+    def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
+        """The ranks could not agree on these actions."""
+
+    def on_error(self, report: str) -> None:
+        """The training of another rank has ended with an error (see ``publish_error``)."""
+
+    def on_raised(self) -> None:
+        """``step`` has raised an error, in the training thread."""
+
+
+class Round(msgspec.Struct, frozen=True):
+    """The value of a round in the store: the actions that all ranks perform at ``step``.
+
+    Each ``attempt`` has another ``step``. If the round fails, ``reason`` says why and ``rank`` is
+    the rank that caused it. ``seconds_left``: the seconds from the write of this value until all
+    ranks must have acted, if ``cause`` demands that.
+    """
+
+    actions: tuple[str, ...] = ()
+    step: int = 0
+    attempt: int = 0
+    outcome: str = ""
+    reason: str = ""
+    rank: int | None = None
+    seconds_left: float | None = None
+    cause: str = ""
+
+
+_ROUND = msgspec.json.Decoder(Round)
+
+
+class RoundParticipant:
+    """The part of one rank in the rounds, one round after the other.
+
+    It waits only for responses of the store. All calls must be from one thread.
+    """
+
+    def __init__(
+        self,
+        kv: KVClient,
+        size: int,
+        name: str,
+        gate: StepGate,
+        idle_poll: tuple[float, float],
+        observer: Observer,
+    ) -> None:
+        self.proposed: set[str] = set()
+        self.closing = False
+        self.raised = ""
+        """The report of the error with which the training of this rank has ended, or, when the
+        agreement has ended, that of the first rank that raised."""
+
+        self.closed_error: RankFailed | None = None
+        """The reason why the ranks cannot agree on further actions."""
+
+        self.clock: Callable[[], float] = kv.clock
+        self._kv = kv
+        self._size = size
+        self._name = name
+        self._gate = gate
+        self._observer = observer
+        self._own_deadline: RoundDeadline | None = None  # until a round has it
+        self._deadline: RoundDeadline | None = None  # also of later rounds: it can only get earlier
+        # 16,000 ranks then poll 8,000 times per second in total.
+        self._idle_poll = idle_poll[0], idle_poll[1] + size * 1e-4
+        self._active_poll = 0.001, 0.01 + size * 2e-5
+        self._round_number = 0
+        self._last_agreed_step = 0
+        self._steps_per_second = 0.0
+        self._last_measurement = kv.clock(), 0
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._round_number += 1
+        self._key = f"{self._name}/{self._round_number}"
+        self._current: Round | None = None
+        self._acked_attempts: list[int] = []
+        self._all_acked = False
+        self._poll_delay = self._idle_poll[0]
+        self._detector: FailureDetector | None = None
+        self._started_at = self._next_check_at = 0.0
+        self._ack_by = inf
+
+    def propose(self, action: str, deadline: RoundDeadline | None) -> None:
+        """Propose an action, which may have a deadline."""
+        self.proposed.add(action)
+        if deadline is not None and (
+            self._own_deadline is None or deadline.at < self._own_deadline.at
+        ):
+            self._own_deadline = deadline
+
+    def poll(self) -> float:
+        """Poll the round once, perform this rank's part, and return the seconds to the next poll.
+
+        Raises ``RankFailed`` if the store does not respond.
+        """
+        self._measure_speed()
+        text = self._kv.get_text(self._key) or ""
+        current = _ROUND.decode(text) if text else None
+        if self._deadline is not None and self._deadline.at <= self.clock():
+            self._deadline, self._kv.give_up_at = None, inf  # the training goes on all the same
+        if current is not None and self._current is None:
+            self._poll_delay, self._started_at = self._active_poll[0], self.clock()
+        self._observe_deadline(current)
+        self._current = current
+        if current is not None and current.outcome:
+            self._finish_round(current)
+            return 0.0
+        proposed = self._next_state(current)
+        if proposed is not None and proposed != current:
+            written = msgspec.json.encode(self._with_deadline(proposed)).decode()
+            if self._kv.compare_and_set(self._key, written, text) == written:
+                self._learn(self._own_deadline)
+                self._own_deadline = None
+            return 0.0  # another rank may have won: read the round again
+        growth, max_delay = (
+            (1.2, self._idle_poll[1]) if current is None else (1.5, self._active_poll[1])
+        )
+        delay, self._poll_delay = self._poll_delay, min(self._poll_delay * growth, max_delay)
+        return delay
+
+    def _observe_deadline(self, current: Round | None) -> None:
+        """Learn of the deadline in a round, and until when to wait for acknowledgments.
+
+        The seconds count from now, because the clocks of hosts differ. The value is at most one
+        interval between two polls old, and each rank that replaces it counts down.
+        """
+        if current is not None and current.seconds_left is not None and current != self._current:
+            self._learn(RoundDeadline(self.clock() + current.seconds_left, current.cause))
+            if self._ack_by == inf:
+                self._limit_waits()
+
+    def _learn(self, deadline: RoundDeadline | None) -> None:
+        """Learn of a deadline, and tell the observer if it is earlier than the known one."""
+        known = self._deadline
+        if deadline is None or (known is not None and deadline.at >= known.at - _EARLIER):
+            return
+        self._deadline = deadline
+        self._limit_waits()
+        self._observer.on_deadline(deadline)
+
+    def _limit_waits(self) -> None:
+        """Let the waits of this round end early: with 30 s left, within 10 s."""
+        if self._deadline is not None:
+            now = self.clock()
+            self._ack_by = now + (self._deadline.at - now) / 4
+            third = now + (self._deadline.at - now) / 3
+            self._gate.limit(third)
+            self._kv.give_up_at = min(self._kv.give_up_at, third)
+
+    def _with_deadline(self, proposed: Round) -> Round:
+        """Return a state of the round with the earliest known deadline, counted from now."""
+        known = [d for d in (self._deadline, self._own_deadline) if d is not None]
+        if not known:
+            return proposed
+        deadline = min(known)
+        left = round(max(0.0, deadline.at - self.clock()), 3)
+        return msgspec.structs.replace(proposed, seconds_left=left, cause=deadline.cause)
+
+    def _has_earlier_deadline(self) -> bool:
+        """Return True if no round has the deadline that this rank knows."""
+        own, known = self._own_deadline, self._deadline
+        if own is not None and known is not None and own.at >= known.at - _EARLIER:
+            self._own_deadline = None
+        return self._own_deadline is not None
+
+    def _next_state(self, current: Round | None) -> Round | None:
+        """Return the state of the round that this rank wants to write, or None for no round."""
+        rank = self._kv.rank
+        if self.raised:
+            return msgspec.structs.replace(
+                current or Round(), outcome=RAISED, reason=self.raised, rank=rank
+            )
+        if self.closing:
+            reason = f"The training of rank {rank} has ended, so no further agreement is possible"
+            return msgspec.structs.replace(
+                current or Round(), outcome=CLOSED, reason=reason, rank=rank
+            )
+        if current is None:
+            actions = tuple(sorted(self.proposed))
+            return Round(actions, self._choose_step(0)) if actions else None
+        if (added := self.proposed.difference(current.actions)) or self._has_earlier_deadline():
+            actions = tuple(sorted(added.union(current.actions)))
+            return self._with_deadline(msgspec.structs.replace(current, actions=actions))
+        if current.attempt not in self._acked_attempts:
+            if not self._gate.arm(current.step):
+                attempt = current.attempt + 1
+                return msgspec.structs.replace(
+                    current, step=self._choose_step(attempt), attempt=attempt
+                )
+            # Before the acknowledgment is sent, because the response may be lost.
+            self._acked_attempts.append(current.attempt)
+            self._kv.put_all({self._ack_key(rank, current.attempt): b""})
+            self._all_acked = self._kv.increment(f"{self._key}/{current.attempt}") == self._size
+        if self._all_acked:
+            return msgspec.structs.replace(current, outcome=AGREED)
+        return self._check_failures(current)
+
+    def _choose_step(self, attempt: int) -> int:
+        """Return a step that most likely no rank has reached when the last rank sees the round."""
+        seconds_ahead = self._idle_poll[1]
+        if self._current is not None:
+            seconds_ahead = max(seconds_ahead, 2 * (self.clock() - self._started_at))
+        steps_ahead = int(2 ** min(attempt, 20) + self._steps_per_second * seconds_ahead)
+        return max(self._gate.current_step, self._last_agreed_step) + steps_ahead
+
+    def _measure_speed(self) -> None:
+        (last_time, last_step), now = self._last_measurement, self.clock()
+        if now - last_time >= 0.25 and self._gate.current_step > last_step:
+            self._last_measurement = now, self._gate.current_step
+            self._steps_per_second = (self._last_measurement[1] - last_step) / (now - last_time)
+
+    def _ack_key(self, rank: int, attempt: int) -> str:
+        return f"{self._key}/{attempt}/{rank}"
+
+    # -- failed ranks ----------------------------------------------------------------------------
+
+    def _check_failures(self, current: Round) -> Round:
+        """End the round if ranks have failed.
+
+        Rank 0 monitors all ranks that have not acknowledged; the other ranks monitor rank 0.
+        """
+        timeouts, now = self._kv.timeouts, self.clock()
+        interval = min(max(1.0, self._size / 2000), timeouts.silent / 4)
+        if now >= self._ack_by:
+            return self._abort_late(current)
+        if self._detector is None:
+            self._detector = FailureDetector(self._kv, _describe(current), NEVER)
+            self._next_check_at = now + interval
+        if now < self._next_check_at:
+            return current
+        self._next_check_at = now + interval
+        ranks, timeout = [0], timeouts.stuck + timeouts.silent
+        if self._kv.rank == 0:
+            acks = [self._ack_key(r, current.attempt) for r in range(self._size)]
+            if self._kv.has_all(acks):  # the last rank died before it could end the round
+                return msgspec.structs.replace(current, outcome=AGREED)
+            ranks, timeout = list(range(self._size)), timeouts.stuck
+
+        def has_acked(rank: int) -> bool:
+            return self._kv.has_all([self._ack_key(rank, current.attempt)]) and self._kv.rank == 0
+
+        failure = self._detector.failed(ranks, has_acked)
+        if failure is None and self._detector.waited > timeout:
+            missing = [r for r in ranks if not has_acked(r)] or [0]
+            failure = self._detector.make_error(
+                missing,
+                f"an acknowledgment within {timeout:g} s",
+                "none, though the process is alive",
+            )
+        return current if failure is None else _aborted(current, failure)
+
+    def _abort_late(self, current: Round) -> Round:
+        """End the round because ranks have not acknowledged in the time that the deadline leaves.
+
+        Rank 0 names them. If it is late itself, the others end the round a little later.
+        """
+        acks = {r: self._ack_key(r, current.attempt) for r in range(self._size)}
+        missing = [0]
+        if self._kv.rank:
+            if self.clock() < self._ack_by + self._late_seconds():
+                return current
+        elif self._kv.has_all(list(acks.values())):
+            return msgspec.structs.replace(current, outcome=AGREED)
+        else:
+            missing = [r for r, key in acks.items() if not self._kv.has_all([key])]
+        failure = FailureDetector(self._kv, _describe(current), NEVER).make_error(
+            missing or [0],
+            f"an acknowledgment in a quarter of the time that is left after {current.cause}",
+            "none",
+        )
+        return _aborted(current, failure)
+
+    def _late_seconds(self) -> float:
+        """Return how much longer than rank 0 the other ranks wait for acknowledgments."""
+        return 0.0 if self._deadline is None else max(0.2, (self._deadline.at - self._ack_by) / 30)
+
+    # -- the end of a round ----------------------------------------------------------------------
+
+    def _finish_round(self, finished: Round) -> None:
+        """Act on the outcome and begin the next round. The last rank to leave deletes the keys."""
+        error = RankFailed(finished.reason, rank=finished.rank)
+        if finished.outcome == CLOSED:
+            error.fields["ended"] = True
+        if finished.outcome == RAISED:
+            self.raised = finished.reason
+            todo = f"See the log of rank {finished.rank}"
+            error = RankFailed(
+                f"The training of rank {finished.rank} has raised", todo=todo, rank=finished.rank
+            )
+        key, acks = self._key, [self._ack_key(self._kv.rank, a) for a in self._acked_attempts]
+        failed_actions = set(finished.actions)
+        # Before the grant, because the actions may be proposed again right after it.
+        self.proposed -= failed_actions
+        if not self.proposed:
+            self._own_deadline = None
+        if finished.outcome == AGREED:
+            self._gate.grant(finished.step, frozenset(failed_actions))
+            self._last_agreed_step, failed_actions = finished.step, set()
+        else:
+            self._gate.disarm()
+        self._gate.unlimit()
+        if finished.outcome in (CLOSED, RAISED):
+            self.closed_error = error
+            failed_actions |= self.proposed
+            self.proposed.clear()
+        self._begin_round()
+        if failed_actions:
+            emit("not_agreed", wanted=sorted(failed_actions), error=error)
+            self._observer.on_failure(frozenset(failed_actions), error)
+        if finished.outcome == RAISED and finished.rank != self._kv.rank:
+            self._observer.on_error(finished.reason)
+        self._kv.delete(acks)
+        if self._kv.increment(f"{key}/left") == self._size:
+            counts = [f"{key}/{attempt}" for attempt in range(finished.attempt + 1)]
+            self._kv.delete([key, *counts, f"{key}/left"])
+
+    def report_closed(self, action: str) -> None:
+        """Report that an action was proposed after the end of the agreement."""
+        error = self.closed_error or RankFailed("The agreement has ended")
+        emit("not_agreed", wanted=[action], error=error)
+        self._observer.on_failure(frozenset({action}), error)
+
+    def abort(self, error: Exception) -> None:
+        """End the agreement after an error of the store.
+
+        Training continues, but stops at a step that this rank has acknowledged and whose outcome
+        it does not know.
+        """
+        failed_actions = self.proposed.union(
+            self._current.actions if self._current is not None else ()
+        )
+        closed_error = RankFailed(
+            "The ranks cannot agree on actions anymore",
+            found=str(error) or type(error).__name__,
+            todo="Committed versions are safe; restart the job",
+        )
+        closed_error.__cause__ = error
+        if self._acked_attempts:
+            self._gate.fail(closed_error)
+        else:
+            self._gate.disarm()
+        self.closed_error = closed_error
+        self.proposed.clear()
+        if failed_actions and not self.closing:
+            emit("not_agreed", wanted=sorted(failed_actions), error=closed_error)
+            self._observer.on_failure(frozenset(failed_actions), closed_error)
+
+
+def _describe(current: Round) -> str:
+    return f"the agreement on {', '.join(current.actions)}"
+
+
+def _aborted(current: Round, failure: RankFailed) -> Round:
+    return msgspec.structs.replace(current, outcome=ABORTED, reason=str(failure), rank=failure.rank)
 
 
 class Proposal(NamedTuple):
@@ -66,6 +447,9 @@ class Agreement:
         if (kv := group.kv) is None:
             raise ValueError("An agreement needs several ranks")
         self._kv = kv
+        self.clock = kv.clock
+        """The clock of ``RoundDeadline``."""
+
         self._gate = StepGate(kv.timeouts.stuck + 4 * kv.timeouts.silent, kv.clock)
         self._participant = RoundParticipant(
             kv,
@@ -96,7 +480,7 @@ class Agreement:
         """
         deadline = None
         if seconds is not None:
-            deadline = RoundDeadline(self._participant.clock() + seconds, cause)
+            deadline = RoundDeadline(self.clock() + seconds, cause)
         if deadline is not None or action not in self._participant.proposed:
             self._proposals.put(Proposal(action, self._gate.delivery_count, deadline))
 
@@ -152,10 +536,6 @@ class Agreement:
         first = self._participant.raised
         return decode_raised(first) if first not in ("", report) and is_from_torch(error) else None
 
-    def clock(self) -> float:
-        """Return the time on the clock of ``RoundDeadline``."""
-        return self._participant.clock()
-
     def raise_at_next_step(self, error: BaseException) -> None:
         """Make the training raise an error of another rank: in the next ``step``, or in the step
         or the collective in which it waits now."""
@@ -186,13 +566,12 @@ class Agreement:
 
     def _wait_for_proposals(self, timeout: float) -> None:
         """Wait until there is a new proposal, or until the timeout."""
-        clock = self._participant.clock
-        deadline = clock() + timeout
+        deadline = self.clock() + timeout
         has_new = False
         while True:
             try:
                 proposal = self._proposals.get(
-                    timeout=0 if has_new else max(0.0, deadline - clock())
+                    timeout=0 if has_new else max(0.0, deadline - self.clock())
                 )
             except Empty:
                 return

@@ -34,10 +34,9 @@ from limpet.notices.notice import Notice
 from limpet.notices.platform import detect_sources
 from limpet.notices.signals import request_signals, stop_signals
 from limpet.notices.watcher import NoticeWatcher
-from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.agreement import Agreement, LocalAgreement, Observer, RoundDeadline
 from limpet.ranks.error_report import decode_raised, is_from_torch
 from limpet.ranks.group import Group
-from limpet.ranks.rounds import Observer, RoundDeadline
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
 from limpet.training.goodput import Goodput
