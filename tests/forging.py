@@ -13,18 +13,12 @@ from limpet.errors import FormatError, PlanError, StoreError
 from limpet.format.digest import digest
 from limpet.format.names import MANIFEST
 from limpet.storage.memory import MemoryStore
+from tests.states import assert_same
 
 Files = dict[str, bytes]
 Json = Any
 
 FOLDER = "version_7"
-
-_DTYPES = (
-    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
-    " complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-    " float8_e8m0fnu float4_e2m1fn_x2"
-)
-TORCH_DTYPES = _DTYPES.split()
 
 
 def small_state():
@@ -211,37 +205,8 @@ def assert_names_file(error):
 
 def values_equal(a, b):
     """Return True if two values have the same type and are equal bit for bit."""
-    if type(a) is not type(b):
+    try:
+        assert_same(a, b)
+    except AssertionError:
         return False
-    if isinstance(a, torch.Tensor):
-        if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
-            return False
-        if a.layout is not torch.strided:
-            return values_equal(a.to_dense(), b.to_dense())
-        return _tensor_bytes(a) == _tensor_bytes(b)
-    if isinstance(a, np.ndarray | np.generic):
-        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-    if isinstance(a, dict):
-        pairs = zip(a.items(), b.items(), strict=True)
-        return len(a) == len(b) and all(values_equal(x, y) for x, y in pairs)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(values_equal, a, b))
-    if isinstance(a, set | frozenset):
-        return sorted(map(_member_repr, a)) == sorted(map(_member_repr, b))
-    if isinstance(a, complex):
-        return values_equal(a.real, b.real) and values_equal(a.imag, b.imag)
-    return bool(a == b) if isinstance(a, int) else repr(a) == repr(b)
-
-
-def _member_repr(value):
-    """Return text for a member of a set: equal for two NaN, different for -0.0 and 0.0."""
-    if isinstance(value, frozenset):
-        return f"frozenset({sorted(map(_member_repr, value))})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_member_repr, value))})"
-    return f"{type(value).__name__} {value!r}"
-
-
-def _tensor_bytes(t):
-    t = t.contiguous().reshape(-1)
-    return bytes(t.untyped_storage()[: t.numel() * t.element_size()]) if t.numel() else b""
+    return True

@@ -11,30 +11,12 @@ import limpet
 
 _url_numbers = count()
 
-TORCH_DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.uint32,
-    torch.int32,
-    torch.uint64,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2,
-]
+DTYPE_NAMES = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
+    " complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
+    " float8_e8m0fnu float4_e2m1fn_x2"
+).split()
+TORCH_DTYPES = [getattr(torch, name) for name in DTYPE_NAMES]
 
 
 class Stateful:
@@ -127,8 +109,19 @@ def assert_same(a, b, path="state"):
         assert struct.pack("d", a) == struct.pack("d", b) or (a != a and b != b), path  # noqa: PLR0124
     elif isinstance(a, complex):
         assert_same([a.real, a.imag], [b.real, b.imag], path)
+    elif isinstance(a, set | frozenset):
+        assert sorted(map(_member_repr, a)) == sorted(map(_member_repr, b)), path
     else:
         assert a == b, path
+
+
+def _member_repr(value):
+    """Return text for a member of a set: equal for two NaN, different for -0.0 and 0.0."""
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(map(_member_repr, value))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_member_repr, value))})"
+    return f"{type(value).__name__} {value!r}"
 
 
 def assert_same_tensor(a, b, path="tensor"):

@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-NO_TESTS = 5  # the exit status of pytest
 
 # Fails until a file exists that the first run creates, as a race does.
 RACE = """
@@ -47,18 +46,6 @@ def test_a_test_that_passes_alone_is_named(tmp_path):
     assert output.endswith(
         "RACE: failed beside other tests, passed alone:\n    test_it.py::test_race\n"
     )
-
-
-def test_the_second_run_has_the_options_of_the_first(tmp_path):
-    """The servers of ``make test-stores``: a mark that pytest's configuration leaves out."""
-    marked = "import pathlib, pytest\n@pytest.mark.stores" + RACE[RACE.index("\ndef") :]
-    configuration = "[pytest]\nmarkers = stores\naddopts = -m 'not stores'\n"
-    status, output = run(tmp_path, marked, "-m", "stores", configuration=configuration)
-    assert status == 0
-    assert output.endswith("passed alone:\n    test_it.py::test_race\n")
-    (tmp_path / "ran").unlink()
-    status, _ = run(tmp_path, marked, configuration=configuration)
-    assert status == NO_TESTS
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,9 @@ from limpet import buffers
 from limpet.buffers import (
     Buffer,
     BufferPool,
-    address_of,
-    as_byte_view,
-    direct_io_length,
     shared_pool,
 )
-from limpet.errors import LimpetError, StoreError, Unavailable
+from limpet.errors import StoreError, Unavailable
 from limpet.saving.image import Piece
 from limpet.saving.staging import stage_pieces
 from limpet.storage.local.os_calls import Fs
@@ -42,15 +39,6 @@ def blocked_acquires(pool, count=1):
         time.sleep(0.05)
         assert not any(future.done() for future in futures)
         yield futures
-
-
-def test_buffer_is_aligned_and_writable_and_reports_its_address():
-    buffer = Buffer(UNIT)
-    assert buffer.address % mmap.PAGESIZE == 0
-    assert address_of(buffer.view) == buffer.address
-    assert address_of(buffer.view[100:]) == buffer.address + 100
-    assert (buffer.size, len(buffer.view), buffer.view.readonly) == (UNIT, UNIT, False)
-    buffer.view[-1] = 7
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -82,16 +70,6 @@ def test_fork_does_not_make_a_buffer_copy_on_write(monkeypatch, advice, wiped):
     assert faults < size // mmap.PAGESIZE // 4
 
 
-def test_acquire_returns_the_most_recently_released_buffer():
-    pool = BufferPool(3 * UNIT, UNIT)
-    a, b = pool.acquire(), pool.acquire()
-    assert (pool.allocated_bytes, pool.free_bytes, pool.budget) == (2 * UNIT, 0, 3 * UNIT)
-    pool.release(a)
-    pool.release(b)
-    assert (pool.allocated_bytes, pool.free_bytes) == (2 * UNIT, 2 * UNIT)
-    assert [pool.acquire(), pool.acquire()] == [b, a]
-
-
 def test_acquire_waits_for_a_release():
     pool = BufferPool(UNIT, UNIT)
     held = pool.acquire()
@@ -119,21 +97,6 @@ def test_close_wakes_waiters_and_frees_the_memory():
             assert isinstance(future.exception(5), StoreError)
 
 
-def test_preallocate_creates_buffers_within_the_budget():
-    created = []
-    pool = BufferPool(4 * UNIT, UNIT, created.append)
-    held = pool.acquire()
-    pool.preallocate(2 * UNIT + 1)
-    assert (pool.allocated_bytes, pool.free_bytes) == (3 * UNIT, 2 * UNIT)
-    pool.preallocate(UNIT)
-    pool.preallocate(100 * UNIT)
-    assert (pool.allocated_bytes, len(created)) == (4 * UNIT, 4)
-    pool.release(held)
-    pool.close()
-    pool.preallocate(100 * UNIT)
-    assert pool.allocated_bytes == 0
-
-
 def test_memory_of_a_closed_pool_stays_valid_while_a_view_refers_to_it():
     pool = BufferPool(UNIT, UNIT)
     buffer = pool.acquire()
@@ -143,14 +106,6 @@ def test_memory_of_a_closed_pool_stays_valid_while_a_view_refers_to_it():
     pool.close()
     view[:] = b"still here"
     assert bytes(view) == b"still here"
-
-
-def test_releasing_a_buffer_twice_raises():
-    pool = BufferPool(UNIT, UNIT)
-    buffer = pool.acquire()
-    pool.release(buffer)
-    with pytest.raises(LimpetError, match="twice"):
-        pool.release(buffer)
 
 
 def test_failed_allocation_does_not_count_toward_the_budget(monkeypatch):
@@ -164,55 +119,6 @@ def test_failed_allocation_does_not_count_toward_the_budget(monkeypatch):
         pool.acquire()
     monkeypatch.undo()
     pool.acquire()
-
-
-def test_many_threads_share_few_buffers():
-    pool, held, held_counts = BufferPool(3 * UNIT, UNIT), set(), []
-
-    def work(_):
-        for _ in range(50):
-            buffer = pool.acquire()
-            assert id(buffer) not in held
-            held.add(id(buffer))
-            held_counts.append(len(held))
-            held.remove(id(buffer))
-            pool.release(buffer)
-
-    with ThreadPoolExecutor(12) as threads:
-        list(threads.map(work, range(12)))
-    assert max(held_counts) <= 3
-    assert pool.allocated_bytes <= 3 * UNIT
-
-
-@pytest.mark.parametrize(
-    ("offset", "address", "length", "capacity", "span"),
-    [
-        (0, 0, 4096, 4096, 4096),
-        (0, 0, 5000, 5000, 4096),
-        (0, 0, 5000, 8192, 8192),
-        (0, 0, 5000, 8191, 4096),
-        (0, 0, 100, 4096, 4096),
-        (0, 0, 100, 100, 0),
-        (4096, 8192, 8192, 9999, 8192),
-        (1, 0, 8192, 8192, 0),
-        (0, 512, 8192, 8192, 0),
-        (0, 0, 0, 4096, 0),
-    ],
-)
-def test_direct_io_length_depends_on_alignment_and_capacity(
-    offset, address, length, capacity, span
-):
-    assert direct_io_length(offset, address, length, capacity) == span
-
-
-def test_as_byte_view_returns_the_single_bytes_of_the_same_memory():
-    data = bytearray(48)
-    view = as_byte_view(memoryview(data).cast("d", (2, 3)))
-    view[0] = 1
-    assert (data[0], len(view), view.format) == (1, 48, "B")
-    assert len(as_byte_view(memoryview(data)[:0].cast("d"))) == 0
-    with pytest.raises(TypeError):
-        as_byte_view(memoryview(data)[::2])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from limpet.errors import SaveFailed
-from limpet.text import format_list, format_ranks, hide_secrets, warn_user, with_article
+from limpet.text import format_list, format_ranks, hide_secrets, warn_user
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,6 @@ def test_ranks():
     assert format_ranks([3]) == "rank 3"
     assert format_ranks([0, 2]) == "ranks 0, 2"
     assert format_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
-
-
-def test_articles():
-    assert [with_article(n) for n in ("dict", "int", "Tensor", "ndarray")] == [
-        "a dict",
-        "an int",
-        "a Tensor",
-        "a ndarray",
-    ]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])

@@ -11,9 +11,7 @@ from itertools import count
 import pytest
 
 from limpet import threads
-from limpet.buffers import shared_pool
-from limpet.threads import Latch, Workers, gc_paused, in_parallel, look_up_each
-from limpet.types import MIB
+from limpet.threads import Latch, gc_paused, in_parallel, look_up_each
 from tests.interrupts import MOMENTS, InterruptOpcode, SignalError, raise_at_start
 
 
@@ -39,12 +37,6 @@ def test_gc_is_disabled_in_the_call_and_enabled_after_it():
     with pytest.raises(ZeroDivisionError):
         outer(0)
     assert gc.isenabled()
-
-
-def test_gc_stays_disabled_if_it_was_disabled_before():
-    gc.disable()
-    gc_paused(int)()
-    assert not gc.isenabled()
 
 
 def test_gc_is_enabled_after_an_interrupt_at_any_opcode():
@@ -92,20 +84,6 @@ def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_th
     with pytest.raises(KeyboardInterrupt):
         in_parallel(items(), interrupt, 2, failures=failures)
     assert time.monotonic() - began < 5
-
-
-@pytest.mark.parametrize(("nbytes", "threads"), [(0, 1), (MIB - 1, 1), (MIB, 2), (8 * MIB, 3)])
-def test_little_data_is_not_shared_by_threads(nbytes, threads):
-    seen: list[int] = []
-    together = threading.Barrier(threads)
-
-    def work(_):
-        seen.append(threading.get_ident())
-        together.wait(10)
-
-    Workers(shared_pool(), 3).each(range(3 * threads), work, nbytes)
-    assert len(seen) == 3 * threads
-    assert len(set(seen)) == threads
 
 
 @pytest.mark.parametrize("slow", [(), range(320), range(0, 320, 2), (7, 8)], ids=str)
@@ -203,24 +181,6 @@ def test_a_process_ends_after_a_call_whose_start_was_interrupted():
     command = [sys.executable, "-c", INTERRUPTED_CALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set():
-    latch = Latch()
-    assert not latch.wait(0)
-    assert not latch.wait(0.01)
-    results: list[bool] = []
-    waiting = [threading.Thread(target=lambda: results.append(latch.wait())) for _ in range(8)]
-    for thread in waiting:
-        thread.start()
-    assert results == []
-    latch.set()
-    latch.set()
-    for thread in waiting:
-        thread.join(20)
-    assert results == [True] * 8
-    assert latch.wait()
-    assert latch.wait(0)
 
 
 class LockWithSetter:

@@ -211,13 +211,6 @@ def state_with_names(names, **changes):
     }
 
 
-def test_a_converted_optimizer_has_the_form_of_limpet():
-    imported = arrange_state(state_with_names(["a", "b"]), None)
-    assert imported.converted == ["optimizer"]
-    group = {"lr": 0.1, "params": ["model.a", "model.b"]}
-    assert imported.state["optimizer"] == {"state": {"model.a": {"m": ONE}}, "groups": [group]}
-
-
 @pytest.mark.parametrize(
     "state",
     [

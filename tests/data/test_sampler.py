@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import limpet
-from limpet.data import sampler as batch_blocks
 from limpet.data.permutation import permute
 from limpet.data.sampler import SamplerGroup
 from limpet.errors import LimpetError, PlanError
@@ -103,23 +102,6 @@ def excess_chi_square(counts):
     return float((((counts - mean) ** 2 / mean).sum() - freedom) / math.sqrt(2 * freedom))
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, 5])
-def test_all_orders_of_few_samples_are_equally_likely(length):
-    kinds = math.factorial(length)
-    seen = Counter(tuple(order(length, seed=5, epoch=e)) for e in range(20 * kinds))
-    assert abs(excess_chi_square(np.array([*seen.values(), *[0] * (kinds - len(seen))]))) < 4
-
-
-@pytest.mark.parametrize(("length", "other"), [(7, 1), (12, 11), (25, 1), (30, 29)])
-def test_the_positions_of_two_samples_are_independent(length, other):
-    positions, seen = np.array([0, other]), np.zeros((length, length))
-    for epoch in range(5 * length * length):
-        first, second = permute(positions, length, 5, epoch)
-        seen[first, second] += 1
-    assert seen.trace() == 0
-    assert abs(excess_chi_square(seen[~np.eye(length, dtype=bool)])) < 4
-
-
 @pytest.mark.parametrize("length", [1000, 4096, 10**6, 10**10 + 19])
 def test_large_orders_are_uniform(length):
     count = min(length, 20_000)
@@ -130,11 +112,6 @@ def test_large_orders_are_uniform(length):
     for a, b in ((first[1:], first[:-1]), (first, second), (first, at / count)):
         assert abs(np.corrcoef(a, b)[0, 1]) < 4 / math.sqrt(count)
         assert abs(excess_chi_square(np.histogram2d(a, b, 5, ((0, 1), (0, 1)))[0])) < 4
-
-
-def test_epochs_and_seeds_differ():
-    orders = [tuple(order(50, seed, epoch)) for seed in range(10) for epoch in range(10)]
-    assert len(set(orders)) == 100
 
 
 def test_without_shuffle_samples_keep_their_order():
@@ -321,11 +298,6 @@ def test_a_data_set_instead_of_its_length_is_refused():
         Sampler(TensorDataset(torch.zeros(4)), batch_size=2)
 
 
-def test_numpy_sizes_become_plain_ints():
-    sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
-    assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
-
-
 # -- passes --------------------------------------------------------------------------------------
 
 
@@ -353,25 +325,6 @@ def test_a_resume_continues_after_the_last_step(steps):
     while other.epochs < 3:
         first += train(other)
     assert first == batches[steps:]
-
-
-def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass():
-    sampler = Sampler(8, 4)
-    train(sampler)
-    assert (sampler.state_dict()["epoch"], sampler.state_dict()["samples"]) == (0, 8)
-    other = resumed(resumed(sampler, 8, 4), 8, 4)  # resuming twice changes nothing
-    assert train(other) == []
-    assert flat(train(other)) == order(8, epoch=1)
-    assert other.epochs == 2
-
-
-def test_drop_last_ends_the_epoch():
-    sampler = Sampler(10, 4, drop_last=True)
-    train(sampler)
-    assert sampler.epochs == 1
-    other = resumed(sampler, 10, 4, drop_last=True)
-    assert train(other) == []
-    assert flat(train(other)) == order(10, epoch=1)[:8]
 
 
 def test_the_rest_of_an_epoch_follows_a_break():
@@ -431,16 +384,6 @@ def test_counting_more_batches_than_yielded_is_an_error():
     assert sampler.state_dict()["samples"] == 4
     with pytest.raises(LimpetError, match="Invalid number of batches for a step"):
         sampler.advance(-1)
-
-
-def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause():
-    sampler = Sampler(8, 2, 5)
-    next(iter(sampler))
-    sampler.advance()
-    with pytest.raises(
-        LimpetError, match=r"8, 2, 5, at sample 2 .*step\(\) is called once per batch"
-    ):
-        sampler.advance()
 
 
 def test_a_pass_from_before_the_resume_is_an_error():
@@ -614,16 +557,6 @@ def test_a_state_within_a_step_across_epochs_resumes_as_one_pass():
 # -- the ends of epochs --------------------------------------------------------------------------
 
 
-def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_ended():
-    sampler = Sampler(8, 2)
-    train(sampler)
-    assert sampler.epochs == 1
-    assert train(resumed(sampler, 8, 2)) == []
-    sampler.end_epoch()
-    assert flat(train(resumed(sampler, 8, 2))) == order(8, epoch=1)
-    assert flat(train(sampler)) == order(8, epoch=1)
-
-
 def test_a_finished_loop_can_be_resumed_with_more_epochs():
     state: dict[str, int] = {}
     trained: list[int] = []
@@ -636,17 +569,6 @@ def test_a_finished_loop_can_be_resumed_with_more_epochs():
             sampler.end_epoch()
         state = sampler.state_dict()
     assert trained == [sample for epoch in range(4) for sample in order(8, epoch=epoch)]
-
-
-def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass():
-    sampler = Sampler(10, 2)
-    for number, _ in enumerate(sampler):
-        if number == 3:
-            sampler.advance(4)
-    assert sampler.state_dict()["ahead"] == 0
-    sampler.end_epoch()
-    assert sampler.state_dict()["ahead"] == 1
-    assert flat(resumed(sampler, 10, 2)) == order(10)[8:] + order(10, epoch=1)
 
 
 def test_a_loaded_state_is_saved_unchanged():
@@ -785,17 +707,6 @@ def test_other_objects_are_rejected_as_states(state):
         Sampler(8, 2).load_state_dict(state)
 
 
-def test_a_sampler_is_saved_and_loaded_by_limpet():
-    store = MemoryStore()
-    sampler = Sampler(8, 2)
-    train(sampler, 3)
-    limpet.save(store, {"sampler": sampler})
-    other = Sampler(8, 2)
-    limpet.load(store, into={"sampler": other})
-    assert other.state_dict() == sampler.state_dict()
-    assert flat(train(other)) == order(8)[6:]
-
-
 # -- copies, processes, loaders ------------------------------------------------------------------
 
 
@@ -862,20 +773,6 @@ def test_prefetched_batches_are_not_counted(options):
                 other.advance()
         assert seen[:30] == whole[: len(seen[:30])]
         assert len(seen) >= 30
-
-
-@pytest.mark.slow
-def test_a_loader_with_spawned_workers():
-    sampler = Sampler(10, 2)
-    loader = DataLoader(
-        Squares(), batch_sampler=sampler, num_workers=1, multiprocessing_context="spawn"
-    )
-    seen: list[int] = []
-    for batch in loader:
-        seen += batch.tolist()
-        sampler.advance()
-    assert seen == [sample**2 for sample in order(10)]
-    assert sampler.epochs == 1
 
 
 # -- blocks of batches -----------------------------------------------------------------------------
@@ -963,20 +860,6 @@ def test_blocks_hold_the_batches_that_are_computed_alone(data):
             start = min(start + batch_size, length)
             sampler.advance(1)
         state = sampler.state_dict()
-
-
-def test_many_batches_are_computed_at_once(monkeypatch):
-    sizes: list[int] = []
-
-    def counted(positions, *arguments):
-        sizes.append(len(positions))
-        return permute(positions, *arguments)
-
-    monkeypatch.setattr(batch_blocks, "permute", counted)
-    assert len(list(limpet.ElasticSampler(100_000, 32))) == 3125
-    assert len(sizes) <= 100_000 // 8192 + 2
-    assert max(sizes) <= 8192
-    assert sum(sizes) == 100_000  # nothing is computed twice
 
 
 def test_the_sizes_of_a_sampler_count_at_the_next_batch():

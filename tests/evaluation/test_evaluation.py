@@ -583,15 +583,6 @@ def test_a_version_that_a_person_deletes_meanwhile_is_skipped(run):
     assert sorted(path.name for path in run.iterdir()) == ["version_4"]
 
 
-def test_a_folder_without_a_manifest_is_not_evaluated(run):
-    state = save_version(run, 4)
-    save_version(run, 5)
-    (run / "version_5" / "manifest.json").unlink()
-    (outcome,) = evaluation(run, workers=0).run()
-    assert outcome.version == Version(4)
-    check(outcome, run, state)
-
-
 def test_a_version_of_any_layout_is_evaluated(run, tmp_path):
     state = save_version(tmp_path / "other", 5)
     reshard(reader_of(limpet.open(tmp_path / "other" / "version_5")), locate(run / "version_5"), 3)

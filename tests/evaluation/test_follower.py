@@ -17,25 +17,6 @@ from tests.run.test_retention import make_run
 from tests.trainings import delete_version
 
 
-def test_each_version_is_opened_twice_whatever_the_number_of_those_that_wait(monkeypatch):
-    run, opened = Run(make_run(*range(1, 41))), Counter[Version]()
-    original = run.catalog.open
-
-    def count(version):
-        opened[version] += 1
-        return original(version)
-
-    monkeypatch.setattr(run.catalog, "open", count)
-    follower, found = Follower(run, "val", Selection(skip_none=True)), []
-    while (next_one := follower.next()) is not None:
-        snapshot, waiting = next_one
-        assert len(waiting) == 40 - snapshot.version.step
-        found.append(snapshot.version.step)
-        follower.finish(snapshot.version)
-    assert found == [*range(1, 41)]
-    assert set(opened.values()) == {2}
-
-
 def test_a_version_whose_records_could_not_be_read_is_looked_up_again(monkeypatch):
     run = Run(make_run(1, 2))
     run.add_metrics(2, {"loss": 1.0}, "val")
@@ -110,19 +91,6 @@ def test_a_version_that_is_deleted_and_saved_again_is_evaluated_again(tmp_path):
     assert evaluate_all(follower) == [], "an older one is not evaluated after a newer one"
     save(2, 3)
     assert evaluate_all(follower) == [Version(2)]
-
-
-def test_nothing_is_kept_of_versions_that_were_deleted(tmp_path):
-    """An evaluation may follow a run for months."""
-    run = Run(tmp_path / "run")
-    follower = Follower(run, "val", Selection())
-    for step in range(1, 11):
-        limpet.save(tmp_path / f"run/version_{step}", {"x": np.array([1])}, step=step)
-        assert evaluate_all(follower) == [Version(step)]
-        run.add_metrics(step, {"loss": 1.0}, "val")
-        Run(run.url).retain(KeepLast(1))
-    assert follower.next() is None
-    assert run.catalog.version_count == 1
 
 
 def test_a_save_in_progress_is_evaluated_when_it_is_committed(tmp_path):

@@ -59,7 +59,3 @@ def test_a_failed_version_is_evaluated_again_only_on_request():
     assert again == (Version(30), versions(20))
     both = Selection(retry=True, skip_none=True).next(known, versions(10), failed)
     assert both == (Version(20), versions(30))
-
-
-def test_an_empty_run_has_nothing_to_evaluate():
-    assert Selection(skip_none=True, retry=True).next([], (), ()) == (None, [])

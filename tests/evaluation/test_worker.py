@@ -35,11 +35,6 @@ def test_an_error_of_the_user_names_its_line_once():
     assert describe_error(fail) == f"ValueError: two lines (test_worker.py:{line})"
 
 
-def test_an_error_of_limpet_or_without_a_traceback_has_no_line():
-    assert describe(LimpetError("a", found="b")) == "a. Found b."
-    assert describe(ValueError("a")) == "ValueError: a"
-
-
 def test_a_worker_that_cannot_import_the_functions_leaves_its_task_to_others():
     """It would take one task after the other, and let all of them fail."""
     names = {

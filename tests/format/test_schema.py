@@ -54,7 +54,6 @@ from tests.forging import (
     plain_values,
     save_to_files,
     seal,
-    sealed_content,
     set_at,
     small_state,
 )
@@ -296,7 +295,3 @@ def check_agreement(kind, document, where):
         wrong = where[-1]
         assert wrong is not None and wrong is not True and wrong != "unknown", where  # noqa: PT018
         assert wrong != "deleted" or type(where[-2]) is int, where
-
-
-def test_sealed_content_omits_the_seal():
-    assert sealed_content(seal(PIN)) == PIN

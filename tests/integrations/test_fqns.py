@@ -78,25 +78,6 @@ def test_tree_built_from_a_flattened_state_gives_back_its_mapping(state):
 
 
 @pytest.mark.parametrize(
-    "mapping",
-    [
-        None,
-        {},
-        {"a.b": ("a",)},
-        {"a.b": ["a", "b"]},
-        {"a.b": ()},
-        {"a.b": ("a", -1)},
-        {"a.b": ("a", b"b")},
-        {"a.b": ("a", True)},
-        {"a.True": ("a", True)},
-        7,
-    ],
-)
-def test_name_stays_one_level_if_the_mapping_is_not_from_dcp(mapping):
-    assert fqns.path_of("a.b", mapping) == ("a.b",)
-
-
-@pytest.mark.parametrize(
     "paths",
     [
         [("a",), ("a", "b")],
@@ -115,8 +96,3 @@ def test_gaps_of_a_partially_saved_list_are_not_leaves():
     root = fqns.build_tree({("a", 2): blob(1), ("a", 0): blob(2)})
     assert root == {"dict": {"a": {"list": [blob(2), None, blob(1)]}}}
     assert list(fqns.collect_entries(root, flattened=True)) == ["a.0", "a.2"]
-
-
-def test_no_paths_build_an_empty_state():
-    assert fqns.build_tree({}) == {"dict": {}}
-    assert fqns.collect_entries({"dict": {}}, flattened=True) == {}

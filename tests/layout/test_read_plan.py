@@ -12,8 +12,8 @@ from limpet.errors import ManifestInvalid, MissingLeaf, PlanError
 from limpet.format.index import Index, IndexBox, IndexLeaf, ShardIndex, decode_index, encode_index
 from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
-from limpet.layout.read_plan import ReadRequest, chunk_read_items, make_read_plan
-from limpet.layout.shard_layout import LeafBox, chunk_cuts, file_order, itemsize
+from limpet.layout.read_plan import ReadRequest, make_read_plan
+from limpet.layout.shard_layout import chunk_cuts, file_order, itemsize
 from limpet.types import BLOCK_SIZE, Box
 from tests.layout.random_boxes import leaves, rank_boxes, tilings
 from tests.snapshot.manual_shards import index_columns
@@ -139,25 +139,6 @@ def test_a_state_in_any_layout_is_read_into_any_other_layout(data):
         assert target.tobytes() == expected.tobytes()
 
 
-@settings(max_examples=50)
-@given(st.data())
-def test_stored_boxes_may_overlap(data):
-    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
-    tensors = {"w": tensor(np.random.default_rng(1), "float32", shape)}
-    files, indexes = [], []
-    for r in range(3):
-        boxes = data.draw(tilings(shape))
-        holdings = [LeafBox("w", "float32", shape, b) for b in boxes]
-        raw, index = shard(f"s{r}", holdings, tensors)
-        files.append(raw)
-        indexes.append(index)
-    requests = [ReadRequest("w", b) for b in data.draw(tilings(shape))]
-    plan = make_read_plan(indexes, requests)
-    targets = execute_plan(plan, files, indexes, requests, {"w": 4})
-    for request, target in zip(requests, targets, strict=True):
-        assert target.tobytes() == tensors["w"][request.box.slices((0,) * len(shape))].tobytes()
-
-
 def index_of(name, leaves, length=1 << 40, header=4096, cuts=None):
     cuts = np.array([header, length] if cuts is None else cuts, np.int64)
     return ShardIndex(name, length, header, index_columns(leaves), cuts, b"")
@@ -206,15 +187,6 @@ def test_a_request_that_exceeds_its_leaf_is_refused():
             make_read_plan([index_of("s", [leaf])], [ReadRequest("w", box)])
 
 
-def test_a_plan_for_empty_requests_reads_nothing():
-    leaf = IndexLeaf("w", "int8", (0,), [IndexBox((0,), (0,), 4096)])
-    plan = make_read_plan(
-        [index_of("s", [leaf], 4096, 4096, [4096])], [ReadRequest("w", Box((0,), (0,)))]
-    )
-    assert plan.items == ()
-    assert make_read_plan([], []).items == ()
-
-
 def test_a_large_leaf_is_read_in_units_and_only_where_requested():
     side = 8192
     tall = BLOCK_SIZE // (4 * side)  # rows in a unit
@@ -250,23 +222,3 @@ def test_a_large_leaf_is_read_in_units_and_only_where_requested():
     assert [i.first_chunk for i in part.items] == [1, 1 + units], (
         "the bytes between the planes are not read"
     )
-
-
-def test_chunk_read_items_cover_every_byte_once():
-    cuts = chunk_cuts(4096, np.array([20 << 20, 5000, 64, 9 << 20]))
-    items = chunk_read_items(3, cuts)
-    assert items[0].start == 0
-    assert items[-1].stop == cuts[-1]
-    assert [a.stop for a in items[:-1]] == [b.start for b in items[1:]]
-    lengths = [i.stop - i.start for i in items]
-    assert lengths[:3] == [4096 + BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE]
-    assert all(i.shard == 3 and not len(i.linear_copies) and not i.strided_copies for i in items)
-
-
-def test_a_header_longer_than_a_block_is_read_by_itself():
-    for header, lengths in (
-        (BLOCK_SIZE, [2 * BLOCK_SIZE, BLOCK_SIZE]),
-        (BLOCK_SIZE + 4096, [BLOCK_SIZE + 4096, BLOCK_SIZE, BLOCK_SIZE]),
-    ):
-        items = chunk_read_items(0, chunk_cuts(header, np.array([2 * BLOCK_SIZE])))
-        assert [i.stop - i.start for i in items] == lengths

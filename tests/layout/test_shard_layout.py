@@ -3,11 +3,9 @@
 from math import prod
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limpet.errors import PlanError, Unsupported
 from limpet.layout.boxes import contiguous_boxes, flat_range, subtract
 from limpet.layout.shard_layout import (
     MAX_SHARED_CHUNK_BYTES,
@@ -78,20 +76,6 @@ def test_chunks_tile_the_file_and_follow_all_rules(header, boxes):
         assert ((inside - header) % BLOCK_SIZE == 0).all(), "only unit boundaries cut small boxes"
 
 
-def test_small_boxes_share_chunks():
-    cuts = chunk_cuts(4096, np.full(100_000, 64))
-    assert len(cuts) == 1 + 8  # the header, and 6.1 MiB in chunks of 960 KiB with one unit border
-    assert chunk_cuts(4096, np.array([], np.int64)).tolist() == [4096]
-    assert chunk_cuts(4096, np.array([0, 0])).tolist() == [4096]
-
-
-def test_invalid_lengths_are_refused():
-    with pytest.raises(PlanError, match="shortest box of -1 bytes"):
-        chunk_cuts(4096, np.array([5, -1]))
-    with pytest.raises(PlanError, match="a header of 0 bytes"):
-        chunk_cuts(0, np.array([5]))
-
-
 @given(st.lists(st.tuples(st.sampled_from(["a", "b/c", "b/d"]), st.sampled_from(DTYPES), shapes)))
 def test_boxes_are_aligned_and_ordered_by_itemsize_and_size(leaves):
     holdings = [LeafBox(k, d, s, Box.whole(s)) for k, d, s in leaves]
@@ -108,11 +92,6 @@ def test_boxes_are_aligned_and_ordered_by_itemsize_and_size(leaves):
         at += h.nbytes
 
 
-def test_the_error_for_an_unknown_dtype_names_the_dtype():
-    with pytest.raises(Unsupported, match="float128"):
-        file_order([LeafBox("a", "float128", (), Box((), ()))])
-
-
 @given(shapes, st.data())
 def test_contiguous_boxes_cover_the_range(shape, data):
     count = prod(shape)
@@ -126,11 +105,6 @@ def test_contiguous_boxes_cover_the_range(shape, data):
     origin = (0,) * len(shape)
     flat = [array[b.slices(origin)].ravel() for b in parts]
     assert np.concatenate([np.empty(0, int), *flat]).tolist() == list(range(start, stop))
-
-
-def test_a_range_outside_the_array_is_refused():
-    with pytest.raises(PlanError, match="exceeds its array"):
-        contiguous_boxes((2, 3), 0, 7)
 
 
 @given(shapes, st.data())

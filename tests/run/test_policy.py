@@ -21,10 +21,8 @@ from limpet.run.policy import (
     KeepLast,
     KeepPolicy,
     KeepSteps,
-    OnException,
     PolicyInput,
     Record,
-    SavePolicy,
     StopState,
     StopWhen,
 )
@@ -82,24 +80,6 @@ def test_a_combined_policy_is_due_if_either_is():
     due = [s for s in range(1, 21) if combined.due(replace(START, step=s, last_step=s - 1))]
     assert due == [7, 10, 14, 20]
     assert combined.due(replace(START, step=1, seconds=61.0))
-
-
-@pytest.mark.parametrize(
-    ("policy", "on_exception"),
-    [
-        (SavePolicy(), False),
-        (OnException(), True),
-        (EverySteps(3) | EverySeconds(4), False),
-        (EverySteps(3) | OnException(), True),
-        (EverySteps(3) | (OnException() | EveryEpoch()), True),
-    ],
-)
-def test_attributes_of_combined_policies(policy, on_exception):
-    assert policy.on_exception == on_exception
-
-
-def test_an_exception_is_never_due():
-    assert not OnException().due(PolicyInput(10**9, 1e9, 99, 0, 0.0, 0))
 
 
 # -- what to keep --------------------------------------------------------------------------------
@@ -212,12 +192,6 @@ def test_keep_best_keeps_versions_that_have_no_score_yet(found, unscored, expect
 )
 def test_keep_best(found, count, mode, expected):
     assert kept_steps(KeepBest(count, "loss", mode), records(*found)) == expected
-
-
-def test_policies_name_their_metrics():
-    combined = KeepLast(2) | KeepBest(1, "a") | (KeepEvery(3) | KeepBest(2, "b", mode="max"))
-    assert combined.metrics == {"a", "b"}
-    assert KeepLast(2).metrics == KeepPolicy().metrics == frozenset()
 
 
 def test_keep_last_after_many_saves():
@@ -360,18 +334,6 @@ def test_step_zero_can_be_kept_but_never_saved_by_its_number():
 def test_keep_every_takes_steps_or_seconds(arguments):
     with pytest.raises(LimpetError, match=r"KeepEvery\(10_000\) or KeepEvery\(seconds=3600\)"):
         KeepEvery(**arguments)
-
-
-@pytest.mark.parametrize("unscored", [-1, 1.0, True, None, "2"])
-def test_an_invalid_number_of_unscored_versions_is_rejected(unscored):
-    with pytest.raises(LimpetError, match=r"Invalid argument to KeepBest.*unscored=2"):
-        KeepBest(2, "loss", unscored=unscored)
-
-
-@pytest.mark.parametrize("seconds", [s for s in INVALID_SECONDS if s is not None], ids=repr)
-def test_invalid_seconds_of_keep_every_are_rejected(seconds):
-    with pytest.raises(LimpetError, match="a finite number of seconds above 0"):
-        KeepEvery(seconds=seconds)
 
 
 @pytest.mark.parametrize("seconds", INVALID_SECONDS, ids=repr)

@@ -329,16 +329,6 @@ def test_readers_and_sweep_ignore_the_request(store):
 # -- the training ----------------------------------------------------------------------------------
 
 
-def test_a_poll_is_one_get(store):
-    watcher = RequestWatcher(store)
-    watcher.poll()
-    put_request(store, A)
-    store.calls.clear()
-    watcher.poll()
-    assert watcher.pending_request == A
-    assert store.calls == ["get"]
-
-
 def test_an_accepted_request_is_pending_again_only_after_a_failure(store):
     watcher = RequestWatcher(store)
     put_request(store, A)
@@ -370,26 +360,6 @@ def test_a_request_that_replaced_the_answered_one_is_kept(store):
     assert watcher.accept() == B
 
 
-@pytest.mark.parametrize("action", ["accept", "committed", "failed"])
-def test_an_outdated_poll_is_ignored(store, action):
-    watcher = RequestWatcher(store)
-    put_request(store, A)
-    watcher.poll()
-    if action != "accept":
-        watcher.accept()
-
-    def act_first():
-        store.after_get = lambda: None
-        if action == "accept":
-            watcher.accept()
-        else:
-            watcher.mark(A, action == "committed")
-
-    store.after_get = act_first
-    watcher.poll()
-    assert watcher.pending_request is None
-
-
 def test_an_outage_is_reported_once_and_raises_nothing(store, emitted):
     watcher = RequestWatcher(store)
     for outage in (1, 2):
@@ -417,22 +387,6 @@ def test_a_request_that_could_not_be_removed_is_removed_later_without_another_sa
     put_request(store, A)
     watcher.poll()
     assert watcher.pending_request == A
-
-
-def test_a_request_answered_during_an_outage_can_be_repeated(store):
-    watcher = RequestWatcher(store)
-    store.put_if_absent(SAVE_REQUEST, b"")
-    watcher.poll()
-    request = watcher.accept()
-    store.error = Unavailable("x")
-    watcher.mark(request, True)
-    store.error = None
-    store.delete(SAVE_REQUEST)
-    watcher.poll()
-    store.put_if_absent(SAVE_REQUEST, b"")
-    watcher.mark(request, False)
-    watcher.poll()
-    assert watcher.pending_request == request
 
 
 def test_a_file_of_any_length_is_a_request(store):
@@ -466,35 +420,6 @@ class Ticks:
         seconds = self._waiting.get(timeout=20)
         self._continue.put(True)
         return seconds
-
-
-def threads():
-    return {t.name for t in threading.enumerate() if t.name == "limpet-request"}
-
-
-def test_the_thread_polls_at_once_and_then_at_intervals(store):
-    ticks = Ticks()
-    watcher = RequestWatcher(store, interval=7.5, wait=ticks.wait)
-    put_request(store, A)
-    store.calls.clear()
-    watcher.start()
-    ticks.tick()
-    ticks.tick()
-    assert ticks.end() == 7.5
-    watcher.close()
-    assert store.calls == ["get"] * 3
-    assert watcher.pending_request == A
-    assert not threads()
-
-
-def test_close_interrupts_the_wait_and_can_be_repeated(store):
-    watcher = RequestWatcher(store, interval=3600)
-    watcher.close()
-    watcher.start()
-    assert all(t.daemon for t in threading.enumerate() if t.name in threads())
-    watcher.close()
-    watcher.close()
-    assert not threads()
 
 
 def test_the_thread_ends_when_a_watcher_that_nobody_closed_is_collected(store):

@@ -148,11 +148,6 @@ def test_only_noticeable_waits_are_shown():
     ]
 
 
-def test_a_metric_without_any_number():
-    (line,) = lines(("stopped", {"step": 3, "metric": "loss", "best": None}))
-    assert line == "stopped at step 3: loss was never a number"
-
-
 def test_the_advice_for_a_skipped_version_is_omitted():
     (line,) = lines(("skipped", EVENTS["skipped"]))
     assert line == (
@@ -209,12 +204,6 @@ def test_the_line_of_a_save_fits_the_terminal(monkeypatch, width):
     assert "Free space." in failed  # a failure is never shortened
     (piped,) = lines(("saved", SAVED))
     assert piped == LINE
-
-
-def test_metrics_that_do_not_fit_are_cut(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "84")
-    (line,) = lines(("saved", SAVED), is_terminal=True)
-    assert ANSI.sub("", line) == LINE[:82] + ".."
 
 
 def test_color_is_used_only_on_terminals_that_support_it(monkeypatch):

@@ -10,11 +10,10 @@ import pytest
 import limpet
 from limpet.errors import AlreadyExists, Denied, NotFound
 from limpet.format.names import Version
-from limpet.snapshot.location import Location, describe_run, locate, versions_in
+from limpet.snapshot.location import Location, locate, versions_in
 from limpet.snapshot.reader import open_snapshot
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
-from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 
 STATE = {"x": np.arange(3)}
@@ -47,13 +46,6 @@ def test_versions_in_finds_folders_with_a_manifest_directly_in_a_location(run):
     assert versions_in(locate(f"{run}/other")) == [Version(5)]
     for none in (f"{run}/nothing", f"{run}/version_10", f"{run}/version_8", f"{run}/branch-1.json"):
         assert versions_in(locate(none)) == []
-
-
-def test_the_folder_of_a_version_is_not_listed(monkeypatch):
-    monkeypatch.setattr(MemoryStore, "list", lambda self, prefix: 1 / 0)
-    assert versions_in(Location(MemoryStore(), "a/version_3")) == []
-    with pytest.raises(NotFound, match="There is no snapshot"):
-        limpet.open("memory://location/none/version_3")
 
 
 def test_a_save_to_the_folder_of_a_run_is_refused(run):
@@ -139,8 +131,3 @@ def test_a_folder_that_cannot_be_listed_raises_an_error(tmp_path):
 
     with pytest.raises(Denied, match="Cannot list a in"):
         versions_in(Location(LocalStore(tmp_path, fs=DeniedFs()), "a"))
-
-
-def test_describe_run_formats_the_number_of_versions():
-    assert describe_run([Version(1)]) == "a run of 1 version"
-    assert describe_run([Version(n) for n in range(1234)]) == "a run of 1,234 versions"

@@ -167,62 +167,6 @@ def test_the_inferred_shard_order_matches_that_of_torch(layout):
         assert entry.mesh_dims == tuple(m for m in ours if shardings[m].dim == entry.tensor_dim)
 
 
-@pytest.mark.parametrize(
-    ("shape", "mesh", "rank", "shardings", "local", "boxes"),
-    [
-        ((), (2,), (1,), (None,), (), [((), ())]),
-        ((8,), (2,), (1,), (ShardPlacement(0),), (4,), [((4,), (4,))]),
-        ((5,), (4,), (2,), (ShardPlacement(0),), (1,), [((4,), (1,))]),
-        ((5,), (4,), (3,), (ShardPlacement(0),), (0,), []),
-        ((0,), (2,), (0,), (ShardPlacement(0),), (0,), []),
-        ((4, 0), (2,), (1,), (ShardPlacement(0),), (2, 0), []),
-        ((6,), (2, 3), (1, 0), (None, ShardPlacement(0)), (2,), [((0,), (2,))]),
-        (
-            (6, 4),
-            (2, 2),
-            (1, 1),
-            (ShardPlacement(1), ShardPlacement(0)),
-            (3, 2),
-            [((3, 2), (3, 2))],
-        ),
-        # one tensor dimension sharded by two mesh dimensions
-        ((7,), (2, 2), (1, 0), (ShardPlacement(0), ShardPlacement(0)), (2,), [((4,), (2,))]),
-        # FSDP2 over tensor parallelism: even, and uneven, where left to right gives another row
-        ((8,), (2, 2), (0, 1), (ShardPlacement(0, 2), ShardPlacement(0)), (2,), [((4,), (2,))]),
-        ((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0)), (1,), [((29,), (1,))]),
-        ((7,), (3, 2), (2, 0), (ShardPlacement(0, 2), ShardPlacement(0)), (0,), []),
-        # the factor is 1 over columns that tensor parallelism shards
-        (
-            (8, 6),
-            (2, 2),
-            (1, 1),
-            (ShardPlacement(0), ShardPlacement(1)),
-            (4, 3),
-            [((4, 3), (4, 3))],
-        ),
-        # factors that no mesh order gives: separate runs, and adjacent runs
-        ((8,), (2,), (0,), (ShardPlacement(0, 2),), (4,), [((0,), (2,)), ((4,), (2,))]),
-        ((8,), (2,), (1,), (ShardPlacement(0, 8),), (0,), []),
-        ((8,), (2,), (0,), (ShardPlacement(0, 8),), (8,), [((0,), (8,))]),
-        ((8,), (1,), (0,), (ShardPlacement(0, 3),), (8,), [((0,), (8,))]),
-        (
-            (4, 2),
-            (2, 2),
-            (1, 0),
-            (ShardPlacement(0, 2), ShardPlacement(1, 2)),
-            (2, 2),
-            [((1, 0), (1, 2)), ((3, 0), (1, 2))],
-        ),
-        # more blocks than elements
-        ((3,), (2,), (0,), (ShardPlacement(0, 10**12),), (3,), [((0,), (3,))]),
-    ],
-)
-def test_local_boxes_returns_the_expected_boxes(shape, mesh, rank, shardings, local, boxes):
-    found = local_boxes(shape, mesh, rank, shardings)
-    assert found.shape == local
-    assert [(box.offsets, box.sizes) for box, _ in found.boxes] == boxes
-
-
 def test_the_cost_does_not_depend_on_the_length_of_a_dimension():
     n = 10**15
     found = local_boxes((n, n), (4, 3), (3, 2), (ShardPlacement(0, 5), ShardPlacement(1, 7)))

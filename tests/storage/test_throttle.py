@@ -9,7 +9,7 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.errors import Denied, LimpetError, Unavailable
+from limpet.errors import Denied, Unavailable
 from limpet.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
 from limpet.threads import in_parallel
 
@@ -162,13 +162,6 @@ def test_a_server_that_is_away_is_waited_for_once(clock):
     assert 30 < clock.now - began <= 60
 
 
-def test_one_unknown_outcome_makes_the_outcome_unknown(clock):
-    errors = [Unavailable("lost", outcome="unknown"), *(slow_down() for _ in range(99))]
-    with pytest.raises(Unavailable) as caught:
-        clock.throttle().call("Put", clock.deadline(9), Failing(*errors))
-    assert caught.value.is_outcome_unknown
-
-
 def test_an_error_after_an_unknown_outcome_has_an_unknown_outcome(clock):
     """The reply to the commit was lost, and then the credentials expired."""
     errors = [Unavailable("lost", outcome="unknown"), Denied("expired", key="m")]
@@ -198,24 +191,6 @@ def test_a_call_that_is_repeated_for_long_is_reported(clock):
     assert (name, fields["store"], fields["action"]) == ("waiting", "s3://b/run", "Put")
     assert "away" in str(fields["error"])
     assert fields["seconds"] == 1000 - 7.5
-
-
-def test_a_failure_of_another_thread_ends_the_tries(clock):
-    throttle, calls = clock.throttle(), []
-
-    def work(number):
-        if number == 0:
-            raise Denied("expired")
-        request = Failing(*(Unavailable("reset") for _ in range(999)))
-        try:
-            throttle.call("Put", clock.deadline(10_000), request)
-        finally:
-            calls.append(request.calls)
-
-    with pytest.raises(Denied):
-        in_parallel(range(2), work, threads=2)
-    assert calls == [] or calls[0] < 100
-    assert throttle.call("Put", NO_DEADLINE, Failing(Unavailable("reset"))) == "done"
 
 
 def test_a_pause_ends_soon_after_another_thread_has_failed():
@@ -260,26 +235,3 @@ def test_the_number_of_requests_in_progress_is_limited():
             call.result(10)
     assert max(peak) == 3
     assert throttle.statistics().running == 0
-
-
-def test_an_interrupted_request_is_not_counted_as_running(clock):
-    throttle = clock.throttle(concurrency=1)
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            throttle.call("Get", NO_DEADLINE, Failing(KeyboardInterrupt()))
-    assert throttle.call("Get", clock.deadline(1), Failing()) == "done"
-
-
-def test_deadlines(clock):
-    near, far = clock.deadline(5), clock.deadline(50)
-    assert near.earlier(far) is near
-    assert far.earlier(near) is near
-    assert near.earlier(None) is near
-    assert NO_DEADLINE.seconds_left == math.inf
-    clock.now += 4
-    assert near.seconds_left == 1
-    clock.now += 2
-    assert near.seconds_left == 0
-    for seconds in (0, -1, math.nan):
-        with pytest.raises(LimpetError, match="Invalid deadline for the test"):
-            clock.deadline(seconds)

@@ -15,8 +15,6 @@ from limpet.storage.store import Traits, check_key, refuse_partial
 from limpet.storage.uploads import SequentialUpload
 from limpet.testing import StoreContract
 
-MIB = 1 << 20
-
 
 class ListAppender:
     """Keeps what is appended, and fails at the append with the number ``fail_at``."""
@@ -97,18 +95,6 @@ def test_any_order_gives_the_same_bytes(seed, temporary_files):
     assert [file.closed for file in temporary_files] == [True]
 
 
-def test_the_temporary_file_is_as_large_as_what_waits(temporary_files):
-    data = random.Random(0).randbytes(8 * MIB)
-    upload, _ = begin(len(data))
-    most = 0
-    for start in range(0, len(data), MIB):
-        for at in (start + MIB // 2, start):
-            upload.write_at(at, memoryview(data)[at : at + MIB // 2])
-            most = max(most, os.fstat(temporary_files[0].fileno()).st_blocks * 512)
-    assert upload.commit() == data
-    assert most < 2 * MIB
-
-
 def test_a_failed_append_ends_the_upload():
     upload, appender = begin(30, fail_at=1)
     upload.write_at(10, memoryview(bytes(10)))
@@ -132,16 +118,6 @@ def test_bytes_that_are_written_twice_are_refused(twice):
         upload.write_at(20, memoryview(bytes(10)))
     else:
         upload.write_at(25, memoryview(bytes(5)))
-    with pytest.raises(StoreError, match="twice"):
-        upload.commit()
-    assert appender.is_aborted
-
-
-def test_bytes_that_wait_are_refused_if_they_are_written_twice():
-    upload, appender = begin(20)
-    for _ in range(3):
-        upload.write_at(10, memoryview(bytes(10)))
-    upload.write_at(0, memoryview(bytes(10)))
     with pytest.raises(StoreError, match="twice"):
         upload.commit()
     assert appender.is_aborted

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from limpet.tasks import Queue
-from tests.tasks.clock import FakeClock
 from tests.test_growth import count_lines
 
 TASKS = 100_000
@@ -71,20 +70,6 @@ def test_the_state_of_100_000_tasks_is_small_at_every_moment():
     assert step == TASKS
     assert largest < 400  # bytes
     assert queue.finished("training")
-
-
-def test_leases_that_are_renewed_or_over_take_no_memory():
-    clock = FakeClock()
-    queue = a_queue(4000, lease_seconds=10, clock=clock)
-    slow: Any = queue.get("training", "slow")
-    for _ in range(3000):
-        clock.advance(0.01)
-        task: Any = queue.get("training", "fast")
-        task.renew()
-        task.done()
-        slow.renew()
-    assert len(queue._jobs._ends) < 100
-    assert len(queue._jobs._held) == 1
 
 
 def test_jobs_that_have_ended_cost_nothing():

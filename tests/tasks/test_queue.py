@@ -530,18 +530,6 @@ def test_wrong_numbers_of_records_are_refused(records):
     assert task.position == 0
 
 
-@pytest.mark.parametrize("position", [-1, 6, 2.5, None])
-def test_wrong_positions_are_refused(position):
-    queue = Queue()
-    queue.add("training", {"f": 5, "s": None}, task_size=5, name="t")
-    for _ in range(2):
-        task: Any = queue.get("training")
-        if position == 6 and task.stop is None:
-            continue
-        with pytest.raises(TaskError, match="cannot be at this position"):
-            queue.report_consumed([task.report._replace(position=position)])
-
-
 def test_records_of_several_tasks_are_consumed_together_or_not_at_all():
     queue = Queue()
     queue.add("training", 4, task_size=2, name="t")
@@ -568,18 +556,6 @@ def test_a_step_cannot_report_one_task_twice(records):
     with pytest.raises(TaskError, match="one task twice"):
         queue.training.consume([(task, records), (task, records)])
     assert (queue.state_dict(), task.position) == (before, 0)
-
-
-def test_a_report_that_arrives_twice_has_the_effect_of_one():
-    queue = Queue()
-    queue.add("training", 5, task_size=5, name="t")
-    task: Any = queue.get("training")
-    report = task.report._replace(position=3)
-    for _ in range(3):
-        queue.report_consumed([report])
-    assert queue.state_dict()["jobs"][0]["positions"] == [[0, 3]]
-    queue.report_consumed([report._replace(position=1)])  # an older one
-    assert queue.state_dict()["jobs"][0]["positions"] == [[0, 3]]
 
 
 def test_an_evaluation_task_cannot_be_consumed_in_part():
