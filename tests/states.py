@@ -11,11 +11,12 @@ import limpet
 
 _url_numbers = count()
 
-DTYPE_NAMES = (
-    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
-    " complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-    " float8_e8m0fnu float4_e2m1fn_x2"
-).split()
+DTYPE_NAMES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+]
 TORCH_DTYPES = [getattr(torch, name) for name in DTYPE_NAMES]
 
 

@@ -44,7 +44,6 @@ from tests.attacks.test_invalid_files import (
     WRONG_VALUES,
 )
 from tests.forging import (
-    TORCH_DTYPES,
     files_of,
     forge,
     get_at,
@@ -59,6 +58,7 @@ from tests.forging import (
 )
 from tests.format.test_values import values
 from tests.spread_stores import spread_over
+from tests.states import DTYPE_NAMES
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse CSR", "ignore:ComplexHalf", "ignore:Sparse invariant"
@@ -109,7 +109,7 @@ def test_every_kind_of_node_and_dtype():
     limpet.save(store.at("a"), small_state())
     limpet.save(store.at("b"), plain_values())
     limpet.save(store.at("c"), {})
-    tensors = {d: torch.zeros(3, 2, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
+    tensors = {d: torch.zeros(3, 2, dtype=getattr(torch, d)) for d in DTYPE_NAMES}
     limpet.save(store.at("d"), tensors, note={"any": plain_values()})
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())

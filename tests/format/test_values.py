@@ -14,7 +14,8 @@ from safetensors import safe_open
 import limpet
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from tests.forging import TORCH_DTYPES, files_of, plain_values, small_state, values_equal
+from tests.forging import files_of, plain_values, small_state, values_equal
+from tests.states import DTYPE_NAMES
 
 scalars: st.SearchStrategy[Any] = st.one_of(
     st.none(),
@@ -94,7 +95,7 @@ def test_an_empty_name_is_distinct_from_other_names():
 
 def test_safetensors_can_open_the_shard(tmp_path):
     state = {n: torch.tensor([i]) for i, n in enumerate(NAMES) if n != "__metadata__"}
-    state |= {d: torch.zeros(4, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
+    state |= {d: torch.zeros(4, dtype=getattr(torch, d)) for d in DTYPE_NAMES}
     limpet.save(str(tmp_path / "version_1"), state)
     shard = next((tmp_path / "version_1").glob("*.safetensors"))
     with safe_open(shard, "pt") as f:
