@@ -1,9 +1,8 @@
 """Read-only memory maps of foreign files. The kernel reads bytes when they are accessed.
 
-This module calls the system's ``mmap`` with a shared, read-only mapping, for two reasons. Python's
-``mmap`` keeps a file descriptor per mapping, and a checkpoint may have thousands of files. The
-kernel refuses a private, writable mapping, as ``torch.load(mmap=True)`` makes it, if the file is
-larger than memory.
+The mapping is shared and read-only, and needs no descriptor (``map_file``), for two reasons. A
+checkpoint may have thousands of files. The kernel refuses a private, writable mapping, as
+``torch.load(mmap=True)`` makes it, if the file is larger than memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import mmap
 import os
 import stat
 import sys
-import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -24,17 +22,11 @@ from math import prod
 from typing import Any
 
 from limpet.errors import FormatError, NotFound, Unsupported
-from limpet.machine import IS_LINUX, OPEN_FLAGS, find_libc
+from limpet.machine import IS_LINUX, OPEN_FLAGS
+from limpet.storage.local.os_calls import CAN_MAP, map_file
 from limpet.text import with_article
 from limpet.threads import no_op
 from limpet.types import MIB, Advance
-
-_LIBC = find_libc()
-if _LIBC is not None:
-    _LIBC.mmap.restype = ctypes.c_void_p
-    _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 _LOCAL_HEADER_SIZE = 30
 
@@ -60,9 +52,12 @@ class MappedFile:
             if not stat.S_ISREG(status.st_mode):
                 raise Unsupported(f"{path} is not a regular file", todo="Give a file or a folder")
             self.length = status.st_size
-            self._memory: Any = (
-                _mmap_readonly(fd, self.length) if self.length else (ctypes.c_ubyte * 0)()
-            )
+            self._memory: Any = (ctypes.c_ubyte * 0)()
+            if self.length and not CAN_MAP:
+                # private, not read-only: torch warns of a tensor over memory that nobody may write
+                self._memory = mmap.mmap(fd, self.length, access=mmap.ACCESS_COPY)
+            elif self.length:
+                self._memory = map_file(fd, self.length, writable=False)
             if self.is_fetched:
                 # the file has no name, so ``open_path`` needs the descriptor
                 self._fetched = os.fdopen(os.dup(fd), "rb")
@@ -130,19 +125,6 @@ def format_error(path: str, expected: str, found: str, offset: int = 0) -> Forma
         file=path,
         offset=offset,
     )
-
-
-def _mmap_readonly(fd: int, length: int) -> Any:
-    if _LIBC is None:
-        # private, not read-only: torch warns of a tensor over memory that cannot be written
-        return mmap.mmap(fd, length, access=mmap.ACCESS_COPY)
-    address = _LIBC.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    memory = (ctypes.c_ubyte * length).from_address(address)
-    weakref.finalize(memory, _LIBC.munmap, address, length)
-    return memory
 
 
 class _MemoryViewIO(io.RawIOBase):

@@ -62,7 +62,8 @@ def open_location(location: Location) -> SnapshotReader:
             key=file,
             store=location.store.url,
         ) from e
-    return SnapshotReader(location, *decode_manifest(raw, file))
+    manifest, digest = decode_manifest(raw, file)
+    return SnapshotReader(location, manifest, digest)
 
 
 class SnapshotReader:
@@ -143,11 +144,7 @@ class SnapshotReader:
 
     @property
     def version(self) -> Version:
-        """The step and the branch in the folder's name.
-
-        Raises ``ManifestInvalid`` if the name is not that of a version, or if the manifest has
-        another step or branch.
-        """
+        """See ``Snapshot.version``."""
         name = parse_version(self.location.folder.rpartition("/")[2])
         step, branch = self.manifest.step, self.manifest.branch
         if name is None or (name.step, name.branch) != (step, branch):
@@ -162,8 +159,7 @@ class SnapshotReader:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, the ``devices`` of
-        the tensors, and the ``objectives`` of the policies of a ``Checkpointer``."""
+        """See ``Snapshot.metadata``."""
         metadata: dict[str, Any] = tree.decode(
             self.manifest.metadata, "metadata", tree.reject_value
         )
@@ -268,12 +264,7 @@ class SnapshotReader:
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None
     ) -> Report:
-        """Read every byte of every file, and every byte referred to, and check all digests.
-
-        ``seen``: chunks that were read for other versions. They are not read again. Damage does not
-        raise an error; the report lists all of it. ``progress(nbytes)`` is called from several
-        threads as bytes are checked. Raises ``NotFound`` if the snapshot was deleted.
-        """
+        """See ``Snapshot.verify``."""
         with self.pin_while_reading():
             report = verify(self.location, self.manifest, self.leaves, self.indexes, progress, seen)
         if not report.ok:

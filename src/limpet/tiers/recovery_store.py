@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from limpet import events
 from limpet.buffers import as_byte_view
@@ -19,19 +19,12 @@ from limpet.format.manifest import MAX_MANIFEST, decode_manifest
 from limpet.format.names import MANIFEST
 from limpet.storage.store import Stat, Store, Traits, Upload, check_range, too_long_error
 from limpet.tiers.inventory import Sources, files_of
+from limpet.tiers.peers.client import PeerConnection
 
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 """The seconds before the peers are asked again, which double each time."""
-
-
-class Peer(Protocol):
-    """What reads files of another host (``PeerConnection``). Raises ``LimpetError``."""
-
-    def fetch_file(self, key: str, limit: int) -> bytes: ...
-
-    def fetch_range(self, key: str, file_length: int, offset: int, into: memoryview) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class Peers:
 
     rank: int
     ranks_beside: Callable[[int], Sequence[int]]
-    connect: Callable[[int], AbstractContextManager[Peer]]
+    connect: Callable[[int], AbstractContextManager[PeerConnection]]
 
 
 class RecoveryStore:
@@ -156,7 +149,7 @@ class RecoveryStore:
                 self._manifest = b""  # it may be large
             return self._files
 
-    def _ask(self, key: str, hosts: Sequence[int], request: Callable[[Peer], T]) -> T:
+    def _ask(self, key: str, hosts: Sequence[int], request: Callable[[PeerConnection], T]) -> T:
         """Ask all ranks of hosts in turn, until one answers, none could, or the time is over.
 
         ``hosts``: a rank of each.

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import stat
+import weakref
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from limpet.machine import OPEN_FLAGS, find_libc
 
 _LIBC = find_libc()
+if _LIBC is not None:
+    _LIBC.mmap.restype = ctypes.c_void_p
+CAN_MAP = _LIBC is not None
+"""Whether ``map_file`` works: not on Windows."""
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_POPULATE_WRITE = 23
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 
@@ -149,6 +158,36 @@ def _kind(entry: os.DirEntry[str]) -> str:
     if entry.is_symlink():
         return "link"
     return "file" if entry.is_file(follow_symlinks=False) else "other"
+
+
+def map_file(fd: int, length: int, *, writable: bool) -> Any:
+    """Return the first ``length`` bytes of a file as shared memory, an array of ctypes. It is
+    unmapped when nothing refers to it. A forked process does not have memory that is writable.
+
+    Not ``mmap.mmap``, which keeps a descriptor of the file, and would also unmap this address in a
+    forked process that has other memory there. Raises ``OSError``.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    size = ctypes.c_size_t(length)
+    address = _LIBC.mmap(None, size, protection, mmap.MAP_SHARED, fd, ctypes.c_int64(0))
+    if address == _MAP_FAILED:
+        raise _libc_error("mmap", ctypes.get_errno())
+    memory = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(memory, _unmap, address, length, os.getpid()).atexit = False
+    if writable:
+        _LIBC.madvise(ctypes.c_void_p(address), size, mmap.MADV_DONTFORK)
+    return memory
+
+
+def _unmap(address: int, length: int, pid: int) -> None:
+    if pid == os.getpid():
+        _LIBC.munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
+
+
+def populate(address: int, length: int) -> None:
+    """Map all pages of writable memory now. Before Linux 5.14, this does nothing."""
+    size = ctypes.c_size_t(length)
+    _LIBC.madvise(ctypes.c_void_p(address), size, _MADV_POPULATE_WRITE)
 
 
 def _libc_error(name: str, code: int) -> OSError:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import secrets
 import signal
@@ -29,8 +28,8 @@ from threading import Lock
 
 from limpet.buffers import Buffer, address_of
 from limpet.errors import StoreError
-from limpet.machine import after_fork, find_libc
-from limpet.storage.local.os_calls import Fs
+from limpet.machine import after_fork
+from limpet.storage.local.os_calls import Fs, map_file, populate
 from limpet.storage.local.store import LocalStore, LocalUpload
 from limpet.storage.store import Stat, Traits, Upload
 from limpet.threads import no_op
@@ -45,11 +44,6 @@ SUFFIX = "mapped.partial"
 MIN_SPARE_BYTES = MIB
 """The smallest file that becomes a spare one. To allocate it takes 0.5 ms."""
 
-_LIBC = find_libc()
-if _LIBC is not None:
-    _LIBC.mmap.restype = ctypes.c_void_p
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 * MIB
 """The bytes that one call maps, so that a thread that ends the process does not wait for long."""
 
@@ -94,7 +88,8 @@ class MappedFile:
             elif not fs.fallocate(self.fd, length):
                 text = "the file system cannot reserve memory; use tmpfs"
                 raise OSError(errno.EOPNOTSUPP, text)
-            self.buffer = Buffer.over(_map(self.fd, length))
+            memory = map_file(self.fd, length, writable=True)
+            self.buffer = Buffer.over(memoryview(memory).cast("B"))
         elif length < self.length:
             self.buffer = Buffer.over(self.buffer.view[:length])
             os.ftruncate(self.fd, length)
@@ -106,9 +101,7 @@ class MappedFile:
         """Map all pages now. Otherwise, the first access to each page takes most of the time of a
         copy."""
         for start in range(0, self.length, _POPULATE_BYTES):
-            address = ctypes.c_void_p(self.buffer.address + start)
-            length = ctypes.c_size_t(min(_POPULATE_BYTES, self.length - start))
-            _LIBC.madvise(address, length, _MADV_POPULATE_WRITE)  # before Linux 5.14, it fails
+            populate(self.buffer.address + start, min(_POPULATE_BYTES, self.length - start))
 
     def close(self) -> None:
         """Close the file, and release its memory once no view of it is left."""
@@ -128,29 +121,6 @@ class MappedFile:
                 fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             return os.fstat(self.fd).st_nlink == 1
         return False
-
-
-def _map(fd: int, length: int) -> memoryview:
-    """Return the first ``length`` bytes of a file as memory that a forked process does not have.
-
-    Not ``mmap.mmap``, which would also unmap this address in a forked process that has other memory
-    there.
-    """
-    flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-    address = _LIBC.mmap(None, ctypes.c_size_t(length), *flags, fd, ctypes.c_int64(0))
-    if address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mmap: {os.strerror(code)}")
-    memory = (ctypes.c_char * length).from_address(address)
-    weakref.finalize(memory, _unmap, address, length, os.getpid()).atexit = False
-    size = ctypes.c_size_t(length)
-    _LIBC.madvise(ctypes.c_void_p(address), size, mmap.MADV_DONTFORK)
-    return memoryview(memory).cast("B")
-
-
-def _unmap(address: int, length: int, pid: int) -> None:
-    if pid == os.getpid():
-        _LIBC.munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
 
 
 class TmpfsStore(LocalStore):
