@@ -1,11 +1,8 @@
 """The exit codes of a training, and the status that a worker leaves for ``limpet run``.
 
-torchrun treats every exit code but 0 as a failure: it stops the other workers, restarts all of
-them, and in the end returns 1, whatever their codes were. Under ``limpet run``, a worker
-therefore writes its code to a file and exits with 0. ``final_code.py`` decides what the files mean.
-
-The files are in the folder ``LIMPET_STATUS``, one per process. A worker creates its file when
-its training starts, and replaces it when it leaves. Files of earlier restarts stay in the folder.
+torchrun returns 1 whatever codes its workers returned. Under ``limpet run``, a worker therefore
+writes its code to a file of its own in ``LIMPET_STATUS`` and exits with 0. It creates the file when
+its training starts. Files of earlier restarts stay. ``final_code.py`` decides what they mean.
 """
 
 from __future__ import annotations
@@ -57,13 +54,11 @@ _SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Why a worker left, and what it left behind.
+    """Why a worker left, and what it left behind. ``code`` is 0, 1, 75, 76, or 93.
 
-    ``code`` is 0, 1, 75, 76, or 93. ``step`` is the worker's last complete step, and ``saved_step``
-    the step of the newest version that is committed, or None. ``run`` is the URL of the run.
-    ``why`` is one line for people. ``time`` is in seconds since 1970.
-
-    Raises ``LimpetError`` for another code.
+    ``step`` is the worker's last complete step, ``saved_step`` that of the newest committed
+    version, or None. ``run`` is the URL of the run, ``why`` one line for people, ``time`` in
+    seconds since 1970. Raises ``LimpetError`` for another code.
     """
 
     code: int
@@ -85,22 +80,16 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """The contents of a file: a process of the training, and its status once it has left.
-
-    ``started`` and ``left`` are in seconds since the machine started. ``launcher`` identifies the
-    torchrun process that started this one, or is None. ``left`` without a status: the training has
-    ended normally, without a notice (see ``leave_done_at_exit``). ``requests``: the signals after
-    which the training saves and goes on.
-    """
+    """A process of the training, and its status once it has left, as its file has them."""
 
     pid: int
-    started: float
-    launcher: str | None = None
+    started: float  # in seconds since the machine started, as ``left``
+    launcher: str | None = None  # identifies the torchrun process that started this one
     local_world_size: int = 1
     restart_count: int = 0
-    left: float | None = None
+    left: float | None = None  # without a status: see ``leave_done_at_exit``
     status: Status | None = None
-    requests: tuple[int, ...] = ()
+    requests: tuple[int, ...] = ()  # the signals after which the training saves and goes on
 
 
 _RECORD = msgspec.json.Decoder(WorkerRecord)
@@ -141,20 +130,13 @@ def leave_code(status: Status) -> int:
 
 
 def write_status(folder: str, status: Status) -> None:
-    """Write the status of this process, replacing an earlier one, atomically.
-
-    The file is not synced: ``limpet run`` reads it on the same machine, or never.
-    Raises ``OSError`` if the file cannot be written.
-    """
+    """Write the status of this process, atomically, but not synced. Raises ``OSError``."""
     _write_record(folder, status)
 
 
 def read_records(folder: str) -> list[WorkerRecord]:
-    """Return the records in a folder, in the order in which the processes started.
-
-    Files that are not records are ignored: a worker that is killed leaves a temporary file.
-    Raises ``OSError`` if the folder cannot be read.
-    """
+    """Return the records in a folder, in the order in which the processes started. Ignores other
+    files. Raises ``OSError`` if the folder cannot be read."""
     records = []
     for path in Path(folder).iterdir():
         if path.name.endswith(_SUFFIX):
@@ -166,11 +148,8 @@ def read_records(folder: str) -> list[WorkerRecord]:
 
 
 def requesting_workers(folder: str, number: int) -> list[int]:
-    """Return the process ids of the trainings that save after a signal, and go on.
-
-    torchrun would stop them: it ends at each signal that it handles, and at each other one too.
-    Raises ``OSError`` if the folder cannot be read.
-    """
+    """Return the ids of the processes that save after this signal and go on: torchrun would end
+    them. Raises ``OSError`` if the folder cannot be read."""
     found = []
     for record in read_records(folder):
         with suppress(OSError):  # it has ended
@@ -212,11 +191,8 @@ def _for_file(status: Status) -> Status:
 
 
 def _launcher_pid() -> int:
-    """Return the process id of the torchrun that started this process, directly or through others.
-
-    It is the nearest ancestor that torchrun itself did not start. A worker may have an own parent,
-    such as a shell: ``torchrun --no-python ./start.sh``.
-    """
+    """Return the nearest ancestor that torchrun did not start: the torchrun of this process, also
+    of one that a shell started (``torchrun --no-python ./start.sh``)."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -231,17 +207,12 @@ def _launcher_pid() -> int:
 
 
 def leave_done_at_exit(status: Status | None) -> None:
-    """Leave that the training has ended normally when this process exits.
+    """Leave that the training has ended normally when this process exits, unless an exception or a
+    signal ends it, or another training in it starts, fails, or leaves a status.
 
-    ``status`` is ``DONE`` if a notice came before the end. It excuses the 1 that torchrun returns
-    after a signal. Without a notice, ``status`` is None, and the record says only that the process
-    has left: the training of this process is no reason to run the command again. No more than that,
-    because nothing is known of what the process does afterward. The code with which it exits says
-    it, but torchrun hides that code, and what it then does to the other workers looks like a
-    notice to them.
-
-    Nothing is left if the process ends otherwise, by an exception or a signal, or if another
-    training starts in it or fails (``forget_done``), or leaves a status.
+    ``status`` is ``DONE`` if a notice came before the end: it excuses the 1 that torchrun returns
+    after a signal. Without a notice, it is None, and the record says only that the process has
+    left, because what the process does afterward is unknown.
     """
     forget_done()
     atexit.register(leave_done, status)

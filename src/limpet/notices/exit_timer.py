@@ -24,11 +24,8 @@ _SHOW_SECONDS = 1.0
 
 
 class ExitTimer:
-    """Calls functions at times that may be moved to earlier ones, on a thread of its own.
-
-    ``set(name, at, function)`` schedules a call. Of two times with one name, the earlier one
-    counts. ``clock`` is monotonic, in seconds.
-    """
+    """Calls functions at times of ``clock``, on a thread of its own. A time may only move
+    earlier."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,12 +71,8 @@ class ExitTimer:
 
 
 def end_process(code: int, message: str) -> None:
-    """End this process at once with an exit code, and show where its threads were.
-
-    The training thread may be in a call of a library that does not return, so no exception can
-    reach it. Nor may a pipe that nobody reads keep the process from its end. ``message``: why, in
-    a sentence without its period.
-    """
+    """End this process at once, and show where its threads were. ``message``: without a period. The
+    training thread may be in a call that never returns, and nobody may read stderr."""
     call_with_limit(partial(_show, message), "limpet-end", _SHOW_SECONDS)
     os._exit(code)
 

@@ -47,10 +47,7 @@ class FileNotice(BoundedSource):
         interval: float = 1.0,
         started_at: Callable[[], float] = process_started_at,
     ) -> None:
-        """``interval``: seconds between two polls. ``started_at``: see ``process_started_at``.
-
-        Raises ``LimpetError`` for an invalid value.
-        """
+        """Raises ``LimpetError`` for an invalid value. ``interval``: seconds between two polls."""
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise LimpetError(
                 "Invalid path of a FileNotice", expected="a path", found=to_repr(path)

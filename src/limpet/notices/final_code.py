@@ -1,8 +1,8 @@
 """The exit code of ``limpet run``, from how its command ended and what its workers said.
 
-``decide`` is the whole rule. Its principle: a worker's status says more than the exit code of the
-command, which may be a launcher that hides codes. But only statuses of *all* workers excuse a
-command that failed, and a status never hides that something else failed without being stopped.
+A worker's status says more than the exit code of the command, which may be a launcher that hides
+codes. But only statuses of *all* workers excuse a command that failed, and a status never hides
+that something else failed without being stopped. ``decide`` is the whole rule.
 """
 
 from __future__ import annotations
@@ -30,13 +30,8 @@ _SEVERITY = (DONE, SAVED, UNSAVED, FAILED, GIVE_UP)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the command ended.
-
-    ``exit_code`` is its exit code, or None if a signal killed it; ``killed_by`` is that signal.
-    ``forwarded`` are the signals that it received from ``limpet run``, or together with it from
-    the terminal. ``killed`` are the ids of the processes that ``limpet run`` killed when the
-    grace period was over; ``pid`` is that of the command.
-    """
+    """How the command ended. ``forwarded``: the signals that ``limpet run`` or the terminal sent
+    it. ``killed``: the processes that ``limpet run`` killed after the grace period."""
 
     exit_code: int | None
     killed_by: int | None = None
@@ -114,13 +109,10 @@ def decide(ended: Ended, records: Sequence[WorkerRecord]) -> Decision:
 
 
 def last_attempt(records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
-    """Return the records of the processes that torchrun did not replace by a restart.
-
-    torchrun starts all workers of an attempt before one of them can leave, and those of the next
-    attempt after all have left. So a status is void if the same torchrun process started a worker
-    after it was written. The restart count alone is not enough: torchrun does not increase it when
-    it restarts because a host joined or left. Without torchrun, every record counts.
-    """
+    """Return the records of the processes that torchrun did not replace; without torchrun, all."""
+    # torchrun starts all workers of an attempt before one of them can leave, and those of the next
+    # attempt after all have left. The restart count alone is not enough: torchrun does not increase
+    # it when it restarts because a host joined or left.
     records = list(records)
     newest: dict[str, float] = {}
     restarts: dict[str, int] = {}
@@ -140,16 +132,11 @@ def last_attempt(records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
 
 
 def is_complete(records: Sequence[WorkerRecord]) -> bool:
-    """Return True if every worker of the last attempt has left a status, or ended normally before.
-
-    A launcher's workers are counted: one that died before its training started has no record. Their
-    ranks are not: each worker may be rank 0 of a group of its own.
-
-    Without a launcher, a training that ended without a notice is complete, as the first one of
-    ``python a.py && python b.py``. Those of one launcher are complete only if all of them ended
-    so. If one ended so, and another one left a status, the first may have failed afterward:
-    torchrun then stops the other, for which that looks like a notice.
-    """
+    """Return True if every worker of the last attempt left a status or ended normally before."""
+    # A launcher's workers are counted, because one that died before its training started has no
+    # record. Their ranks are not: each worker may be rank 0 of a group of its own. If some ended
+    # normally and others left a status, one of the first may have failed afterward: torchrun then
+    # stops the others, for which that looks like a notice.
     expected: dict[str, int] = {}
     said, ended = Counter[str](), Counter[str]()
     for record in records:

@@ -120,11 +120,8 @@ class GcpNotice(BoundedSource):
         return self._upcoming.notice([] if event is None else [event])
 
     def _read_upcoming(self, reply: Reply) -> PlannedEvent | None:
-        """Return the upcoming maintenance in a reply, or None.
-
-        Apart from the document ``{}``, the server says that there is none by the word NONE or by an
-        object with an ``error``.
-        """
+        """Return the upcoming maintenance in a reply. The server says that there is none by ``{}``,
+        the word NONE, or an object with an ``error``."""
         if reply.text in ("NONE", '"NONE"', ""):
             return None
         found = reply.decode(_OBJECT)

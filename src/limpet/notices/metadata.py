@@ -67,11 +67,8 @@ class Reply:
             raise self.unclear(f"another JSON document ({e})") from e
 
     def seconds_until(self, when: str) -> float:
-        """Return the seconds from the reply until a time of the same server; 0.0 if it has passed.
-
-        Both times are those of the server's clock, because the clock of this machine may be wrong.
-        Raises ``OSError`` if the ``Date`` header or ``when`` is not a time (RFC 3339 or RFC 5322).
-        """
+        """Return the seconds until a time, 0.0 if it has passed, by the clock of the server. Raises
+        ``OSError`` if ``when`` or the ``Date`` header is no time (RFC 3339 or RFC 5322)."""
         left = self._parse_time(when) - self._parse_time(self.headers.get("Date", ""))
         return max(0.0, left.total_seconds())
 
@@ -96,10 +93,8 @@ class Reply:
 
 
 def server_url(base_url: str) -> str:
-    """Return the URL of a server without a slash at the end.
-
-    Raises ``LimpetError`` unless it is ``http://HOST`` or ``https://HOST``, without a password.
-    """
+    """Return the URL without a slash at the end. Raises ``LimpetError`` unless it is
+    ``http://HOST`` or ``https://HOST``, without a password."""
     try:
         url = urlsplit(base_url)
         is_valid = url.port is None or url.port > 0
@@ -123,13 +118,8 @@ def fetch(
     allow: Collection[int] = (200,),
     context: SSLContext | None = None,
 ) -> Reply:
-    """Send a request, and return the reply.
-
-    It uses no proxy, because a proxy would answer for another machine or receive the tokens. It
-    follows no redirect, because these servers send none. ``context``: that of TLS, by default with
-    the certificates of the system. Raises ``OSError`` if there is no complete reply, if it is
-    longer than ``MAX_BYTES`` or not HTTP, or if its status is not in ``allow``.
-    """
+    """Send a request without a proxy, which might receive tokens, and follow no redirect. Raises
+    ``OSError`` for no complete reply, over ``MAX_BYTES``, or a status not in ``allow``."""
     opener = build_opener(ProxyHandler({}), _NoRedirects, HTTPSHandler(context=context))
     request = Request(url, headers=dict(headers), method=method)
     try:

@@ -19,10 +19,9 @@ from limpet.text import to_repr
 class Notice:
     """A message that this process will be stopped.
 
-    ``source`` says what sent it, for messages: ``"SIGTERM"``, ``"the AWS spot instance action"``.
-    ``seconds`` is the time from now until the stop, or None if the source does not know it.
+    ``source`` says what sent it, for messages: ``"SIGTERM"``. ``seconds`` is the time until the
+    stop, or None if unknown; ``age`` is the time since the notice came, which counts in that case.
     ``stops`` is False if the machine is only at risk: the training saves, and goes on.
-    ``age`` is the number of seconds since the notice came, which count if ``seconds`` is None.
     """
 
     source: str
@@ -32,10 +31,8 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """Reports notices. A thread of its own calls it, which is not the thread of the training.
-
-    ``name`` says what it is, for messages. ``interval`` is the number of seconds between two polls.
-    """
+    """Reports notices, on a thread that is not that of the training. ``name`` is for messages,
+    ``interval`` is the number of seconds between two polls."""
 
     name: str
     interval: float
@@ -83,9 +80,8 @@ POLL_SECONDS = 4.0
 class BoundedSource(ABC):
     """A source whose ``poll`` returns in time, whatever its ``check`` does.
 
-    A file on a server that is away, a host name, or a function of the user may hang, which an event
-    must report. ``check`` therefore runs in a thread of its own, which costs about 0.1 ms. There is
-    at most one such thread per source: while a call has not ended, later polls wait for that call.
+    ``check`` may hang, as a file on a server that is away does, so it runs in a thread of its own
+    (about 0.1 ms). While a call has not ended, later polls wait for that call.
     """
 
     def __init__(
@@ -102,17 +98,13 @@ class BoundedSource(ABC):
 
     @abstractmethod
     def check(self) -> Notice | None:
-        """Return a notice, or None. Raises ``OSError`` if there is no answer, or an unclear one.
-
-        It is never called twice at the same time.
-        """
+        """Return a notice, or None; never called twice at the same time. Raises ``OSError`` if
+        there is no answer, or an unclear one."""
 
     def poll(self) -> Notice | None:
-        """Return what ``check`` returns, or raise its error.
-
-        Raises ``TimeoutError`` if it has not ended after ``poll_seconds``. What it returns later is
-        the result of a later poll, with the seconds that are left then.
-        """
+        """Return what ``check`` returns, or raise its error, or ``TimeoutError`` after
+        ``poll_seconds``. A late result is that of a later poll, with the seconds that are left
+        then."""
         is_late = self._call is not None
         if self._call is None:
             self._call = Call(self._check_with_time, "limpet-notice")

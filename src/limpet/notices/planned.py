@@ -15,9 +15,8 @@ BEFORE = 300.0
 class PlannedEvent:
     """Something that a platform will do to this machine.
 
-    ``key``: what identifies it in later answers. ``source``: its name, for messages. ``seconds``:
-    the time until it may begin, 0.0 once it has begun, or None if unknown. ``stops``: whether it
-    ends the processes of the machine. ``is_final``: whether the machine does not come back.
+    ``key`` identifies it in later answers. ``seconds``: until it may begin, 0.0 once it has begun,
+    None if unknown. ``is_final``: the machine does not come back.
     """
 
     key: str
@@ -44,10 +43,8 @@ class PlannedEvents:
         self._begun: set[str] = set()
 
     def notice(self, events: Sequence[PlannedEvent]) -> Notice | None:
-        """Return the notice of the earliest stop, otherwise that of a new risk, otherwise None.
-
-        ``events``: all events of one answer.
-        """
+        """Return the notice of the earliest stop in one whole answer, otherwise that of a new
+        risk."""
         stops, risks = [], []
         for event in events:
             has_begun = event.seconds is None or event.seconds <= 0
@@ -65,11 +62,8 @@ class PlannedEvents:
 
 
 def most_urgent(checks: Iterable[Callable[[], Notice | None]]) -> Notice | None:
-    """Return the first notice of a stop, otherwise a notice of a risk, otherwise None.
-
-    A check that raises ``OSError`` does not hide the notices of the others: its error is raised
-    only if there is none.
-    """
+    """Return the first notice of a stop, otherwise one of a risk. A check's ``OSError`` is raised
+    only if there is neither."""
     risk: Notice | None = None
     error: OSError | None = None
     for check in checks:

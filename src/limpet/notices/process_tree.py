@@ -37,20 +37,13 @@ def read_process(pid: int) -> Process:
 
 
 def started_at(pid: int) -> float:
-    """Return when a process started, in seconds since the machine started.
-
-    Raises ``OSError`` if there is no such process.
-    """
+    """Return when a process started, in seconds since the machine started, or raise ``OSError``."""
     return read_process(pid).started
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose parent has ended (``prctl(2)``).
-
-    torchrun starts each worker in a session of its own. If torchrun is killed, its workers would
-    otherwise become children of process 1, and ``descendants`` would no longer find them.
-    Raises ``OSError`` if the kernel refuses.
-    """
+    """Become the parent of descendants whose parent has ended, such as the workers of a killed
+    torchrun, so that ``descendants`` finds them. Raises ``OSError`` if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         code = ctypes.get_errno()
@@ -66,11 +59,8 @@ class Descendants:
 
 
 def descendants(excluded: frozenset[int] = frozenset()) -> Descendants:
-    """Return the live processes that descend from this one.
-
-    Processes in ``excluded`` and their descendants are left out. The result is empty if ``/proc``
-    shows the processes of another namespace, whose ids mean nothing here.
-    """
+    """Return the live descendants of this process without ``excluded`` and theirs. There are none
+    if ``/proc`` shows the processes of another namespace, whose ids mean nothing here."""
     if Path("/proc/self").readlink().name != str(os.getpid()):
         return Descendants(frozenset(), frozenset())
     children: dict[int, list[int]] = {}

@@ -1,9 +1,7 @@
 """Signals as notices: one handler for each signal of a process, whoever waits for it.
 
-Python runs a handler in the main thread, between two of its operations. A thread that is in a call
-of a library for minutes, such as a collective operation, would delay it. So a thread also reads the
-numbers of the signals from a pipe (``signal.set_wakeup_fd``), into which the system's own handler
-writes at once.
+Python runs a handler in the main thread, which may be in a call of a library for minutes. So a
+thread also reads the numbers of the signals from a pipe (``signal.set_wakeup_fd``).
 """
 
 from __future__ import annotations
@@ -68,10 +66,8 @@ class SignalNotice:
         self.name = " or ".join(names)
 
     def start(self, wake: Callable[[], object]) -> None:
-        """Install the handlers. ``wake`` is called when a signal arrives, in any thread.
-
-        Raises ``LimpetError`` outside the main thread, where Python allows no handlers.
-        """
+        """Install the handlers. ``wake`` is called in any thread when a signal arrives. Raises
+        ``LimpetError`` outside the main thread, where Python allows no handlers."""
         self._wake = wake
         _dispatcher.subscribe(self)
 
@@ -114,10 +110,8 @@ def _identify(descriptor: int) -> tuple[int, int] | None:
 
 
 def _shared_times() -> memoryview[float]:
-    """Return memory that forked processes see: when this one received which signal, or 0.0.
-
-    The clock is that of the system, the same in all processes.
-    """
+    """Return memory that forked processes see: when (``time.monotonic``) which signal came, or
+    0.0."""
     return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
 
 
@@ -149,10 +143,7 @@ class _Dispatcher:
             self._open_pipe()
 
     def _take_over(self) -> None:
-        """Begin anew in a forked process that watches its own signals: it is no worker.
-
-        Ranks are often forked from a process that has imported this module, or watches signals too.
-        """
+        """Begin anew in a forked process that watches its own signals: a rank, not a worker."""
         self._pid = os.getpid()
         self._subscribers = WeakSet()
         self._received = _shared_times()
@@ -306,9 +297,9 @@ atexit.register(_dispatcher.stop_ignoring)
 
 
 def stop_signals() -> SignalNotice:
-    """Return the source of the signals that stop a training if the user names none: SIGTERM, and
-    SIGHUP, which follows the end of a terminal. It stays ignored under ``nohup``, and a handler of
-    the program keeps it for itself, also one that is installed later."""
+    """Return the source by default: SIGTERM, and SIGHUP, which follows the end of a terminal,
+    unless it is ignored (``nohup``) or the program has a handler for it, also one installed
+    later."""
     if not _dispatcher.is_free(signal.SIGHUP):
         return SignalNotice()
     source = SignalNotice(signal.SIGTERM, signal.SIGHUP)

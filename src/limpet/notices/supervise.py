@@ -1,8 +1,8 @@
 """Run a command, forward signals to it, and leave none of its processes behind.
 
-It also works as process 1 of a container, for which the kernel drops every signal that is neither
-handled nor blocked: the signals are blocked, and ``sigtimedwait`` receives them, as in tini. There
-is no moment at which one could be lost, and ``si_code`` says whether the terminal sent it.
+It also works as process 1 of a container, for which the kernel drops a signal that is neither
+handled nor blocked: the signals are blocked, and ``sigtimedwait`` receives them, as in tini. So
+none is lost, and ``si_code`` says whether the terminal sent it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,13 @@ def supervise(
     find_requesting: Callable[[int], Sequence[int]] = lambda number: (),
     stdout: int | None = None,
 ) -> Ended:
-    """Run a command until none of its processes is left, and return how it ended.
+    """Run a command until none of its processes is left, and return how it ended. Main thread only.
 
-    ``grace`` is the time in seconds from the first signal to stop until all processes that descend
-    from the command receive SIGKILL. ``report`` receives lines for people; it must not raise.
-    ``find_requesting(number)`` returns the processes that alone receive a signal that asks for no
-    end (see ``exit_status.requesting_workers``); if there are none, the command receives it.
-    ``stdout`` is the file descriptor that becomes the command's standard output.
-
-    The forwarded signals stay blocked afterward, so that none of them can keep the caller from
-    reporting the result. Call this from the main thread.
-    Raises ``OSError`` if the command cannot be started.
+    ``grace``: seconds from the first stop signal to SIGKILL for all descendants. ``report`` gets
+    lines for people, and must not raise. ``find_requesting(number)``: the processes that alone
+    receive a signal that asks for no end. ``stdout``: what becomes the command's standard output.
+    The signals stay blocked afterward: none can keep the caller from reporting. Raises ``OSError``
+    if the command cannot start.
     """
     supervision = _Supervision(grace, report, find_requesting)
     supervision.start(command, environment, stdout)

@@ -24,14 +24,12 @@ _JOIN_SECONDS = 1.0
 
 
 class NoticeWatcher:
-    """Polls the sources of notices on threads of its own, and passes on what they report.
+    """Polls each source of notices on a thread of its own, and passes on what they report.
 
-    Each source has one thread, so that one that hangs delays no other: the time after a signal is
-    short. ``on_notice`` is called by one of them at a time. It is a method, to which the watcher
-    has only a weak reference: a training that nobody closed is collected all the same. ``detect``
-    runs on a thread too, and returns more sources. A source with the methods ``start(wake)`` and
-    ``close()`` is started by ``start``, in the thread of the caller. It calls ``wake`` to be polled
-    at once.
+    One of the threads at a time calls ``on_notice``, a method, which is referenced weakly: a
+    training that nobody closed is collected. ``detect`` returns more sources, on a thread. A source
+    with ``start(wake)`` and ``close()`` is started by ``start``, and calls ``wake`` to be polled at
+    once.
     """
 
     def __init__(
@@ -54,11 +52,8 @@ class NoticeWatcher:
         finalize(owner, self._end_threads).atexit = False
 
     def start(self) -> None:
-        """Start the sources and the threads.
-
-        A source that cannot be started, such as a signal outside the main thread, causes the event
-        ``notice_source_failed``. So does a source for which no thread can be started.
-        """
+        """Start the sources and the threads. The event ``notice_source_failed`` reports each that
+        cannot be started, such as a signal outside the main thread."""
         for watch in list(self._watches):
             start = getattr(watch.source, "start", None)
             if start is not None:
@@ -73,11 +68,8 @@ class NoticeWatcher:
             _emit(_DETECTION, RuntimeError("can't start new thread"))
 
     def close(self) -> None:
-        """End the threads and close the sources. It raises nothing: see ``raise_error``.
-
-        A source that wakes its thread is polled once more: a signal that came just before would
-        be lost otherwise, and what the training still does would not end in time.
-        """
+        """End the threads and close the sources; raises nothing (see ``raise_error``). A source
+        that wakes its thread is polled once more: a signal may have come just before."""
         if self._pid != os.getpid():
             return
         self._end_threads()
@@ -93,11 +85,8 @@ class NoticeWatcher:
                     self._error = self._error or e
 
     def raise_error(self, ended: BaseException | None = None) -> None:
-        """Raise the first error, other than an outage, that ended a source.
-
-        ``ended`` is the exception that ends the training, such as ``Preempted``. The error does not
-        replace it, but becomes a note on it.
-        """
+        """Raise the first error, other than an outage, that ended a source; or note it on
+        ``ended``, the exception that ends the training."""
         error, self._error = self._error, None
         if error is None:
             return
