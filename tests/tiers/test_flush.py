@@ -117,12 +117,6 @@ def test_nothing_is_flushed_twice_or_if_a_version_is_newer(host: Host) -> None:
     host.train_and_die(58, every=20, save=1)
 
 
-def test_a_run_without_any_version_gets_its_first_one(host: Host) -> None:
-    host.train_and_die(33, save=1000)
-    assert flush(host).step == 30
-    assert Run(host.run).line() == [Version(30)]
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "index.json"])
 def test_damage_in_memory_is_not_saved(host: Host, suffix: str) -> None:
     host.train_and_die(77)
@@ -293,18 +287,15 @@ with limpet.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [("SIGKILL", 1), ("SIGABRT", 1)])
-def test_limpet_run_flushes_what_a_killed_training_has_left(
-    tmp_path: Path, number: str, code: int
-) -> None:
+def test_limpet_run_flushes_what_a_killed_training_has_left(tmp_path: Path) -> None:
     memory = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     try:
         run = tmp_path / "run"
         command = [sys.executable, "-m", "limpet", "run", "--", sys.executable, "-c", SCRIPT]
         done = subprocess.run(
-            [*command, str(run), memory, number], capture_output=True, text=True, check=False
+            [*command, str(run), memory, "SIGKILL"], capture_output=True, text=True, check=False
         )
-        assert done.returncode == code, done.stderr
+        assert done.returncode == 1, done.stderr
         assert "the snapshot of step 10 was saved" in done.stderr
         snapshot = Run(run).latest()
         assert snapshot is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import warnings
@@ -15,12 +14,10 @@ import pytest
 import torch
 
 import limpet
-from limpet.deadline import Deadline
 from limpet.errors import (
     Denied,
     NoProgress,
     Preempted,
-    RankFailed,
     SkippedVersion,
     StoreError,
     Unavailable,
@@ -29,12 +26,10 @@ from limpet.format.names import Version
 from limpet.notices import exit_status
 from limpet.notices.exit_status import DONE, GIVE_UP, SAVED, UNSAVED, read_records
 from limpet.notices.notice import Notice
-from limpet.ranks.group import Group
 from limpet.run.policy import AtEnd, EverySteps, Never
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
-from limpet.tiers.ladder import Ladder
 from limpet.tiers.restarts import read_restarts
 from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
@@ -232,24 +227,6 @@ def test_a_nan_after_a_version_of_the_run_is_no_reason(statuses: Status) -> None
     assert (job.die_at(27), job.skipped) == (20, [])
 
 
-def test_a_nan_that_cannot_be_recorded_is_printed(
-    statuses: Status, host: Host, capsys: pytest.CaptureFixture[str]
-) -> None:
-    host.train_and_die(137)
-    state, ckpt = host.start()
-    real = host.run.put_if_absent
-
-    def fail(key: str, data: bytes) -> Any:
-        if key.startswith("restart-"):
-            raise StoreError("The store is away")
-        return real(key, data)
-
-    host.run.put_if_absent = fail  # type: ignore[method-assign]
-    train_step(state)
-    ckpt.step({"loss": nan})
-    assert "NaN after a restore is not recorded: The store is away" in capsys.readouterr().err
-
-
 def test_progress_of_a_restart_without_memory_ends_the_ladder(statuses: Status, host: Host) -> None:
     host.train_and_die(77)
     for _ in range(3):
@@ -372,22 +349,6 @@ def test_a_training_that_raises_leaves_its_record(
     assert rungs(job) == [0], "a second close() does nothing"
 
 
-def test_a_training_whose_last_save_fails_leaves_its_record(statuses: Status) -> None:
-    inner = MemoryStore()
-    job = Job(HookedStore(inner))
-
-    def fail(method: str, key: str) -> None:
-        if key.endswith("manifest.json") and method == "put_if_absent":
-            raise Denied("No")
-
-    ckpt = job.start()
-    job.train(ckpt, 15)
-    job.store.before = fail
-    with pytest.raises(Denied):
-        ckpt.close()
-    assert rungs(job) == [0]
-
-
 def leave_after_a_notice(job: Job, last_step: int, **settings: Any) -> Preempted | None:
     """Train until a step, where a notice arrives. Return the exception, if the training raises."""
     source = Announced()
@@ -475,33 +436,6 @@ def test_a_training_that_never_saves_is_not_counted(statuses: Status) -> None:
             job.store.delete(key)
 
 
-def test_a_training_that_is_saved_by_its_own_function_removes_its_record(statuses: Status) -> None:
-    job = Job()
-    assert leave_after_a_notice(job, 12, save_fn=lambda: None) is not None
-    assert [s.code for s in statuses()] == [SAVED]
-    assert job.records == []
-
-
-def test_a_training_with_an_exit_function_that_returns(statuses: Status) -> None:
-    job = Job()
-    assert leave_after_a_notice(job, 12, exit_fn=lambda: None) is None
-    assert job.records == []
-
-
-def test_a_rank_that_is_stopped_because_another_one_failed_keeps_the_record() -> None:
-    """torchrun stops it by SIGTERM. It leaves with 75 if it has made no step since the resume."""
-    store = MemoryStore()
-    ladder = Ladder(Run(store), Group(), saves=True)
-    ladder._key = "restart-0-0123456789ab.json"
-    store.put_if_absent(ladder._key, b"x")
-    deadline = Deadline.after(60, "the exit")
-    ladder.leave(SAVED, RankFailed("Rank 1 does not respond"), deadline)
-    ladder.leave(UNSAVED, None, deadline)
-    assert len(list(store.list(""))) == 1
-    ladder.leave(SAVED, None, deadline)
-    assert not list(store.list(""))
-
-
 def test_resuming_again_in_one_process_is_no_restart(statuses: Status) -> None:
     job = Job()
     ckpt = job.start()
@@ -534,27 +468,7 @@ def test_resuming_again_in_one_process_does_not_go_back_again(statuses: Status) 
     ckpt._release()
 
 
-def test_a_forked_process_does_not_remove_the_record(statuses: Status) -> None:
-    job = Job()
-    ckpt = job.start()
-    ladder = ckpt._ending.ladder
-    ladder._pid += 1
-    ladder.end(None)
-    assert rungs(job) == [0]
-    ladder._pid = os.getpid()
-    ckpt.close()
-    assert job.records == []
-
-
 # -- whose decision it is --------------------------------------------------------------------------
-
-
-def test_outside_limpet_run_nothing_is_counted() -> None:
-    job = Job()
-    for _ in range(8):
-        job.die_at(15)
-        assert job.records == []
-    assert job.began == 10
 
 
 def test_a_person_who_starts_it_by_hand_is_not_moved_back(
@@ -588,17 +502,6 @@ def test_to_return_to_the_version_that_was_left_behind(
     assert job.die_at(25) == 20
     assert job.run.line() == [Version(10), Version(20)]
     assert job.messages == []
-
-
-def test_deleting_the_records_lets_it_run_again(statuses: Status) -> None:
-    job = Job()
-    for _ in range(3):
-        job.die_at(5)
-    with pytest.raises(NoProgress):
-        job.start()
-    for key in job.records:
-        job.store.delete(key)
-    assert job.die_at(15) is None
 
 
 # -- damage and failures ---------------------------------------------------------------------------
@@ -757,25 +660,6 @@ def test_a_record_that_cannot_be_deleted_at_the_end_is_reported(
         fail_once(job, "delete", "restart-", error)
     (name,) = job.records
     assert f"{name} was not deleted, so this restart may count as failed" in capsys.readouterr().err
-
-
-def test_void_records_that_cannot_be_deleted_do_not_count(statuses: Status) -> None:
-    job = failing_job()
-
-    def fail(method: str, key: str) -> None:
-        if method == "delete" and key.startswith("restart-"):
-            raise Unavailable("It is away")
-
-    job.store.before = fail
-    for last in (35, 37, 38):
-        job.die_at(25 if last == 35 else last)
-    # on the rung of an older version now; it passes step 20, and all of these are void
-    assert job.run.branch() == 1
-    assert job.die_at(39) == 30
-    assert job.messages == []
-    job.store.before = lambda *_: None
-    job.die_at(39)
-    assert rungs(job) == [0, 0, 0]
 
 
 # -- the status ------------------------------------------------------------------------------------

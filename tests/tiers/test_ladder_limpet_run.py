@@ -45,15 +45,11 @@ def make_run(folder: Path, restarts: list[int]) -> Run:
 
 
 def test_a_training_that_always_dies_at_one_step_ends_with_93(tmp_path: Path) -> None:
-    run, began = tmp_path / "run", []
-    for _ in range(7):
-        result = run_to_end("--", sys.executable, WORKER, run, "always")
-        assert result.code == FAILED
-        began.append(result.out.split()[-1])
-    assert began == ["0", "20", "20", "20", "10", "20", "20"]
+    run = tmp_path / "run"
+    make_run(run, [0, 0, 0, 2, 2])
+    result = run_to_end("--", sys.executable, WORKER, run, "always")
+    assert result.code == FAILED
     assert records(run) == [0, 0, 0, 2, 2, 2]
-    assert Run(run).line() == [Version(10), Version(20, 1)]
-
     for _ in range(2):
         result = run_to_end("--json", "--", sys.executable, WORKER, run, "always")
         assert result.code == GIVE_UP

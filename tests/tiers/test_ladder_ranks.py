@@ -88,17 +88,6 @@ def test_all_ranks_go_back_together_and_leave_with_93_together(
     assert capsys.readouterr().err.count("6 restarts have made no progress beyond step 20") == 1
 
 
-def test_progress_lets_all_ranks_begin_again(statuses: list[Status]) -> None:
-    cluster = Cluster()
-    assert [cluster.die_at(25) for _ in range(4)] == [[0] * SIZE, *[[20] * SIZE] * 3]
-    assert cluster.die_at(35) == [10] * SIZE
-    assert cluster.rungs == [0, 0, 0, 2]
-    assert cluster.die_at(38) == [30] * SIZE
-    assert cluster.rungs == [0]
-    assert cluster.messages == []
-    assert statuses == []
-
-
 def test_the_record_is_removed_once_all_ranks_have_ended_well(statuses: list[Status]) -> None:
     cluster = Cluster()
     for _ in range(5):

@@ -19,7 +19,6 @@ import limpet
 from limpet.deadline import Deadline
 from limpet.errors import CommitError, SkippedVersion, Unavailable
 from limpet.format.names import MANIFEST, Version
-from limpet.loading import shared_read
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.saving import commit
@@ -302,20 +301,6 @@ def test_a_resume_fetches_only_what_a_host_reads_and_stores_nothing(
     assert [ranges.shards(rank) for rank in range(4)] == [set(), set(), {0}, {0}]
     assert shards() == stored
     assert not cluster.events_of("copy_failed")
-
-
-def test_the_ranks_of_a_host_fetch_once_what_several_of_them_read(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_read, "MIN_SHARED_BYTES", 1)  # this state is small
-    cluster.train_and_die("aaabbb", 33)
-    cluster.lose("b")
-    ranges = CountedRanges(monkeypatch)
-    cluster.train_and_die("aaabbb", 34)
-    assert cluster.resumed_step == 30
-    found = [(key, at) for _, key, at, _ in ranges.found]
-    assert {key.rpartition(".")[2] for key, _ in found} == {"json", "safetensors"}
-    assert len(found) == len(set(found))
 
 
 @pytest.mark.parametrize("refused", [(), (0,), (1, 2)])

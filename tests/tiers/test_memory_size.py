@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +16,6 @@ import torch
 import limpet
 from limpet.errors import NoSpace
 from limpet.run.policy import EverySteps
-from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.tiers import host_tier, local_snapshots
 from limpet.tiers.memory_check import MemoryLimit
 from limpet.tiers.settings import LocalTier, MemoryTier
@@ -25,7 +23,7 @@ from limpet.tiers.tiers import Tier
 from limpet.training.checkpointer import Checkpointer
 from limpet.types import MIB
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
-from tests.tiers.hosts import Host, train
+from tests.tiers.hosts import Host
 from tests.tiers.test_memory_ranks import Cluster, cluster, refuse_connections
 
 __all__ = ["cluster"]
@@ -176,38 +174,6 @@ def test_after_a_resume_three_states_are_in_memory_at_most(host: Host) -> None:
     assert max(used) < MOST_BYTES
     # a spare file for each capture, and none at a capture that replaces an older training's state
     assert spares == [1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
-
-
-def test_a_capture_that_begins_during_the_allocation_uses_its_file(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate, began = TmpfsStore.preallocate, threading.Event()
-
-    def allocate_slowly(store: TmpfsStore, length: int) -> None:
-        began.set()
-        time.sleep(0.2)
-        allocate(store, length)
-
-    monkeypatch.setattr(TmpfsStore, "preallocate", allocate_slowly)
-    training = AdamTraining(host, memory_tier(host, every=2))
-    memory, used = training.ckpt._tiers.memory, []
-    for _ in range(12):
-        training.train(1)
-        assert began.wait(20)
-        memory.wait()
-        used.append(used_bytes(host.path))
-    wait_until_allocated()
-    assert max(*used, used_bytes(host.path)) < MOST_BYTES
-
-
-def test_no_files_are_allocated_that_are_too_small_to_be_used(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocated: list[int] = []
-    monkeypatch.setattr(TmpfsStore, "preallocate", lambda _, length: allocated.append(length))
-    state, ckpt = host.start()
-    train(state, ckpt, 33)
-    assert allocated == []
 
 
 # -- several ranks ---------------------------------------------------------------------------------

@@ -450,7 +450,3 @@ def test_two_processes_agree_on_the_identity() -> None:
     for thread in threads:
         thread.join()
     assert len(set(found)) == 1
-
-
-def test_a_memory_tier_is_public() -> None:
-    assert limpet.MemoryTier is MemoryTier

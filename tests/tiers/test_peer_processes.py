@@ -76,7 +76,7 @@ class ServerProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [40, 200, 300, 1 << 20, 3 << 20, SIZE - 1, SIZE + 150])
+@pytest.mark.parametrize("at", [40, 300, 1 << 20, SIZE + 150])
 def test_the_receiver_is_killed(folder, at):
     """Nothing is visible, what it left is removed, and another one takes the copy."""
     source, data = MemoryStore(), random_bytes(SIZE)
@@ -104,7 +104,7 @@ def test_the_receiver_is_killed(folder, at):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 50, 200, 300, 1 << 20, SIZE])
+@pytest.mark.parametrize("at", [50, 300, 1 << 20, SIZE])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_sender_is_killed_or_stopped(folder, at, how):
     """The receiver drops the copy, and serves others meanwhile."""

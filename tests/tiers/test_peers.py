@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import errno
-import math
 import socket
-import time
 from dataclasses import replace
-from threading import Event, Thread, Timer
 
 import pytest
 
-from limpet.deadline import Deadline
 from limpet.errors import (
     AlreadyExists,
     Denied,
@@ -24,13 +20,11 @@ from limpet.errors import (
     Unavailable,
 )
 from limpet.format.digest import digest
-from limpet.ranks import wire
 from limpet.ranks.wire import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
     MAX_FRAME_BYTES,
     PROOF_BYTES,
-    Channel,
     HandshakeLimits,
     make_secret,
 )
@@ -40,16 +34,13 @@ from limpet.storage.memory import MemoryStore
 from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 from limpet.tiers.peers import server as peer_server
-from limpet.tiers.peers import transfer
-from limpet.tiers.peers.transfer import MESSAGES, Fetch, Offer, Ready
+from limpet.tiers.peers.transfer import Fetch, Offer, Ready
 from tests.tiers.peers import (
     LIMITS,
-    SECRET,
     Proxy,
     ask,
     connect,
     eventually,
-    forked_child,
     memory_folder,
     serving,
 )
@@ -96,21 +87,6 @@ def test_files_and_ranges_are_fetched(source):
         with pytest.raises(NotFound, match="v1/none") as caught:
             peer.fetch_file("v1/none", SIZE)
         assert "Reported by rank 1 at 127.0.0.1" in caught.value.__notes__[0]
-
-
-def test_a_file_that_the_peer_has_is_not_sent_again(folder, source):
-    counted = []
-
-    def count(direction, offset, data):
-        counted.append(len(data) if direction == "up" else 0)
-        return data
-
-    with serving(folder) as server, Proxy(server, count) as proxy:
-        for _ in range(2):
-            with connect(proxy) as peer:
-                receipt = peer.send_file(source, "v1/a")
-                assert receipt.digest == digest(random_bytes(SIZE))
-        assert SIZE < sum(counted) < SIZE + 4096
 
 
 def test_other_bytes_under_the_key_are_refused(folder, source):
@@ -265,13 +241,6 @@ def test_a_wrong_secret_is_refused_by_both_sides(folder, source):
         assert is_idle(server)
 
 
-@pytest.mark.parametrize("hello", [b"GET / HTTP/1.1\r\n".ljust(HELLO_BYTES), b"\xff" * HELLO_BYTES])
-def test_another_protocol_is_refused(folder, hello):
-    with serving(folder) as server, raw(server) as stranger:
-        stranger.sendall(hello)
-        assert stranger.recv(1) == b""
-
-
 def test_a_replayed_connection_is_refused(folder, source):
     sent = []
 
@@ -303,28 +272,6 @@ def test_a_reflected_challenge_is_refused(folder):
         answer = second.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
         first.sendall(answer[32:])
         assert first.recv(1) == b""
-
-
-def test_many_strangers_take_neither_threads_nor_the_place_of_peers(folder, source):
-    limits = replace(LIMITS, handshakes=HandshakeLimits(8))
-    with serving(folder, limits) as server:
-        strangers = [raw(server) for _ in range(60)]
-        for stranger in strangers[::2]:
-            stranger.sendall(b"LIMPET01" + bytes(10))
-        with connect(server) as peer:
-            assert peer.send_file(source, "v1/a").length == SIZE
-        assert is_idle(server) or len(server._connections._threads) == 1
-        assert strangers[0].recv(1) == b""  # displaced
-        for stranger in strangers:
-            stranger.close()
-
-
-def test_a_silent_stranger_is_dropped(folder):
-    with (
-        serving(folder, replace(LIMITS, handshakes=HandshakeLimits(seconds=0.05))) as server,
-        raw(server) as stranger,
-    ):
-        assert stranger.recv(1) == b""
 
 
 # peers that break the protocol or the limits
@@ -419,14 +366,6 @@ def test_the_limits_of_sizes(folder, source, limit, message):
                 assert peer.send_file(source, "v1/b").length == SIZE
 
 
-def test_another_rank_has_its_own_limit(folder, source):
-    put(source, "v1/b", random_bytes(SIZE, 1))
-    with serving(folder, replace(LIMITS, peer_bytes=SIZE)) as server:
-        for rank, key in ((0, "v1/a"), (1, "v1/b")):
-            with connect(server, rank=rank) as peer:
-                assert peer.send_file(source, key).length == SIZE
-
-
 def test_an_enormous_length_is_refused_before_memory_is_allocated(folder):
     limits = replace(LIMITS, file_bytes=1 << 60, peer_bytes=1 << 60, total_bytes=1 << 60)
     with serving(folder, limits) as server:
@@ -449,15 +388,6 @@ def test_full_memory_is_reported_to_the_sender(folder, source):
     assert list(folder.rglob("*")) == []
 
 
-def test_a_file_that_is_longer_than_expected_is_not_fetched(source):
-    with (
-        serving(None, store=source) as server,
-        connect(server) as peer,
-        pytest.raises(StoreError, match="another length"),
-    ):
-        peer.fetch_file("v1/a", SIZE - 1)
-
-
 @pytest.mark.parametrize(
     ("length", "offset", "count"),
     [(SIZE - 1, 0, 10), (SIZE + 1, 0, 10), (SIZE, SIZE - 9, 10), (SIZE, SIZE + 9, 10)],
@@ -469,33 +399,6 @@ def test_a_range_of_a_file_of_another_length_is_not_fetched(source, length, offs
         pytest.raises(StoreError, match="another length"),
     ):
         peer.fetch_range("v1/a", length, offset, memoryview(bytearray(count)))
-
-
-def test_stores_on_disks_send_and_receive(tmp_path, source):
-    store = LocalStore(tmp_path / "a")
-    data = source.get("v1/a", 1 << 30)
-    with serving(None, store=store) as server, connect(server) as peer:
-        assert peer.send_file(source, "v1/a").digest == digest(data)
-        assert store.get("v1/a", 1 << 30) == data
-        assert peer.fetch_file("v1/a", len(data)) == data
-
-
-def test_an_error_of_the_server_itself_reaches_the_peer(folder, source, monkeypatch):
-    with serving(folder) as server, connect(server) as peer:
-        monkeypatch.setattr(server, "_receive", lambda *_: 1 // 0)
-        with pytest.raises(StoreError, match="ZeroDivisionError"):
-            peer.send_file(source, "v1/a")
-
-
-def test_too_many_connections_are_refused_and_may_come_back(folder, source):
-    with serving(folder, replace(LIMITS, connections=1)) as server:
-        with connect(server) as first:
-            ask(first)
-            with pytest.raises(Unavailable), connect(server) as second:
-                ask(second)
-        eventually(lambda: is_idle(server))
-        with connect(server) as third:
-            assert third.send_file(source, "v1/a").length == SIZE
 
 
 # time
@@ -543,79 +446,6 @@ def test_a_server_that_does_not_answer(source, answers):
         gate.close()
 
 
-def test_a_server_that_does_not_read(source):
-    """The buffers of the sockets are full; the sender ends by its deadline."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ends = [socket.socket(), None]
-        ends[0].connect(listener.getsockname())
-        ends[1], _ = listener.accept()
-        channel = Channel(ends[0], "rank 1", MESSAGES, Deadline.after(0.2, "the copy of v1/a"))
-        with pytest.raises(Unavailable, match="time is over for the copy of v1/a"):
-            while True:
-                channel.send_bytes(memoryview(bytes(1 << 20)))
-        for end in ends:
-            end.close()
-
-
-@pytest.mark.parametrize(
-    ("pause", "seconds", "server_seconds"), [(0.02, 1, 1), (0.3, 1, 60), (0.3, 60, 1)]
-)
-def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, seconds, server_seconds):
-    """A long file may take long. A peer that accepts a few bytes now and then holds nobody."""
-    monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
-    source, size = MemoryStore(), 6 << 20
-    put(source, "v1/a", random_bytes(size))
-
-    def slow(direction, offset, data):
-        time.sleep(pause if direction == "up" else 0)
-        return data
-
-    calls, began, is_too_slow = [], time.monotonic(), pause > 0.1
-    with (
-        serving(folder, replace(LIMITS, part_seconds=server_seconds)) as server,
-        Proxy(server, slow) as proxy,
-    ):
-        proxy.limit_buffers(1 << 16)
-        with connect(proxy, seconds=seconds) as peer:
-            peer._channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-            if is_too_slow:
-                with pytest.raises(Unavailable):
-                    peer.send_file(source, "v1/a")
-            else:
-                peer.send_file(source, "v1/a", lambda: calls.append(time.monotonic()))
-        eventually(lambda: is_idle(server))
-    if is_too_slow:
-        assert time.monotonic() - began < 10
-        assert keys(LocalStore(folder)) == partial_keys(LocalStore(folder)) == []
-    else:
-        assert time.monotonic() - began > 1.5
-        assert len(calls) == 6
-        assert LocalStore(folder).get("v1/a", size) == source.get("v1/a", size)
-
-
-def test_the_time_of_a_connection_may_become_shorter(folder, source):
-    """A notice arrives while a peer does not read."""
-    ends = [math.inf]
-
-    def limit():
-        return ends[0] - time.monotonic()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-        channel = Channel(
-            client, "rank 1", MESSAGES, Deadline.after(30, "the copy of v1/a"), limit=limit
-        )
-        began = time.monotonic()
-        Timer(0.2, ends.__setitem__, (0, 0.0)).start()
-        with pytest.raises(Unavailable, match="time is over for the copy of v1/a"):
-            while True:
-                channel.send_bytes(memoryview(bytes(1 << 20)))
-        assert time.monotonic() - began < 5
-        for end in (client, other):
-            end.close()
-
-
 def test_a_host_that_is_gone(source):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone = listener.getsockname()
@@ -642,27 +472,6 @@ def test_closing_ends_the_transfers(folder, source):
 # addresses and processes
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "224.0.0.1", "203.0.113.7", "localhost"])
-def test_a_server_listens_at_one_address_of_this_host(folder, host):
-    with pytest.raises(StoreError, match="Cannot serve copies at"):
-        peer_server.PeerServer(TmpfsStore(folder), host, SECRET, LIMITS)
-
-
-def test_no_thread_can_be_started(folder, monkeypatch):
-    monkeypatch.setattr(wire, "start_thread", lambda thread: False)
-    with pytest.raises(StoreError, match="no thread can be started"):
-        peer_server.PeerServer(TmpfsStore(folder), "127.0.0.1", SECRET, LIMITS)
-
-
-def test_a_forked_process_keeps_no_connection_alive(folder, source):
-    with serving(folder) as server:
-        peer = connect(server)
-        ask(peer)
-        with forked_child():
-            peer.close()
-            eventually(lambda: is_idle(server))  # the server sees the end, although the child lives
-
-
 @pytest.mark.parametrize("text", ["No room", "no such file: \udcff"])
 def test_an_error_of_the_server_keeps_its_class_and_says_who_reports_it(folder, monkeypatch, text):
     """Also if its text has surrogates, such as the name of a file that is no UTF-8."""
@@ -676,51 +485,3 @@ def test_an_error_of_the_server_keeps_its_class_and_says_who_reports_it(folder, 
             ask(peer)
         assert text.rpartition("\udcff")[0] in str(caught.value)
         assert caught.value.__notes__ == [f"Reported by rank 1 at 127.0.0.1:{server.port}"]
-
-
-def test_transfers_in_both_directions_at_once(folder, source):
-    with memory_folder() as other, serving(folder) as one, serving(other) as two:
-        errors = []
-
-        def send(server, rank):
-            try:
-                with connect(server, rank=rank) as peer:
-                    for number in range(5):
-                        data = random_bytes(100_000, number)
-                        put(source, f"from{rank}/{number}", data)
-                        peer.send_file(source, f"from{rank}/{number}")
-            except BaseException as e:
-                errors.append(e)
-
-        threads = [Thread(target=send, args=(s, r)) for r, s in enumerate([one, two, one, two])]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-        assert len(keys(LocalStore(folder))) == len(keys(LocalStore(other))) == 10
-
-
-def test_closing_ends_a_long_digest(folder, source, monkeypatch):
-    """The server compares a file that it has with one that is offered."""
-    store = TmpfsStore(folder)
-    put(store, "v1/a", random_bytes(SIZE))
-    begun, closing = Event(), Event()
-    real = store.get_range
-
-    def get_range(*arguments):
-        begun.set()
-        closing.wait(10)
-        real(*arguments)
-
-    monkeypatch.setattr(store, "get_range", get_range)
-    with serving(folder, store=store) as server, connect(server) as peer:
-        peer._channel.send(Offer("v1/a", SIZE))
-        assert begun.wait(10)
-        closer = Thread(target=server.close)
-        closer.start()
-        eventually(lambda: all(not c.seconds_left for c in list(server._connections._threads)))
-        closing.set()
-        closer.join()
-        with pytest.raises(Unavailable):
-            peer._channel.receive(peer_server.Stored)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.errors import DigestMismatch, FormatError, NotFound, StoreError, Unavailable
+from limpet.errors import DigestMismatch, NotFound, StoreError, Unavailable
 from limpet.format.names import MANIFEST
 from limpet.loading.load import load_snapshot
 from limpet.snapshot.location import Location
@@ -109,31 +109,6 @@ def peers(folder: Path) -> CapturedState:
     return CapturedState(folder)
 
 
-def test_a_lookup_fetches_nothing_but_the_manifest(peers: CapturedState) -> None:
-    store = peers.store()
-    assert {key: store.stat(key).length for key in peers.lengths} == peers.lengths
-    assert {stat.key: stat.length for stat in store.list(FOLDER)} == peers.lengths
-    assert peers.fetched == [(1, MANIFEST_KEY)]
-    peers.open().check_files()
-    assert peers.fetched == [(1, MANIFEST_KEY)] * 2
-    assert np.array_equal(load_snapshot(peers.open())["w"], np.arange(1000.0))
-
-
-def test_files_are_read_from_peers_and_not_stored(peers: CapturedState) -> None:
-    store = peers.store()
-    for key, length in peers.lengths.items():
-        assert store.get(key, length) == peers.served.get(key, length)
-        assert store.stat(key).length == length
-        with pytest.raises(StoreError, match="too long"):
-            peers.store().get(key, length - 1)
-    into = bytearray(9)
-    store.get_range(peers.shard_key, 500, 7, memoryview(into))
-    assert into[:7] == peers.served.get(peers.shard_key, 1 << 20)[500:507]
-    with pytest.raises(StoreError, match="Invalid range"):
-        store.get_range(peers.shard_key, 500, 10, memoryview(into))
-    assert not list(peers.own.list(""))
-
-
 def test_only_the_chunks_that_a_rank_reads_are_fetched(folder: Path) -> None:
     """With another number of ranks, each needs a part of a shard: one chunk of seven here."""
     peers = CapturedState(folder, 26 << 17)
@@ -155,48 +130,6 @@ def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: CapturedState) -
     assert np.array_equal(state["w"], np.full(1000, 7.0))
 
 
-def test_each_rank_begins_with_another_peer(peers: CapturedState) -> None:
-    peers.copy(MANIFEST_KEY)
-    for rank in range(4):
-        assert peers.store(rank=rank).get(peers.shard_key, 1 << 20)
-    assert [rank for rank, _ in peers.fetched] == [1, 2, 1, 2]
-
-
-def test_a_file_is_asked_for_only_where_it_is(peers: CapturedState) -> None:
-    (index_key,) = (key for key in peers.lengths if key.endswith(".index.json"))
-    holders = [Holder(1, [0, 1], True), Holder(3, [1, 2], False), Holder(5, [], True)]
-    access = Peers(7, lambda rank: [rank, rank + 1], lambda rank: nullcontext(Server(peers, rank)))
-    store = RecoveryStore(peers.own, FOLDER, Sources(2, holders), access)
-    for key in (MANIFEST_KEY, peers.shard_key, index_key):
-        store.get(key, 1 << 20)
-    assert peers.fetched == [(6, MANIFEST_KEY), (2, peers.shard_key), (4, index_key)]
-
-
-def test_one_rank_of_each_host_is_asked_before_the_others(peers: CapturedState) -> None:
-    """To connect to each of the ranks of a host that is gone would take all the time."""
-
-    def fail(rank: int, key: str) -> None:
-        raise Unavailable("timed out")
-
-    peers.copy(MANIFEST_KEY)
-    peers.before_copy = fail
-    clock, orders = Clock(), []
-    for own in (0, 1, 2):
-        access = Peers(
-            own,
-            lambda host: [host, host + 1, host + 2][: 2 + (host == 4)],
-            lambda rank: nullcontext(Server(peers, rank)),
-        )
-        parts = peers.own, FOLDER, served_by(1, 4, 9), access
-        with pytest.raises(NotFound):
-            RecoveryStore(*parts, 0.05, clock, clock.sleep).get(peers.shard_key, 1 << 20)
-        orders.append([rank for rank, _ in peers.fetched[:7]])
-        peers.fetched.clear()
-    assert orders[0] == [1, 4, 9, 2, 5, 10, 6]
-    assert orders[1] == [4, 9, 1, 5, 10, 2, 6]
-    assert orders[2][0] == 9
-
-
 def test_a_peer_that_has_failed_is_asked_last(peers: CapturedState) -> None:
     """Each try to connect to a host that is gone takes long."""
 
@@ -216,31 +149,6 @@ def test_a_peer_that_has_failed_is_asked_last(peers: CapturedState) -> None:
     assert store.get(peers.shard_key, 1 << 20)
     assert store.get(peers.shard_key, 1 << 20)
     assert [rank for rank, _ in peers.fetched][4:] == [2, 1, 1]
-
-
-def test_a_file_that_is_not_of_the_state_is_not_looked_up(peers: CapturedState) -> None:
-    for key in (f"{FOLDER}/other", f"version_2/{MANIFEST}", f"{FOLDER}/x/{MANIFEST}"):
-        with pytest.raises(NotFound, match="not a file of this state"):
-            peers.store().stat(key)
-    assert {key for _, key in peers.fetched} == {MANIFEST_KEY}
-
-
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_file_of_another_length_is_refused(peers: CapturedState, change: int) -> None:
-    data = peers.served.get(peers.shard_key, 1 << 20)
-    peers.replace(peers.shard_key, (data + b"\0")[: len(data) + change])
-    snapshot = peers.open()
-    snapshot.check_files()
-    with pytest.raises(StoreError, match="another length"):
-        load_snapshot(snapshot)
-    assert {rank for rank, key in peers.fetched if key == peers.shard_key} == {1, 2}
-
-
-def test_a_file_of_this_host_that_has_another_length_is_damage(peers: CapturedState) -> None:
-    data = peers.served.get(peers.shard_key, 1 << 20)
-    put(peers.own, peers.shard_key, data[:-1])
-    with pytest.raises(FormatError, match="wrong length"):
-        peers.open().check_files()
 
 
 class Clock:
@@ -291,26 +199,6 @@ def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: CapturedState
     assert sum(clock.pauses) == pytest.approx(30.0)
     assert max(clock.pauses) <= 2.0
     assert len(peers.fetched) >= 30
-
-
-def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: CapturedState) -> None:
-    clock = Clock()
-    peers.copy(MANIFEST_KEY)
-
-    def answer(rank: int, key: str) -> None:
-        if rank == 1:
-            raise NotFound(f"There is no {key}")
-        if len(peers.fetched) <= 3:
-            raise Unavailable("Rank 2 is busy")
-
-    peers.before_copy = answer
-    assert peers.store(clock=clock, sleep=clock.sleep).get(peers.shard_key, 1 << 20)
-    assert [rank for rank, _ in peers.fetched] == [1, 2, 2, 2]
-    peers.served.delete(peers.shard_key)
-    clock.pauses.clear()
-    with pytest.raises(NotFound, match="is on no host that answers"):
-        peers.store(clock=clock, sleep=clock.sleep).get(peers.shard_key, 1 << 20)
-    assert not clock.pauses
 
 
 def test_a_server_with_too_many_connections_sends_the_file_later(peers: CapturedState) -> None:

@@ -16,7 +16,7 @@ from limpet.errors import (
     StoreError,
     Unavailable,
 )
-from limpet.format.names import is_restart_name, restart_name
+from limpet.format.names import restart_name
 from limpet.format.sealed import seal
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.restarts import (
@@ -36,32 +36,6 @@ BACK = replace(RECORD, rung=2, skipped="version_60.1")
 
 def key(rung: int = 0, number: int = 0) -> str:
     return restart_name(rung, f"{number:012x}")
-
-
-def test_a_record_is_read_as_it_was_written() -> None:
-    store = MemoryStore()
-    write_restart(store, key(), RECORD)
-    write_restart(store, key(2), BACK)
-    assert read_restarts(store) == {key(2): BACK, key(): RECORD}
-    assert str(RECORD) == "2026-01-02T03:04:05+00:00 from version_50"
-    assert str(replace(RECORD, tier="memory")).endswith(" from version_50 in memory")
-    assert str(replace(RECORD, version=None)).endswith(" from an empty run")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "restart-3-0123456789ab.json", "restart-0-0123456789AB.json", "restart-0-0123456789ab",
-        "restart-0-0123456789abc.json", "restart-.json", "restart-0-0123456789ab.json.1",
-        "x/restart-0-0123456789ab.json", "restart-0-0123456789ab.json\n",
-    ],
-)  # fmt: skip
-def test_other_names_are_left_alone(name: str) -> None:
-    assert not is_restart_name(name)
-    store = MemoryStore()
-    store.put_if_absent(name, b"mine")
-    assert read_restarts(store) == {}
-    assert store.get(name, 10) == b"mine"
 
 
 @pytest.mark.parametrize(
@@ -96,14 +70,6 @@ def test_every_flipped_bit_and_every_length_is_found() -> None:
             decode_restart(raw[:at], key())
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"x" * 5000, b"\0" * 100])
-def test_garbage_and_long_files_are_deleted(raw: bytes) -> None:
-    store = MemoryStore()
-    store.put_if_absent(key(1), raw)
-    assert read_restarts(store) == {}
-    assert not list(store.list(""))
-
-
 def test_a_record_of_a_later_format_is_ignored_and_stays() -> None:
     store = MemoryStore()
     store.put_if_absent(key(), seal(RECORD, 99)[0])
@@ -123,31 +89,6 @@ def test_of_ten_thousand_records_few_are_read_and_those_of_the_highest_rung_firs
     assert calls.count("delete") == MAX_READ - 1 + MAX_DELETED
     assert len(list(inner.list(""))) == 10_001 - (MAX_READ - 1 + MAX_DELETED)
     assert read_restarts(store)[key(2)] == BACK
-
-
-def test_a_record_that_another_process_has_deleted_is_none() -> None:
-    inner = MemoryStore()
-    write_restart(inner, key(), RECORD)
-    store = HookedStore(inner)
-    store.before = lambda method, k: inner.delete(k) if method == "get" else None
-    assert read_restarts(store) == {}
-
-
-def test_a_deletion_that_fails_is_tried_by_the_next_resume() -> None:
-    inner = MemoryStore()
-    inner.put_if_absent(key(), b"damaged")
-    store = HookedStore(inner)
-
-    def fail(method: str, _: str) -> None:
-        if method == "delete":
-            raise Unavailable("The store does not answer")
-
-    store.before = fail
-    assert read_restarts(store) == {}
-    delete_restarts(store, [key()])
-    assert len(list(inner.list(""))) == 1
-    assert read_restarts(inner) == {}
-    assert not list(inner.list(""))
 
 
 @pytest.mark.parametrize(("error", "tried"), [(Unavailable("It is away"), 1), (Denied("No"), 5)])
