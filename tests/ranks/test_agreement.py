@@ -92,34 +92,6 @@ def test_the_end_of_a_training_ends_all_rounds_without_errors(
     assert not any(rank.failed_steps for rank in world.ranks)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_rank_that_closes_early_does_not_block_the_others(
-    seed: int, failed_proposals: list[str]
-) -> None:
-    world = World(SIZES[seed % 3], seed)
-    propose_randomly(world, 3)
-    left = world.random.choice(world.ranks)
-    left.close()
-    after = [rank for rank in world.ranks if rank is not left]
-    world.propose(after[0], "later")
-    world.run(100)
-    world.interleave_probability = 0
-    for _ in range(8):
-        world.advance_time(5)
-        world.run_to_step(max(rank.steps for rank in world.ranks) + 50)
-    assert len({tuple(rank.action_history) for rank in after}) == 1
-    assert len({rank.steps for rank in after}) == 1
-    assert [
-        entry for entry in after[0].action_history if entry[0] <= left.steps
-    ] == left.action_history
-    done = Counter(action for _, actions in after[0].action_history for action in actions)
-    assert all(count == 1 for count in done.values())
-    assert set(done) | set(failed_proposals) == {action for _, action in world.proposed}
-    assert "later" in failed_proposals
-    assert not set(done) & set(failed_proposals)
-    assert world.leftover_keys() == []
-
-
 def rank_dies(seed: int, at: int) -> bool:
     """Let a rank die at its ``at``-th call to the store. Return False if it made fewer calls."""
     world = World(3, seed)
@@ -244,64 +216,3 @@ def test_a_rank_that_is_disconnected_acts_with_the_others_or_raises_once(
             at += 1
         assert at > 15
     assert raised > 4
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_an_action_that_is_proposed_repeatedly_follows_each_proposal(
-    seed: int, failed_proposals: list[str]
-) -> None:
-    world = World(SIZES[seed % 3], seed)
-    proposed: list[tuple[int, str, int]] = []
-    for _ in range(world.random.randint(1, 25)):
-        world.run(world.random.randint(0, 12))
-        rank, action = world.random.choice(world.ranks), world.random.choice("ab")
-        proposed.append((rank.number, action, len(rank.action_history)))
-        world.propose(rank, action)
-    world.run_until_idle()
-    history = assert_same_history(world)
-    for number, action, before in proposed:
-        assert any(action in actions for _, actions in history[before:]), (number, action, before)
-    done = Counter(action for _, actions in history for action in actions)
-    for action, count in done.items():
-        assert count <= sum(a[1] == action for a in proposed)
-    assert not failed_proposals
-    assert world.leftover_keys() == []
-
-
-def test_actions_that_are_proposed_at_the_same_time_share_a_step() -> None:
-    world = World(3, 1)
-    world.interleave_probability = 0
-    for rank in world.ranks:
-        world.propose(rank, f"p{rank.number}")
-        rank.poll()
-    world.run_until_idle()
-    assert [actions for _, actions in assert_same_history(world)] == [{"p0", "p1", "p2"}]
-
-
-def test_an_action_that_is_already_proposed_is_performed_once() -> None:
-    world = World(2, 1)
-    world.interleave_probability = 0
-    for _ in range(100):
-        world.propose(world.ranks[0], "save")
-        world.propose(world.ranks[1], "save")
-        world.ranks[0].agreement._wait_for_proposals(0)
-    world.run_until_idle()
-    assert [actions for _, actions in assert_same_history(world)] == [{"save"}]
-    world.propose(world.ranks[1], "save")  # a proposal after the action is a new one
-    world.run_until_idle()
-    assert [actions for _, actions in assert_same_history(world)] == [{"save"}, {"save"}]
-
-
-def test_a_proposal_of_an_action_that_is_already_agreed_is_met_by_it() -> None:
-    world = World(2, 1)
-    world.interleave_probability = 0
-    world.propose(world.ranks[0], "save")
-    for _ in range(20):
-        for rank in world.ranks:
-            rank.poll()
-    assert all(rank.agreement._gate._granted for rank in world.ranks)
-    for rank in world.ranks:
-        world.propose(rank, "save")
-        rank.poll()
-    world.run_until_idle()
-    assert [actions for _, actions in assert_same_history(world)] == [{"save"}]

@@ -33,22 +33,6 @@ def test_all_ranks_learn_the_deadline_and_act_at_one_step(seed: int) -> None:
     assert world.leftover_keys() == []
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_earliest_of_several_deadlines_counts_on_all_ranks(seed: int) -> None:
-    world = World((2, 3, 5)[seed % 3], seed)
-    seconds = [120.0, 30.0, 60.0]
-    world.random.shuffle(seconds)
-    for left in seconds:
-        world.propose(world.random.choice(world.ranks), LEAVE, left, f"{left:g}")
-        world.run(world.random.randint(0, 8))
-    world.run_until_idle()
-    for rank in world.ranks:
-        deadlines = rank.observed.deadlines
-        assert deadlines == sorted(deadlines, reverse=True)
-        assert deadlines[-1] == (world.now + 30, "30")
-    assert world.leftover_keys() == []
-
-
 @pytest.mark.parametrize("stopped", range(3))
 @pytest.mark.parametrize("noticed", range(3))
 @pytest.mark.parametrize("left", [30.0, 8.0, 120.0])
@@ -104,22 +88,6 @@ def test_a_rank_that_acknowledged_last_and_died_does_not_stop_the_others() -> No
     assert [actions for _, actions in world.ranks[0].action_history] == [{LEAVE}]
 
 
-@pytest.mark.parametrize("passed", [0.0, 35.0])
-def test_a_deadline_bounds_the_later_rounds_too_until_it_has_passed(passed: float) -> None:
-    """A training whose exit function returns goes on after the deadline, as patient as before."""
-    world = World(2, 1)
-    world.interleave_probability = 0
-    world.propose(world.ranks[0], LEAVE, 30.0, "SIGTERM")
-    world.run_until_idle()
-    world.advance_time(passed)
-    world.ranks[1].stopped = True
-    world.propose(world.ranks[0], "cadence")
-    world.advance_time(15, 1)
-    assert failed_actions(world, 0) == (set() if passed else {"cadence"})
-    world.advance_time(100)
-    assert failed_actions(world, 0) == {"cadence"}
-
-
 # -- errors that one rank publishes ---------------------------------------------------------------
 
 
@@ -147,19 +115,6 @@ def test_an_error_of_one_rank_reaches_all_others_once(seed: int) -> None:
     for rank in world.ranks:
         assert rank.observed.errors == ([] if rank is failed else [report])
         assert rank.agreement._participant.closed_error is not None
-    assert world.leftover_keys() == []
-
-
-def test_two_ranks_that_raise_at_once_publish_the_first_error() -> None:
-    world = World(3, 5)
-    world.interleave_probability = 0
-    for rank in world.ranks[:2]:
-        rank.agreement.publish_error(error_of(rank.number))
-        rank.closed = True
-    world.run_to_step(20)
-    for rank in world.ranks[1:]:
-        (report,) = rank.observed.errors
-        assert str(decode_raised(report)) == "bad batch 0"
     assert world.leftover_keys() == []
 
 

@@ -21,13 +21,11 @@ from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_snapshot
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import SHORT_TIMEOUTS, Call, ThreadedJob, assert_versions_intact, state_of
 from tests.ranks.test_commit import assert_nothing_left
 from tests.ranks.test_disagreement import make_job
-from tests.trainings import initial_state, state_after, states_equal
 
 
 def save_version_1(job: ThreadedJob, outcomes: list[Any]) -> None:
@@ -114,32 +112,6 @@ def test_a_process_of_an_earlier_start_that_continues_to_write_does_no_harm(
 
 
 # -- asynchronous saves ----------------------------------------------------------------------------
-
-
-def test_several_saves_in_flight_with_loads_in_between(trial_stores: PoolTracker) -> None:
-    store = MemoryStore()
-    job = make_job(3, store)
-
-    def work(rank: int) -> Any:
-        state = state_of(rank, 3, 1)
-        first = limpet.save_async(job.url(rank, 1), state, step=1)
-        second = limpet.save_async(job.url(rank, 2), state_of(rank, 3, 2), step=2)
-        first.wait()
-        live = initial_state()
-        limpet.load(job.url(rank, 1), live)
-        assert states_equal(live, state_after(1))
-        third = limpet.save_async(job.url(rank, 3), state_of(rank, 3, 3), step=3)
-        pendings = [second, third]
-        for pending in pendings if rank % 2 else reversed(pendings):
-            pending.wait()
-        return job.save(rank, 4)
-
-    snapshots = job.group.run(work)
-    assert len({reader_of(s).digest for s in snapshots}) == 1
-    assert job.leftover_keys() == []
-    job.group.close()
-    assert_versions_intact(store, [1, 2, 3, 4])
-    assert_nothing_left(trial_stores)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

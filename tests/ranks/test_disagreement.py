@@ -172,29 +172,6 @@ def test_a_rank_that_missed_a_save_joins_the_next_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.parametrize("other", [0, 2])
-def test_a_rank_that_missed_several_saves_joins_the_next_one(
-    trial_stores: PoolTracker, other: int, times: int
-) -> None:
-    store = MemoryStore()
-    job = make_job(3, store)
-
-    def work(rank: int) -> Any:
-        errors = []
-        for step in range(1, times + 1) if rank != other else ():
-            with pytest.raises(RankFailed) as caught:
-                job.save(rank, step)
-            errors.append(caught.value.rank)
-        return errors
-
-    failed_ranks = job.group.run(work)
-    assert failed_ranks == [[] if r == other else [other] * times for r in range(3)]
-    check_next_save(job, store)
-    assert_nothing_left(trial_stores)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("other", [0, 1, 2])
 def test_a_rank_that_joins_after_the_others_failed_raises_at_once(
     trial_stores: PoolTracker, other: int

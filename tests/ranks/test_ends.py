@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import Any
 
 import pytest
 
-from limpet.errors import LimpetError, RankFailed, UnsavedSteps
+from limpet.errors import RankFailed, UnsavedSteps
 from limpet.run.policy import AtEnd, EverySteps, OnException, SavePolicy
 from limpet.run.run import Run
 from tests.ranks.trainings import (
@@ -141,21 +140,6 @@ def test_a_rank_that_dies_before_the_end_does_not_hang_the_others() -> None:
         job.ranks[1].ckpt._preemption.close()
 
 
-def test_a_store_that_fails_on_one_rank_at_the_end_raises_on_all() -> None:
-    with TrainingJob(3) as job:
-
-        def fail(method: str, key: str) -> None:
-            if method == "put" and "version_7" in key:
-                raise OSError("disk on fire")
-
-        job.set_before_call(1, fail)
-        outcomes = job.outcomes(lambda trainer: trainer.train(7, save=AtEnd()))
-        assert all(isinstance(o, OSError | LimpetError) for o in outcomes), outcomes
-        assert all("disk on fire" in str(o) for o in outcomes)
-        assert job.versions == []
-        assert job.leftover_keys() == []
-
-
 def test_only_rank_0_warns_of_unsaved_steps() -> None:
     with TrainingJob(3) as job, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,18 +148,3 @@ def test_only_rank_0_warns_of_unsaved_steps() -> None:
         assert warning.category is UnsavedSteps
         assert "Steps 6 to 7" in str(warning.message)
         assert job.leftover_keys() == []
-
-
-def test_ranks_that_all_raise_save_nothing() -> None:
-    with TrainingJob(3) as job:
-
-        def work(trainer: TrainingRank) -> Any:
-            with trainer.make_checkpointer(save=AtEnd()):
-                trainer.train_steps(7)
-                raise ValueError("NaN")
-
-        assert [type(o) for o in job.outcomes(work)] == [ValueError] * 3
-        assert job.versions == []
-        assert job.leftover_keys() == []
-        job.train(3, save=AtEnd())  # the ranks still agree on the number of their operations
-        assert job.versions == [3]

@@ -9,12 +9,10 @@ from unittest import mock
 
 import pytest
 
-from limpet.errors import CommitError, NotFound, RankFailed, SaveFailed
-from limpet.ranks.error_report import decode_error, encode_error, format_with_notes
+from limpet.errors import NotFound, SaveFailed
 from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
-from limpet.training.saver import warn_save_failed
 from tests.fakegroup import FakeGroup
 from tests.ranks.trainings import TrainingJob, TrainingRank
 
@@ -115,44 +113,7 @@ def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
         assert job.versions == []
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_in_another_operation_gets_the_cause_of_the_exception_save(first: int) -> None:
-    with FakeGroup(2) as group:
-
-        def work(rank: int) -> None:
-            if rank != first:
-                while "1/first_arrival" not in group.store.values:
-                    time.sleep(0.001)
-            operation, cause = [
-                ("the save of a", ""),
-                ("the save after an exception", "OSError: x"),
-            ][rank]
-            collective = current_group().collective(operation, cause=cause)
-            try:
-                with collective:
-                    collective.gather(rank, int)
-                    collective.broadcast(None if rank else True, bool)
-            finally:
-                collective.close()
-
-        for error in group.outcomes(work):
-            assert isinstance(error, RankFailed)
-            assert "the save of a" in str(error)
-            assert "the save after an exception (OSError: x)" in str(error)
-
-
 # -- error reports ---------------------------------------------------------------------------------
-
-
-def test_a_warning_names_the_rank_that_reported_the_error() -> None:
-    error = decode_error(
-        encode_error(CommitError("x changed"), 3, "the save", False), 0, "the save"
-    )
-    assert str(error) == "x changed."
-    assert format_with_notes(error) == "x changed. Reported by rank 3."
-    with pytest.warns(SaveFailed, match=r"since step 5: x changed\. Reported by rank 3\.$"):
-        warn_save_failed(error, 5)
-    assert format_with_notes(CommitError("x changed")) == "x changed."
 
 
 @pytest.mark.parametrize(

@@ -88,21 +88,6 @@ def test_rank_0_emits_one_event_that_names_the_late_ranks(scenario: Scenario) ->
     assert len(scenario.reports) == 1  # there is one event for each collective
 
 
-def test_each_collective_emits_its_own_event(scenario: Scenario) -> None:
-    for number in (1, 2):
-        end = scenario.now + 50
-
-        def on_pause(now: float, end: float = end, number: int = number) -> None:
-            for rank in range(1, 12):
-                scenario.send_heartbeat(rank)
-                if now > end:
-                    scenario.arrive(rank, number)
-
-        scenario.on_pause = on_pause
-        scenario.collective(number).gather(0, int)
-    assert [report["count"] for report in scenario.reports] == [11, 11]
-
-
 @pytest.mark.parametrize("scenario", [3], indirect=True)
 def test_other_ranks_report_a_late_rank_0_but_not_one_that_waits_itself(scenario: Scenario) -> None:
     value = msgspec.msgpack.encode("go")
@@ -117,55 +102,6 @@ def test_other_ranks_report_a_late_rank_0_but_not_one_that_waits_itself(scenario
     [report] = scenario.reports
     assert (report["ranks"], report["count"]) == ([0], 1)
     assert 129 < report["at"] < 136
-
-
-def test_no_event_is_emitted_for_ranks_that_arrive_in_time(scenario: Scenario) -> None:
-    def on_pause(now: float) -> None:
-        for rank in range(1, 12):
-            scenario.send_heartbeat(rank, progress=now // 25)  # a write of 25 s each
-            if now > 29 * (rank > 6) + 200 * (rank == 6):
-                scenario.arrive(rank)
-
-    scenario.on_pause = on_pause
-    scenario.collective().gather(0, int)
-    assert scenario.now > 200
-    assert scenario.reports == []
-
-
-def test_a_wait_with_a_short_bound_raises_an_error_that_names_all_late_ranks(
-    scenario: Scenario,
-) -> None:
-    def on_pause(now: float) -> None:
-        for rank in range(1, 12):
-            scenario.send_heartbeat(rank)
-
-    scenario.on_pause = on_pause
-    for rank in (1, 5):
-        scenario.arrive(rank)
-    with pytest.raises(RankFailed) as e:
-        scenario.collective(within=20.0).gather(0, int)
-    assert scenario.reports == []
-    assert e.value.rank == 2
-    assert e.value.what == (
-        f"Rank 2 on h did not join {WHAT} (nor did ranks 3, 4, 6, 7, 8, 9, 10, 11)"
-    )
-    assert "Expected it to arrive within 20 s, found that it has not arrived" in str(e.value)
-
-
-def test_an_event_is_emitted_before_the_error_at_the_stuck_timeout(scenario: Scenario) -> None:
-    scenario.on_pause = lambda now: [scenario.send_heartbeat(rank) for rank in range(1, 12)]
-    with pytest.raises(RankFailed, match="some progress within 600 s") as e:
-        scenario.collective().gather(0, int)
-    assert e.value.what.endswith("(nor did ranks 2, 3, 4, 5, 6, 7, 8, 9, and 2 more)")
-    assert 600 < scenario.now < 605
-    assert len(scenario.reports) == 1
-
-
-def test_the_event_has_the_bound_of_the_wait(scenario: Scenario) -> None:
-    scenario.on_pause = lambda now: [scenario.send_heartbeat(rank) for rank in range(1, 12)]
-    with pytest.raises(RankFailed, match="within 90 s"):
-        scenario.collective(within=90.0).gather(0, int)
-    assert [report["longest"] for report in scenario.reports] == [90.0]
 
 
 def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises() -> None:

@@ -180,23 +180,18 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(r, create_and_die, wait_and_resume, f"within {SILENT} s", 2.5 * SILENT) for r in (0, 2)),
-    *(Case(r, create_and_end, wait_and_resume, "process has ended", 1.5 * SILENT) for r in (0, 2)),
+    Case(0, create_and_end, wait_and_resume, "process has ended", 1.5 * SILENT),
     # nothing tells such a rank from one that still imports or loads data
-    *(Case(r, die, wait_and_resume, f"within {STUCK} s", STUCK + 2 * SILENT) for r in (0, 2)),
-    *(
-        Case(r, plan, wait_and_resume, "", STUCK)
-        for r in (0, 2)
-        for plan in (resume_later, create_and_resume_later)
-    ),
+    Case(2, die, wait_and_resume, f"within {STUCK} s", STUCK + 2 * SILENT),
+    Case(0, resume_later, wait_and_resume, "", STUCK),
+    Case(2, create_and_resume_later, wait_and_resume, "", STUCK),
     *(
         Case(r, stop_first, plan, f"within {STUCK} s", STUCK + 2 * SILENT, 2 * SILENT)
-        for r in (0, 2)
-        for plan in (give_up_and_end, give_up_and_stay)
+        for r, plan in ((0, give_up_and_end), (2, give_up_and_stay))
     ),
     *(
         Case(r, create_and_stop, plan, f"within {SILENT} s", 2.5 * SILENT, 2 * SILENT)
-        for r in (0, 2)
-        for plan in (give_up_and_end, give_up_and_stay)
+        for r, plan in ((2, give_up_and_end), (0, give_up_and_stay))
     ),
 ]
 

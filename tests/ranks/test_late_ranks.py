@@ -3,10 +3,8 @@
 All ranks raise at the same step, no rank hangs, and all ranks continue together.
 
 A trial is a training of three ranks in threads. One rank fails in an operation, and one or two
-calls are late: the rank waits in the call until the other ranks make no progress without it. A seed
-determines the trials::
+calls are late: the rank waits in the call until the other ranks make no progress without it.
 
-    python -m tests.ranks.test_late_ranks FIRST COUNT
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from __future__ import annotations
 import functools
 import random
 import re
-import sys
 import threading
 import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -411,26 +407,3 @@ def test_a_failed_store_call_of_one_rank_never_ends_the_resume_of_that_rank_alon
         trials = list(pool.map(lambda c: Trial(scenario, c, error=Unavailable("No")).run(), calls))
     assert [t.failure_count for t in trials] == [1] * len(calls)
     assert sum("manifest" in c.operation for c in calls) > 0
-
-
-def main(first: int, count: int, times: int = 4) -> None:
-    def run_seed(seed: int) -> None:
-        try:
-            trials = run_random_trials(seed, times)
-        except BaseException:
-            print(f"--- seed {seed}\n{traceback.format_exc()}", flush=True)
-        else:
-            total.update(
-                trials=len(trials),
-                late=sum(t.late_count > 0 for t in trials),
-                failed=sum(t.failure_count > 0 for t in trials),
-            )
-
-    total: Counter[str] = Counter()
-    with recorded_steps(), ThreadPoolExecutor(6) as pool:
-        list(pool.map(run_seed, range(first, first + count)))
-    print(dict(total))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import limpet
 from limpet import machine
 from limpet.errors import RankFailed
-from limpet.ranks.kv import CLOSED_HEARTBEAT, Neighbors, Timeouts
-from tests.fakegroup import FakeGroup, FakeStore
+from limpet.ranks.kv import CLOSED_HEARTBEAT, Neighbors
+from tests.fakegroup import FakeStore
 from tests.fork_server import FORK_SERVER
 
 
@@ -96,32 +96,6 @@ def test_processes_of_other_hosts_are_not_looked_for(job: Job, place: str) -> No
     job.announce(0, place, job.processes[0].pid)
     job.kill(0)
     assert job.report() == [ALIVE, ALIVE]
-
-
-def test_neighbors_are_found_when_they_join(job: Job) -> None:
-    process = job.store.values.pop("heartbeat/0/process")
-    heartbeat = job.store.values.pop("heartbeat/0")
-    job.neighbors.report(job.store, CLOSED_HEARTBEAT)
-    job.kill(0)
-    job.store.values.update({"heartbeat/0": heartbeat, "heartbeat/0/process": process})
-    assert job.report() == [DEAD, ALIVE]
-
-
-def test_a_system_that_does_not_tell_reports_nothing(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "process_identity", lambda: ("host", "boot", "5:gone"))
-    neighbors, store = Neighbors(0, 2), FakeStore()
-    neighbors.report(store, CLOSED_HEARTBEAT)
-    assert store.values == {}
-
-
-def test_ranks_in_threads_of_one_process_never_report_each_other() -> None:
-    with FakeGroup(4, Timeouts(0.5, 1.0)) as group:
-        for ranks in group.groups:
-            ranks.kv.start()
-        time.sleep(0.3)
-        assert not [v for v in group.store.values.values() if v.startswith(b"-1 ")]
 
 
 def _run_rank(rank: int, port: int, folder: Path) -> None:

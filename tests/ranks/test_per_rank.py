@@ -18,7 +18,6 @@ from limpet.data.rng import RNG
 from limpet.errors import DTypeMismatch, InexactResume, PlanError, ShapeMismatch, Unsupported
 from limpet.state.replication import PerRank, Replicated
 from limpet.state.sharding import Boxed
-from limpet.storage.memory import MemoryStore
 from tests.ranks import rank_threads
 from tests.ranks.rank_threads import (
     floats,
@@ -150,19 +149,6 @@ def test_one_warning_names_all_values_of_other_ranks():
             expected.format(loading_ranks, outcome)
         ]
     assert load_warnings(store, *for_each_rank(4, state)) == []
-
-
-def test_warnings_name_only_requested_leaves():
-    store = save_on_ranks(
-        *for_each_rank(3, lambda r: {"a": PerRank(r), "b": PerRank(r), "w": floats(1)})
-    )
-    live_states = for_each_rank(2, lambda r: {"a": PerRank(0), "b": PerRank(0), "w": floats(0)})
-    assert load_warnings(store, *live_states, keys="w") == []
-    assert load_warnings(store, *live_states, keys="b") == [
-        "b (saved by 3 ranks, loaded by 2): the value of rank 2 is ignored"
-    ]
-    live_states = for_each_rank(2, lambda r: {"w": floats(0)})
-    assert load_warnings(store, *live_states, unexpected="ignore") == []
 
 
 def test_no_warning_if_the_ranks_with_a_per_rank_value_are_the_same():
@@ -323,16 +309,6 @@ def test_generators_continue_and_new_ranks_get_their_own_seeds(saving_ranks, loa
 def test_replicated_generators_are_those_of_rank_0_on_all_ranks():
     store = save_on_ranks(*for_each_rank(3, lambda r: {"rng": Replicated(RankRNG(r))}))
     assert load_and_draw(store, Replicated, 4) == [RankRNG(0).draw()] * 4
-
-
-def test_rng_restores_the_generators_of_the_process():
-    """``RNG`` itself, without ``RankRNG``."""
-    store = MemoryStore()
-    torch.manual_seed(5)
-    limpet.save(store, {"rng": RNG()}, group="alone")
-    expected = torch.rand(3).tolist()
-    load_on_ranks(store, {"rng": RNG()})
-    assert torch.rand(3).tolist() == expected
 
 
 @pytest.mark.parametrize("wrap", [PerRank, Replicated])

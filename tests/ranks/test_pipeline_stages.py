@@ -30,7 +30,7 @@ from tests.ranks.rank_threads import (
     save_error,
     save_on_ranks,
 )
-from tests.states import Stateful, assert_same, clone
+from tests.states import assert_same, clone
 
 LAYERS = 6
 
@@ -249,19 +249,6 @@ def test_a_mismatched_leaf_on_one_rank_raises_on_all_ranks(rank, value, kind):
     assert_same(floats(0), states[1 - rank]["w"])
 
 
-def test_an_object_of_one_rank_with_other_keys_raises_on_all_ranks():
-    def state(r, name="a"):
-        return {"o": Stateful(**{name: 1} if r else {"a": 1}), "w": floats(1)}
-
-    store = save_on_ranks(*for_each_rank(3, state))
-    states = [s | {"w": floats(0)} for s in for_each_rank(3, lambda r: state(r, "b"))]
-    for e in load_errors(store, MissingLeaf, *states):
-        assert e.missing == ("o/b",)  # "o/a" is what rank 0 expects
-        assert "check_state_dict" in str(e)
-    for live in states:
-        assert_same(floats(0), live["w"])
-
-
 def test_nothing_is_changed_if_an_object_of_one_rank_refuses_its_state():
     class Refusing:
         def state_dict(self):
@@ -285,40 +272,6 @@ def test_nothing_is_changed_if_an_object_of_one_rank_refuses_its_state():
         assert "not with me" in str(e)
     for live in states:
         assert_same(floats(0), live["w"])
-
-
-def test_rename_and_cast_with_different_layouts():
-    whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
-    store = save_on_ranks(
-        *for_each_rank(
-            2, lambda r: {"old": {"w": Boxed(whole[3 * r : 3 * r + 3], (3 * r, 0), (6, 2))}}
-        )
-    )
-    states = for_each_rank(
-        3,
-        lambda r: {
-            "new": {"w": Boxed(torch.zeros(2, 2, dtype=torch.bfloat16), (2 * r, 0), (6, 2))}
-        },
-    )
-    errors = load_errors(store, DTypeMismatch, *states, rename={"old": "new"})
-    assert "new/w float64, live bfloat16" in str(errors[0])
-    load_on_ranks(store, *states, rename={"old": "new"}, cast=True)
-    for r, live in enumerate(states):
-        assert torch.equal(live["new"]["w"].tensor, whole[2 * r : 2 * r + 2].bfloat16())
-
-
-def test_keys_select_leaves_on_the_ranks_that_have_them():
-    store, states = save_two_stages(), two_live_stages()
-    load_on_ranks(store, *states, keys="m/**")
-    assert_same([{"a": floats(0), "m": {"y": floats(4)}},
-          {"b": floats(0), "m": {"x": floats(2), "y": floats(4)}}], states)  # fmt: skip
-    load_on_ranks(store, *states, keys="a")  # one rank has nothing to load
-    assert_same(floats(1), states[0]["a"])
-    load_errors_without_changes(store, MissingLeaf, two_live_stages(), keys="nothing/**")
-    for e in load_errors_without_changes(
-        store, MissingLeaf, two_live_stages({}, {"q": floats(1)}), keys=["q", "a"]
-    ):
-        assert "q" in str(e)
 
 
 # -- damage --------------------------------------------------------------------------------------

@@ -788,26 +788,3 @@ def test_a_rank_that_waits_for_its_own_save_is_not_ended(
     assert [str(o) for o in outcomes] == ["The data is away"] * 2
     assert job.versions == [5]
     assert process_ends == []
-
-
-def test_an_exception_that_other_ranks_cannot_rebuild_is_a_rank_failed(make_job: Any) -> None:
-    job = make_job(2, lockstep=False)
-
-    class Odd(Exception):
-        def __init__(self, a: int, b: int) -> None:
-            super().__init__(f"{a} and {b}")
-
-    def fail(rank: TrainingRank) -> None:
-        time.sleep(0.002)
-        if rank.rank == 1:
-            raise Odd(1, 2)
-
-    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
-        while True:
-            guard.run(fail, rank)
-
-    first, second = guarded(job, work)
-    assert isinstance(second, Odd)
-    assert isinstance(first, RankFailed)
-    assert "Odd: 1 and 2" in str(first)
-    assert first.rank == 1

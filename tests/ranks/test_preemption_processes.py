@@ -4,11 +4,9 @@
 |---|---|
 | 1, 2, 6, 7, 15, 24, 25 | ``test_sigterm_to_one_rank_stops_all_and_no_step_is_lost`` |
 | 24 | ``test_each_worker_is_restarted_while_the_others_live`` |
-| 4, 5 | ``test_a_grace_period_saves_twice`` |
 | 16 | ``test_an_error_of_one_rank_is_raised_on_all`` |
 | 20, D: second notice, during a save | ``test_signals_to_all_ranks_during_saves`` |
 | 36 | ``test_no_thread_keeps_a_process_from_its_end`` |
-| D: evaluation | ``test_a_signal_during_an_evaluation_of_one_rank`` |
 | D: data-loader workers | ``test_a_signal_to_the_whole_process_group`` |
 | D: a stopped rank | ``test_a_stopped_rank_is_left_behind_in_time`` |
 """
@@ -36,10 +34,6 @@ TERM = signal.SIGTERM
 
 def steps(folder: Path) -> list[int]:
     return [s.step for s in Run(folder / "run").snapshots()]
-
-
-def reasons(folder: Path) -> list[str]:
-    return [s.metadata["reason"] for s in Run(folder / "run").snapshots()]
 
 
 def test_sigterm_to_one_rank_stops_all_and_no_step_is_lost(tmp_path: Path) -> None:
@@ -86,17 +80,6 @@ def test_each_worker_is_restarted_while_the_others_live(tmp_path: Path) -> None:
     assert all(r["is_equal"] for r in results)
 
 
-def test_a_grace_period_saves_twice(tmp_path: Path) -> None:
-    """4, 5"""
-    with World(2, tmp_path, grace=5.0, seconds=60.0) as world:
-        world.wait_for_step(5)
-        world.send(1, TERM)
-        assert world.codes() == [75] * 2
-    first, second = steps(tmp_path)
-    assert second > first + 5
-    assert reasons(tmp_path) == ["preemption"] * 2
-
-
 def test_signals_to_all_ranks_during_saves(tmp_path: Path) -> None:
     """20, D: each step is saved, so signals arrive during saves; one rank gets two."""
     with World(4, tmp_path, every=1) as world:
@@ -107,16 +90,6 @@ def test_signals_to_all_ranks_during_saves(tmp_path: Path) -> None:
     saved = steps(tmp_path)
     assert saved == list(range(1, len(saved) + 1))
     assert all(s.verify().ok for s in Run(tmp_path / "run").snapshots()[-2:])
-
-
-def test_a_signal_during_an_evaluation_of_one_rank(tmp_path: Path) -> None:
-    """D: the ranks leave after the evaluation, at the next step."""
-    with World(2, tmp_path, evaluate_at=5) as world:
-        world.wait_for_step(5)
-        world.send(0, TERM)
-        assert world.codes() == [75] * 2
-    (saved,) = steps(tmp_path)
-    assert 5 < saved < 10
 
 
 def test_a_signal_to_the_whole_process_group(tmp_path: Path) -> None:

@@ -125,14 +125,7 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
 
 @pytest.mark.parametrize(
     ("size", "use"),
-    [
-        (1, train),
-        (2, save_once),
-        (2, save_in_background),
-        (2, train),
-        (4, save_in_subgroups),
-        (4, train),
-    ],
+    [(1, train), (2, save_in_background), (4, save_in_subgroups), (4, train)],
 )
 def test_each_initialization_on_the_same_port_saves(tmp_path: Path, size: int, use: Any) -> None:
     run_rank = partial(run_cycles, use, free_port(), size)

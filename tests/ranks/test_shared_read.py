@@ -8,10 +8,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from random import Random
 from unittest.mock import patch
 
 import numpy as np
@@ -22,8 +19,7 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet import machine
-from limpet.errors import DigestMismatch, FormatError, PlanError, RankFailed
-from limpet.layout.read_plan import ReadItem
+from limpet.errors import DigestMismatch, FormatError, RankFailed
 from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
 from limpet.ranks import host_exchange
@@ -35,7 +31,6 @@ from limpet.snapshot.reader import open_location
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Traits
 from limpet.types import BLOCK_SIZE, MIB
 from tests.fakegroup import FakeGroup
 from tests.ranks.random_layouts import leaf_key, local_bytes, state_of, states
@@ -207,15 +202,6 @@ def test_replicated_leaves_are_read_once_per_host():
         assert max(stats.values()) == 1
 
 
-def test_without_sharing_each_rank_reads_everything():
-    store = save(*[replicated() for _ in range(2)])
-    live_states = [zeroed(replicated()) for _ in range(2)]
-    with without_sharing():
-        stores = load_on_hosts("aa", store, live_states)
-    assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
-    assert [s.bytes_read(".index.json") for s in stores] == [stored_bytes(store)[1]] * 2
-
-
 def test_each_rank_reads_its_own_shards_itself():
     store = save(*[sharded(r, 4) for r in range(4)])
     alone, shared = ([zeroed(sharded(r, 4)) for r in range(4)] for _ in range(2))
@@ -229,37 +215,6 @@ def test_each_rank_reads_its_own_shards_itself():
         )
     for host in ((0, 2), (1, 3)):
         assert sum(stores[r].bytes_read(".index.json") for r in host) == stored_bytes(store)[1]
-
-
-def test_a_chunk_that_several_ranks_need_is_read_once():
-    store = save(*[sharded(r, 3) for r in range(3)])
-    live_states = [zeroed(sharded(r, 8)) for r in range(8)]
-    stores = load_on_hosts("aaaaaaaa", store, live_states)
-    for rank in range(8):
-        assert_same_state(live_states[rank], sharded(rank, 8))
-    assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
-
-
-def test_replicated_sharded_and_unique_leaves_together():
-    states = [
-        {**sharded(r, 4), "all": replicated(), f"own{r}": torch.full((9, 9), r)} for r in range(4)
-    ]
-    store = save(*states)
-    live_states = [zeroed(state) for state in states]
-    stores = load_on_hosts("aabb", store, live_states)
-    for rank in range(4):
-        assert_same_state(live_states[rank], states[rank])
-    data, _ = stored_bytes(store)
-    host_bytes = [
-        stores[r].bytes_read(".safetensors") + stores[r + 1].bytes_read(".safetensors")
-        for r in (0, 2)
-    ]
-    replicated_bytes = sum(
-        t.nbytes for t in (replicated()["w"], replicated()["u"], replicated()["a"])
-    )
-    assert abs(sum(host_bytes) - data - replicated_bytes) < 20_000 + 4 * 4096  # and the headers
-    stores = load_on_hosts("aabb", store, [zeroed(state) for state in states], keys="all/u")
-    assert sum(s.bytes_read(".safetensors") for s in stores) < 2 * 5 * MIB
 
 
 def test_an_incremental_version_is_shared_like_a_full_one():
@@ -286,93 +241,6 @@ def test_an_incremental_version_is_shared_like_a_full_one():
 
 def indexes_of(store, folder):
     return open_location(Location(store, folder)).indexes()
-
-
-def test_more_ranks_on_a_host_than_can_share():
-    store = save(*[replicated() for _ in range(5)])
-    live_states = [zeroed(replicated()) for _ in range(5)]
-    with patch.object(host_exchange, "MAX_PEERS", 2):
-        stores = load_on_hosts("aaaaa", store, live_states)
-    for live in live_states:
-        assert_same_state(live, replicated())
-    data = stored_bytes(store)[0]
-    bytes_read = [s.bytes_read(".safetensors") for s in stores]
-    assert [bytes_read[0] + bytes_read[1], bytes_read[2] + bytes_read[3], bytes_read[4]] == [
-        data
-    ] * 3
-
-
-def test_an_index_that_is_larger_than_one_block():
-    states = [{"w": {str(i): torch.full((3,), i) for i in range(300)}} for _ in range(2)]
-    store = save(*states)
-    live_states = [zeroed(state) for state in states]
-
-    def in_halves(sizes, peer_count):  # rank 0 has the second half first
-        return [int(i < len(sizes) // 2) for i in range(len(sizes))]
-
-    with (
-        patch("limpet.loading.shared_read.BLOCK_SIZE", 4096),
-        patch.object(shared_read, "assign_readers", in_halves),
-    ):
-        stores = load_on_hosts("aa", store, live_states)
-    assert_same_state(live_states[0], states[0])
-    assert_same_state(live_states[1], states[1])
-    assert sum(s.bytes_read(".index.json") for s in stores) == stored_bytes(store)[1] > 5 * 4096
-    assert all(s.bytes_read(".index.json") > 4096 for s in stores)
-
-
-def test_shared_reads_begin_at_aligned_offsets():
-    state = {name: torch.full((1_500_001,), ord(name), dtype=torch.uint8) for name in "abcd"}
-    store, offsets = save(state, state), []
-    indexes = reader_of(limpet.open(store)).indexes()
-    box_offsets = [box.at for i in indexes for leaf in i.leaves for box in leaf.boxes]
-    assert len({offset % 4096 for offset in box_offsets}) > 1
-
-    class PagedStore(CountingStore):
-        traits = Traits("paged", 4096, False)
-
-        def get_range(self, key, offset, length, into):
-            offsets.append(offset)
-            super().get_range(key, offset, length, into)
-
-    for name in "abcd":
-        live_states = [zeroed(state) for _ in range(2)]
-        with FakeGroup(2) as group:
-            load = partial(limpet.load, keys=name)
-            group.run(lambda r: load(PagedStore(store), into=live_states[r]))  # noqa: B023
-        assert_same_state(live_states[1], zeroed(state) | {name: state[name]})
-    assert {offset % 4096 for offset in offsets} == {0}
-
-
-@given(st.data())
-def test_the_copies_of_all_parts_are_the_copies_of_the_whole_read(data):
-    """One box may have several chunks in one read, if another program wrote the snapshot."""
-    cuts = [*sorted(data.draw(st.sets(st.integers(1, 59), max_size=6))), 60]
-    chunks = [*zip([0, *cuts[:-1]], cuts, strict=True)]
-    rows, total = [], 0
-    for _ in range(data.draw(st.integers(0, 5))):
-        begin, end = sorted(data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60))))
-        rows.append((0, 100 + begin, total, end - begin))
-        total += end - begin
-    linear = np.array(rows, np.int64).reshape(-1, 4)
-    item = ReadItem(0, 5, 5 + len(chunks), 100, 160, linear, ())
-    file = np.random.default_rng(0).integers(0, 256, 60, np.uint8)
-
-    def copy(parts):
-        target = np.zeros(total, np.uint8)
-        for part in parts:
-            for _, offset, to, size in part.linear_copies.tolist():
-                assert part.start <= offset < offset + size <= part.stop
-                target[to : to + size] = file[offset - 100 : offset - 100 + size]
-        return target.tobytes()
-
-    parts = [
-        shared_read._narrow(item, ReadItem(0, 5 + i, 6 + i, 100 + a, 100 + b, linear[:0], ()))
-        for i, (a, b) in enumerate(chunks)
-    ]
-    whole = replace(item, linear_copies=linear[linear[:, 3] > 0])
-    assert copy(parts) == copy([whole])
-    assert sum(part.linear_copies[:, 3].sum() for part in parts) == total
 
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -418,87 +286,6 @@ def _load_and_check(tensors, world, store, hosts, share=True):
 # -- windows ---------------------------------------------------------------------------------------
 
 
-class WindowTracker:
-    """Tracks the total size of all windows, and of all items, while a test runs."""
-
-    def __init__(self):
-        self.sizes = {}
-        self.peak_bytes = 0
-        self.item_bytes = 0
-        self.lock = threading.Lock()
-
-    def __enter__(self):
-        original_resize = host_exchange.SharedSegment.resize
-        original_exchange = HostPeers.exchange
-
-        def resize(segment, size):
-            with self.lock:
-                self.sizes[id(segment)] = size
-                self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()))
-            original_resize(segment, size)
-            assert os.fstat(segment.fd).st_size == host_exchange.CONTROL_SIZE + size
-
-        def exchange(peers, sizes, *rest):
-            self.item_bytes = max(self.item_bytes, sum(sizes))
-            return original_exchange(peers, sizes, *rest)
-
-        self.patches = [
-            patch.object(host_exchange.SharedSegment, "resize", resize),
-            patch.object(HostPeers, "exchange", exchange),
-        ]
-        for each in self.patches:
-            each.start()
-        return self
-
-    def __exit__(self, *error):
-        for each in self.patches:
-            each.stop()
-
-
-@pytest.mark.parametrize("budget", [12 * MIB + 3 * 4096, 30 * MIB])
-def test_a_leaf_that_is_larger_than_all_windows_reuses_the_slots(budget):
-    whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
-    store = save({"w": whole}, {"w": whole})
-    live_states = [{"w": torch.zeros_like(whole)} for _ in range(3)]
-    with patch.object(host_exchange, "WINDOW_BUDGET", budget), WindowTracker() as windows:
-        stores = load_on_hosts("aaa", store, live_states)
-    for live in live_states:
-        assert torch.equal(live["w"], whole)
-    assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
-    assert windows.peak_bytes <= budget
-    assert windows.item_bytes >= whole.nbytes > budget
-
-
-def test_a_small_load_uses_small_windows():
-    store = save(*[sharded(r, 2) for r in range(2)])
-    with WindowTracker() as windows:
-        load_on_hosts("aa", store, [zeroed(sharded(r, 2)) for r in range(2)])
-    assert windows.peak_bytes <= 64 * 1024
-
-
-@given(st.lists(st.integers(0, 8 * MIB), min_size=1, max_size=300), st.integers(2, 64))
-def test_slots_stay_within_the_window_budget(sizes, ranks):
-    readers = host_exchange.assign_readers(sizes, ranks)
-    slot_size, slots = host_exchange.slot_layout(sizes, readers)
-    assert len(readers) == len(sizes)
-    assert max(sizes) <= host_exchange.max_item_size(ranks)
-    assert max(sizes) <= slot_size
-    assert slot_size % 4096 == 0
-    assert 1 <= slots <= host_exchange.MAX_SLOTS
-    assert len(set(readers)) * slot_size * slots <= host_exchange.WINDOW_BUDGET
-
-
-def test_many_reads_are_assigned_evenly():
-    random = Random(0)
-    sizes = [random.randint(1, BLOCK_SIZE) for _ in range(1000)]
-    for ranks in (2, 8, 64):
-        reader_bytes = Counter()
-        for size, reader in zip(sizes, host_exchange.assign_readers(sizes, ranks), strict=True):
-            reader_bytes[reader] += size
-        assert len(reader_bytes) == min(ranks, host_exchange.MAX_READERS)
-        assert max(reader_bytes.values()) < 1.05 * min(reader_bytes.values())
-
-
 def test_a_chunk_that_does_not_fit_into_a_window_is_read_by_each_rank():
     store = save(*[replicated() for _ in range(2)])
     live_states = [zeroed(replicated()) for _ in range(2)]
@@ -538,14 +325,6 @@ def test_a_damaged_chunk_raises_on_all_ranks_of_all_hosts():
         assert error.fields["live_state"] == "not valid"
 
 
-def test_a_damaged_chunk_that_only_one_rank_needs_raises_on_all_ranks():
-    store = save(*[sharded(r, 4) for r in range(4)])
-    damage(store, ".safetensors")
-    errors, _ = load_outcomes("aaaa", store, [zeroed(sharded(r, 4)) for r in range(4)])
-    assert {type(e) for e in errors} == {DigestMismatch}
-    assert {e.leaf for e in errors} == {"w"}
-
-
 def test_a_damaged_index_raises_before_anything_is_changed():
     store = save(*[replicated() for _ in range(4)])
     file = damage(store, ".index.json")
@@ -569,15 +348,6 @@ def test_a_short_or_missing_file_raises_on_all_ranks(suffix):
         errors, _ = load_outcomes(TWO_BY_TWO, store, [zeroed(replicated()) for _ in range(4)])
         assert {type(e) for e in errors} == {FormatError}
         assert all(file.rpartition("/")[2] in str(e) for e in errors)
-
-
-def test_a_mismatched_leaf_raises_on_all_ranks_before_anything_is_changed():
-    store = save(*[replicated() for _ in range(2)])
-    live_states = [zeroed(replicated()) for _ in range(2)]
-    live_states[1]["w"] = torch.zeros(3)
-    errors, _ = load_outcomes("aa", store, live_states)
-    assert all(isinstance(e, PlanError) and "w" in str(e) for e in errors)
-    assert_same_state(live_states[0], zeroed(replicated()))
 
 
 @pytest.mark.slow
@@ -679,24 +449,6 @@ def test_ranks_that_cannot_map_each_others_memory_read_alone():
     assert all("rank 2" in s["reason"] and "Permission denied" in s["reason"] for s in events)
 
 
-@pytest.mark.parametrize("failing", ["memfd_create", "posix_fallocate"])
-def test_a_rank_without_shared_memory_reads_alone(failing):
-    store = save(*[replicated() for _ in range(2)])
-    live_states, events = [zeroed(replicated()) for _ in range(2)], []
-    original = getattr(os, failing)
-
-    def fail(*args):
-        if threading.current_thread().name == "rank-1":
-            raise OSError(28, "No space left on device")
-        return original(*args)
-
-    with patch.object(os, failing, fail), limpet.attach(lambda n, f: events.append(n)):
-        stores = load_on_hosts("aa", store, live_states)
-    assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
-    assert_same_state(live_states[1], replicated())
-    assert events.count("read_alone") == 2
-
-
 @pytest.mark.parametrize("allocation", [1, 2, 3])
 def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
     """It may be missing for the indexes, for the lists of chunks, or for the data."""
@@ -724,16 +476,6 @@ def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
     assert any("No space left" in reason for reason in events)
 
 
-def test_a_small_snapshot_is_not_shared():
-    store = save(*[replicated() for _ in range(2)])
-    live_states = [zeroed(replicated()) for _ in range(2)]
-    nbytes = limpet.open(store).nbytes
-    for least, factor in ((nbytes, 1), (nbytes + 1, 2)):
-        with patch.object(shared_read, "MIN_SHARED_BYTES", least):
-            stores = load_on_hosts("aa", store, live_states)
-        assert sum(s.bytes_read(".safetensors") for s in stores) == factor * nbytes
-
-
 def test_a_segment_of_another_process_is_refused():
     own, other = host_exchange.SharedSegment.create(), host_exchange.SharedSegment.create()
     try:
@@ -754,18 +496,6 @@ def test_a_segment_of_another_process_is_refused():
 
 
 # -- no rank to share with -------------------------------------------------------------------------
-
-
-def test_each_rank_of_a_host_by_itself_reads_alone():
-    store = save(*[replicated() for _ in range(2)])
-    live = zeroed(replicated())
-    assert limpet.load(store, into=live).is_complete
-    assert_same_state(live, replicated())
-    assert_same_state(limpet.load(store), replicated())
-    live_states = [zeroed(replicated()) for _ in range(2)]
-    stores = load_on_hosts("ab", store, live_states)
-    assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
-    assert_same_state(live_states[1], replicated())
 
 
 # -- resuming --------------------------------------------------------------------------------------

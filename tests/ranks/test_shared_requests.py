@@ -60,17 +60,6 @@ def load(store, states):
     return len(store.reads), sum(length for _, _, length, _ in store.reads)
 
 
-def rows(rank, ranks, leaves, rows_each=30):
-    """Return one rank's rows of many leaves, of 30 KiB each in total, and 32 MiB of another."""
-
-    def box(name, count, width):
-        whole = np.arange(count * width, dtype=np.uint32).reshape(count, width) * (1 + name)
-        first, last = count * rank // ranks, count * (rank + 1) // ranks
-        return limpet.Boxed(whole[first:last].copy(), (first, 0), (count, width))
-
-    return {f"l{n}": box(n, rows_each, 256) for n in range(leaves)} | {"big": box(0, 8192, 1024)}
-
-
 def test_the_ranks_together_send_as_many_requests_as_one_alone(monkeypatch):
     monkeypatch.setenv("LIMPET_THREADS", "2")
     states = [random_state(64)] * RANKS
@@ -81,17 +70,6 @@ def test_the_ranks_together_send_as_many_requests_as_one_alone(monkeypatch):
     assert shared_bytes * RANKS == alone_bytes
     assert (shared, alone) == (5, 5 * RANKS)  # 16 blocks; the first, with the header, is read alone
     assert max(views for _, _, _, views in store.reads) == 4
-
-
-def test_chunks_that_different_ranks_need_are_read_together():
-    """Each of 4 new ranks needs other chunks of the many leaves of 3 old ranks."""
-    store = save([rows(rank, 3, 400) for rank in range(3)])
-    states = [rows(rank, RANKS, 400) for rank in range(RANKS)]
-    with without_sharing():
-        alone, alone_bytes = load(store, states)
-    shared, shared_bytes = load(store, states)
-    assert shared_bytes < alone_bytes
-    assert shared <= alone
 
 
 def test_a_bit_that_flips_on_its_way_is_read_again_once_for_all_ranks():

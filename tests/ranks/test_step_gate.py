@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from limpet.errors import RankFailed
 from limpet.ranks.step_gate import NEVER, NO_ACTIONS, StepGate
 
 SAVE = frozenset({"save"})
@@ -70,107 +69,6 @@ def test_a_training_that_is_delayed_anywhere_sees_the_gate_or_is_detected(moment
     gate.hooks[moment] = watch
     assert gate.step() == (SAVE if armed[0] else NO_ACTIONS)
     assert len(armed) == 1
-
-
-class Training:
-    """A thread that makes one step and keeps the result or the error."""
-
-    def __init__(self, gate: StepGate) -> None:
-        self.gate = gate
-        self.got: Any = None
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            self.got = self.gate.step()
-        except RankFailed as e:
-            self.got = e
-
-    def wait_until_blocked(self) -> None:
-        self.thread.start()
-        while not self.gate._changed._waiters and self.thread.is_alive():  # type: ignore[attr-defined]
-            pass
-        assert self.thread.is_alive()
-
-    def join(self) -> Any:
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-        return self.got
-
-
-def fail_gate(gate: StepGate) -> None:
-    gate.fail(RankFailed("the store is gone"))
-
-
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        (StepGate.disarm, NO_ACTIONS),
-        (StepGate.disable, NO_ACTIONS),
-        (lambda gate: gate.grant(3, SAVE), SAVE),
-        (lambda gate: gate.arm(9), NO_ACTIONS),
-        (lambda gate: gate.arm(3), NO_ACTIONS),  # refused: the training has reached this step
-        (fail_gate, RankFailed),
-    ],
-)
-def test_a_wait_at_a_gate_ends_with_the_expected_actions_or_error(
-    end: Callable[[StepGate], object], expected: Any
-) -> None:
-    gate = StepGate(60.0)
-    assert gate.arm(3)
-    assert [gate.step(), gate.step()] == [NO_ACTIONS, NO_ACTIONS]
-    training = Training(gate)
-    training.wait_until_blocked()
-    end(gate)
-    got = training.join()
-    assert isinstance(got, RankFailed) if expected is RankFailed else got == expected
-    gate.disarm()
-    assert [gate.step() for _ in range(10)] == [NO_ACTIONS] * 10
-
-
-def test_step_raises_once_if_the_watcher_never_responds_and_the_training_continues() -> None:
-    gate = StepGate(0.01)
-    gate.arm(1)
-    with pytest.raises(RankFailed, match="does not respond"):
-        gate.step()
-    assert [gate.step() for _ in range(10)] == [NO_ACTIONS] * 10
-
-
-def test_actions_for_two_steps_are_delivered_at_their_steps() -> None:
-    gate = StepGate(60.0)
-    gate.arm(2)
-    gate.grant(2, SAVE)
-    gate.arm(4)
-    gate.grant(4, frozenset({"stop"}))
-    assert [gate.step() for _ in range(5)] == [NO_ACTIONS, SAVE, NO_ACTIONS, {"stop"}, NO_ACTIONS]
-    assert gate.delivery_count == 2
-
-
-def test_granted_actions_are_delivered_although_the_next_round_fails() -> None:
-    gate = StepGate(60.0)
-    gate.arm(1)
-    gate.grant(1, SAVE)
-    gate.arm(3)
-    fail_gate(gate)
-    assert [gate.step(), gate.step()] == [SAVE, NO_ACTIONS]
-    with pytest.raises(RankFailed, match="the store is gone"):
-        gate.step()
-    assert gate.step() == NO_ACTIONS
-
-
-def test_the_step_after_an_interrupted_wait_delivers_the_actions() -> None:
-    gate = StepGate(60.0)
-    gate.arm(1)
-
-    def interrupt(*_: Any) -> bool:
-        raise KeyboardInterrupt
-
-    gate._changed.wait = interrupt  # type: ignore[method-assign, assignment]
-    with pytest.raises(KeyboardInterrupt):
-        gate.step()
-    del gate._changed.wait
-    gate.grant(1, SAVE)
-    assert [gate.step(), gate.step()] == [SAVE, NO_ACTIONS]
 
 
 def test_no_step_passes_an_armed_gate_when_two_threads_race() -> None:

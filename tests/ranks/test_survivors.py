@@ -57,8 +57,7 @@ def stopped_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list
     return train
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(("fault", "victim"), [(signal.SIGSTOP, 1), (signal.SIGKILL, 0)])
 def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_in_time(
     tmp_path: Path, fault: int, victim: int, memory: str, stopped_at: Callable[[int], list[bytes]]
 ) -> None:
@@ -90,9 +89,8 @@ def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_i
     assert [r["mine"] for r in resumed] == [{"rank": r, "steps": 12} for r in range(SIZE)]
 
 
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_nothing_is_committed_without_a_tier(tmp_path: Path, is_sharded: bool) -> None:
-    scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, is_sharded=is_sharded)
+def test_nothing_is_committed_without_a_tier(tmp_path: Path) -> None:
+    scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, is_sharded=True)
     _store, processes = start(tmp_path, scenario)
     try:
         assert wait_for([processes[0], processes[2]], 60) == [76, 76], logs(tmp_path)
@@ -130,23 +128,14 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
     assert limpet.load(newest.url)["mine"]["1"]["steps"] == newest.step
 
 
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, 0])
 def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
-    tmp_path: Path, fault: int, memory: str
+    tmp_path: Path, memory: str
 ) -> None:
-    """Their training threads never return from a collective, or from a long step."""
-    slow = 0.0 if fault else 60.0
-    scenario = Scenario(
-        victim=1 if fault else None,
-        fault=fault,
-        noticed=2,
-        slow_step=slow,
-        memory=memory,
-        has_savepoints=False,
-    )
+    """Their training threads never return from a long step."""
+    scenario = Scenario(noticed=2, slow_step=60.0, memory=memory, has_savepoints=False)
     _store, processes = start(tmp_path, scenario)
     try:
-        codes = wait_for([p for rank, p in enumerate(processes) if rank != scenario.victim], 60)
+        codes = wait_for(processes, 60)
     finally:
         kill(processes)
     newest = Run(str(tmp_path / "run")).latest()
@@ -157,9 +146,8 @@ def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
 
 
-@pytest.mark.parametrize("after", [5.5, 10.5])
 def test_a_stopped_rank_that_continues_damages_nothing(
-    tmp_path: Path, after: float, memory: str, stopped_at: Callable[[int], list[bytes]]
+    tmp_path: Path, memory: str, stopped_at: Callable[[int], list[bytes]]
 ) -> None:
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, memory=memory)
     _store, processes = start(tmp_path, scenario)
@@ -168,7 +156,7 @@ def test_a_stopped_rank_that_continues_damages_nothing(
         while not (tmp_path / "run" / "version_5" / "manifest.json").exists():
             assert time.monotonic() < end, logs(tmp_path)
             time.sleep(0.01)
-        time.sleep(1.0 + after)
+        time.sleep(6.5)
         os.kill(processes[1].pid, signal.SIGCONT)
         codes = wait_for(processes, 60)
         assert {*codes} <= {75, 76, 1}, (codes, logs(tmp_path))

@@ -14,12 +14,11 @@ from unittest import mock
 import pytest
 
 import limpet
-from limpet.errors import Denied, LimpetError, PlanError, RankFailed, StoreError
+from limpet.errors import LimpetError, PlanError, StoreError
 from limpet.format import names
 from limpet.format.records import Pin, encode_record
 from limpet.notices.notice import Notice
 from limpet.run.policy import (
-    EveryEpoch,
     EverySeconds,
     EverySteps,
     KeepBest,
@@ -31,7 +30,7 @@ from limpet.run.policy import (
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
 from limpet.snapshot.snapshot import reader_of
-from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state, matches_uninterrupted
+from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
 
 WRITES = {"put", "write_at", "commit", "put_if_absent"}
 
@@ -95,24 +94,6 @@ def test_a_resumed_training_equals_an_uninterrupted_one(size: int) -> None:
         assert reasons == ["cadence"] * 6
 
 
-def test_saves_at_epochs_need_no_agreement() -> None:
-    with TrainingJob(3) as job:
-
-        def work(trainer: TrainingRank) -> None:
-            sampler = limpet.ElasticSampler(50, 12, rank=trainer.rank, ranks=3)
-            with trainer.make_checkpointer(
-                save=EveryEpoch(2), state={**initial_state(trainer.rank, 3), "s": sampler}
-            ):
-                trainer.ckpt.resume()
-                for _ in range(5):
-                    for _ in sampler:
-                        trainer.train_steps(trainer.ckpt.current_step + 1)
-                    trainer.ckpt.end_epoch()
-
-        job.run(work)
-        assert job.versions == [10, 20]
-
-
 @pytest.mark.slow
 def test_only_the_clock_of_rank_0_makes_a_save_due() -> None:
     """The clocks of the other ranks run fast, run backward, or stop."""
@@ -135,29 +116,6 @@ def test_only_the_clock_of_rank_0_makes_a_save_due() -> None:
         assert steps[0] >= 60
         assert all(b - a >= 60 for a, b in pairwise(steps))
         assert job.leftover_keys() == []
-
-
-@pytest.mark.slow
-def test_a_save_at_a_fixed_step_satisfies_the_clock() -> None:
-    """The clock makes a save due right before a save at a fixed step: one save is enough."""
-    now = [0.0]
-    with TrainingJob(2) as job, clocks(lambda rank: now[0] if rank == 0 else 0.0):
-        proposed = threading.Event()
-
-        def before_step() -> None:
-            pause()
-            step = job.ranks[0].ckpt.current_step
-            if step == 38:
-                # due at the end of step 39; the agreement takes longer, and step 40 saves
-                now[0] += 1000
-                proposed.set()
-
-        job.before_step = before_step
-        job.train(150, save=EverySteps(40) | EverySeconds(500))
-        assert proposed.is_set()
-        # the ranks agree on step 39 only if the watchers are faster than required
-        assert job.versions in ([40, 80, 120], [39, 40, 80, 120])
-        assert all(trainer.saved_steps == job.versions for trainer in job.ranks)
 
 
 class CustomPolicy(SavePolicy):
@@ -264,28 +222,6 @@ def test_a_requested_save_is_not_skipped() -> None:
 # -- requests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_request_causes_one_save() -> None:
-    with TrainingJob(3) as job:
-
-        def before_step() -> None:
-            pause()
-            if job.ranks[0].ckpt.current_step == 10:
-                put_request(job.inner, "0123456789ab")
-
-        job.before_step = before_step
-        with mock.patch(
-            "limpet.run.save_request.RequestWatcher.__init__.__defaults__", (0.02, None)
-        ):
-            job.train(150, save=EverySteps(1000))
-        assert len(job.versions) == 1
-        assert all(trainer.saved_steps == job.versions for trainer in job.ranks)
-        [snapshot] = Run(job.inner).snapshots()
-        assert snapshot.metadata["reason"] == "request"
-        assert read_request(job.inner) is None
-        assert job.leftover_keys() == []
-
-
 def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> None:
     with TrainingJob(2) as job:
 
@@ -357,17 +293,6 @@ def test_rank_0_decides_when_to_stop() -> None:
         assert all(trainer.ckpt.should_stop for trainer in job.ranks)
 
 
-def test_the_patience_of_an_early_stop_is_resumed() -> None:
-    with TrainingJob(2) as job:
-        job.before_step = pause
-        stop = StopWhen("loss", patience=10)
-        job.train(8, lambda step: {"loss": 1.0}, save=EverySteps(4), stop=stop)
-        job.train(300, lambda step: {"loss": 1.0}, save=EverySteps(4), stop=stop)
-        ends = {trainer.ckpt.current_step for trainer in job.ranks}
-        assert len(ends) == 1
-        assert 11 <= ends.pop() < 200
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_scores_of_a_separate_job_stop_all_ranks_at_one_step(size: int) -> None:
     """Only rank 0 reads the records. A restarted job stops at once, on all ranks."""
@@ -393,36 +318,6 @@ def test_scores_of_a_separate_job_stop_all_ranks_at_one_step(size: int) -> None:
         job.train(300, **options)
         assert {trainer.ckpt.current_step for trainer in job.ranks} == {job.versions[-1]}
         assert all(trainer.ckpt.should_stop for trainer in job.ranks)
-
-
-def test_ranks_without_the_policy_stop_with_rank_0_also_after_a_restart() -> None:
-    with TrainingJob(2) as job:
-        job.before_step = pause
-
-        def work(trainer: TrainingRank) -> Any:
-            stop = StopWhen("loss", patience=3) if trainer.rank == 0 else None
-            trainer.train(300, lambda step: {"loss": 1.0}, save=EverySteps(4), stop=stop)
-            return trainer.ckpt.current_step, trainer.ckpt.should_stop
-
-        for _ in range(2):
-            [(step, stopped)] = {*job.run(work)}
-            assert stopped
-            assert step < 300
-
-
-def test_records_that_rank_0_cannot_read_at_the_resume_raise_on_all_ranks() -> None:
-    with TrainingJob(2) as job:
-        stop = StopWhen("val_loss", patience=3)
-        job.train(8, save=EverySteps(4), stop=stop)
-
-        def fail(method: str, key: str) -> None:
-            if method == "list" and key.startswith("version_"):
-                raise Denied(f"Cannot list {key}")
-
-        job.set_before_call(0, fail)
-        outcomes = job.outcomes(lambda trainer: trainer.train(12, save=EverySteps(4), stop=stop))
-        assert isinstance(outcomes[0], Denied)
-        assert isinstance(outcomes[1], RankFailed)
 
 
 # -- save() and wait() ---------------------------------------------------------------------------
@@ -464,21 +359,6 @@ def test_save_metrics_and_wait_on_all_ranks() -> None:
             assert 0 <= statistics["goodput"] <= 1
 
 
-def test_a_save_on_demand_reads_nothing_on_ranks_other_than_0() -> None:
-    with TrainingJob(3) as job:
-
-        def work(trainer: TrainingRank) -> None:
-            with trainer.make_checkpointer(save=EverySteps(5)):
-                trainer.train_steps(7)
-                trainer.ckpt.save({"acc": 10.0})
-                trainer.ckpt.save({"acc": 20.0})
-
-        job.run(work)
-        assert job.versions == [5, 7]
-        for trainer in job.ranks[1:]:
-            assert {method for method, _ in trainer.calls_without_pin_checks()} == WRITES
-
-
 def test_metrics_that_cannot_be_written_raise_on_all_ranks() -> None:
     with TrainingJob(3) as job:
 
@@ -498,20 +378,6 @@ def test_metrics_that_cannot_be_written_raise_on_all_ranks() -> None:
 
         assert job.run(work) == ["finished"] * 3
         assert job.versions == [5, 10]
-
-
-def test_a_training_without_progress_and_metrics() -> None:
-    with TrainingJob(2) as job:
-
-        def work(trainer: TrainingRank) -> int:
-            trainer.train(
-                13, state=initial_state(trainer.rank, 2, progress=False), save=EverySteps(5)
-            )
-            return trainer.ckpt.current_step
-
-        assert job.run(work) == [13, 13]
-        assert job.run(work) == [13, 13]
-        assert [trainer.resumed.step for trainer in job.ranks] == [10, 10]
 
 
 # -- the writer lock -----------------------------------------------------------------------------
@@ -562,14 +428,6 @@ def test_only_rank_0_manages_the_run() -> None:
             assert all(f"/shard-{trainer.rank:05d}" in key for _, key in calls), calls
             # one save: the put of the shard, its two pieces, its commit, and the index
             assert len(calls) == 5 * 8, calls
-
-
-def test_the_retention_of_a_group_keeps_pinned_versions() -> None:
-    with TrainingJob(2) as job:
-        job.train(12, save=EverySteps(5), keep=KeepLast(1))
-        Run(job.inner).pin(10)
-        job.train(22, save=EverySteps(5), keep=KeepLast(1))
-        assert job.versions == [10, 20]
 
 
 # -- ranks with different arguments --------------------------------------------------------------

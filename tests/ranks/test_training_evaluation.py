@@ -136,21 +136,6 @@ def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step() -> 
     assert len(first) == 1
 
 
-def test_what_is_due_by_the_clock_at_the_end_is_evaluated_by_all_ranks() -> None:
-    seconds = [0.0]
-
-    def work(trainer: TrainingRank) -> list[int]:
-        with evaluating(trainer, every=EverySeconds(60), batch_size=23) as part:
-            part.train(3)
-            if trainer.rank == 0:
-                seconds[0] = 100.0
-        return [step for step, _ in part.batches]
-
-    with clocks(lambda rank: seconds[0] if rank == 0 else 0.0), TrainingJob(2) as job:
-        assert job.run(work) == [[3], [3]]
-        assert [record.version for record in records(job, Evaluation)] == ["version_3"]
-
-
 @pytest.mark.parametrize("on", ["current", "paused"])
 def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_recorded(on: Any) -> None:
     def work(trainer: TrainingRank) -> str:

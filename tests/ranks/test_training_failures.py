@@ -42,7 +42,7 @@ from tests.ranks.trainings import (
     initial_state,
     matches_uninterrupted,
 )
-from tests.trainings import delete_version, flip_bit
+from tests.trainings import flip_bit
 
 
 def fail_calls(
@@ -76,17 +76,6 @@ def trained_job(size: int = 3, last_step: int = 12) -> TrainingJob:
     with TrainingJob(size) as job:
         job.train(last_step, save=EverySteps(5))
     return job
-
-
-def test_resume_returns_none_on_all_ranks_for_an_empty_run() -> None:
-    with TrainingJob(3) as job:
-
-        def work(trainer: TrainingRank) -> Any:
-            with trainer.make_checkpointer(save=EverySteps(5)):
-                return trainer.ckpt.resume()
-
-        assert job.run(work) == [None] * 3
-        assert job.leftover_keys() == []
 
 
 def test_training_without_a_resume_into_a_run_with_versions_raises_on_all_ranks() -> None:
@@ -377,25 +366,6 @@ def test_a_failed_save_is_a_warning_with_on_error_warn(rank: int) -> None:
         )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), LimpetError("It is misused")])
-def test_an_error_that_is_not_from_the_store_raises_on_all_ranks(
-    rank: int, error: Exception
-) -> None:
-    """It raises also with ``on_error="warn"``, and never on one rank alone."""
-    with TrainingJob(3) as job:
-        fail_calls(job, rank, error, "put", ".safetensors")
-        outcomes = job.outcomes(
-            lambda trainer: trainer.train(17, save=EverySteps(5), on_error="warn")
-        )
-        assert outcomes[rank] is error, (
-            outcomes,
-            [trainer.ckpt.current_step for trainer in job.ranks],
-        )
-        assert all(str(error) in str(o) for o in outcomes), outcomes
-        assert [trainer.ckpt.current_step for trainer in job.ranks] == [10] * 3
-
-
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_failed_retention_is_reported_on_all_ranks(on_error: str) -> None:
     with TrainingJob(3) as job:
@@ -427,35 +397,6 @@ def test_a_failed_retention_is_reported_on_all_ranks(on_error: str) -> None:
             assert {committed for committed, _ in outcomes} == {"version_10"}
             assert all("version_10 was saved" in message for _, message in outcomes)
         assert job.versions == [20]  # a later retention deletes the remaining versions
-
-
-def test_wait_raises_a_failed_retention_on_all_ranks() -> None:
-    with TrainingJob(3) as job:
-        fail_calls(job, 0, Denied("You may not delete"), "delete", "version_5/manifest.json")
-
-        def work(trainer: TrainingRank) -> Any:
-            with trainer.make_checkpointer(save=EverySteps(5), keep=KeepLast(1)):
-                trainer.train_steps(11)
-                with pytest.raises(LimpetError, match="You may not delete"):
-                    trainer.ckpt.wait()
-                trainer.train_steps(16)
-            return trainer.ckpt.wait().step  # type: ignore[union-attr]
-
-        assert job.run(work) == [15] * 3
-
-
-def test_a_failed_save_on_demand_raises_on_all_ranks() -> None:
-    with TrainingJob(3) as job:
-        fail_calls(job, 1, NoSpace("The disk is full"), "put", ".safetensors")
-
-        def work(trainer: TrainingRank) -> int:
-            with trainer.make_checkpointer(save=EverySteps(100), on_error="warn"):
-                trainer.train_steps(3)
-                with pytest.raises((NoSpace, RankFailed), match="The disk is full"):
-                    trainer.ckpt.save()
-                return trainer.ckpt.save().step
-
-        assert job.run(work) == [3] * 3
 
 
 def test_a_save_with_an_unknown_outcome_is_found_when_it_is_repeated() -> None:
@@ -506,24 +447,6 @@ def test_all_ranks_raise_at_once_when_one_does_not_resume() -> None:
         assert time.monotonic() - began < SHORT_TIMEOUTS.silent
         assert all(isinstance(o, RankFailed) for o in outcomes), outcomes
         assert all("run different operations at the same time" in str(o) for o in outcomes)
-
-
-def test_all_ranks_raise_at_the_next_save_when_one_saves_alone() -> None:
-    with TrainingJob(3, lockstep=False) as job:
-
-        def work(trainer: TrainingRank) -> None:
-            with trainer.make_checkpointer(save=EverySteps(5)):
-                trainer.train_steps(7)
-                if trainer.rank == 0:
-                    trainer.ckpt.save()
-                trainer.train_steps(12)
-
-        began = time.monotonic()
-        outcomes = job.outcomes(work)
-        assert time.monotonic() - began < SHORT_TIMEOUTS.silent
-        assert all(isinstance(o, RankFailed) for o in outcomes), outcomes
-        assert all("version_7" in str(o) and "version_10" in str(o) for o in outcomes), outcomes
-        assert job.versions == [5]
 
 
 def test_a_replicated_value_that_differs_on_one_rank_raises_on_all_ranks() -> None:
@@ -712,68 +635,7 @@ def test_the_next_save_fails_at_once_when_a_rank_has_ended() -> None:
         assert job.versions == [5]
 
 
-@pytest.mark.slow
-def test_the_next_save_names_a_rank_that_died() -> None:
-    with TrainingJob(3, lockstep=False) as job:
-        steps = threading.Event()
-
-        def work(trainer: TrainingRank) -> None:
-            with trainer.make_checkpointer(save=EverySteps(5)):
-                trainer.train_steps(7)
-                trainer.ckpt.wait()
-                if trainer.rank == 1:
-                    job.group.views[1].disconnect()
-                    steps.wait(30)
-                    return
-                try:
-                    trainer.train_steps(60)
-                finally:
-                    if trainer.rank == 0:
-                        steps.set()
-
-        began = time.monotonic()
-        outcomes = job.outcomes(work)
-        assert time.monotonic() - began < 3 * SHORT_TIMEOUTS.stuck
-        for outcome in (outcomes[0], outcomes[2]):
-            assert isinstance(outcome, RankFailed)
-            assert outcome.rank == 1
-        assert job.versions == [5]
-
-
 # -- incremental saves and overlap ---------------------------------------------------------------
-
-
-def test_incremental_and_full_versions_alternate() -> None:
-    frozen = {"frozen": 7.0}
-    with TrainingJob(3) as job:
-
-        def state(trainer: TrainingRank) -> dict[str, Any]:
-            import numpy as np
-
-            rows = np.array_split(np.arange(999), 3)[trainer.rank]
-            part = np.repeat(rows[:, None] * frozen["frozen"], 40, axis=1)
-            boxed = limpet.Boxed(part, (int(rows[0]), 0), (999, 40))
-            return {**initial_state(trainer.rank, 3), "frozen": boxed}
-
-        def work(trainer: TrainingRank) -> None:
-            trainer.train(31, state=state(trainer), save=EverySteps(5), incremental=3)
-
-        job.run(work)
-        chains = [s.chain for s in Run(job.inner).snapshots()]
-        assert chains == [0, 1, 2, 0, 1, 2]
-        for snapshot in Run(job.inner).snapshots():
-            report = snapshot.verify()
-            assert report.ok, report.problems
-        # the other ranks read the manifest and the index of their own shard of the base version
-        for trainer in job.ranks[1:]:
-            reads = [
-                c
-                for c in trainer.calls_without_pin_checks()
-                if c[0] in ("get", "list", "stat", "delete")
-            ]
-            assert len(reads) == 3 * 4, reads
-        job.run(work)
-        assert [trainer.resumed.step for trainer in job.ranks] == [30] * 3
 
 
 def test_a_base_version_that_one_rank_cannot_read_raises_on_all_ranks() -> None:
@@ -793,20 +655,6 @@ def test_a_base_version_that_one_rank_cannot_read_raises_on_all_ranks() -> None:
         assert job.run(work) == [15] * 3
         assert time.monotonic() - began < SHORT_TIMEOUTS.stuck
         assert job.versions == [5, 16, 20]
-
-
-def test_a_deleted_base_version_causes_a_full_save() -> None:
-    with TrainingJob(2) as job:
-
-        def before_step() -> None:
-            if job.ranks[0].ckpt.current_step == 7:
-                job.wait_for_saves()
-                delete_version(job.inner, 5)
-
-        job.before_step = before_step
-        job.train(12, save=EverySteps(5), incremental=True)
-        [snapshot] = Run(job.inner).snapshots()
-        assert (snapshot.step, snapshot.chain) == (10, 0)
 
 
 @pytest.mark.slow

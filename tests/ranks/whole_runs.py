@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 import statistics
 import threading
 import time
@@ -18,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import limpet
-from limpet.errors import LimpetError, PlanError
+from limpet.errors import LimpetError
 from limpet.notices.notice import Notice
-from limpet.notices.signals import SignalNotice
-from limpet.run.policy import EverySeconds, EverySteps, OnException, StopWhen
+from limpet.run.policy import EverySeconds, EverySteps, StopWhen
 from limpet.run.run import Run
 from limpet.run.save_request import read_request, request_and_wait
 
@@ -192,29 +189,6 @@ def sees_every_sample_once(ranks):
     assert repeated  # the next ranks repeated the steps after the last version
 
 
-def gives_new_ranks_their_own_seeds(ranks):
-    url, draws = run_url(ranks, "seeds"), []
-
-    def work():
-        torch.manual_seed(3)
-        state = {"rng": limpet.RNG(), "progress": limpet.Progress()}
-        with limpet.Checkpointer(url, state, save=EverySteps(1)) as ckpt:
-            resumed = ckpt.resume()
-            if resumed is None:
-                torch.manual_seed(100 + dist.get_rank())
-                torch.rand(5)
-                ckpt.step()
-            draws.extend(all_gather(torch.rand(1).item()))
-
-    ranks(2, work)
-    ranks(2, work)
-    ranks(4, work)
-    if ranks.rank < 2:
-        first, second, third = draws[:2], draws[2:4], draws[4:]
-        assert first == second == third[:2]
-        assert len(set(third)) == 4, third
-
-
 def trains_ten_thousand_steps_without_a_collective(ranks):
     """Save at steps, by the clock of rank 0, and on request, and stop early."""
     url, costs = run_url(ranks, "long"), []
@@ -272,32 +246,6 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
         (ranks.folder / f"cost{ranks.rank}.json").write_text(json.dumps(costs[0]))
 
 
-def answers_a_signal_on_any_rank(ranks):
-    url = run_url(ranks, "signal")
-
-    def work():
-        rank = dist.get_rank()
-        state = {"progress": limpet.Progress(), "w": torch.zeros(3)}
-        handler = signal.getsignal(signal.SIGUSR1)
-        notices = [SignalNotice(signal.SIGUSR1, stops=False)]
-        preemption = limpet.Preemption(notices=notices)
-        save = EverySteps(10**6)
-        with limpet.Checkpointer(url, state, save=save, preemption=preemption) as ckpt:
-            ckpt.resume()
-            for step in range(200):
-                if step == 20 and rank == 2:
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                ckpt.step()
-                dist.barrier()
-                time.sleep(0.005)
-        assert signal.getsignal(signal.SIGUSR1) is handler
-        [snapshot] = Run(url).snapshots()
-        assert snapshot.metadata["reason"] == "request"
-        assert 20 < snapshot.step < 200
-
-    ranks(3, work)
-
-
 def shows_one_line_for_each_save(ranks):
     url = run_url(ranks, "terminal")
 
@@ -349,58 +297,10 @@ def refuses_a_second_job(ranks):
     ranks(3, work)
 
 
-def saves_the_state_before_an_exception_on_all_ranks(ranks):
-    url = run_url(ranks, "raised")
-
-    def work():
-        training = Training()
-        try:
-            with limpet.Checkpointer(
-                url, training.state, save=EverySteps(100) | OnException()
-            ) as ckpt:
-                ckpt.resume()
-                for numbers, inputs in training.loader:
-                    if training.progress.step == 3:
-                        raise ArithmeticError("NaN")
-                    training.step(numbers, inputs)
-                    ckpt.step()
-        except ArithmeticError as e:
-            notes = getattr(e, "__notes__", None)
-        assert notes is None
-        [snapshot] = Run(url).snapshots()
-        assert (snapshot.step, snapshot.metadata["reason"]) == (3, "exception")
-
-    ranks(3, work)
-
-
-def reports_different_arguments(ranks):
-    url = run_url(ranks, "unlike")
-
-    def work():
-        state = {"progress": limpet.Progress(), "w": torch.zeros(3)}
-        policy = EverySteps(5 + 2 * (dist.get_rank() == 1))
-        began = time.monotonic()
-        try:
-            with limpet.Checkpointer(url, state, save=policy) as ckpt:
-                ckpt.resume()
-                for _ in range(20):
-                    ckpt.step()
-        except PlanError as e:
-            error = str(e)
-        assert "rank 1" in error
-        assert time.monotonic() - began < 15
-
-    ranks(3, work)
-
-
 SCENARIOS = [
     resumes_bit_for_bit,
     sees_every_sample_once,
-    gives_new_ranks_their_own_seeds,
     trains_ten_thousand_steps_without_a_collective,
-    answers_a_signal_on_any_rank,
     shows_one_line_for_each_save,
     refuses_a_second_job,
-    saves_the_state_before_an_exception_on_all_ranks,
-    reports_different_arguments,
 ]
