@@ -225,30 +225,6 @@ def test_a_full_load_reads_the_header_with_the_first_block(large: MemoryStore) -
         assert shard_reads(recorded) == [first, second, last]
 
 
-def test_a_header_is_read_once_per_open_snapshot(large: MemoryStore) -> None:
-    recorded = RecordingStore(large)
-    reader = open_in(recorded)
-    snapshot, [index] = Snapshot(reader), reader.indexes()
-    shard_reads(recorded)
-    snapshot["w"].read()  # v is between the header and w
-    assert shard_reads(recorded)[0] == (0, index.header)
-    for key in ("w", "v"):
-        snapshot[key].read()
-        assert min(shard_reads(recorded))[0] >= index.header
-
-
-def test_a_slice_does_not_read_the_header(large: MemoryStore) -> None:
-    recorded = RecordingStore(large)
-    reader = open_in(recorded)
-    snapshot, [index] = Snapshot(reader), reader.indexes()
-    shard_reads(recorded)
-    snapshot["w"][3:5], snapshot["v"][0], snapshot["v"][1:]
-    assert len(reads := shard_reads(recorded)) == 3
-    assert min(reads)[0] >= index.header
-    snapshot["w"].read()  # the slices have not marked the header as checked
-    assert min(shard_reads(recorded))[0] == 0
-
-
 def test_a_failed_check_is_repeated(files: Files) -> None:
     raw = files[shard_key(files)][:4096]
     snapshot = Snapshot(open_in(with_header(files, DAMAGE["two names"](raw))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,7 @@ import limpet
 from limpet.run.policy import EverySteps
 from tests.chaos.ranks import Ranks
 from tests.chaos.report import compare_samples, compare_states, executed_samples
-from tests.chaos.schedule import NEEDS_ROOT, SIZES, Kind, make_schedule
 from tests.chaos.training import BATCH, Start
-
-
-@pytest.mark.parametrize("changes_size", [False, True])
-def test_a_seed_determines_the_schedule_and_each_kind_comes_before_any_comes_again(
-    changes_size: bool,
-) -> None:
-    options: dict[str, Any] = {"changes_size": changes_size, "is_root": True}
-    one, again, other = (
-        list(islice(make_schedule(seed, **options), 2 * len(Kind))) for seed in (1, 1, 2)
-    )
-    assert one == again != other
-    assert {e.kind for e in one[: len(Kind)]} == {e.kind for e in one[len(Kind) :]} == {*Kind}
-    assert {e.size for e in one} == ({*SIZES} if changes_size else {4})
-    without = make_schedule(1, changes_size=changes_size, is_root=False)
-    assert NEEDS_ROOT.isdisjoint({e.kind for e in islice(without, 2 * len(Kind))})
 
 
 def write_steps(folder: Path, size: int, first: int, counts: list[int]) -> Ranks:

@@ -44,23 +44,6 @@ def test_a_poll_of_a_source_that_hangs_raises_in_time(hanging: Hanging) -> None:
     assert time.monotonic() - begin < 4
 
 
-def poll_until_done(source: BoundedSource) -> Notice | None:
-    while True:
-        try:
-            return source.poll()
-        except TimeoutError:
-            continue
-
-
-def test_a_late_answer_is_the_result_of_a_later_poll(hanging: Hanging) -> None:
-    with pytest.raises(TimeoutError):
-        hanging.poll()
-    hanging.released.set()
-    assert poll_until_done(hanging) == Notice("late", 30.0)
-    assert poll_until_done(hanging) == Notice("late", 30.0)
-    assert hanging.calls == 2
-
-
 @pytest.mark.parametrize(("seconds", "left"), [(30.0, 18.0), (5.0, 0.0), (None, None)])
 def test_the_seconds_of_a_late_answer_count_from_when_it_came(
     hanging: Hanging, seconds: float | None, left: float | None
@@ -76,29 +59,6 @@ def test_the_seconds_of_a_late_answer_count_from_when_it_came(
     notice = hanging.poll()
     assert notice is not None
     assert (notice.seconds, notice.age) == (left, 12)
-
-
-def test_an_error_is_raised_once_and_the_source_is_asked_again() -> None:
-    answers = iter([OSError("away"), None])
-
-    def ask() -> None:
-        answer = next(answers)
-        if answer is not None:
-            raise answer
-
-    source = CallNotice(ask)
-    with pytest.raises(OSError, match="away"):
-        source.poll()
-    assert source.poll() is None
-
-
-def test_a_thread_that_cannot_be_started_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = CallNotice(lambda: True)
-    with monkeypatch.context() as patch:
-        patch.setattr("limpet.deadline.start_thread", lambda thread: False)
-        with pytest.raises(OSError, match="cannot start a thread"):
-            source.poll()
-    assert source.poll() is not None
 
 
 @pytest.mark.parametrize("interval", [0, -1, float("nan"), float("inf"), True, "1", None])

@@ -8,12 +8,6 @@ import sys
 import time
 from contextlib import suppress
 
-import pytest
-
-from limpet.deadline import Deadline
-from limpet.notices.exit_timer import exit_margin, save_deadline
-from tests.notices.manual_clock import ManualClock
-
 PROGRAM = """
 import threading, time
 from limpet.notices.exit_timer import end_process
@@ -31,17 +25,6 @@ def run(output: int) -> tuple[int, float]:
         return process.wait(30), time.monotonic() - began
     finally:
         process.kill()
-
-
-@pytest.mark.parametrize("left", [5.0, 30.0, 120.0, 3600.0])
-def test_the_last_save_the_exit_and_the_deadline_follow_one_another(left: float) -> None:
-    """The save ends early enough for its cleanup, and the process before it is killed."""
-    clock = ManualClock()
-    deadline = Deadline("the exit", clock() + left, clock, cleanup=min(2.0, left / 20))
-    ends_at = deadline.at - exit_margin(left)
-    saved_at = save_deadline(deadline).at
-    assert clock() + left / 2 <= saved_at
-    assert saved_at + deadline.cleanup_seconds < ends_at < deadline.at
 
 
 def test_the_message_and_the_stacks_are_shown() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 import time
@@ -184,25 +183,6 @@ def test_a_notice_that_comes_after_the_end_is_dropped(hanging: Hanging) -> None:
     assert hanging.polls == 1
 
 
-def test_one_notice_at_a_time_is_passed_on() -> None:
-    class Slow(Response):
-        running = most = 0
-
-        def on_notice(self, notice: Notice) -> None:
-            self.running += 1
-            self.most = max(self.most, self.running)
-            time.sleep(0.01)
-            self.running -= 1
-            super().on_notice(notice)
-
-    response = Slow()
-    watcher = NoticeWatcher([Source(Notice(c)) for c in "abcd"], response.on_notice)
-    watcher.start()
-    wait_for(lambda: len(response.notices) == 4)
-    watcher.close()
-    assert response.most == 1
-
-
 class Broken(Source):
     """A source whose attributes raise, or are of a wrong type."""
 
@@ -235,14 +215,6 @@ def test_what_is_no_valid_notice_ends_only_that_source(
     assert isinstance(error, LimpetError)
     assert "something else than a notice" in str(error)
     assert bad.polls == 1
-
-
-@pytest.mark.parametrize("interval", ["1", None, True, 0, -1.0, float("nan"), float("inf")])
-def test_an_invalid_interval_ends_only_that_source(
-    failures: list[tuple[str, str]], interval: Any
-) -> None:
-    error = pass_a_notice_beside(Broken(interval=interval), WakingSource(), failures)
-    assert "Invalid value for interval=" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -346,16 +318,6 @@ def test_a_source_that_cannot_start_is_reported(failures: list[tuple[str, str]])
     wait_for(lambda: response.notices)
     watcher.close()
     assert failures == [("a test", "No handler could be installed.")]
-
-
-def test_nothing_keeps_a_response_that_nobody_closed() -> None:
-    response, source = Response(), WakingSource()
-    watcher = NoticeWatcher([source], response.on_notice)
-    watcher.start()
-    wait_for(lambda: source.polls)
-    del response
-    gc.collect()
-    wait_for(lambda: not watcher_threads())
 
 
 def test_without_threads_each_source_is_reported(
