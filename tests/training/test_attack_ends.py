@@ -27,7 +27,6 @@ from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Pin, encode_record
 from limpet.run.policy import (
     EverySteps,
-    KeepBest,
     KeepLast,
     KeepPolicy,
     OnException,
@@ -642,44 +641,6 @@ def test_every_metric_that_step_accepts_can_be_saved(name: str, value: Any, is_v
         else:
             with pytest.raises(LimpetError, match="is not a number"):
                 ckpt.step({name: value})
-
-
-def test_metrics_of_a_second_save_of_a_step_are_added() -> None:
-    """For example, a training that evaluates after every hundredth step."""
-    store, state = MemoryStore(), initial_state()
-    keep = KeepLast(1) | KeepBest(1, "val")
-    with Checkpointer(store, state, save=EverySteps(2), keep=keep) as ckpt:
-        for step, val in ((2, 0.5), (4, 0.1), (6, 0.3), (7, 0.9)):
-            train(state, ckpt, step)
-            assert ckpt.save({"val": val}).step == step
-    run = Run(store)
-    assert [v.step for v in run.line()] == [4, 7]
-    best = run.best("val")
-    assert best is not None
-    assert best.step == 4
-    assert run.metrics(4) == {"val": 0.1, "loss": run.open(Version(4)).metadata["metrics"]["loss"]}
-    assert run.open(Version(7)).metadata["metrics"]["val"] == 0.9
-
-
-def test_early_stop_is_restored() -> None:
-    """A better value after the stop changes nothing."""
-    origin = "memory://stopped"
-    stop = StopWhen("val", patience=2)
-    with Checkpointer(origin, initial_state(), save=EverySteps(1), stop=stop) as ckpt:
-        for val in (0.9, 0.5, 0.6, 0.7, 0.4):
-            ckpt.step({"val": val})
-        assert ckpt.should_stop
-    for patience, stopped in ((2, True), (3, False)):  # a larger patience continues the training
-        with Checkpointer(origin, initial_state(), stop=StopWhen("val", patience)) as ckpt:
-            ckpt.resume()
-            assert ckpt.should_stop == stopped
-    full, partial = initial_state(), {"weights": initial_state()["weights"]}
-    for state, keys, stopped in ((full, None, True), (partial, "weights", False)):
-        with Checkpointer(MemoryStore(), state, stop=stop) as ckpt:
-            ckpt.resume(
-                start=f"{origin}@latest", keys=keys, unexpected="ignore" if keys else "error"
-            )
-            assert ckpt.should_stop == stopped
 
 
 def test_a_repeated_step_counts_again_for_early_stopping() -> None:

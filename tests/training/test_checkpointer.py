@@ -240,18 +240,6 @@ def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
         assert [s.step for s in Run(store).snapshots()] == [5]
 
 
-def test_leaving_the_block_finishes_the_pending_save() -> None:
-    store = MemoryStore()
-    gate = threading.Event()
-    put = store.put
-    store.put = lambda *a: (gate.wait(5), put(*a))[1]  # type: ignore[method-assign]
-    with training(store, EverySteps(5)) as (state, ckpt):
-        train(state, ckpt, 5)
-        assert Run(store).latest() is None
-        gate.set()
-    assert Run(store).latest() is not None
-
-
 def test_an_exception_of_the_training_finishes_the_save_and_is_raised() -> None:
     store = FailingStore()
     with pytest.raises(ZeroDivisionError) as e, training(store, EverySteps(5)) as (state, ckpt):
@@ -283,26 +271,6 @@ def test_the_state_may_change_as_soon_as_step_returns() -> None:
     assert (limpet.load(store.at("version_5"))["weights"] == state_after(5)["weights"]).all()
 
 
-def test_a_failed_retention_is_raised_and_the_version_remains() -> None:
-    store = MemoryStore()
-    with training(store, EverySteps(5), KeepLast(1)) as (state, ckpt):
-        train(state, ckpt, 5)
-        ckpt.wait()
-        delete = store.delete
-
-        def fail_for_manifests(key: str) -> None:
-            if MANIFEST in key:
-                raise StoreError(f"no delete of {key}")
-            delete(key)
-
-        store.delete = fail_for_manifests  # type: ignore[method-assign]
-        train(state, ckpt, 10)
-        with pytest.raises(StoreError, match="no delete"):
-            ckpt.wait()
-        assert [s.step for s in Run(store).snapshots()] == [5, 10]
-        store.delete = delete  # type: ignore[method-assign]
-
-
 def test_a_state_with_other_structure_raises_and_is_not_skipped() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
@@ -332,21 +300,6 @@ def test_a_closed_checkpointer_raises() -> None:
     ckpt.close()
     with pytest.raises(LimpetError, match="closed"):
         ckpt.step()
-
-
-def test_buffers_are_reused_and_no_thread_remains() -> None:
-    before = threading.active_count()
-    store = MemoryStore()
-    with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
-        train(state, ckpt, 3)
-        ckpt.wait()
-        allocated = ckpt._saver._pool.allocated_bytes
-        train(state, ckpt, 20)
-        ckpt.wait()
-        assert ckpt._saver._pool.allocated_bytes == allocated
-        assert ckpt.statistics()["saves"] == 20
-    assert ckpt._saver._pool.allocated_bytes == 0
-    assert threading.active_count() == before
 
 
 class UnreadableFolderStore(MemoryStore):

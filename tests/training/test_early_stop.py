@@ -31,7 +31,7 @@ from limpet.snapshot import pins
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.early_stop import MAX_VERSIONS, ScoreHistory
+from limpet.training.early_stop import ScoreHistory
 from tests.training.test_life import record_events
 from tests.trainings import initial_state, missing_metrics, train
 from tests.unreliable_stores import HookedStore
@@ -104,18 +104,6 @@ def test_a_score_that_comes_when_no_save_is_near_stops_the_training() -> None:
         ckpt._watcher.poll()
         train(state, ckpt, 4)
         assert ckpt.should_stop
-
-
-def test_each_save_reads_a_bounded_number_of_versions() -> None:
-    with training(stop=StopWhen("val_loss", patience=9)) as (state, ckpt, run):
-        save_next(state, ckpt, MAX_VERSIONS + 5)
-        recorded = ckpt._early_stop._recorded._lineage
-        assert [*recorded.digests] == [Version(s) for s in range(6, MAX_VERSIONS + 6)]
-    with training(run.store) as (state, ckpt, run):
-        record(run, v2=1.0)
-        ckpt.resume()
-        assert ckpt._early_stop._history.state.best == 1.0, "a resume reads all of them"
-        assert len(ckpt._early_stop._recorded._lineage.digests) == MAX_VERSIONS
 
 
 def test_a_step_never_reads_the_store() -> None:

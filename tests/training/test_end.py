@@ -21,8 +21,6 @@ from limpet.run.policy import (
     AtEnd,
     EverySeconds,
     EverySteps,
-    KeepBest,
-    KeepLast,
     Never,
     OnException,
     SavePolicy,
@@ -145,31 +143,7 @@ def test_a_pending_request_is_answered_by_the_last_save() -> None:
     assert saved(store) == [(3, "request")]
 
 
-def test_the_last_save_has_its_metrics_and_applies_retention() -> None:
-    store, state = MemoryStore(), initial_state()
-    keep = KeepLast(1) | KeepBest(1, "loss", mode="max")
-    with Checkpointer(store, state, save=EverySteps(2) | AtEnd(), keep=keep) as ckpt:
-        for loss in (1.0, 2.0, 3.0, 4.0, 9.0):
-            ckpt.step({"loss": loss})
-    assert saved(store) == [(5, "end")]
-    best = Run(store).best("loss", mode="max")
-    assert best is not None
-    assert best.step == 5
-
-
 # -- failures ------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_at_the_end_raises_and_closes() -> None:
-    store = FailingStore()
-    with pytest.raises(NoSpace), training(store, AtEnd()) as (state, ckpt):
-        train(state, ckpt, 3)
-        store.errors.append(no_space())
-    ckpt.close()
-    with pytest.raises(LimpetError, match="closed"):
-        ckpt.step()
-    assert saved(store) == []
-    assert "writer.json" not in {s.key for s in store.list("")}
 
 
 def test_a_full_disk_at_the_end_with_warn_warns_once() -> None:

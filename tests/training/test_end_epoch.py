@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,22 +137,6 @@ def test_metrics_of_a_step_that_is_not_saved_are_those_of_a_later_save_of_it() -
     assert training.metrics(4)["val"] == 0.5
     again = Training(store, Never(), sampler=False)
     assert (again.progress.epoch, again.progress.step_in_epoch) == (1, 0)
-
-
-def test_two_calls_in_a_row_count_two_epochs() -> None:
-    store = MemoryStore()
-    training = Training(store, EveryEpoch(), sampler=False)
-    training.epoch()
-    training.ckpt.end_epoch({"val": 1.0})
-    training.ckpt.end_epoch({"val": 2.0})  # an epoch without a batch
-    assert training.progress.epoch == 2
-    assert training.versions() == [4]
-    assert training.metrics(4)["val"] == 2.0
-    training.epoch()
-    assert training.versions() == [4]
-    training.ckpt.end_epoch()
-    assert training.versions() == [4, 8]
-    training.ckpt.close()
 
 
 # -- with an ElasticSampler ----------------------------------------------------------------------
@@ -418,30 +401,6 @@ def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted() -> None
     training.epoch()
     training.ckpt.end_epoch()
     assert training.versions() == [8]
-    training.ckpt.close()
-
-
-def test_a_memory_tier_captures_each_epoch_once(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="limpet-test-")
-    request.addfinalizer(folder.cleanup)
-    tier = limpet.MemoryTier(every=EveryEpoch(), copies=1, path=folder.name)
-    training = Training(str(tmp_path / "run"), Never(), sampler=False, tiers=[tier])
-    captured: list[int] = []
-    capture = training.ckpt._tiers.memory.save
-    training.ckpt._tiers.memory.save = (  # type: ignore[method-assign]
-        lambda *args: (captured.append(training.progress.step), capture(*args))[1]
-    )
-    for _ in range(2):
-        end = time.monotonic() + 20
-        while training.ckpt._tiers.memory._is_busy:  # it would skip a capture
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        training.epoch()
-        training.ckpt.end_epoch()
-        training.ckpt.end_epoch()
-    assert captured == [4, 8]
     training.ckpt.close()
 
 

@@ -139,14 +139,6 @@ def test_every_epoch_saves_with_the_metrics_of_the_epoch(progress: bool) -> None
         ]
 
 
-def test_metrics_of_a_saved_step_are_added_to_its_version() -> None:
-    store = MemoryStore()
-    Training().run(store, save=EverySteps(BATCHES))
-    run = Run(store)
-    assert [run.metrics(n)["val"] for n in (4, 8, 12)] == [1.0, 1 / 2, 1 / 3]
-    assert all("val" not in s.metadata["metrics"] for s in run.snapshots())
-
-
 def test_metrics_between_the_steps_of_an_epoch_belong_to_the_last_step() -> None:
     store = MemoryStore()
     with limpet.Checkpointer(store, initial_state(), save=EverySteps(2)) as ckpt:

@@ -185,9 +185,6 @@ def resume_and_finish(options: Options, store: Store) -> tuple[Training, int]:
 
 WITHOUT_WORKERS = [
     Options(),
-    Options(optimizer="adamw"),
-    Options(drop_last=True),
-    Options(length=12, noisy=True),
     Options(noisy=True, drop_last=True, optimizer="adamw"),
     Options(per_step=2),
     Options(per_step=3, length=19, drop_last=True),

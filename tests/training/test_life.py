@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from copy import copy
 from functools import partial
@@ -45,11 +44,8 @@ from limpet.run.run import Run
 from limpet.run.save_request import (
     RequestedSave,
     RequestWatcher,
-    put_request,
-    read_request,
     request_and_wait,
 )
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat
 from limpet.training.checkpointer import Checkpointer
@@ -115,32 +111,6 @@ def test_a_due_save_waits_for_the_pending_one_and_emits_an_event() -> None:
 
 def no_space() -> NoSpace:
     return NoSpace("Cannot write: No space left on device")
-
-
-def test_a_full_disk_with_warn_stops_no_step_and_warns() -> None:
-    store = GatedStore()
-    state = initial_state()
-    with Checkpointer(store, state, save=EverySteps(2), on_error="warn") as ckpt:
-        train(state, ckpt, 4)
-        ckpt.wait()
-        store.broken = no_space()
-        match = r"NOTHING WAS SAVED.*since step 4.*No space"
-        with pytest.warns(SaveFailed, match=match) as caught:
-            train(state, ckpt, 12)
-        assert 2 <= len(caught) <= 4
-        assert {str(w.filename)[-12:] for w in caught} == {
-            "trainings.py"
-        }  # the line that called step()
-        assert Run(store).line() == [Version(2), Version(4)]
-        assert ckpt.statistics()["failures"] >= 3
-        store.broken = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SaveFailed)
-            train(state, ckpt, 14)
-            train(state, ckpt, 16)
-    assert states_equal(state, state_after(16))
-    assert [s.step for s in Run(store).snapshots()][-1] == 16
-    assert all(s.verify().ok for s in Run(store).snapshots())
 
 
 def test_an_explicit_save_raises_despite_warn() -> None:
@@ -535,48 +505,6 @@ def network(
     return state, step
 
 
-def saved_values(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a snapshot of the state, for comparison."""
-    snapshot = limpet.save(MemoryStore().at("version_0"), state)
-    values = {key: snapshot[key] for key in snapshot}
-    return {k: np.asarray(v[...]) if hasattr(v, "shape") else v for k, v in values.items()}
-
-
-def equal(a: Any, b: Any) -> bool:
-    return a.keys() == b.keys() and all(
-        np.array_equal(a[k], b[k]) if isinstance(a[k], np.ndarray) else a[k] == b[k] for k in a
-    )
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_exception_saves_the_state_before_the_step_that_raised(
-    where: str, kind: type[BaseException]
-) -> None:
-    store = MemoryStore()
-    state, step = network(0, kind)
-    expected: Any = None
-    with (
-        pytest.raises(kind),
-        Checkpointer(store, state, save=EverySteps(100) | OnException()) as ckpt,
-    ):
-        for _ in range(7):
-            loss = step()
-            ckpt.step({"loss": loss})
-        expected = saved_values(state)
-        step(where)
-    newest = Run(store).latest()
-    assert newest is not None
-    assert newest.step == 7
-    assert newest.metadata["reason"] == "exception"
-    assert newest.metadata["metrics"] == {"loss": loss}
-    assert newest.metadata["note"]["error"].startswith(kind.__name__)
-    other, _ = network(1)
-    with Checkpointer(store, other) as ckpt:
-        ckpt.resume()
-    assert equal(saved_values(other), expected)
-
-
 def test_nothing_is_saved_after_the_optimizer_has_stepped() -> None:
     store = MemoryStore()
     state, step = network()
@@ -637,24 +565,6 @@ def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, poll_of
     assert not threads_of_trainings()
 
 
-def test_a_request_whose_save_fails_is_answered_by_a_later_one(
-    tmp_path: Any, poll_often: None
-) -> None:
-    store, state = GatedStore(), initial_state()
-    with Checkpointer(store, state, save=EverySteps(10**6), on_error="warn") as ckpt:
-        train(state, ckpt, 1)
-        store.broken = no_space()
-        put_request(store, "a" * 12)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SaveFailed)
-            while ckpt.statistics()["failures"] < 2:
-                train(state, ckpt, state["progress"].step + 1)
-            store.broken = None
-            while read_request(store) is not None:
-                train(state, ckpt, state["progress"].step + 1)
-    assert len(Run(store).snapshots()) == 1
-
-
 # -- going back, and starting from another run ---------------------------------------------------
 
 
@@ -676,29 +586,6 @@ def test_resume_from_an_abandoned_branch() -> None:
         snapshot = ckpt.resume(at="30.1")
         assert snapshot is not None
         assert snapshot.version == Version(30, 1)
-
-
-def test_a_new_run_starts_from_another_run() -> None:
-    url = "memory://life-start"
-    with training(url, EverySteps(10)) as (state, ckpt):
-        train(state, ckpt, 40)
-    store = MemoryStore()
-    with training(store, EverySteps(10)) as (state, ckpt):
-        snapshot = ckpt.resume(start=f"{url}@20")
-        assert snapshot is not None
-        assert (snapshot.step, ckpt.current_step) == (20, 20)
-        assert states_equal(state, state_after(20))
-        train(state, ckpt, 30)
-    [first] = Run(store).snapshots()
-    assert reader_of(first).manifest.parent is None  # a parent belongs to the same run
-    assert first.metadata["note"]["started_from"]["url"].endswith("version_20")
-    with training(store, EverySteps(10)) as (state, ckpt):
-        again = ckpt.resume(start=f"{url}@20")  # the same script after a restart
-        assert again is not None
-        assert again.step == 30
-        assert states_equal(state, state_after(30))
-    with training(MemoryStore(), EverySteps(10)) as (state, ckpt), pytest.raises(LimpetError):
-        ckpt.resume(start=f"{url}@25")
 
 
 def test_a_resume_waits_for_the_pending_save() -> None:

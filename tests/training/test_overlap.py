@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import limpet
-from limpet.buffers import BufferPool, page_lock
 from limpet.errors import CommitError, NoSpace
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
@@ -274,29 +271,3 @@ def test_an_interrupt_while_the_thread_starts(
     assert found == [1] * begun
     if begun:
         assert same(limpet.load(store.at("version_1"))["model"], before)
-
-
-def test_buffers_for_a_device_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: dict[int, int] = {}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: locked.update({address: size}) or 0,
-        cudaHostUnregister=locked.pop,
-    )
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    pool = BufferPool(1 << 20, 1 << 16, page_lock)
-    buffers = [pool.acquire() for _ in range(3)]
-    assert locked == {b.address: 1 << 16 for b in buffers}
-    for buffer in buffers:
-        pool.release(buffer)
-    del buffer, buffers
-    pool.close()
-    gc.collect()
-    assert locked == {}
-    runtime.cudaHostRegister = lambda address, size, flags: (
-        712
-    )  # an error: the buffer is used without page locking
-    other = BufferPool(1 << 20, 1 << 16, page_lock)
-    other.release(other.acquire())
-    other.close()
-    assert locked == {}

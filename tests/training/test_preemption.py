@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from limpet.deadline import Deadline
-from limpet.errors import LimpetError, NoSpace, Preempted, RankFailed, Unavailable
+from limpet.errors import LimpetError, NoSpace, Preempted, Unavailable
 from limpet.notices.exit_status import forget_done, read_records
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
@@ -34,7 +34,6 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.goodput import Goodput
 from limpet.training.preemption import Preemption
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
@@ -513,53 +512,6 @@ def test_the_writer_lock_is_released_in_the_time_that_is_left() -> None:
     assert 5 < store.seconds.pop() <= 10
 
 
-@pytest.mark.parametrize(
-    ("has_agreed", "error"), [(False, RankFailed), (True, RankFailed), (False, ValueError)]
-)
-def test_an_error_after_the_ranks_could_not_agree_is_that_the_others_have_left(
-    has_agreed: bool, error: type[Exception], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One rank leaves with 76. The collectives in which the others wait for it fail. Any other
-    error is the user's."""
-    store = MemoryStore()
-    training = Training(store)
-    with pytest.raises((Preempted, error)) as left, training.ckpt:
-        training.train(3)
-        answer = training.ckpt._preemption
-        answer.on_deadline(RoundDeadline(time.monotonic() + 60, "a test"))
-        if not has_agreed:
-            answer.on_failure(frozenset({response.LEAVE}), RankFailed("Rank 1 did not join"))
-        raise error("Connection closed by peer")
-    if has_agreed or error is ValueError:
-        assert type(left.value) is error
-    else:
-        assert isinstance(left.value, Preempted)
-        assert (left.value.code, left.value.step) == (76, 3)
-        assert "RankFailed: Connection closed by peer" in capsys.readouterr().err
-        assert no_threads()
-    assert Run(store).snapshots() == []
-
-
-def test_a_save_that_a_dead_rank_does_not_join_is_the_end_after_a_notice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """D: the training goes on in its grace period. There is no time to wait for a restart of all:
-    this rank saves what it has, and leaves."""
-    store = MemoryStore()
-    training = Training(store, EverySteps(10), grace=3600)
-
-    def fail(step: int) -> None:
-        raise RankFailed("Rank 1 did not join the save", rank=1)
-
-    with pytest.raises(Preempted) as left, training.ckpt:
-        training.train(5)
-        training.ckpt._preemption.on_notice(Notice("a test", 3600.0))
-        training.train(9)
-        monkeypatch.setattr(training.ckpt._saver, "wait_before_save", fail)
-        training.train(11)
-    assert (left.value.code, left.value.step, left.value.saved_step) == (75, 10, 10)
-
-
 @pytest.mark.slow
 def test_a_step_that_takes_too_long_ends_the_process_in_time(
     the_process_is_not_ended: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
@@ -577,20 +529,6 @@ def test_a_step_that_takes_too_long_ends_the_process_in_time(
     ((code, why),) = the_process_is_not_ended
     assert code == 76
     assert "Its last step is 3, and the newest version is that of step 0" in why
-
-
-def test_the_deadline_budget_is_what_nearly_all_steps_and_saves_take() -> None:
-    """C2: the p95, not the average: one step in twenty may wait for an evaluation or a shuffle."""
-    goodput = Goodput()
-    for number in range(100):
-        goodput.step_durations.add(9.0 if number % 10 == 0 else 1.0)
-        goodput.save_durations.add(90.0 if number % 10 == 5 else 10.0)
-    assert goodput.usual_seconds == (9.0, 90.0)
-    stored = goodput.to_metadata()
-    assert (stored["step_seconds"], stored["save_seconds"]) == (9.0, 90.0)
-    restarted = Goodput()
-    restarted.resume_from(stored)
-    assert restarted.usual_seconds == (9.0, 90.0)
 
 
 def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.errors import LimpetError, Preempted, RankFailed
+from limpet.errors import LimpetError, Preempted
 from limpet.preemption import Preemption, PreemptionGuard
 from limpet.run.policy import AtEnd, EverySteps, OnException
 from limpet.run.run import Run
@@ -279,19 +278,6 @@ def test_a_scope_that_does_not_end_is_left_in_time(process_ends: list[int]) -> N
     assert process_ends == []
 
 
-def test_a_scope_in_which_the_ranks_cannot_agree_is_left_at_its_end() -> None:
-    training = GuardedTraining(MemoryStore())
-    with pytest.raises(Preempted) as left, training.ckpt, training.guard.watch_scope():
-        training.guard.run(training.train_step)
-        training.announce()
-        training.ckpt._preemption.agreement._proposals.get()
-        training.ckpt._preemption._failure = RankFailed("another rank is dead")  # saves alone
-        for _ in range(3):
-            training.guard.run(training.train_step)
-            assert training.ckpt.should_stop
-    assert (left.value.code, left.value.step, left.value.saved_step) == (75, 4, 4)
-
-
 def test_an_exit_function_that_returns_lets_the_training_go_on_after_a_scope() -> None:
     """34"""
     store, calls = MemoryStore(), list[int]()
@@ -330,41 +316,3 @@ def test_an_error_of_the_device_is_raised_and_nothing_is_saved(
     training.ckpt._preemption.close()
     training.ckpt.close()
     assert Run(store).snapshots() == []
-
-
-class FakeTorch:
-    """What ``synchronize_device`` uses of a torch with one kind of accelerator."""
-
-    def __init__(self, kind: str, initialized: Callable[[], bool] | None) -> None:
-        self.calls: list[str] = []
-        self.cuda = SimpleNamespace(
-            is_initialized=initialized if kind == "cuda" else lambda: False,
-            synchronize=lambda: self.calls.append("cuda"),
-        )
-        self.accelerator = SimpleNamespace(
-            is_available=lambda: True,
-            current_accelerator=lambda: SimpleNamespace(type=kind),
-            synchronize=lambda: self.calls.append(kind),
-        )
-        if kind != "cuda":
-            module = {} if initialized is None else {"is_initialized": initialized}
-            setattr(self, kind, SimpleNamespace(**module))
-
-
-@pytest.mark.parametrize(
-    ("kind", "initialized", "synchronized"),
-    [
-        ("cuda", lambda: True, ["cuda"]),
-        ("cuda", lambda: False, []),
-        ("xpu", lambda: True, ["xpu"]),
-        ("xpu", lambda: False, []),
-        ("mps", None, ["mps"]),
-    ],
-)
-def test_the_accelerator_in_use_is_synchronized_once(
-    kind: str, initialized: Any, synchronized: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = FakeTorch(kind, initialized)
-    monkeypatch.setattr(guard, "torch_or_none", lambda: torch)
-    guard.synchronize_device()
-    assert torch.calls == synchronized

@@ -10,7 +10,6 @@ import pytest
 from limpet.buffers import shared_pool
 from limpet.errors import Denied, SaveFailed
 from limpet.format.names import MANIFEST, Version
-from limpet.run import catalog
 from limpet.run.policy import (
     AtSteps,
     EverySteps,
@@ -25,10 +24,8 @@ from limpet.run.run import Run
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
-from limpet.snapshot.reader import open_location
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from tests.fakegroup import FakeGroup
 from tests.trainings import flip_bit, initial_state, train, training
 from tests.unreliable_stores import HookedStore
 
@@ -120,38 +117,6 @@ def test_only_explicit_saves_are_followed_by_retention_with_never() -> None:
             train(state, ckpt, step)
             ckpt.save()
             assert Run(store).line() == [Version(step)]
-
-
-def test_rank_0_alone_deletes_at_the_end() -> None:
-    store, kept = UndeletableStore(), 2 * VERSIONS_PER_SAVE
-
-    def work(rank: int) -> None:
-        with training(store, EverySteps(1), KeepLast(kept)) as (state, ckpt):
-            train(state, ckpt, kept + 2)
-
-    with FakeGroup(2) as group:
-        group.run(work)
-    assert count_versions(store) == kept
-
-
-def test_no_manifest_that_the_training_committed_is_decoded_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened: list[str] = []
-
-    def open_and_count(location: Location) -> Any:
-        opened.append(location.folder)
-        return open_location(location)
-
-    monkeypatch.setattr(catalog, "open_location", open_and_count)
-    store, kept = MemoryStore(), 2 * VERSIONS_PER_SAVE
-    with training(store, EverySteps(1), KeepLast(kept) | KeepBest(1, "loss")) as (state, ckpt):
-        train(state, ckpt, kept + 5)
-    assert not opened
-    versions = Run(store).listing().folders
-    assert len(versions) in (kept, kept + 1)  # the best one may be older
-    Run(store).retain(KeepLast(1))
-    assert sorted(opened) == sorted(map(str, versions)), "another process must decode them"
 
 
 @pytest.mark.parametrize("change", ["damaged", "replaced", "deleted"])

@@ -9,11 +9,10 @@ import pytest
 from limpet.errors import Denied, Preempted, SaveFailed
 from limpet.format.names import Version
 from limpet.notices.exit_status import forget_done
-from limpet.run.policy import AtEnd, EverySteps, KeepLast, Never, StopWhen
+from limpet.run.policy import AtEnd, EverySteps, Never, StopWhen
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from tests.fakegroup import FakeGroup
 from tests.training.test_preemption import Training
 from tests.trainings import initial_state, train, training
 from tests.unreliable_stores import HookedStore
@@ -190,16 +189,3 @@ def test_a_damaged_record_of_the_end_is_no_end() -> None:
     store.delete(key)
     store.put_if_absent(key, raw.replace(b"finished", b"finishes"))
     assert Run(store).ended() is None
-
-
-def test_rank_0_alone_records_the_end() -> None:
-    store = MemoryStore()
-
-    def work(rank: int) -> None:
-        with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
-            train(state, ckpt, 3)
-
-    with FakeGroup(3) as group:
-        group.run(work)
-    assert len(ends(store)) == 1
-    assert Run(store).ended() == "finished"

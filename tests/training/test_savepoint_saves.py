@@ -297,26 +297,6 @@ def test_a_state_that_cannot_be_captured_does_not_end_the_training() -> None:
     assert events.count("savepoint_failed") == 1
 
 
-def test_expensive_captures_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state with a large average of the weights: two captures measure that, and free the copy."""
-    monkeypatch.setattr(step_savepoint, "SHARE", 0.01)
-    monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", 0.001)
-    training = TorchTraining(MemoryStore())
-    training.state["average"] = torch.zeros(2_000_000)  # a copy takes 1 ms or more
-    monkeypatch.setattr(training.ckpt._savepoint._step_durations, "median", lambda: 0.01)
-    captures: list[int] = []
-    savepoint = training.ckpt._savepoint._savepoint
-    capture = savepoint.capture
-    monkeypatch.setattr(savepoint, "capture", lambda *a: (captures.append(1), capture(*a)))
-    with training.ckpt:
-        for _ in range(30):
-            training.step()
-        assert len(captures) <= 3
-        training.ckpt._preemption._set_deadline(_far_deadline(), "a test")
-        training.step()
-        assert training.ckpt._savepoint.invalid_reason is None
-
-
 def test_a_capture_that_needs_much_memory_is_made_only_after_a_notice() -> None:
     training = TorchTraining(MemoryStore())
     training.state["average"] = torch.zeros(step_savepoint.MAX_BYTES // 4 + 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from limpet.run.policy import StopState, StopWhen
-from limpet.training.early_stop import MAX_SCORES, ScoreHistory
+from limpet.training.early_stop import ScoreHistory
 
 SCORES = st.sampled_from([nan, -inf, -1, 0.0, 0.25, 0.5, 1, 2.5, inf])
 POLICIES = st.builds(
@@ -56,35 +56,6 @@ def test_every_order_of_arrival_gives_the_result_of_a_scan(
     assert history.state == scan(stop, scores)
     assert restart(history, stop).state == history.state
     assert all(history.covers(step, score) for step, score in scores.items())
-
-
-@given(POLICIES, st.lists(SCORES, max_size=3 * MAX_SCORES), st.integers(0, MAX_SCORES))
-def test_old_scores_are_folded_and_the_result_stays_exact(
-    stop: StopWhen, scores: list[float], lateness: int
-) -> None:
-    """Scores come in blocks of ``lateness`` steps, each block from the newest to the oldest."""
-    history, size = ScoreHistory(stop), max(1, lateness)
-    for begin in range(0, len(scores), size):
-        block = range(begin, min(begin + size, len(scores)))
-        for step in reversed(block):
-            history.record(step, scores[step])
-        history = restart(history, stop)
-    assert history.state == scan(stop, dict(enumerate(scores)))
-    assert len(history.to_plain().get("scores", [])) <= MAX_SCORES
-
-
-def test_a_score_before_the_kept_ones_does_not_count() -> None:
-    stop = StopWhen("v", patience=1000)
-    history = ScoreHistory(stop)
-    for step in range(10, 10 + MAX_SCORES + 1):
-        history.record(step, 1.0)
-    before = history.state
-    for step in (5, 10):
-        assert history.covers(step, 0.0)
-        history.record(step, 0.0)
-    assert history.state == before
-    history.record(11, 0.0)
-    assert history.state == StopState(0.0, MAX_SCORES - 1)
 
 
 @pytest.mark.parametrize(

@@ -461,24 +461,6 @@ def test_a_resume_does_not_repeat_a_finished_evaluation(on: Any, last_step: int)
         assert again.newest.first_step == 20
 
 
-def test_an_inexact_evaluation_that_is_newer_than_its_version_is_not_repeated() -> None:
-    store = MemoryStore()
-    options = {"on": "current", "batch_size": 20}
-    with pytest.raises(KeyboardInterrupt), training(store) as job, job.evaluating(**options):
-        for _ in range(15):
-            job.step()
-            if job.ckpt.current_step == 12:
-                job.ckpt.save()
-        raise KeyboardInterrupt
-    assert [r[:3] for r in inexact(store)] == [("version_12", 10, 14)]
-    with training(store) as job, job.evaluating(**options) as again:
-        assert job.ckpt.current_step == 12
-        for _ in range(8):
-            job.step()
-        assert again._share is None
-        assert again.newest is None
-
-
 def test_two_evaluations_with_two_names_are_independent() -> None:
     store = MemoryStore()
     with training(store) as job:
