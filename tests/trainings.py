@@ -9,7 +9,7 @@ import numpy as np
 import limpet
 from limpet.run.policy import EverySteps
 from limpet.storage.memory import MemoryStore
-from limpet.training import takeover
+from limpet.training import ending
 
 
 def initial_state():
@@ -105,7 +105,7 @@ def shard_of(store, folder):
 def forget(ckpt):
     """Let later trainings of this process not know of this one, as if it were in another process
     or had been killed: otherwise, they would close it."""
-    takeover._trainings.pop(ref(ckpt._saver), None)
+    ending._trainings.pop(ref(ckpt._saver), None)
 
 
 def delete_version(store, step):

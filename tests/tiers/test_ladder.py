@@ -31,7 +31,8 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.tiers.restarts import read_restarts
-from limpet.training import response, step_savepoint
+from limpet.training import response
+from limpet.training import savepoint as step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.preemption import Preemption
 from tests.notices.announced import Announced

@@ -13,8 +13,8 @@ import pytest
 
 from limpet.deadline import Deadline
 from limpet.format.names import Version
-from limpet.training.savepoint_saver import SavepointSaver
-from limpet.training.step_savepoint import SavepointLabel
+from limpet.training.savepoint import SavepointSaver
+from limpet.training.saver import SaveSpec
 from tests.fakegroup import FakeGroup
 
 RANKS = 4
@@ -38,8 +38,8 @@ class Training:
         self._lock = threading.Lock()
 
     @property
-    def label(self) -> SavepointLabel:
-        return SavepointLabel(Version(self.step), {}, {}, {})
+    def label(self) -> SaveSpec:
+        return SaveSpec(Version(self.step), "exception", {}, {}, {})
 
     def hold(self) -> bool:
         with self._lock:

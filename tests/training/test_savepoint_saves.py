@@ -23,7 +23,8 @@ from limpet.run.policy import EverySteps, Never, SavePolicy
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.training import response, step_savepoint
+from limpet.training import response
+from limpet.training import savepoint as step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.preemption import Preemption
 from tests.unreliable_stores import HookedStore

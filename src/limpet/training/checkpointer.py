@@ -36,7 +36,7 @@ from limpet.training.arguments import (
 )
 from limpet.training.cadence import Cadence
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
-from limpet.training.ending import Ending, ended_epochs
+from limpet.training.ending import Ending, ended_epochs, take_over
 from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
 from limpet.training.member import call_to_resume, check_members
@@ -56,6 +56,7 @@ from limpet.training.resume_check import (
     compare_next_batches,
     record_next_batches,
 )
+from limpet.training.savepoint import StepSavepoint
 from limpet.training.saver import Saver, SaveSpec
 from limpet.training.state_check import (
     OPTIONS,
@@ -65,8 +66,6 @@ from limpet.training.state_check import (
     report_lacking,
 )
 from limpet.training.step_counter import StepCounter
-from limpet.training.step_savepoint import StepSavepoint
-from limpet.training.takeover import take_over
 
 
 class Checkpointer:

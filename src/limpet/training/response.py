@@ -41,10 +41,9 @@ from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
 from limpet.training.goodput import Goodput
 from limpet.training.preemption import LEAVE, SAVE, SAVE_ONLY, Preemption
-from limpet.training.savepoint_saver import SLACK, SavepointSaver
+from limpet.training.savepoint import SLACK, SavepointSaver, StepSavepoint
 from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
-from limpet.training.step_savepoint import StepSavepoint
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
