@@ -5,7 +5,8 @@ options are those of pytest.
 
 Many tests wait for processes, deadlines, and threads, beside other tests on the same two cores. If
 a test passes alone, the whole passes, and its last lines name the test: it has a race, in the
-test or in the code, that someone has to find. See docs/decisions/0075-failed-tests-run-again.md.
+test or in the code, that someone has to find. Longer timeouts do not help: the failures had other
+causes, such as a thread that another test had left.
 """
 
 import json

@@ -1,7 +1,8 @@
 """JSON files, decoded strictly: no object may have two members of one name.
 
 The JSON standard leaves open which of the two counts, and ``msgspec`` keeps the last one. Two
-readers could therefore see two contents in one file.
+readers could therefore see two contents in one file. ``json`` with ``object_pairs_hook`` would find
+them at ten times the cost.
 
 Every decoder is created when its module is imported. ``msgspec`` builds its description of a type
 when the type is first used, and two threads that do so at the same time crash the process.

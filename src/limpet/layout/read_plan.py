@@ -3,6 +3,10 @@
 The plan converts any stored layout into any requested layout, so resharding is pure arithmetic. A
 digest covers a whole chunk, so a reader reads whole chunks and copies the requested parts out of
 them. A reader needs the memory of one item, whatever the sizes of the boxes.
+
+A read of data also reads and checks the header of the shard: other programs find the tensors by it,
+and must not see others than this one. Exempt are a slice of one leaf, which would need a second
+read, and shards of earlier versions, of whose headers the index has no digest.
 """
 
 from __future__ import annotations

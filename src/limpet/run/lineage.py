@@ -1,4 +1,9 @@
-"""The lineage: the versions of a run that count, oldest first, across branches."""
+"""The lineage: the versions of a run that count, oldest first, across branches.
+
+The branch with the highest number is current; no clock is compared. A branch starts from one with a
+lower number, so a chain of records cannot form a cycle. A version of a later format is never
+skipped as if it were damaged: going back because the software is too old would lose steps.
+"""
 
 from __future__ import annotations
 

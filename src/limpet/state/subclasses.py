@@ -2,7 +2,8 @@
 
 Such a class says which tensors its objects consist of, and with which context they are put together
 (see ``torch.utils._python_dispatch.TraceableWrapperSubclass``). ``DTensor`` is handled in
-``sharding``.
+``sharding``. Any such class is known, not a list of names, as torchao renames classes. No class
+is looked up by the name in a snapshot, which would select code.
 """
 
 from __future__ import annotations
