@@ -19,18 +19,11 @@ TESTED_COMPLETELY = "3.11"
 
 TOOLS = ("pytest", "hypothesis")
 TESTS = (
-    "tests/storage/test_local.py",
-    "tests/layout/test_select.py",
-    "tests/layout/test_shard_layout.py",
-    "tests/run/test_run.py",
-    "tests/run/test_save_request.py",
-    "tests/run/test_writer.py",
-    "tests/cli/test_ls.py",
-    "tests/cli/test_pin.py",
-    "tests/cli/test_rm.py",
-    "tests/cli/test_verify.py",
-    "tests/saving/test_save.py",
-)
+    "tests/storage/test_local.py", "tests/layout/test_select.py",
+    "tests/layout/test_shard_layout.py", "tests/run/test_run.py", "tests/run/test_save_request.py",
+    "tests/run/test_writer.py", "tests/cli/test_ls.py", "tests/cli/test_pin.py",
+    "tests/cli/test_rm.py", "tests/cli/test_verify.py", "tests/saving/test_save.py",
+)  # fmt: skip
 """The modules that import neither torch nor another optional package."""
 
 

@@ -30,13 +30,9 @@ def _generators():
 def draw():
     """Draw from every generator, in a way that also uses what each of them caches."""
     return (
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.random()),
-        float(np.random.normal()),
-        torch.randn(1).item(),
-        torch.rand(20).tolist(),
-    )
+        random.random(), random.gauss(0, 1), float(np.random.random()), float(np.random.normal()),
+        torch.randn(1).item(), torch.rand(20).tolist(),
+    )  # fmt: skip
 
 
 def seed(number):

@@ -16,14 +16,9 @@ from tests.cli.invoke import run_cli
 
 # the address, and the version
 ADDRESSES = {
-    "@latest": "version_3.1",
-    "@1": "version_1",
-    "@3": "version_3.1",
-    "@3.0": "version_3",
-    "@3.1": "version_3.1",
-    "@best": "version_1",
-    "@best:loss": "version_1",
-}
+    "@latest": "version_3.1", "@1": "version_1", "@3": "version_3.1", "@3.0": "version_3",
+    "@3.1": "version_3.1", "@best": "version_1", "@best:loss": "version_1",
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -169,14 +169,6 @@ def test_json_may_be_anywhere(run, arguments):
     assert run_cli("ls", run).out.startswith(run)  # it does not stay on
 
 
-def test_errors_are_json_too(empty_url):
-    for arguments in (["--json", "ls", empty_url], ["ls", empty_url, "--json"]):
-        result = run_cli(*arguments)
-        assert result.json["exit"] == result.code == 4
-    result = run_cli("--json")
-    assert (result.code, result.out) == (2, "")
-
-
 def test_show_respects_depth_in_json(tmp_path):
     state = {"model": {"fc": {"w": np.zeros(4), "n": 1}, "b": np.zeros(2)}, "step": 7}
     limpet.save(tmp_path / "version_1", state, step=1)

@@ -18,14 +18,8 @@ def keys(url):
 @pytest.mark.parametrize("split", ["even", "none"])
 def test_a_snapshot_is_resharded_to_a_new_location(run, empty_url, split):
     arguments = (
-        "reshard",
-        f"{run}/version_40",
-        f"{empty_url}/four",
-        "--shards",
-        4,
-        "--split",
-        split,
-    )
+        "reshard", f"{run}/version_40", f"{empty_url}/four", "--shards", 4, "--split", split,
+    )  # fmt: skip
     result = run_cli(*arguments)
     assert result.code == 0
     assert "1 shard before, 4 now" in result.out

@@ -37,16 +37,10 @@ def saved_steps(run):
 @pytest.mark.parametrize(
     ("action", "expected", "codes"),
     [
-        ("train", 75, [75]),
-        ("fail", 1, [1]),
-        ("raise", 1, [1]),
-        ("exit", 1, [1]),
-        ("exit-0", 0, [0]),
-        ("lost", 76, []),
-        ("end", 0, [0]),
-        ("exit-later", 76, [0]),
+        ("train", 75, [75]), ("fail", 1, [1]), ("raise", 1, [1]), ("exit", 1, [1]),
+        ("exit-0", 0, [0]), ("lost", 76, []), ("end", 0, [0]), ("exit-later", 76, [0]),
     ],
-)
+)  # fmt: skip
 def test_a_training_that_gets_a_notice(action, expected, codes, tmp_path):
     result = run_until_sigterm(tmp_path, action)
     assert result.code == expected, result.err

@@ -154,15 +154,9 @@ def test_an_invalid_grace_is_a_usage_error(run, grace):
 @pytest.mark.parametrize(
     ("grace", "seconds"),
     [
-        ("0", 0),
-        ("5", 5),
-        ("1.5", 1.5),
-        ("90s", 90),
-        ("15m", 900),
-        ("24h", 86400),
-        ("7d", 604800),
-        ("0.5h", 1800),
+        ("0", 0), ("5", 5), ("1.5", 1.5), ("90s", 90), ("15m", 900), ("24h", 86400),
+        ("7d", 604800), ("0.5h", 1800),
     ],
-)
+)  # fmt: skip
 def test_durations(run, grace, seconds):
     assert run_cli("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds

@@ -358,17 +358,10 @@ def test_sparse_tensors(layout, tmp_path):
 
 def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path):
     state = {
-        "ok": torch.ones(1),
-        "frozen": frozenset([1]),
-        "in": [{frozenset([1])}, {b""}, (b"", 1)],
-        "key": {frozenset([2]): 1},
-        "huge": 1 << 2040,
-        "when": np.datetime64("2026-01-02"),
-        "text": np.str_("x"),
-        "long": np.longdouble(1),
-        "rec": np.zeros(2, "M8[s]"),
-        "empty": b"",
-    }
+        "ok": torch.ones(1), "frozen": frozenset([1]), "in": [{frozenset([1])}, {b""}, (b"", 1)],
+        "key": {frozenset([2]): 1}, "huge": 1 << 2040, "when": np.datetime64("2026-01-02"),
+        "text": np.str_("x"), "long": np.longdouble(1), "rec": np.zeros(2, "M8[s]"), "empty": b"",
+    }  # fmt: skip
     with pytest.raises(Unsupported, match="weights_only") as raised:
         export(state, "torch", tmp_path / "out")
     assert raised.value.leaves == (

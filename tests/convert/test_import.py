@@ -455,16 +455,11 @@ def test_a_part_without_a_dict(tmp_path):
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (b"", "an empty file"),
-        (b"hello", "begins with b'hello'"),
-        (b"\x89HDF\r\n", "HDF5"),
-        (b"\x93NUMPY", "NumPy"),
-        (b"GGUF\3\0", "GGUF"),
-        (b"\x1f\x8b\x08", "gzip"),
-        (b"\xff" * 8 + b"{", "begins with"),
-        (b"\1" + bytes(7) + b"{", "begins with"),
+        (b"", "an empty file"), (b"hello", "begins with b'hello'"), (b"\x89HDF\r\n", "HDF5"),
+        (b"\x93NUMPY", "NumPy"), (b"GGUF\3\0", "GGUF"), (b"\x1f\x8b\x08", "gzip"),
+        (b"\xff" * 8 + b"{", "begins with"), (b"\1" + bytes(7) + b"{", "begins with"),
     ],
-)
+)  # fmt: skip
 def test_a_file_without_a_checkpoint(tmp_path, data, found):
     (tmp_path / "x.pt").write_bytes(data)
     with pytest.raises(Unsupported) as e:

@@ -305,16 +305,11 @@ class Counting(MemoryStore):
 @pytest.mark.parametrize(
     ("layout", "shards", "limit"),
     [
-        (None, 1, 1.02),
-        (None, 64, 1.02),
-        (None, 256, 1.1),
-        (split_rows(5), 3, 1.02),
-        (split_rows(256), 1, 1.05),
-        (split_rows(256), 256, 1.1),
-        (split_columns(2), 1, 1.1),
+        (None, 1, 1.02), (None, 64, 1.02), (None, 256, 1.1), (split_rows(5), 3, 1.02),
+        (split_rows(256), 1, 1.05), (split_rows(256), 256, 1.1), (split_columns(2), 1, 1.1),
         (split_columns(8), 4, 1.3),
     ],
-)
+)  # fmt: skip
 def test_few_bytes_are_read_twice(layout, shards, limit, monkeypatch):
     """The cases are: few shards to many, many to few, a leaf that is larger than a window, and many
     leaves that share chunks in more shards than fit in a window. All sizes are scaled down."""

@@ -603,15 +603,9 @@ def test_the_state_is_plain_and_independent_of_the_ranks():
     sampler = Sampler(9, 4, 7, rank=1, ranks=3)
     train(sampler, 2)
     assert sampler.state_dict() == {
-        "length": 9,
-        "seed": 7,
-        "shuffle": True,
-        "drop_last": False,
-        "epoch": 0,
-        "samples": 8,
-        "ahead": 0,
-        "per_step": 1,
-    }
+        "length": 9, "seed": 7, "shuffle": True, "drop_last": False, "epoch": 0, "samples": 8,
+        "ahead": 0, "per_step": 1,
+    }  # fmt: skip
 
 
 def test_the_error_lists_all_differences():
@@ -680,19 +674,11 @@ def test_the_length_must_not_change_within_a_step():
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": -1},
-        {"samples": -1},
-        {"samples": 9},
-        {"samples": 12, "length": 11},
-        {"samples": -1, "length": -1},
-        {"ahead": -1},
-        {"per_step": 0},
-        {"epoch": "1"},
-        {"samples": 1.0},
-        {"samples": None},
-        {"unknown": 1},
+        {"epoch": -1}, {"samples": -1}, {"samples": 9}, {"samples": 12, "length": 11},
+        {"samples": -1, "length": -1}, {"ahead": -1}, {"per_step": 0}, {"epoch": "1"},
+        {"samples": 1.0}, {"samples": None}, {"unknown": 1},
     ],
-)
+)  # fmt: skip
 def test_impossible_states_are_rejected(change):
     sampler = Sampler(8, 2)
     train(sampler, 1)

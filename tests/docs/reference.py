@@ -9,13 +9,9 @@ from typing import Any
 PAGE = Path(__file__).parents[2] / "build" / "reference.md"
 
 PACKAGES = [
-    "limpet",
-    "limpet.preemption",
-    "limpet.tasks",
-    "limpet.sinks",
-    "limpet.integrations.dcp",
+    "limpet", "limpet.preemption", "limpet.tasks", "limpet.sinks", "limpet.integrations.dcp",
     "limpet.testing",
-]
+]  # fmt: skip
 
 TITLE = """# API reference
 

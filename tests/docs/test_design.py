@@ -70,15 +70,9 @@ def test_the_diagram_shows_every_package():
 
 WALKS = DESIGN.partition("## Glossary")[0]
 FOREIGN = (
-    "LIMPET_",
-    "SystemExit",
-    "MADV_",
-    "torch.",
-    "optimizer.",
-    "model.",
-    "load_state_dict",
+    "LIMPET_", "SystemExit", "MADV_", "torch.", "optimizer.", "model.", "load_state_dict",
     "state_dict",
-)
+)  # fmt: skip
 """How names begin that the text takes from elsewhere."""
 
 

@@ -240,18 +240,12 @@ def documents():
     manifest = json.loads(files[manifest_key(files)])
     index = json.loads(files[index_key(files)])
     return {
-        "manifest": manifest,
-        "index": index,
-        "branch": json.loads(seal(BRANCH)),
-        "pin": json.loads(seal(PIN)),
-        "lasting": json.loads(seal(LASTING_PIN)),
-        "evaluation": json.loads(seal(EVALUATION)),
-        "failure": json.loads(seal(FAILURE)),
-        "ended": json.loads(seal(ENDED)),
-        "inexact": json.loads(seal(INEXACT)),
-        "lease": json.loads(seal(LEASE)),
-        "objective": json.loads(seal(OBJECTIVE)),
-    }
+        "manifest": manifest, "index": index, "branch": json.loads(seal(BRANCH)),
+        "pin": json.loads(seal(PIN)), "lasting": json.loads(seal(LASTING_PIN)),
+        "evaluation": json.loads(seal(EVALUATION)), "failure": json.loads(seal(FAILURE)),
+        "ended": json.loads(seal(ENDED)), "inexact": json.loads(seal(INEXACT)),
+        "lease": json.loads(seal(LEASE)), "objective": json.loads(seal(OBJECTIVE)),
+    }  # fmt: skip
 
 
 def raw_of(kind, document):

@@ -60,13 +60,9 @@ def arange(*shape):
 SHAPES = [(8, 4), (5, 3), (3, 7), (1, 9), (0, 4), (2, 2, 6), (11,)]
 LINE_PLACEMENTS = [[Shard(0)], [Shard(1)], [Replicate()]]
 GRID_PLACEMENTS = [
-    [Shard(0), Shard(0)],
-    [Shard(0), Shard(1)],
-    [Shard(1), Shard(0)],
-    [Replicate(), Shard(0)],
-    [Shard(1), Replicate()],
-    [Replicate(), Replicate()],
-]
+    [Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Replicate(), Shard(0)],
+    [Shard(1), Replicate()], [Replicate(), Replicate()],
+]  # fmt: skip
 
 
 def layouts():
@@ -224,14 +220,10 @@ def check_training(folder, kind, other, flat):
 @pytest.mark.parametrize(
     ("kind", "other", "flat"),
     [
-        ("fsdp", "fsdp", False),
-        ("fsdp", "hsdp", True),
-        ("hsdp", "fsdp+tp", True),
-        ("fsdp+tp", "fsdp", False),
-        ("fsdp+tp", "ddp", True),
-        ("ddp", "fsdp+tp", False),
+        ("fsdp", "fsdp", False), ("fsdp", "hsdp", True), ("hsdp", "fsdp+tp", True),
+        ("fsdp+tp", "fsdp", False), ("fsdp+tp", "ddp", True), ("ddp", "fsdp+tp", False),
     ],
-)
+)  # fmt: skip
 def test_training_continues_identically_after_a_load(world, tmp_path, kind, other, flat):
     assert all(world.run(check_training, str(tmp_path / "version_2"), kind, other, flat))
     snap = limpet.open(tmp_path / "version_2")

@@ -18,17 +18,9 @@ from limpet.types import BLOCK_SIZE, Box
 from tests.layout.random_boxes import DTYPES, shapes
 
 limits = [
-    0,
-    1,
-    SMALL_BOX_BYTES - 16,
-    SMALL_BOX_BYTES,
-    SMALL_BOX_BYTES + 16,
-    MAX_SHARED_CHUNK_BYTES,
-    BLOCK_SIZE - 16,
-    BLOCK_SIZE,
-    BLOCK_SIZE + 16,
-    3 * BLOCK_SIZE,
-]
+    0, 1, SMALL_BOX_BYTES - 16, SMALL_BOX_BYTES, SMALL_BOX_BYTES + 16, MAX_SHARED_CHUNK_BYTES,
+    BLOCK_SIZE - 16, BLOCK_SIZE, BLOCK_SIZE + 16, 3 * BLOCK_SIZE,
+]  # fmt: skip
 elements = st.one_of(
     st.sampled_from(limits), st.integers(0, 5000), st.integers(0, 2 * SMALL_BOX_BYTES)
 )

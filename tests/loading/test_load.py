@@ -331,23 +331,11 @@ def test_slices_match_those_of_numpy(index):
 @pytest.mark.parametrize(
     "index",
     [
-        slice(None, None, 2),
-        slice(None, None, -1),
-        slice(None, None, 0),
-        7,
-        -8,
-        (0, 5),
-        (0, 0, 0, 0),
-        (..., ...),
-        None,
-        True,
-        "x",
-        1.0,
-        [0, 1],
-        torch.tensor([0]),
+        slice(None, None, 2), slice(None, None, -1), slice(None, None, 0), 7, -8, (0, 5),
+        (0, 0, 0, 0), (..., ...), None, True, "x", 1.0, [0, 1], torch.tensor([0]),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_unsupported_indices_are_refused(index):
     snapshot, _ = saved_leaves()
     with pytest.raises((IndexError, ValueError)):

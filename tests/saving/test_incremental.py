@@ -388,14 +388,10 @@ def without_version_number(store, base):
 @pytest.mark.parametrize(
     "make_unusable",
     [
-        deleted,
-        shard_missing,
-        shard_truncated,
-        index_damaged,
-        from_another_run,
+        deleted, shard_missing, shard_truncated, index_damaged, from_another_run,
         without_version_number,
     ],
-)
+)  # fmt: skip
 def test_the_save_is_full_if_the_base_version_is_unusable(small_chunks, make_unusable):
     store = MemoryStore()
     base = make_unusable(store, save(store, 0, frozen(), None))

@@ -51,13 +51,8 @@ def test_digests_depend_only_on_the_elements(threads):
     large = torch.arange(3 * MIB, dtype=torch.float32)
     grid = COUNTING.reshape(10, 100)
     sources: list[Any] = [
-        large,
-        COUNTING,
-        grid.t(),
-        np.arange(9.0)[::2],
-        torch.empty(0),
-        COUNTING[:3],
-    ]
+        large, COUNTING, grid.t(), np.arange(9.0)[::2], torch.empty(0), COUNTING[:3],
+    ]  # fmt: skip
     made = digests(*sources, threads=threads)
     assert len(set(made)) == len(made)
     again = [s.copy() if isinstance(s, np.ndarray) else s.contiguous().clone() for s in sources]

@@ -71,13 +71,8 @@ EVENTS: dict[str, dict[str, Any]] = {
     },
     "notice": {"source": "SIGTERM", "seconds": 29.8},
     "preempted": {
-        "run": "runs/a",
-        "step": 1512,
-        "saved": 1500,
-        "code": 76,
-        "source": "SIGTERM",
-        "seconds_left": 3.1,
-        "error": NO_SPACE,
+        "run": "runs/a", "step": 1512, "saved": 1500, "code": 76, "source": "SIGTERM",
+        "seconds_left": 3.1, "error": NO_SPACE,
     },
     "notice_source_failed": {"source": "the AWS metadata server", "error": "timeout"},
     "platform_detected": {"sources": ["the AWS metadata server", "Slurm's time limit"]},
@@ -88,7 +83,7 @@ EVENTS: dict[str, dict[str, Any]] = {
         "changed": ["c"],
     },
     "staged": {"url": "runs/a/version_1300", "bytes": 1, "seconds": 0.1},
-}
+}  # fmt: skip
 
 
 class RecordingStream(io.StringIO):

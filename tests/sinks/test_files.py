@@ -20,34 +20,16 @@ def test_logging_records(caplog):
             sink(name, fields)
     levels = {r.event: r.levelname for r in caplog.records}
     assert levels == {
-        "saved": "INFO",
-        "save_failed": "ERROR",
-        "save_skipped": "WARNING",
-        "save_waited": "INFO",
-        "began": "INFO",
-        "stopped": "INFO",
-        "finished": "INFO",
-        "resume_checked": "INFO",
-        "resume_differs": "WARNING",
-        "options_replaced": "WARNING",
-        "left_unsaved": "WARNING",
-        "taken_over": "INFO",
-        "resumed": "INFO",
-        "skipped": "WARNING",
-        "deleted": "INFO",
-        "pin_left": "WARNING",
-        "read_again": "WARNING",
-        "waiting": "WARNING",
-        "read_alone": "WARNING",
-        "request_unseen": "WARNING",
-        "not_agreed": "WARNING",
-        "ranks_awaited": "WARNING",
-        "notice": "WARNING",
-        "preempted": "WARNING",
-        "notice_source_failed": "WARNING",
-        "platform_detected": "INFO",
+        "saved": "INFO", "save_failed": "ERROR", "save_skipped": "WARNING", "save_waited": "INFO",
+        "began": "INFO", "stopped": "INFO", "finished": "INFO", "resume_checked": "INFO",
+        "resume_differs": "WARNING", "options_replaced": "WARNING", "left_unsaved": "WARNING",
+        "taken_over": "INFO", "resumed": "INFO", "skipped": "WARNING", "deleted": "INFO",
+        "pin_left": "WARNING", "read_again": "WARNING", "waiting": "WARNING",
+        "read_alone": "WARNING", "request_unseen": "WARNING", "not_agreed": "WARNING",
+        "ranks_awaited": "WARNING", "notice": "WARNING", "preempted": "WARNING",
+        "notice_source_failed": "WARNING", "platform_detected": "INFO",
         "structure_changed": "INFO",
-    }
+    }  # fmt: skip
     first = caplog.records[0]
     assert first.getMessage() == (
         "saved step 1300: 1.31 GiB in 2.31 s, 581 MiB/s, blocked 12.3 ms, "

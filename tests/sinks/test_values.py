@@ -16,17 +16,11 @@ from tests.sinks.sample_events import BrokenRepr, nested_odd_values
 @pytest.mark.parametrize(
     ("nbytes", "shown"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (10_230, "9.99 KiB"),
-        (10_235, "10.0 KiB"),
-        (1023 * 1024, "1.00 MiB"),
-        (12_600_000, "12.0 MiB"),
-        (3 << 40, "3.00 TiB"),
+        (0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (10_230, "9.99 KiB"), (10_235, "10.0 KiB"),
+        (1023 * 1024, "1.00 MiB"), (12_600_000, "12.0 MiB"), (3 << 40, "3.00 TiB"),
         (5 << 60, "5120 PiB"),
     ],
-)
+)  # fmt: skip
 def test_sizes(nbytes, shown):
     assert text.format_size(nbytes) == shown
 
@@ -34,17 +28,11 @@ def test_sizes(nbytes, shown):
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (0, "0 us"),
-        (12e-6, "12 us"),
-        (0.0009994, "999 us"),
-        (0.0009996, "1.00 ms"),
-        (0.9996, "1.00 s"),
-        (99.96, "100 s"),
-        (119.6, "1.99 min"),
-        (7300, "2.03 h"),
+        (0, "0 us"), (12e-6, "12 us"), (0.0009994, "999 us"), (0.0009996, "1.00 ms"),
+        (0.9996, "1.00 s"), (99.96, "100 s"), (119.6, "1.99 min"), (7300, "2.03 h"),
         (1e6, "278 h"),
     ],
-)
+)  # fmt: skip
 def test_durations(seconds, shown):
     assert text.format_duration(seconds) == shown
 

@@ -217,13 +217,6 @@ def test_an_error_returns_all_buffers(monkeypatch):
     assert store.open_ranges == 0
 
 
-def test_a_state_of_tiny_leaves():
-    store = RequestStore()
-    state = {f"n{i}": np.full(i % 9, i, np.int32) for i in range(3000)}
-    limpet.save(store, state)
-    assert assert_loads(store, state) == 1
-
-
 def test_an_incremental_snapshot_is_read_in_groups_of_one_file(monkeypatch):
     monkeypatch.setenv("LIMPET_THREADS", "2")
     store, random = RequestStore(), np.random.default_rng(5)

@@ -483,15 +483,10 @@ def norm(**hooks):
         lambda: torch.nn.DataParallel(norm()),
     ],
     ids=[
-        "extra_state",
-        "save_to_state_dict",
-        "state_dict",
-        "pre_hook",
-        "post_hook",
-        "compiled",
+        "extra_state", "save_to_state_dict", "state_dict", "pre_hook", "post_hook", "compiled",
         "parallel",
     ],
-)
+)  # fmt: skip
 def test_modules_with_overridden_methods_hooks_or_wrappers_are_captured(make):
     inner = make()
     state: Json = {"m": inner, "n": torch.nn.Sequential(inner)}

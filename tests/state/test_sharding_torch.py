@@ -303,13 +303,8 @@ def test_tied_tensors_have_equal_tie_keys_and_shapes():
             single = torch.nn.Parameter(distribute((1, 4), mesh, [S(0)]))
             flat = distribute((8, 4), mesh, [S(1)])
             values = [
-                square,
-                single,
-                square.t(),
-                distribute((4, 4), mesh, [S(0)]),
-                flat[:4],
-                flat[4:],
-            ]
+                square, single, square.t(), distribute((4, 4), mesh, [S(0)]), flat[:4], flat[4:],
+            ]  # fmt: skip
             replicas = distribute((4, 4), mesh, [R])
             values += [distribute((1, 4), mesh, [S(0)]), replicas, replicas.t()]
             keys = [

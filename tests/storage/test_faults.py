@@ -184,13 +184,9 @@ def test_direct_io_transfers_exactly_the_aligned_pieces():
         store.delete("a")
         os.rmdir(folder)
     assert fs.transfers == [
-        (True, 0, 8192),
-        (False, 8192, 808),
-        (True, 0, 12_288),
-        (True, 0, 8192),
-        (False, 8192, 808),
-        (False, 1, 100),
-    ]
+        (True, 0, 8192), (False, 8192, 808), (True, 0, 12_288), (True, 0, 8192),
+        (False, 8192, 808), (False, 1, 100),
+    ]  # fmt: skip
 
 
 def test_the_file_is_complete_without_fallocate(tmp_path):
@@ -315,18 +311,12 @@ def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path, write):
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (errno.EACCES, Denied),
-        (errno.EPERM, Denied),
-        (errno.EROFS, Denied),
-        (errno.ENOSPC, NoSpace),
-        (errno.EDQUOT, NoSpace),
-        (errno.EFBIG, NoSpace),
-        (errno.ETIMEDOUT, Unavailable),
-        (errno.ESTALE, Unavailable),
-        (errno.EAGAIN, Unavailable),
+        (errno.EACCES, Denied), (errno.EPERM, Denied), (errno.EROFS, Denied),
+        (errno.ENOSPC, NoSpace), (errno.EDQUOT, NoSpace), (errno.EFBIG, NoSpace),
+        (errno.ETIMEDOUT, Unavailable), (errno.ESTALE, Unavailable), (errno.EAGAIN, Unavailable),
         (errno.EIO, StoreError),
     ],
-)
+)  # fmt: skip
 def test_each_errno_has_its_error_class(tmp_path, number, kind):
     for call, fault in [("pwrite", "pwrite"), ("fallocate", "fallocate"), ("open", "open")]:
         store = LocalStore(tmp_path, fs=FaultFs(None, Fault(fault, 1, number)))

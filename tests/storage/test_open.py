@@ -254,20 +254,14 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
         ("export", f"{url}@2", "--to", "safetensors", "--root", "/", "shelf://two/out"),
         ("import", "shelf://two/out/model.safetensors", "shelf://two/imported", "--step", 5),
         (
-            "evaluate",
-            url,
-            "--with",
-            "tests.evaluation.trivial",
-            "--workers",
-            "0",
-            "--data",
+            "evaluate", url, "--with", "tests.evaluation.trivial", "--workers", "0", "--data",
             "tests.evaluation.trivial:data",
         ),
         ("pin", url, 1),
         ("rm", "shelf://two/run", 1),
         ("sweep", url, "--grace", "0"),
         ("request-save", url, "--no-wait"),
-    ]
+    ]  # fmt: skip
     for command in commands:
         result = run_cli(*command)
         assert result.code == 0, (command, result)

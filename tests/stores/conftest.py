@@ -8,6 +8,7 @@ import boto3
 import pytest
 
 from tests.stores.emulators import Azurite, LocalStack
+from tests.stores.fault_proxy import FaultProxy
 from tests.stores.hdfs_server import Hdfs
 from tests.stores.install import Missing
 from tests.stores.servers import Ceph, running
@@ -62,6 +63,13 @@ def running_sftp(request):
 def ceph(request):
     with running_ceph(request) as server:
         yield server
+
+
+@pytest.fixture
+def proxy(ceph):
+    proxy = FaultProxy(ceph.port)
+    yield proxy
+    proxy.stop()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 import limpet
 from limpet.errors import AlreadyExists, StoreError
 from limpet.storage.s3.store import S3Parts, crc32c
-from limpet.testing.contract import keys, partial_keys, put, random_bytes
+from limpet.testing.contract import partial_keys, put, random_bytes
 from limpet.threads import no_op
 from limpet.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
@@ -129,17 +129,6 @@ def begin(store, data):
     upload = store.put("v/a", len(data))
     upload.write_at(0, memoryview(data))
     return upload
-
-
-def test_an_upload_in_parts_does_not_replace_an_object(open_run):
-    store = open_run()
-    upload = begin(store, random_bytes(2 * PART))
-    store.put_if_absent("v/a", b"of another writer")
-    with pytest.raises(AlreadyExists):
-        upload.commit()
-    assert store.get("v/a", 100) == b"of another writer"
-    assert keys(store) == ["v/a"]
-    assert partial_keys(store) == []
 
 
 def test_the_first_of_several_uploads_of_a_key_wins(open_run):

@@ -22,17 +22,10 @@ from limpet.types import MIB
 from tests.cli.invoke import run_cli
 from tests.convert.checkpoints import write_dcp_as_ranks
 from tests.snapshot.manual_shards import split_rows, write_resharded
-from tests.stores.fault_proxy import Fault, FaultProxy
+from tests.stores.fault_proxy import Fault
 from tests.trainings import flip_bit
 
 STATE = {"w": np.arange(12 * MIB, dtype=np.int32).reshape(12, -1), "b": np.ones(5)}  # 48 MiB
-
-
-@pytest.fixture
-def proxy(ceph):
-    proxy = FaultProxy(ceph.port)
-    yield proxy
-    proxy.stop()
 
 
 @pytest.fixture

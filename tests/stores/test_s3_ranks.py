@@ -4,7 +4,7 @@ import pytest
 
 import limpet
 from limpet.testing.contract import partial_keys
-from tests.stores.fault_proxy import Fault, FaultProxy
+from tests.stores.fault_proxy import Fault
 from tests.stores.torchrun import run_torchrun
 
 SCRIPT = """
@@ -25,13 +25,6 @@ for step in (1, 2):
     dist.barrier()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def proxy(ceph):
-    proxy = FaultProxy(ceph.port)
-    yield proxy
-    proxy.stop()
 
 
 @pytest.mark.parametrize("action", ["status", "reset"])

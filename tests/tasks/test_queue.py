@@ -723,30 +723,14 @@ def test_adding_a_job_again_returns_it_as_it_is():
 
 
 BAD: list[dict[str, Any]] = [
-    {"kind": "test"},
-    {"data": 0},
-    {"data": {}},
-    {"data": -1},
-    {"data": {"f": range(0, 4, 2)}},
-    {"data": {"f": range(4, 2)}},
-    {"data": {"f": range(-2, 2)}},
-    {"data": {"f": 1.5}},
-    {"data": {3: 1}},
-    {"data": True},
-    {"data": {"\udcff": 1}},
-    {"name": "\udcff"},
-    {"data": 1 << 70},
-    {"data": 1 << 40, "epochs": 1 << 40},
-    {"data": {"s": None}, "kind": "evaluation"},
-    {"task_size": 0},
-    {"task_size": 1.0},
-    {"task_size": True},
-    {"epochs": 0},
-    {"name": ""},
-    {"name": 3},
-    {"after": "missing"},
+    {"kind": "test"}, {"data": 0}, {"data": {}}, {"data": -1}, {"data": {"f": range(0, 4, 2)}},
+    {"data": {"f": range(4, 2)}}, {"data": {"f": range(-2, 2)}}, {"data": {"f": 1.5}},
+    {"data": {3: 1}}, {"data": True}, {"data": {"\udcff": 1}}, {"name": "\udcff"},
+    {"data": 1 << 70}, {"data": 1 << 40, "epochs": 1 << 40},
+    {"data": {"s": None}, "kind": "evaluation"}, {"task_size": 0}, {"task_size": 1.0},
+    {"task_size": True}, {"epochs": 0}, {"name": ""}, {"name": 3}, {"after": "missing"},
     {"after": 3},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", BAD, ids=str)

@@ -22,14 +22,10 @@ FAMILIES: dict[str, dict[str, int]] = {
     "vision": {"torchvision": 8, "timm": 16},
     "language": {"transformers": 20, "peft": 9},
     "tools": {
-        "lightning": 3,
-        "accelerate": 3,
-        "torchmetrics": 9,
-        "schedulefree": 10,
-        "torch_ema": 2,
+        "lightning": 3, "accelerate": 3, "torchmetrics": 9, "schedulefree": 10, "torch_ema": 2,
         "torchao": 5,
     },
-}
+}  # fmt: skip
 """By family, which shares two processes: its groups, and how many states each has at least. The
 name of a group begins with that of the package that it needs."""
 

@@ -284,10 +284,6 @@ def _ema(store=False):
 
 
 GROUPS: dict[str, Callable[[], dict[str, Build]]] = {
-    "lightning": lightning,
-    "accelerate": accelerate,
-    "torchmetrics": torchmetrics,
-    "schedulefree": schedulefree,
-    "torchao": torchao,
-    "torch_ema": torch_ema,
-}
+    "lightning": lightning, "accelerate": accelerate, "torchmetrics": torchmetrics,
+    "schedulefree": schedulefree, "torchao": torchao, "torch_ema": torch_ema,
+}  # fmt: skip
