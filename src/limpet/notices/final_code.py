@@ -22,7 +22,13 @@ from limpet.notices.exit_status import (
     WorkerRecord,
 )
 
-STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+
+def find_signals(*names: str) -> tuple[signal.Signals, ...]:
+    """Return those of the signals that this system has. Windows has few."""
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+STOP_SIGNALS = find_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """The signals that ask a command to stop."""
 
 _SEVERITY = (DONE, SAVED, UNSAVED, FAILED, GIVE_UP)

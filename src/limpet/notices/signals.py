@@ -228,7 +228,8 @@ class _Dispatcher:
 
     def _open_pipe(self) -> None:
         read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
+        if hasattr(os, "set_blocking"):  # not on Windows
+            os.set_blocking(write_end, False)
         thread = Thread(
             target=self._read_pipe, args=(read_end,), name="limpet-signals", daemon=True
         )
@@ -300,7 +301,7 @@ def stop_signals() -> SignalNotice:
     """Return the source by default: SIGTERM, and SIGHUP, which follows the end of a terminal,
     unless it is ignored (``nohup``) or the program has a handler for it, also one installed
     later."""
-    if not _dispatcher.is_free(signal.SIGHUP):
+    if not hasattr(signal, "SIGHUP") or not _dispatcher.is_free(signal.SIGHUP):  # Windows
         return SignalNotice()
     source = SignalNotice(signal.SIGTERM, signal.SIGHUP)
     source.yielded = frozenset((signal.SIGHUP,))

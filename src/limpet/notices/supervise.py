@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from limpet.notices.final_code import STOP_SIGNALS, Ended, signal_name
+from limpet.notices.final_code import STOP_SIGNALS, Ended, find_signals, signal_name
 from limpet.notices.process_tree import adopt_orphans, descendants
 
-FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+FORWARDED_SIGNALS = (*STOP_SIGNALS, *find_signals("SIGUSR1", "SIGUSR2", "SIGXCPU"))
 """The signals that are passed on to the command."""
 
 _SI_KERNEL = 0x80
@@ -30,7 +30,7 @@ _KILL_PERIOD = 0.05
 _KILL_TIMEOUT = 10.0
 """Seconds to wait for killed processes. One in uninterruptible sleep may never end."""
 
-_RESET = signal.SIGPIPE, signal.SIGXFSZ
+_RESET = find_signals("SIGPIPE", "SIGXFSZ")
 """Signals that Python ignores, which a command must not inherit."""
 
 
