@@ -1,11 +1,8 @@
 """Every JSON file with two members of one name, in any of its objects, is rejected."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -40,7 +37,7 @@ from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_location
 from limpet.storage.memory import MemoryStore
-from tests.forging import Files, files_of, index_key, seal_body, small_state
+from tests.forging import files_of, index_key, seal_body, small_state
 from tests.trainings import train, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant")
@@ -54,11 +51,11 @@ class Member(str):
 
     __hash__ = str.__hash__
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return self is other
 
 
-def with_duplicates(text: bytes) -> Iterator[tuple[str, bytes]]:
+def with_duplicates(text):
     """Yield the text once for each object in it, with the object's first member twice.
 
     The added member comes last and has the same value, so that a lenient reader sees no difference.
@@ -73,7 +70,7 @@ def with_duplicates(text: bytes) -> Iterator[tuple[str, bytes]]:
             del node[again]
 
 
-def objects(value: Json, path: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
+def objects(value, path=""):
     if isinstance(value, dict):
         yield path, value
         for name, member in list(value.items()):
@@ -83,21 +80,21 @@ def objects(value: Json, path: str = "") -> Iterator[tuple[str, dict[str, Json]]
             yield from objects(member, f"{path}/{i}")
 
 
-def body_of(sealed: bytes) -> tuple[bytes, int]:
+def body_of(sealed):
     """Return the content of a sealed file without format and digest, and its format."""
     head = re.match(rb'\{"limpet":([0-9]+),"digest":"[0-9a-f]{32}",', sealed)
     assert head is not None
     return b"{" + sealed[head.end() :], int(head[1])
 
 
-def edited(sealed: bytes, pattern: bytes, replacement: bytes) -> bytes:
+def edited(sealed, pattern, replacement):
     """Return a sealed file with one change of its text and a correct digest."""
     body, number = body_of(sealed)
     assert re.search(pattern, body)
     return seal_body(re.sub(pattern, replacement, body, count=1)[1:], number)
 
 
-def sealed_with_duplicates(sealed: bytes) -> Iterator[bytes]:
+def sealed_with_duplicates(sealed):
     """Yield a sealed file once for each object in it, with its first member twice."""
     body, number = body_of(sealed)
     for _, changed in with_duplicates(body):
@@ -105,7 +102,7 @@ def sealed_with_duplicates(sealed: bytes) -> Iterator[bytes]:
 
 
 @pytest.fixture(scope="module")
-def files() -> Files:
+def files():
     """The files of a run that has every kind of file."""
     store = MemoryStore()
     with training(store, EverySteps(1)) as (state, ckpt):
@@ -122,7 +119,7 @@ def files() -> Files:
     return files_of(store)
 
 
-def first(files: Files, pattern: str) -> bytes:
+def first(files, pattern):
     return next(raw for key, raw in files.items() if re.fullmatch(pattern, key))
 
 
@@ -136,7 +133,7 @@ SEALED: dict[str, tuple[str, Callable[[bytes, str], object], int]] = {
 
 
 @pytest.mark.parametrize("kind", SEALED)
-def test_sealed_files(files: Files, kind: str) -> None:
+def test_sealed_files(files, kind):
     pattern, decode, least = SEALED[kind]
     text = first(files, pattern)
     decode(text, "file")
@@ -148,7 +145,7 @@ def test_sealed_files(files: Files, kind: str) -> None:
         assert caught.value.file == "file"
 
 
-def test_an_incremental_manifest_and_its_index() -> None:
+def test_an_incremental_manifest_and_its_index():
     store = MemoryStore()
     state = {"a": np.arange(1 << 20)}
     limpet.save(store.at("version_1"), state, step=1)
@@ -171,7 +168,7 @@ def test_an_incremental_manifest_and_its_index() -> None:
             decode_index(changed, "file", refers)
 
 
-def test_an_index(files: Files) -> None:
+def test_an_index(files):
     raw = files[index_key(files, "version_9")]
     changes = list(with_duplicates(raw))
     assert len(changes) > 20
@@ -180,7 +177,7 @@ def test_an_index(files: Files) -> None:
             decode_index(changed, "file")
 
 
-def test_a_header_of_safetensors() -> None:
+def test_a_header_of_safetensors():
     raw = build_header([('a:"b', "F32", (2,), 0, 8), ("c", "U8", (), 8, 9)])
     text = raw[8:].rstrip(b" ")
     length = len(raw) + 9
@@ -195,7 +192,7 @@ def test_a_header_of_safetensors() -> None:
             decode_entries(changed)
 
 
-def test_a_save_request_with_a_duplicate_has_no_valid_id(files: Files) -> None:
+def test_a_save_request_with_a_duplicate_has_no_valid_id(files):
     text = files["request-save.json"]
     changed = edited(text, rb"\}$", b',"id":"0c9d1e2f3a4b"}')
     for raw, has_id in ((text, True), (changed, False)):
@@ -204,7 +201,7 @@ def test_a_save_request_with_a_duplicate_has_no_valid_id(files: Files) -> None:
         assert (read_request(store) == "0c9d1e2f3a4b") is has_id
 
 
-def test_foreign_files(tmp_path: Path) -> None:
+def test_foreign_files(tmp_path):
     tensors = {"a": torch.ones(2), "b": torch.zeros(3)}
     part = tmp_path / "model-00001-of-00001.safetensors"
     index = tmp_path / "model.safetensors.index.json"
@@ -239,7 +236,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from([None, 1]), st.booleans())
-def test_valid_text_is_accepted_however_it_is_written(value: Any, indent: Any, ascii: bool) -> None:
+def test_valid_text_is_accepted_however_it_is_written(value, indent, ascii):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii)
     assert ANY.decode(text.encode()) == json.loads(text)
     for _, changed in with_duplicates(text.encode()):
@@ -247,13 +244,13 @@ def test_valid_text_is_accepted_however_it_is_written(value: Any, indent: Any, a
             ANY.decode(changed)
 
 
-def test_the_message_names_the_duplicate_even_with_huge_numbers() -> None:
+def test_the_message_names_the_duplicate_even_with_huge_numbers():
     text = b'{"a":{"b":1,"b":' + b"9" * 4000 + b"}}"
     with pytest.raises(msgspec.ValidationError, match="the name 'b'"):
         ANY.decode(text)
 
 
-def test_structs_of_files_have_no_optional_fields() -> None:
+def test_structs_of_files_have_no_optional_fields():
     """Otherwise a missing field could hide a duplicate of another one from the count."""
     from limpet.format import index, manifest, records, safetensors
     from limpet.run import save_request
@@ -270,7 +267,7 @@ def test_structs_of_files_have_no_optional_fields() -> None:
         assert struct.__struct_config__.forbid_unknown_fields, struct
 
 
-def test_errors_of_fields_name_the_field_and_its_value(files: Files) -> None:
+def test_errors_of_fields_name_the_field_and_its_value(files):
     text = first(files, SEALED["branch"][0])
     with pytest.raises(ManifestInvalid, match=r"\$\.number.*-7"):
         decode_branch(edited(text, rb'"number":1', b'"number":-7'), "file")

@@ -1,11 +1,6 @@
 """Integers of more than 4,300 digits, dates of the year 9999, and files over their size limit."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +21,7 @@ BIG = 1 << 20000
 """Python refuses to convert an integer of over 4,300 digits to decimal text; this one has 6,021."""
 
 
-def state(big: int) -> dict[str, Any]:
+def state(big):
     """Return a state with an integer in every kind of plain value that can contain one."""
     return {
         "int": big,
@@ -42,7 +37,7 @@ def state(big: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("extreme") / "run"
     for step, big in ((1, BIG), (2, -BIG), (3, 3)):
         limpet.save(root / f"version_{step}", state(big), step=step, note={"a": {big}, "b": big})
@@ -50,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("json", [(), ("--json",)], ids=["text", "json"])
-def test_commands_show_long_integers_in_hexadecimal(run: Path, json: tuple[str, ...]) -> None:
+def test_commands_show_long_integers_in_hexadecimal(run, json):
     result = run_cli("show", run / "version_1", *json)
     assert result.code == 0
     assert "0x1000" in result.out
@@ -62,7 +57,7 @@ def test_commands_show_long_integers_in_hexadecimal(run: Path, json: tuple[str, 
         assert run_cli(*command, *json).code == 0
 
 
-def test_long_integers_load(run: Path) -> None:
+def test_long_integers_load(run):
     loaded = limpet.load(run / "version_1")
     assert np.array_equal(loaded.pop("array"), np.ones(2))
     expected = state(BIG)
@@ -75,7 +70,7 @@ def test_long_integers_load(run: Path) -> None:
     [[BIG], [-BIG], {BIG}, {"a": (BIG,)}, {BIG: 1}, Counter({BIG: 1}), 1, "a", [1, {2}]],
     ids=[*"abcdefghi"],
 )
-def test_every_value_has_a_text(value: Any) -> None:
+def test_every_value_has_a_text(value):
     text = to_repr(value)
     assert len(text) < 200
     assert to_json_value(value) is not None
@@ -101,13 +96,13 @@ def test_every_value_has_a_text(value: Any) -> None:
         lambda run: limpet.save(MemoryStore(), {BIG: 1}),
     ],
 )
-def test_a_long_integer_as_an_argument_is_refused(call: Callable[[Run], object]) -> None:
+def test_a_long_integer_as_an_argument_is_refused(call):
     with pytest.raises(LimpetError) as caught:
         call(Run(trained_run(2, 1)))
     assert len(str(caught.value)) < 600
 
 
-def test_a_step_that_no_reader_accepts_is_not_committed() -> None:
+def test_a_step_that_no_reader_accepts_is_not_committed():
     store = MemoryStore()
     with pytest.raises(LimpetError, match="18 digits"):
         limpet.save(store.at("a"), initial_state(), step=10**18)
@@ -118,16 +113,16 @@ def test_a_step_that_no_reader_accepts_is_not_committed() -> None:
 # -- dates ---------------------------------------------------------------------------------------
 
 
-def put_evaluation(run: Run, created: str, **metrics: float) -> str:
+def put_evaluation(run, created, **metrics):
     digest = reader_of(run.open(run.find(1))).digest
-    attempt = f"{len(files_of(run.store)):012x}"  # type: ignore[arg-type]
+    attempt = f"{len(files_of(run.store)):012x}"
     evaluation = Evaluation("val", attempt, "version_1", digest, created, metrics)
     key = f"version_1/eval-val.{attempt}.json"
     run.store.put_if_absent(key, encode_record(evaluation))
     return key
 
 
-def test_evaluations_can_be_added_after_one_of_the_year_9999() -> None:
+def test_evaluations_can_be_added_after_one_of_the_year_9999():
     run = Run(trained_run(2, 1))
     put_evaluation(run, "9999-12-31T23:59:58+00:00", a=1.0)
     for value in (2.0, 3.0):
@@ -139,7 +134,7 @@ def test_evaluations_can_be_added_after_one_of_the_year_9999() -> None:
     assert run.metrics(1)["a"] == 3.0
 
 
-def test_the_times_of_evaluations_are_compared_and_not_their_text() -> None:
+def test_the_times_of_evaluations_are_compared_and_not_their_text():
     run = Run(trained_run(2, 1))
     put_evaluation(run, "20260102T030405Z", a=1.0)
     put_evaluation(run, "2026-01-02T03:04:05.5+00:00", a=2.0)
@@ -150,9 +145,7 @@ def test_the_times_of_evaluations_are_compared_and_not_their_text() -> None:
     assert run.metrics(1)["a"] == 4.0
 
 
-def test_commands_show_versions_of_the_year_9999(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_show_versions_of_the_year_9999(tmp_path, monkeypatch):
     for step, created in enumerate(("9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00")):
         monkeypatch.setattr("limpet.machine.utc_now", lambda created=created: created)
         limpet.save(tmp_path / f"version_{step}", initial_state(), step=step)
@@ -171,7 +164,7 @@ def test_commands_show_versions_of_the_year_9999(
 # -- sizes ---------------------------------------------------------------------------------------
 
 
-def test_an_index_that_is_too_long_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_is_too_long_is_not_written(monkeypatch):
     monkeypatch.setattr("limpet.saving.write.MAX_MANIFEST", 100)
     store = MemoryStore()
     with pytest.raises(Unsupported, match="longer than a reader accepts") as caught:
@@ -181,7 +174,7 @@ def test_an_index_that_is_too_long_is_not_written(monkeypatch: pytest.MonkeyPatc
     assert not [key for key in files_of(store) if key.endswith(".json")]
 
 
-def test_a_manifest_that_is_too_long_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_is_too_long_is_not_committed(monkeypatch):
     monkeypatch.setattr("limpet.saving.commit.MAX_MANIFEST", 100)
     store = MemoryStore()
     with pytest.raises(Unsupported, match="longer than a reader accepts") as caught:
@@ -190,7 +183,7 @@ def test_a_manifest_that_is_too_long_is_not_committed(monkeypatch: pytest.Monkey
     assert not [key for key in files_of(store) if key.endswith("manifest.json")]
 
 
-def test_an_evaluation_that_is_too_long_is_not_written() -> None:
+def test_an_evaluation_that_is_too_long_is_not_written():
     run = Run(trained_run(2, 1))
     with pytest.raises(PlanError, match="longer than a reader accepts"):
         run.add_metrics(1, {f"metric {i}": i for i in range(100_000)})

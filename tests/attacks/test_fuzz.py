@@ -3,14 +3,10 @@
 ``FUZZ_EXAMPLES=n`` tries n random examples of each property, different in each run.
 """
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -27,7 +23,6 @@ from limpet.format.tree import check_tree
 from tests.forging import (
     FOLDER,
     Files,
-    Json,
     failing_uses,
     files_of,
     forge,
@@ -61,13 +56,13 @@ fuzz = settings(
 FILES: Files = {}
 
 
-def files() -> Files:
+def files():
     if not FILES:
         FILES.update(save_to_files(small_state()))
     return FILES
 
 
-def parse_or_none(parse: Callable[[bytes, str], Any], raw: bytes) -> Any:
+def parse_or_none(parse, raw):
     """Return the result, or None after a ``FormatError`` that names the file."""
     try:
         return parse(raw, "file")
@@ -105,7 +100,7 @@ jsons = st.recursive(
 
 @fuzz
 @given(st.binary(max_size=300))
-def test_random_bytes(raw: bytes) -> None:
+def test_random_bytes(raw):
     for parse in (decode_manifest, decode_branch, decode_pin, decode_index):
         assert parse_or_none(parse, raw) is None
         assert parse_or_none(parse, seal_body(raw)) is None
@@ -116,7 +111,7 @@ def test_random_bytes(raw: bytes) -> None:
 
 @fuzz
 @given(st.dictionaries(st.text(max_size=6), jsons, max_size=8))
-def test_random_json(content: Json) -> None:
+def test_random_json(content):
     for parse in (decode_manifest, decode_branch, decode_pin):
         assert parse_or_none(parse, seal(content)) is None
     assert parse_or_none(decode_index, json.dumps(content).encode()) is None
@@ -133,7 +128,7 @@ def test_random_json(content: Json) -> None:
 @example({"set": [{"set": []}]})
 @example({"complex": [{"float": "nan"}, {"tensor": []}]})
 @example({"dict": {"a": {"array": ["uint8", [], "|u1"]}}})
-def test_random_trees(node: Json) -> None:
+def test_random_trees(node):
     """A tree that passes validation can be walked and decoded without an error."""
     root = {"dict": {"x": node}}
     leaves = parse_or_none(lambda _, file: check_tree(root, file), b"")
@@ -149,7 +144,7 @@ def test_random_trees(node: Json) -> None:
 # -- changed valid files -------------------------------------------------------------------------
 
 
-def change(data: st.DataObject, content: Json) -> None:
+def change(data, content):
     """Make one to three changes in a JSON document."""
     for _ in range(data.draw(st.integers(1, 3))):
         paths = list(json_paths(content))
@@ -171,19 +166,19 @@ def change(data: st.DataObject, content: Json) -> None:
 
 @fuzz
 @given(st.data())
-def test_changed_manifests(data: st.DataObject) -> None:
+def test_changed_manifests(data):
     failing_uses(forge(files(), manifest=lambda m: change(data, m)))
 
 
 @fuzz
 @given(st.data())
-def test_changed_indexes(data: st.DataObject) -> None:
+def test_changed_indexes(data):
     failing_uses(forge(files(), index=lambda i: change(data, i)))
 
 
 @fuzz
 @given(st.data())
-def test_changed_headers(data: st.DataObject) -> None:
+def test_changed_headers(data):
     """If ``parse_header`` accepts a header, the data has no gaps and ends with the file."""
     raw = files()[shard_key(files())]
     size = int.from_bytes(raw[:8], "little")
@@ -200,7 +195,7 @@ def test_changed_headers(data: st.DataObject) -> None:
 
 @fuzz
 @given(st.sampled_from(["manifest", "index"]), st.data())
-def test_changed_bytes_with_a_valid_seal(which: str, data: st.DataObject) -> None:
+def test_changed_bytes_with_a_valid_seal(which, data):
     """The content is no longer JSON, or JSON with a different meaning."""
     file = manifest_key(files()) if which == "manifest" else index_key(files())
     raw = files()[file]
@@ -216,7 +211,7 @@ def test_changed_bytes_with_a_valid_seal(which: str, data: st.DataObject) -> Non
         parse_or_none(decode_index, raw)
 
 
-def test_the_original_files_are_valid() -> None:
+def test_the_original_files_are_valid():
     assert failing_uses(files()) == []
     assert files_of(store_of(files())) == files()
     header = build_header([("a", "F32", (2,), 0, 8)])

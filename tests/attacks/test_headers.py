@@ -1,10 +1,7 @@
 """A damaged safetensors header: every use of the data refuses it, and none reads more often."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,13 +21,13 @@ from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
 from limpet.snapshot.compare import compare_bytes
 from limpet.snapshot.location import Location
-from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.reader import open_location
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.threads import no_op
 from limpet.types import BLOCK_SIZE, MIB
 from tests.fakegroup import FakeGroup
-from tests.forging import Files, files_of, save_to_files, shard_key, store_of
+from tests.forging import files_of, save_to_files, shard_key, store_of
 from tests.ranks.recorded_reads import RecordingStore
 from tests.snapshot.manual_shards import split_columns, write_resharded
 
@@ -39,7 +36,7 @@ Header = dict[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def state() -> dict[str, torch.Tensor]:
+def state():
     return {
         "aa": torch.arange(6.0).view(2, 3),
         "bb": -torch.arange(6.0).view(2, 3),
@@ -47,16 +44,16 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
-def zeros() -> dict[str, torch.Tensor]:
+def zeros():
     return {key: torch.zeros_like(value) for key, value in state().items()}
 
 
 @pytest.fixture(scope="module")
-def files() -> Files:
+def files():
     return save_to_files(state())
 
 
-def with_header(files: Files, raw: bytes) -> MemoryStore:
+def with_header(files, raw):
     """Return a store with another beginning of the shard, of the same length."""
     key = shard_key(files)
     data = files[key]
@@ -64,14 +61,14 @@ def with_header(files: Files, raw: bytes) -> MemoryStore:
     return store_of({**files, key: raw + data[4096:]})
 
 
-def open_in(store: Any) -> SnapshotReader:
+def open_in(store):
     return open_location(Location(store, "version_7"))
 
 
 # -- uses --------------------------------------------------------------------------------------
 
 
-def load_on_ranks(store: Any, least: int = 1 << 62) -> None:
+def load_on_ranks(store, least=1 << 62):
     """Load on two ranks, which share their reads if the snapshot has ``least`` bytes."""
     with FakeGroup(2) as group, patch.object(shared_read, "MIN_SHARED_BYTES", least):
         outcomes = group.outcomes(lambda rank: limpet.load(store.at("version_7"), into=zeros()))
@@ -80,19 +77,19 @@ def load_on_ranks(store: Any, least: int = 1 << 62) -> None:
         raise error
 
 
-def read_by_dcp(store: Any) -> None:
+def read_by_dcp(store):
     try:
         dcp.load(zeros(), storage_reader=StorageReader(store.at("version_7")), no_dist=True)
     except CheckpointException as error:
         raise error.failures[0][0] from error
 
 
-def export_all(snapshot: SnapshotReader) -> None:
+def export_all(snapshot):
     plan = prepare_export(snapshot, "memory://headers/out", "safetensors", root="/")
     list(write_files(snapshot, plan.files, Location(MemoryStore(), "out"), no_op))
 
 
-def compare(store: Any) -> None:
+def compare(store):
     other = limpet.save(MemoryStore().at("x"), zeros())
     compare_bytes(open_in(store), reader_of(other), [(key, key) for key in state()])
 
@@ -115,8 +112,8 @@ USES: dict[str, Callable[[Any], object]] = {
 # -- damage --------------------------------------------------------------------------------------
 
 
-def edit(change: Callable[[Header], object]) -> Callable[[bytes], bytes]:
-    def apply(raw: bytes) -> bytes:
+def edit(change):
+    def apply(raw):
         header = json.loads(raw[8:])
         change(header)
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -126,7 +123,7 @@ def edit(change: Callable[[Header], object]) -> Callable[[bytes], bytes]:
     return apply
 
 
-def swap_names(header: Header) -> None:
+def swap_names(header):
     header["aa"], header["bb"] = header["bb"], header["aa"]
 
 
@@ -145,7 +142,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_header_is_refused(files: Files, damage: str, use: str) -> None:
+def test_a_damaged_header_is_refused(files, damage, use):
     raw = files[shard_key(files)][:4096]
     store = with_header(files, DAMAGE[damage](raw))
     with pytest.raises(DigestMismatch, match="its header") as caught:
@@ -155,7 +152,7 @@ def test_a_damaged_header_is_refused(files: Files, damage: str, use: str) -> Non
 
 
 @pytest.mark.slow
-def test_one_bit_in_any_byte_of_the_header_is_detected(files: Files) -> None:
+def test_one_bit_in_any_byte_of_the_header_is_detected(files):
     raw = files[shard_key(files)][:4096]
     live = zeros()
     for position in range(len(raw)):
@@ -167,10 +164,8 @@ def test_one_bit_in_any_byte_of_the_header_is_detected(files: Files) -> None:
 
 
 @pytest.mark.parametrize("least", [0, 1 << 62])
-def test_resume_takes_the_version_before_one_with_a_damaged_header(
-    tmp_path: Path, least: int
-) -> None:
-    def train(rank: int) -> None:
+def test_resume_takes_the_version_before_one_with_a_damaged_header(tmp_path, least):
+    def train(rank):
         with limpet.Checkpointer(tmp_path, state(), save=limpet.EverySteps(1)) as ckpt:
             ckpt.step()
             ckpt.step()
@@ -182,7 +177,7 @@ def test_resume_takes_the_version_before_one_with_a_damaged_header(
     data[:4096] = DAMAGE["other padding"](bytes(data[:4096]))
     shard.write_bytes(data)
 
-    def resume(rank: int) -> int | None:
+    def resume(rank):
         with limpet.Checkpointer(tmp_path, zeros(), save=limpet.EverySteps(1)) as ckpt:
             snapshot = ckpt.resume()
             return snapshot and snapshot.step
@@ -195,21 +190,21 @@ def test_resume_takes_the_version_before_one_with_a_damaged_header(
 # -- reads ---------------------------------------------------------------------------------------
 
 
-def shard_reads(recorded: RecordingStore) -> list[tuple[int, int]]:
+def shard_reads(recorded):
     reads = sorted(r[1:] for r in recorded.ranges if r[0].endswith(".safetensors"))
     recorded.ranges.clear()
     return reads
 
 
 @pytest.fixture(scope="module")
-def large() -> MemoryStore:
+def large():
     """Return a store with a shard of 3 blocks."""
     store = MemoryStore()
     limpet.save(store.at("version_7"), {"w": np.arange(5 * MIB // 4), "v": np.ones(MIB // 8)})
     return store
 
 
-def test_a_full_load_reads_the_header_with_the_first_block(large: MemoryStore) -> None:
+def test_a_full_load_reads_the_header_with_the_first_block(large):
     recorded = RecordingStore(large)
     snapshot = open_in(recorded)
     [index] = snapshot.indexes()
@@ -225,7 +220,7 @@ def test_a_full_load_reads_the_header_with_the_first_block(large: MemoryStore) -
         assert shard_reads(recorded) == [first, second, last]
 
 
-def test_a_failed_check_is_repeated(files: Files) -> None:
+def test_a_failed_check_is_repeated(files):
     raw = files[shard_key(files)][:4096]
     snapshot = Snapshot(open_in(with_header(files, DAMAGE["two names"](raw))))
     for _ in range(2):
@@ -233,7 +228,7 @@ def test_a_failed_check_is_repeated(files: Files) -> None:
             snapshot["c"].read()
 
 
-def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch):
     for module in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{module}.BLOCK_SIZE", 4096)
     store = MemoryStore()
@@ -242,7 +237,7 @@ def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.Monk
     header = open_in(store).indexes()[0].header
     assert header > 2 * 4096
 
-    def load(store: Any) -> None:
+    def load(store):
         with monkeypatch.context() as patch:
             patch.setattr("limpet.buffers._pool", limpet.buffers.BufferPool(MIB, 8192))
             load_snapshot(open_in(store))
@@ -257,7 +252,7 @@ def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.Monk
             load(store_of({k: bytes(v) for k, v in damaged.items()}))
 
 
-def test_boxes_that_are_assembled_in_memory_check_the_headers_too() -> None:
+def test_boxes_that_are_assembled_in_memory_check_the_headers_too():
     store = MemoryStore()
     original = limpet.save(MemoryStore().at("x"), {"w": np.arange(640.0).reshape(20, 32)})
     write_resharded(reader_of(original), Location(store, "version_7"), split_columns(2), 2)
@@ -270,7 +265,7 @@ def test_boxes_that_are_assembled_in_memory_check_the_headers_too() -> None:
             export_all(open_in(damaged))
 
 
-def test_only_own_shards_of_an_incremental_version_are_checked(tmp_path: Path) -> None:
+def test_only_own_shards_of_an_incremental_version_are_checked(tmp_path):
     """Version 2 has its own data and refers to version 1; version 3 has no data of its own."""
     live = {"a": torch.arange(1 << 18), "b": torch.zeros(1 << 18)}
     with limpet.Checkpointer(tmp_path, live, save=limpet.EverySteps(1), incremental=True) as ckpt:
@@ -282,7 +277,7 @@ def test_only_own_shards_of_an_incremental_version_are_checked(tmp_path: Path) -
     versions = [limpet.open(tmp_path / f"version_{n}") for n in (1, 2, 3)]
     assert [len(v.bases) for v in versions] == [0, 1, 2]
 
-    def refused() -> list[tuple[int, str]]:
+    def refused():
         found = []
         for number in (1, 2, 3):
             try:

@@ -3,8 +3,6 @@
 They cause no other exception, no wrong data, and no memory use beyond the size of the files.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -13,8 +11,6 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +28,6 @@ from limpet.format.records import (
 )
 from tests.forging import (
     FOLDER,
-    Files,
     Json,
     assert_names_file,
     failing_uses,
@@ -61,23 +56,23 @@ WRONG_VALUES: list[Json] = [
 
 
 @pytest.fixture(scope="module")
-def files() -> Files:
+def files():
     return save_to_files(small_state())
 
 
-def tree_of(manifest: Json) -> Json:
+def tree_of(manifest):
     return manifest["tree"]["dict"]
 
 
 # -- edits that must all be rejected -------------------------------------------------------------
 
 
-def shard(m: Json) -> Json:
+def shard(m):
     return m["shards"][0]
 
 
-def rename(field: str, name: str) -> Callable[[Json], None]:
-    def change(m: Json) -> None:
+def rename(field, name):
+    def change(m):
         if field == "shard":
             shard(m)["path"] = name
         else:
@@ -86,27 +81,27 @@ def rename(field: str, name: str) -> Callable[[Json], None]:
     return change
 
 
-def set_in(*path: Any, to: Json) -> Callable[[Json], None]:
+def set_in(*path, to):
     return lambda m: set_at(m, path, to)
 
 
-def node(value: Json, name: str = "weight") -> Callable[[Json], None]:
+def node(value, name="weight"):
     return lambda m: set_at(m, ("tree", "dict", name), value)
 
 
-def added(value: Json) -> Callable[[Json], None]:
+def added(value):
     return node(value, "added")
 
 
-def deep(levels: int) -> Json:
+def deep(levels):
     value: Json = 1
     for _ in range(levels):
         value = {"list": [value]}
     return value
 
 
-def sparse(**changes: Json) -> Callable[[Json], None]:
-    def change(m: Json) -> None:
+def sparse(**changes):
+    def change(m):
         tree_of(m)["sparse"]["sparse"].update(changes)
 
     return change
@@ -255,7 +250,7 @@ MANIFEST_EDITS: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("name", MANIFEST_EDITS)
-def test_an_invalid_manifest_is_rejected(files: Files, name: str) -> None:
+def test_an_invalid_manifest_is_rejected(files, name):
     forged = forge(files, manifest=MANIFEST_EDITS[name])
     failed = failing_uses(forged, into={**small_state(), "added": None})
     # only torch can detect this error of a sparse tensor, when it is loaded
@@ -263,19 +258,19 @@ def test_an_invalid_manifest_is_rejected(files: Files, name: str) -> None:
     assert failed in (["load", "verify", "into"], detected_late), name
 
 
-def leaf_in(index: Json, key: str) -> Json:
+def leaf_in(index, key):
     return next(leaf for leaf in index["leaves"] if leaf["key"] == key)
 
 
-def leaf_set(key: str, /, **changes: Json) -> Callable[[Json], None]:
+def leaf_set(key, /, **changes):
     return lambda i: leaf_in(i, key).update(changes)
 
 
-def box_set(key: str, /, **changes: Json) -> Callable[[Json], None]:
+def box_set(key, /, **changes):
     return lambda i: leaf_in(i, key)["boxes"][0].update(changes)
 
 
-def swap_boxes(index: Json) -> None:
+def swap_boxes(index):
     """Exchange the boxes of two leaves with the same dtype and shape."""
     a, b = leaf_in(index, "csr/values"), leaf_in(index, "sparse/values")
     assert (a["dtype"], a["shape"]) == (b["dtype"], b["shape"])
@@ -341,13 +336,13 @@ DETECTED_BY_VERIFY = {"boxes-swapped"}
 
 
 @pytest.mark.parametrize("name", INDEX_EDITS)
-def test_an_invalid_index_is_rejected(files: Files, name: str) -> None:
+def test_an_invalid_index_is_rejected(files, name):
     forged = forge(files, index=INDEX_EDITS[name])
     failed = failing_uses(forged, into=small_state())
     assert failed == (["verify"] if name in DETECTED_BY_VERIFY else ["load", "verify", "into"])
 
 
-def test_errors_name_file_and_leaf(files: Files) -> None:
+def test_errors_name_file_and_leaf(files):
     forged = store_of(forge(files, manifest=MANIFEST_EDITS["dtype-unknown"])).at(FOLDER)
     with pytest.raises(ManifestInvalid, match="'weight'") as e:
         limpet.open(forged)
@@ -361,14 +356,14 @@ def test_errors_name_file_and_leaf(files: Files) -> None:
 # -- every field, every wrong value --------------------------------------------------------------
 
 
-def check_errors(forged: Files) -> None:
+def check_errors(forged):
     """Use the forged snapshot. All errors are ``FormatError`` and name the file."""
     failing_uses(forged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["manifest", "index"])
-def test_any_field_with_any_wrong_value(which: str) -> None:
+def test_any_field_with_any_wrong_value(which):
     state = {"w": torch.ones(2, 3), "t": [torch.ones(1, dtype=torch.int8)], "p": {1: (2, b"x")}}
     files = save_to_files(state)
     if which == "manifest":
@@ -383,7 +378,7 @@ def test_any_field_with_any_wrong_value(which: str) -> None:
 # -- seals and formats ---------------------------------------------------------------------------
 
 
-def check_all_decoders_reject(raw: bytes) -> None:
+def check_all_decoders_reject(raw):
     for decode in (
         decode_manifest,
         decode_branch,
@@ -396,13 +391,13 @@ def check_all_decoders_reject(raw: bytes) -> None:
         assert_names_file(e.value)
 
 
-def test_a_newer_format_is_reported(files: Files) -> None:
+def test_a_newer_format_is_reported(files):
     raw = seal(sealed_content(files[manifest_key(files)]), format_number=2)
     with pytest.raises(FormatTooNew, match="newer version of Limpet"):
         decode_manifest(raw, "manifest.json")
 
 
-def test_a_run_from_before_the_first_release_is_refused_and_not_damaged(tmp_path: Path) -> None:
+def test_a_run_from_before_the_first_release_is_refused_and_not_damaged(tmp_path):
     """Nothing is skipped, and nothing is written."""
     url = str(tmp_path / "run")
     with limpet.Checkpointer(url, {"n": 1, "p": limpet.Progress()}) as ckpt:
@@ -444,11 +439,11 @@ def test_a_run_from_before_the_first_release_is_refused_and_not_damaged(tmp_path
     ],
     ids=range(15),
 )
-def test_files_without_a_valid_seal(raw: bytes) -> None:
+def test_files_without_a_valid_seal(raw):
     check_all_decoders_reject(raw)
 
 
-def test_nesting_beyond_the_limit_is_rejected(files: Files) -> None:
+def test_nesting_beyond_the_limit_is_rejected(files):
     for levels in (101, 200, 300, 400, 480, 1000, 100_000):
         content = sealed_content(files[manifest_key(files)])
         content["tree"] = "HERE"
@@ -458,7 +453,7 @@ def test_nesting_beyond_the_limit_is_rejected(files: Files) -> None:
         assert "load" in failing_uses(forged), levels
 
 
-def test_a_digest_is_compared_exactly(files: Files) -> None:
+def test_a_digest_is_compared_exactly(files):
     raw = files[manifest_key(files)]
     start = raw.index(b'"digest":"') + 10
     with pytest.raises((DigestMismatch, ManifestInvalid)):
@@ -555,7 +550,7 @@ RECORDS: dict[str, tuple[Json, Callable[[bytes, str], object], list[tuple[str, J
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_an_invalid_record_is_rejected(kind: str) -> None:
+def test_an_invalid_record_is_rejected(kind):
     valid, decode, wrong = RECORDS[kind]
     decode(seal(valid), "f")
     for field, value in wrong:
@@ -565,7 +560,7 @@ def test_an_invalid_record_is_rejected(kind: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" * 400, "1" * 5000])
-def test_an_evaluation_with_an_invalid_number_is_rejected(number: str) -> None:
+def test_an_evaluation_with_an_invalid_number_is_rejected(number):
     body = json.dumps(EVALUATION, separators=(",", ":")).replace("0.5", number)
     with pytest.raises(ManifestInvalid) as e:
         decode_about_version(seal_body(body.encode()[1:]), "version_7/eval-val.0.json")
@@ -576,7 +571,7 @@ def test_an_evaluation_with_an_invalid_number_is_rejected(number: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["shape-huge", "blob-huge", "shard-huge", "index-huge"])
-def test_a_wrong_size_allocates_no_memory(files: Files, name: str) -> None:
+def test_a_wrong_size_allocates_no_memory(files, name):
     store = store_of(forge(files, manifest=MANIFEST_EDITS[name])).at(FOLDER)
     tracemalloc.start()
     try:
@@ -587,11 +582,11 @@ def test_a_wrong_size_allocates_no_memory(files: Files, name: str) -> None:
         tracemalloc.stop()
 
 
-def enlarge_leaf(files: Files) -> Files:
+def enlarge_leaf(files):
     """Make manifest and index describe a leaf of 4 TiB, which the shard does not contain."""
     size = 1 << 40
 
-    def index(i: Json) -> None:
+    def index(i):
         i["length"] += 4 * size
         leaf = {"key": "weight", "dtype": "float32", "shape": [size]}
         i["leaves"] = [{**leaf, "boxes": [{"offsets": [0], "sizes": [size], "at": i["header"]}]}]
@@ -599,7 +594,7 @@ def enlarge_leaf(files: Files) -> Files:
         i["cuts"] = [i["header"], i["length"]]
         i["digests"] = i["digests"][:2]
 
-    def manifest(m: Json) -> None:
+    def manifest(m):
         m["tree"] = {"dict": {"weight": {"tensor": ["float32", [size]]}}}
         m["shards"][0]["length"] += 4 * size
 
@@ -607,7 +602,7 @@ def enlarge_leaf(files: Files) -> Files:
 
 
 @pytest.mark.slow
-def test_wrong_sizes_in_a_limited_address_space(files: Files, tmp_path: Path) -> None:
+def test_wrong_sizes_in_a_limited_address_space(files, tmp_path):
     """The files claim headers of 2**63 bytes and leaves of terabytes."""
     cases = [forge(files, manifest=MANIFEST_EDITS[n]) for n in ("shape-huge", "blob-huge")]
     cases.append(forge(files, index=INDEX_EDITS["header-huge"]))
@@ -645,7 +640,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 
 
 @pytest.mark.slow
-def test_a_million_keys_are_checked_in_bounded_memory(files: Files) -> None:
+def test_a_million_keys_are_checked_in_bounded_memory(files):
     many_values = {f"k{i}": i for i in range(1_000_000)}
     valid = forge(files, manifest=lambda m: tree_of(m).update(many_values={"dict": many_values}))
     size = len(valid[manifest_key(valid)])
@@ -656,7 +651,7 @@ def test_a_million_keys_are_checked_in_bounded_memory(files: Files) -> None:
         assert tracemalloc.get_traced_memory()[1] < 30 * size
     finally:
         tracemalloc.stop()
-    many_values["last"] = {"tied": "nothing"}  # type: ignore[assignment]
+    many_values["last"] = {"tied": "nothing"}
     forged = forge(files, manifest=lambda m: tree_of(m).update(many_values={"dict": many_values}))
     with pytest.raises(ManifestInvalid, match="'many_values/last'"):
         limpet.open(store_of(forged).at(FOLDER))

@@ -4,8 +4,6 @@ Every call ends soon. It succeeds, or raises an error that names what is in the 
 changes nothing of that, and works once it is gone.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -59,36 +57,36 @@ NAMES = [
 # -- what is in the way --------------------------------------------------------------------------
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path):
     path.mkdir()
 
 
-def make_full_folder(path: Path) -> None:
+def make_full_folder(path):
     path.mkdir()
     (path / "data").write_bytes(b"kept")
     (path / "inner").mkdir()
 
 
-def make_link(path: Path) -> None:
+def make_link(path):
     target = outside(path) / "target"
     target.write_bytes(b"kept")
     path.symlink_to(target)
 
 
-def make_dangling_link(path: Path) -> None:
+def make_dangling_link(path):
     path.symlink_to(outside(path) / "nothing")
 
 
-def make_fifo(path: Path) -> None:
+def make_fifo(path):
     os.mkfifo(path)
 
 
-def make_unreadable(path: Path) -> None:
+def make_unreadable(path):
     path.write_bytes(b"kept")
     path.chmod(0)
 
 
-def make_oversized(path: Path) -> None:
+def make_oversized(path):
     path.write_bytes(b"")
     os.truncate(path, MAX_FILE + 1)
 
@@ -109,7 +107,7 @@ Reading follows links. If such a record is removed, the link is removed, but nev
 """
 
 
-def outside(path: Path) -> Path:
+def outside(path):
     """The folder of what links point to; it belongs to no run."""
     folder = next(p for p in path.parents if p.name == "cell") / "outside"
     folder.mkdir(exist_ok=True)
@@ -122,16 +120,16 @@ class UnreadableFs(Fs):
     Nothing is synced: no power is cut here.
     """
 
-    def fsync(self, fd: int) -> None:
+    def fsync(self, fd):
         pass
 
-    def open(self, path: str, flags: int) -> int:
+    def open(self, path, flags):
         if not flags & os.O_CREAT and os.lstat(path).st_mode & 0o777 == 0:
             raise PermissionError(13, "Permission denied")
         return super().open(path, flags)
 
 
-def contents(path: Path) -> list[Any]:
+def contents(path):
     """Everything that a path is and contains, without following links."""
     if not os.path.lexists(path):
         return []
@@ -147,7 +145,7 @@ def contents(path: Path) -> list[Any]:
 # -- the calls -----------------------------------------------------------------------------------
 
 
-def call_train(root: Path) -> None:
+def call_train(root):
     """Train in a run that has nothing but what is in the way."""
     store = LocalStore(root)
     with training(store, EverySteps(1)) as (state, ckpt):
@@ -157,29 +155,29 @@ def call_train(root: Path) -> None:
     assert Run(store).line()[-1] == Version(4)
 
 
-def call_resume(root: Path, at: int | None = None) -> None:
+def call_resume(root, at=None):
     with training(LocalStore(root), EverySteps(1), KeepLast(10)) as (state, ckpt):
         ckpt.resume(at=at)
         train(state, ckpt, state["progress"].step + 1)
 
 
-def call_resume_at(root: Path) -> None:
+def call_resume_at(root):
     call_resume(root, 2)
 
 
-def call_latest(root: Path) -> None:
+def call_latest(root):
     snapshot = Run(LocalStore(root)).latest()
     assert snapshot is not None
     limpet.load(snapshot.url, into=initial_state())
 
 
-def call_pin(root: Path) -> None:
+def call_pin(root):
     run = Run(LocalStore(root))
     version = run.pin(3 if Version(3) in run.listing().versions else 2)
     assert run.pins() == [version]
 
 
-def call_unpin(root: Path) -> None:
+def call_unpin(root):
     run = Run(LocalStore(root))
     try:
         run.unpin(3)
@@ -189,12 +187,12 @@ def call_unpin(root: Path) -> None:
     assert run.pins() == []
 
 
-def call_request_save(root: Path) -> None:
+def call_request_save(root):
     store = LocalStore(root)
     now = [0.0]
     watcher = RequestWatcher(store)
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         """Answer the request, as a training does."""
         now[0] += seconds
         watcher.poll()
@@ -208,33 +206,33 @@ def call_request_save(root: Path) -> None:
     assert answer.version == Run(store).listing().versions[-1]
 
 
-def call_sweep(root: Path) -> None:
+def call_sweep(root):
     Run(LocalStore(root)).sweep(grace=0, abandoned=True)
 
 
-def call_retain(root: Path) -> None:
+def call_retain(root):
     Run(LocalStore(root)).retain(KeepLast(1))
 
 
-def call_delete(root: Path) -> None:
+def call_delete(root):
     Run(LocalStore(root)).delete(Version(1))
 
 
-def call_copy(root: Path) -> None:
+def call_copy(root):
     copy(root, root.parent / "copy")
 
 
-def call_copy_into(root: Path) -> None:
+def call_copy_into(root):
     copy(root.parents[2] / "template", root)
 
 
-def copy(source: Path, target: Path) -> None:
+def copy(source, target):
     result = run_cli("copy", source, target, "--json")
     if result.code:
         raise LimpetError(str(result.json.get("error") or result.json["damaged"]))
 
 
-def call_add_metrics(root: Path) -> None:
+def call_add_metrics(root):
     run = Run(LocalStore(root))
     run.add_metrics(2, {"accuracy": 0.5})
     assert run.metrics(2)["accuracy"] == 0.5
@@ -257,11 +255,11 @@ CALLS = [
 ]
 
 
-def limited(call: Callable[[Path], None], root: Path) -> LimpetError | None:
+def limited(call, root):
     """Run a call on a thread, and return its error. It ends within the limit."""
     errors: list[BaseException] = []
 
-    def run() -> None:
+    def run():
         try:
             call(root)
         except BaseException as e:
@@ -279,7 +277,7 @@ def limited(call: Callable[[Path], None], root: Path) -> LimpetError | None:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def template(tmp_path_factory):
     """A run with three versions."""
     root = tmp_path_factory.mktemp("obstacles") / "template"
     with training(str(root), EverySteps(1)) as (state, ckpt):
@@ -287,7 +285,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def is_handled(name: str, kind: str, call: Callable[[Path], None]) -> bool:
+def is_handled(name, kind, call):
     """Return True if the call is meant to replace or remove a damaged file of this name."""
     if kind not in FILES:
         return False
@@ -305,9 +303,7 @@ def is_handled(name: str, kind: str, call: Callable[[Path], None]) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_in_the_way_is_named_and_kept(
-    template: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
+def test_what_is_in_the_way_is_named_and_kept(template, monkeypatch, name, kind):
     monkeypatch.setattr(local_store, "Fs", UnreadableFs)
     monkeypatch.setattr("limpet.snapshot.reader.MAX_MANIFEST", MAX_FILE)
     problems = []
@@ -322,9 +318,7 @@ def test_what_is_in_the_way_is_named_and_kept(
         pytest.fail("\n".join(problems), pytrace=False)
 
 
-def check_cell(
-    template: Path, root: Path, name: str, kind: str, call: Callable[[Path], None]
-) -> None:
+def check_cell(template, root, name, kind, call):
     if call in (call_train, call_copy_into):
         root.mkdir(parents=True)
     else:
@@ -356,7 +350,7 @@ def check_cell(
         assert error is None, f"still fails afterwards: {error}"
 
 
-def remove(path: Path) -> None:
+def remove(path):
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -369,11 +363,11 @@ def remove(path: Path) -> None:
 class RecreatingStore(MemoryStore):
     """A store in which another process creates each object before this one, and then deletes it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.puts: list[str] = []
 
-    def put_if_absent(self, key: str, data: bytes) -> Stat:
+    def put_if_absent(self, key, data):
         self.puts.append(key)
         raise AlreadyExists(f"{key} exists", key=key, store=self.url)
 
@@ -387,7 +381,7 @@ class RecreatingStore(MemoryStore):
     ],
     ids=["writer lock", "save request", "branch"],
 )
-def test_the_tries_to_create_a_file_are_bounded(put: Callable[[MemoryStore], object]) -> None:
+def test_the_tries_to_create_a_file_are_bounded(put):
     store = RecreatingStore()
     with pytest.raises(StoreError, match="exists again") as caught:
         put(store)
@@ -396,7 +390,7 @@ def test_the_tries_to_create_a_file_are_bounded(put: Callable[[MemoryStore], obj
     assert caught.value.key == store.puts[-1]
 
 
-def opened() -> limpet.Snapshot:
+def opened():
     store = MemoryStore()
     return limpet.save(store.at("version_1"), initial_state(), step=1)
 
@@ -407,11 +401,11 @@ class OutdatedStore(MemoryStore):
     So each search finds a version, fails to read it, and finds that the run has changed meanwhile.
     """
 
-    def __init__(self, period: int) -> None:
+    def __init__(self, period):
         super().__init__()
         self.looks, self.period = 0, period
 
-    def stat(self, key: str) -> Stat:
+    def stat(self, key):
         if not key.endswith("/manifest.json"):
             return super().stat(key)
         self.looks += 1
@@ -421,9 +415,7 @@ class OutdatedStore(MemoryStore):
 
 
 @pytest.mark.parametrize(("search", "period"), [(Run.latest, 2), (lambda run: run.best("loss"), 3)])
-def test_searches_among_deleted_versions_are_bounded(
-    search: Callable[[Run], object], period: int
-) -> None:
+def test_searches_among_deleted_versions_are_bounded(search, period):
     store = OutdatedStore(period)
     store.put_if_absent("version_9/shard", b"")
     with pytest.raises(NotFound, match="before they can be read") as caught:
@@ -432,10 +424,10 @@ def test_searches_among_deleted_versions_are_bounded(
     assert caught.value.todo is not None
 
 
-def test_a_fifo_that_replaces_a_file_does_not_block_its_reader(tmp_path: Path) -> None:
+def test_a_fifo_that_replaces_a_file_does_not_block_its_reader(tmp_path):
     os.mkfifo(tmp_path / "shard")
 
-    def read(root: Path) -> None:
+    def read(root):
         LocalStore(root).get_range("shard", 0, 8, memoryview(bytearray(8)))
 
     error = limited(read, tmp_path)
@@ -445,9 +437,7 @@ def test_a_fifo_that_replaces_a_file_does_not_block_its_reader(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["empty-folder", "full-folder", "link", "dangling-link", "fifo"])
 @pytest.mark.parametrize("level", ["key", "folder"])
-def test_an_object_is_not_written_over_what_is_in_the_way(
-    tmp_path: Path, kind: str, level: str
-) -> None:
+def test_an_object_is_not_written_over_what_is_in_the_way(tmp_path, kind, level):
     path = tmp_path / "cell" / "run" / "version_1" / "a"
     obstacle = path if level == "key" else path.parent
     obstacle.parent.mkdir(parents=True)

@@ -1,7 +1,5 @@
 """A record that is longer than its format allows is a damaged record, not an error of the store."""
 
-from __future__ import annotations
-
 import time
 import warnings
 
@@ -18,7 +16,6 @@ from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher, put_request, read_request
 from limpet.run.writer_lock import WriterLock
 from limpet.snapshot.pins import REMOTE_PIN_TTL
-from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli
 from tests.trainings import train, trained_run, training
 
@@ -27,12 +24,12 @@ PIN = "pin-0c9d1e2f3a4b.json"
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     """A run with the versions 1, 2, and 3."""
     return trained_run(3, 1)
 
 
-def resume(store: MemoryStore, at: int | None = None) -> Version:
+def resume(store, at=None):
     """Resume, take one step, and return the version that it saved."""
     with training(store, EverySteps(1)) as (state, ckpt):
         ckpt.resume(at=at)
@@ -40,7 +37,7 @@ def resume(store: MemoryStore, at: int | None = None) -> Version:
     return Run(store).line()[-1]
 
 
-def test_a_branch_is_skipped_but_its_number_stays_taken(store: MemoryStore) -> None:
+def test_a_branch_is_skipped_but_its_number_stays_taken(store):
     store.put_if_absent("branch-1.json", TOO_LONG)
     assert resume(store) == Version(4)
     assert resume(store, at=2) == Version(3, 2)
@@ -48,7 +45,7 @@ def test_a_branch_is_skipped_but_its_number_stays_taken(store: MemoryStore) -> N
         Run(store).read_branch(1)
 
 
-def test_an_evaluation_is_skipped(store: MemoryStore) -> None:
+def test_an_evaluation_is_skipped(store):
     run = Run(store)
     run.add_metrics(2, {"accuracy": 0.5})
     store.put_if_absent("version_2/eval-val.0c9d1e2f3a4b.json", TOO_LONG)
@@ -57,7 +54,7 @@ def test_an_evaluation_is_skipped(store: MemoryStore) -> None:
     assert run.retain(KeepLast(1)) == [Version(1), Version(2)]
 
 
-def test_a_pin_blocks_deletion_for_seven_days(store: MemoryStore) -> None:
+def test_a_pin_blocks_deletion_for_seven_days(store):
     store.put_if_absent(PIN, TOO_LONG)
     run = Run(store)
     assert run.retain(KeepLast(1)) == []
@@ -69,7 +66,7 @@ def test_a_pin_blocks_deletion_for_seven_days(store: MemoryStore) -> None:
     assert run.retain(KeepLast(1)) == [Version(1), Version(2), Version(3)]
 
 
-def test_a_lasting_pin_protects_its_version(store: MemoryStore) -> None:
+def test_a_lasting_pin_protects_its_version(store):
     store.put_if_absent("pin-version_1.json", TOO_LONG)
     run = Run(store)
     assert run.pin(1) == Version(1)
@@ -77,7 +74,7 @@ def test_a_lasting_pin_protects_its_version(store: MemoryStore) -> None:
     assert run.unpin(1) == Version(1)
 
 
-def test_a_writer_lock_is_replaced(store: MemoryStore) -> None:
+def test_a_writer_lock_is_replaced(store):
     store.put_if_absent("writer.json", TOO_LONG)
     lock = WriterLock(store)
     lock.acquire()
@@ -85,7 +82,7 @@ def test_a_writer_lock_is_replaced(store: MemoryStore) -> None:
     assert store.stat("writer.json").length <= MAX_RECORD
 
 
-def test_a_request_is_answered_and_removed(store: MemoryStore) -> None:
+def test_a_request_is_answered_and_removed(store):
     store.put_if_absent("request-save.json", TOO_LONG)
     request = read_request(store)
     assert request is not None
@@ -97,9 +94,7 @@ def test_a_request_is_answered_and_removed(store: MemoryStore) -> None:
     assert read_request(store) is None
 
 
-def test_a_manifest_is_skipped_and_protects_what_it_names(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_is_skipped_and_protects_what_it_names(store, monkeypatch):
     monkeypatch.setattr("limpet.snapshot.reader.MAX_MANIFEST", MAX_RECORD)
     monkeypatch.setattr(catalog, "_PART", 1000)
     for offset in range(990, 1011):  # a name in and around the end of the first part
@@ -117,7 +112,7 @@ def test_a_manifest_is_skipped_and_protects_what_it_names(
     assert SkippedVersion in [w.category for w in caught]
 
 
-def test_a_copy_reports_a_branch(store: MemoryStore, tmp_path: object) -> None:
+def test_a_copy_reports_a_branch(store, tmp_path):
     resume(store, at=2)
     store.delete("branch-1.json")
     store.put_if_absent("branch-1.json", TOO_LONG)
@@ -134,7 +129,7 @@ def test_a_copy_reports_a_branch(store: MemoryStore, tmp_path: object) -> None:
     assert run_cli("ls", local).code == 0
 
 
-def test_events_report_what_is_skipped(store: MemoryStore) -> None:
+def test_events_report_what_is_skipped(store):
     store.put_if_absent("branch-1.json", TOO_LONG)
     seen: list[str] = []
     with events.attach(lambda name, fields: seen.append(name)):

@@ -1,7 +1,5 @@
 """Invalid references in format 2: to wrong files, overlapping, or beyond the end of a file."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -29,7 +27,6 @@ from tests import forging
 from tests.attacks.test_fuzz import change
 from tests.attacks.test_invalid_files import WRONG_VALUES
 from tests.forging import (
-    Files,
     Json,
     assert_names_file,
     files_of,
@@ -50,7 +47,7 @@ MANIFEST = "version_2/manifest.json"
 Change = Callable[[Json], object]
 
 
-def state(step: int) -> dict[str, Any]:
+def state(step):
     """Return two leaves of several chunks. One element of each changes in every step."""
     a, b = np.arange(500.0), np.arange(1500, dtype=np.int16).reshape(30, 50)
     a[3], b[20, 7] = -step, -step
@@ -58,7 +55,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def files() -> Files:
+def files():
     """Return three versions, each based on the previous one. The last refers to both others."""
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
@@ -81,14 +78,12 @@ def files() -> Files:
     return files_of(store)
 
 
-def forge_last_version(
-    files: Files, manifest: Change | None = None, index: Change | None = None
-) -> Files:
+def forge_last_version(files, manifest=None, index=None):
     """Change the manifest or index of the last version, and correct the digests."""
     return forging.forge(files, manifest, index, folder="version_2/")
 
 
-def rejecting_uses(files: Files) -> list[str]:
+def rejecting_uses(files):
     """Return the uses of the last version that reject it, each with a proper error."""
     store = store_of(files)
     found = []
@@ -116,22 +111,22 @@ def rejecting_uses(files: Files) -> list[str]:
 ALL_USES = ["load", "copy", "verify"]
 
 
-def test_the_unchanged_version_is_valid(files: Files) -> None:
+def test_the_unchanged_version_is_valid(files):
     assert rejecting_uses(forge_last_version(files)) == []
     expected = {**state(2), "b": state(1)["b"]}
     assert values_equal(load_snapshot(reader_of(Run(store_of(files)).open(Version(2)))), expected)
     assert forge_last_version(files)[MANIFEST] == files[MANIFEST]
 
 
-def shard(m: Json) -> Json:
+def shard(m):
     return m["shards"][0]
 
 
-def refer(number: int = 0, /, **changes: Json) -> Change:
+def refer(number=0, /, **changes):
     return lambda m: shard(m)["refers"][number].update(changes)
 
 
-def path_to(path: str) -> Change:
+def path_to(path):
     return refer(path=path)
 
 
@@ -183,12 +178,12 @@ MANIFEST_EDITS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", MANIFEST_EDITS)
-def test_an_invalid_manifest_is_rejected(files: Files, name: str) -> None:
+def test_an_invalid_manifest_is_rejected(files, name):
     assert rejecting_uses(forge_last_version(files, manifest=MANIFEST_EDITS[name])) == ALL_USES
 
 
-def run(number: int, **changes: int) -> Change:
-    def edit(i: Json) -> None:
+def run(number, **changes):
+    def edit(i):
         row = i["runs"][number]
         for field, by in changes.items():
             row[["chunk", "file", "at"].index(field)] += by
@@ -196,25 +191,25 @@ def run(number: int, **changes: int) -> Change:
     return edit
 
 
-def first_of(file: int) -> Callable[[Json], int]:
+def first_of(file):
     return lambda i: next(n for n, r in enumerate(i["runs"]) if r[1] == file)
 
 
-def edit_first(file: int, field: int, to: Callable[[Json, Json], int]) -> Change:
-    def edit(i: Json) -> None:
+def edit_first(file, field, to):
+    def edit(i):
         row = i["runs"][first_of(file)(i)]
         row[field] = to(i, row)
 
     return edit
 
 
-def overlap(i: Json) -> None:
+def overlap(i):
     """Make two runs read the same bytes of the base, so that a small base could fill any state."""
     base_runs = [n for n, r in enumerate(i["runs"]) if r[1] == 1]
     i["runs"][base_runs[1]][2] = i["runs"][base_runs[0]][2]
 
 
-def grow(i: Json) -> None:
+def grow(i):
     """Make the shard's data 2**62 bytes long."""
     i["cuts"][-1] = HUGE
 
@@ -260,11 +255,11 @@ INDEX_EDITS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", INDEX_EDITS)
-def test_an_invalid_index_is_rejected(files: Files, name: str) -> None:
+def test_an_invalid_index_is_rejected(files, name):
     assert rejecting_uses(forge_last_version(files, index=INDEX_EDITS[name])) == ALL_USES
 
 
-def test_a_full_version_has_no_chain_and_no_runs(files: Files) -> None:
+def test_a_full_version_has_no_chain_and_no_runs(files):
     full = sealed_content(files["version_0/manifest.json"])
     assert full["chain"] == 0
     with pytest.raises(ManifestInvalid, match="chain is not 0"):
@@ -277,10 +272,10 @@ def test_a_full_version_has_no_chain_and_no_runs(files: Files) -> None:
         decode_index(json.dumps(index).encode(), "f", [ShardReference("../version_1/x", 9, 9)])
 
 
-def test_a_small_base_cannot_fill_a_large_state(files: Files) -> None:
+def test_a_small_base_cannot_fill_a_large_state(files):
     """Every chunk needs its own bytes, so a shape cannot exceed the size of the files."""
 
-    def index(i: Json) -> None:
+    def index(i):
         i["leaves"] = [
             {"key": "a", "dtype": "uint8", "shape": [1 << 24],
              "boxes": [{"offsets": [0], "sizes": [1 << 24], "at": 4096}]}
@@ -290,7 +285,7 @@ def test_a_small_base_cannot_fill_a_large_state(files: Files) -> None:
         i["runs"] = [[c, 1, 4096] for c in range(1, len(i["cuts"]))]
         i["length"] = 4096
 
-    def manifest(m: Json) -> None:
+    def manifest(m):
         m["tree"] = {"dict": {"a": {"tensor": ["uint8", [1 << 24]]}}}
         shard(m)["length"] = 4096
 
@@ -311,7 +306,7 @@ UNDETECTABLE = {
 """Invalid values that a schema cannot detect."""
 
 
-def test_the_schema_accepts_valid_files_and_rejects_invalid_ones_where_it_can(files: Files) -> None:
+def test_the_schema_accepts_valid_files_and_rejects_invalid_ones_where_it_can(files):
     key = index_key(files, "version_2/")
     for raw in (files[MANIFEST], files[key]):
         assert ANY.is_valid(json.loads(raw))
@@ -332,7 +327,7 @@ def test_the_schema_accepts_valid_files_and_rejects_invalid_ones_where_it_can(fi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["manifest", "index"])
-def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
+def test_any_field_with_any_wrong_value(files, which):
     """All errors are expected ones. A load that succeeds returns what was saved."""
     expected = {**state(2), "b": state(1)["b"]}
     raw = files[MANIFEST] if which == "manifest" else files[index_key(files, "version_2/")]
@@ -358,12 +353,12 @@ def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.sampled_from(["manifest", "index"]), st.data())
-def test_random_changes(files: Files, which: str, data: st.DataObject) -> None:
+def test_random_changes(files, which, data):
     rejecting_uses(forge_last_version(files, **{which: lambda c: change(data, c)}))
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[list[int]], list[int]]:
+def layouts(draw):
     """Draw runs, sizes of chunks, (length, bytes) of the files, and the shard's length.
 
     They are valid, except that at most one number may be slightly wrong.
@@ -394,9 +389,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[list[int]
 
 @settings(derandomize=True, max_examples=400)
 @given(layouts())
-def test_runs_are_accepted_only_if_no_two_chunks_share_bytes(
-    layout: tuple[list[list[int]], list[int], list[list[int]], list[int]],
-) -> None:
+def test_runs_are_accepted_only_if_no_two_chunks_share_bytes(layout):
     """Compare with a slow and simple implementation of the rule."""
     runs, sizes, refers, (length,) = layout
     cuts = [8]

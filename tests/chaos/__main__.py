@@ -1,7 +1,5 @@
 """``python -m tests.chaos --seconds 120 --seed 1``: exit code 1 if anything is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import signal
@@ -35,16 +33,7 @@ LEAST_EFFECTIVE, EFFECTIVE_EVERY = 0.95, 120.0
 """The effective training time with an event every two minutes, or more rarely."""
 
 
-def run_chaos(
-    console: Console,
-    folder: Path,
-    seed: int,
-    *,
-    changes_size: bool,
-    seconds: float = 0.0,
-    least_events: int = 0,
-    every: float = 0.0,
-) -> list[str]:
+def run_chaos(console, folder, seed, *, changes_size, seconds=0.0, least_events=0, every=0.0):
     """Disturb one training, compare it with an undisturbed one, and return what is wrong."""
     dropout = 0.0 if changes_size else 0.1  # its random numbers depend on the number of ranks
     ranks = "other numbers of ranks" if changes_size else "4 ranks"
@@ -79,7 +68,7 @@ def run_chaos(
         return problems + different
 
 
-def train_undisturbed(folder: Path, last_step: int, dropout: float) -> Ranks:
+def train_undisturbed(folder, last_step, dropout):
     own = folder / "undisturbed"
     own.mkdir()
     ranks = Ranks(Start(str(own), str(own / "run"), 4, last_step, dropout))
@@ -93,7 +82,7 @@ def train_undisturbed(folder: Path, last_step: int, dropout: float) -> Ranks:
     return ranks
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="for all trainings together")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS",

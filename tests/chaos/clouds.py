@@ -3,16 +3,10 @@
 A host asks all clouds at once, so that any of them can announce its end.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Self
 
 from limpet.notices.azure import AzureNotice
 from limpet.notices.kubernetes import KubernetesNotice
-from limpet.notices.notice import NoticeSource
 from tests.notices.metadata_servers import AwsServer, AzureServer, GcpServer, KubernetesServer
 
 AWS, GCP, AZURE, POD = CLOUDS = ("AWS", "Google Cloud", "Azure", "Kubernetes")
@@ -27,27 +21,27 @@ GCP_SECONDS = 32.0
 class Clouds:
     """The metadata servers of one host."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.aws, self.gcp, self.azure = AwsServer(), GcpServer(), AzureServer()
         self.pod = KubernetesServer()
         self.is_announced = False
         self._closing = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         for server in (self.aws, self.gcp, self.azure, self.pod):
             self._closing.enter_context(server)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._closing.close()
 
     @property
-    def urls(self) -> dict[str, str]:
+    def urls(self):
         """The URL of each server, by the name of the cloud."""
         return dict(zip(CLOUDS, (s.url for s in (self.aws, self.gcp, self.azure, self.pod)),
                         strict=True))  # fmt: skip
 
-    def announce(self, cloud: str) -> float:
+    def announce(self, cloud):
         """Announce the end of the host. Return the seconds until then."""
         self.is_announced = True
         if cloud == AWS:
@@ -63,7 +57,7 @@ class Clouds:
         return POD_SECONDS
 
 
-def variables(urls: dict[str, str]) -> dict[str, str]:
+def variables(urls):
     """Return the environment variables that name the servers of the clouds that have such."""
     return {
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": urls[AWS],
@@ -71,7 +65,7 @@ def variables(urls: dict[str, str]) -> dict[str, str]:
     }
 
 
-def other_sources(urls: dict[str, str], folder: Path) -> Sequence[NoticeSource]:
+def other_sources(urls, folder):
     """Return the sources of the clouds that no environment variable names. ``folder``: a new one
     for the service account of the pod."""
     folder.mkdir()

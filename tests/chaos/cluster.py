@@ -1,16 +1,11 @@
 """The hosts of the training, their memory, disks, and metadata servers, and the disk of the run."""
 
-from __future__ import annotations
-
 import os
-import random
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from tests.chaos.clouds import Clouds
 
@@ -23,7 +18,7 @@ DISK_BYTES = 64 << 20
 class Cluster:
     """Two hosts with their memory, disks, and metadata servers, and the disk with the run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.run = str(folder / "disk" / "run")
         self.closing = ExitStack()
@@ -32,7 +27,7 @@ class Cluster:
         self.disks: dict[str, str] = {}
         self.clouds: dict[str, Clouds] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         disk = self.folder / "disk"
         disk.mkdir(parents=True)
         folders = [disk]
@@ -48,10 +43,10 @@ class Cluster:
             self.has_mounts = all(self._mount(folder) for folder in folders)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.closing.close()
 
-    def _mount(self, folder: Path) -> bool:
+    def _mount(self, folder):
         """Mount a file system of its own, which can be filled. Return False if that is refused."""
         options = ["-o", f"size={DISK_BYTES}", "limpet-chaos", str(folder)]
         command = ["mount", "-t", "tmpfs", *options]
@@ -60,21 +55,21 @@ class Cluster:
             self.closing.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
         return done.returncode == 0
 
-    def renew_clouds(self, host: str) -> None:
+    def renew_clouds(self, host):
         """A machine that was announced to be stopped is replaced by another one."""
         self.clouds[host] = self.closing.enter_context(Clouds())
 
-    def lose(self, host: str) -> None:
+    def lose(self, host):
         """Delete the memory and the disk of a host. Another host takes its place."""
         self.reboot(host)
         _empty(self.disks[host])
 
-    def reboot(self, host: str) -> None:
+    def reboot(self, host):
         """Delete the memory of a host."""
         _empty(self.memory[host])
 
     @contextmanager
-    def full(self, folder: Path) -> Iterator[None]:
+    def full(self, folder):
         """Fill the file system of a folder, for the time of a block."""
         path = folder / "ballast"
         try:
@@ -85,7 +80,7 @@ class Cluster:
         finally:
             path.unlink(missing_ok=True)
 
-    def shards(self, folder: str) -> list[Path]:
+    def shards(self, folder):
         """The shards below a folder, those of the newest version first."""
         found = [
             p for p in Path(folder).rglob("shard-*.safetensors") if p.parent.name[:8] == "version_"
@@ -93,16 +88,16 @@ class Cluster:
         return sorted(found, key=lambda p: (-_step_of(p.parent), p.name))
 
 
-def _empty(folder: str) -> None:
+def _empty(folder):
     for path in Path(folder).iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _step_of(version: Path) -> int:
+def _step_of(version):
     return int(version.name.removeprefix("version_").partition(".")[0])
 
 
-def flip_bit(path: Path, rng: random.Random) -> None:
+def flip_bit(path, rng):
     """Flip one bit of a file in place."""
     length = path.stat().st_size
     with path.open("r+b", buffering=0) as file:

@@ -1,16 +1,12 @@
 """Lets one event happen to running ranks."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path
 
 from tests.chaos.clouds import AWS, AZURE, CLOUDS, GCP, POD
-from tests.chaos.cluster import HOSTS, Cluster
-from tests.chaos.evaluator import Evaluator
-from tests.chaos.ranks import Ranks, wait_until
-from tests.chaos.row import Row
+from tests.chaos.cluster import HOSTS
+from tests.chaos.ranks import wait_until
 from tests.chaos.schedule import Kind
 
 STEP_SECONDS, LEAVE_SECONDS = 60.0, 35.0
@@ -33,10 +29,10 @@ CLOUD_OF = {
 class Disturbance:
     """Lets one event happen to running ranks. ``row`` says afterward what it hit."""
 
-    def __init__(self, cluster: Cluster, ranks: Ranks, row: Row, evaluator: Evaluator) -> None:
+    def __init__(self, cluster, ranks, row, evaluator):
         self.cluster, self.ranks, self.row, self.evaluator = cluster, ranks, row, evaluator
 
-    def happen(self, rank: int) -> None:
+    def happen(self, rank):
         kind = self.row.event.kind
         hosts = HOSTS[self.ranks.start.size]
         if kind == Kind.SIGTERM:
@@ -73,12 +69,12 @@ class Disturbance:
                 for host in "ab":
                     self.cluster.reboot(host)
 
-    def _stop(self, rank: int) -> None:
+    def _stop(self, rank):
         """Stop a rank, and wait until the job makes no steps anymore."""
         self.ranks.send(rank, signal.SIGSTOP)
         count, since = self.ranks.step_count, time.monotonic()
 
-        def is_hanging() -> bool:
+        def is_hanging():
             nonlocal count, since
             if self.ranks.step_count != count:
                 count, since = self.ranks.step_count, time.monotonic()
@@ -86,14 +82,14 @@ class Disturbance:
 
         wait_until(is_hanging, 30.0, "a stopped rank holds up the others")
 
-    def _pause(self, rank: int) -> None:
+    def _pause(self, rank):
         self.row.restarted = False
         self._stop(rank)
         count = self.ranks.step_count
         self.ranks.send(rank, signal.SIGCONT)
         wait_until(lambda: self.ranks.step_count > count + 2, 30.0, "steps after SIGCONT")
 
-    def _hang_and_notice(self, rank: int) -> None:
+    def _hang_and_notice(self, rank):
         """The ranks that are left must leave before the end that the notice names."""
         hosts = HOSTS[self.ranks.start.size]
         self._stop(rank)
@@ -110,7 +106,7 @@ class Disturbance:
         )
         self.ranks.send(rank, signal.SIGKILL)
 
-    def _lose(self, host: str) -> None:
+    def _lose(self, host):
         self.row.target = f"host {host}"
         for victim, name in enumerate(HOSTS[self.ranks.start.size]):
             if name == host:
@@ -118,7 +114,7 @@ class Disturbance:
         wait_until(lambda: self.ranks.has_failed, 10.0, "the end of killed ranks")
         self.cluster.lose(host)
 
-    def _fill(self, what: str, folder: str) -> None:
+    def _fill(self, what, folder):
         """Fill a file system. The next save or capture there must raise on all ranks."""
         self.row.target = what
         with self.cluster.full(Path(folder)):

@@ -3,8 +3,6 @@
 The functions below score a version: the squared errors of all samples.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -12,14 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import limpet
 from limpet.cli.exit_codes import EVALUATION_FAILED, OTHER, STORE_FAILED
-from limpet.format.names import Version
 from limpet.run.run import Run
 from tests.chaos.ranks import wait_until
 from tests.chaos.training import Waves
@@ -37,7 +33,7 @@ TOLERANCE = 1e-12
 """Relative. A matrix product of a batch of another size adds in another order."""
 
 
-def setup(state: dict[str, Any]) -> nn.Module:
+def setup(state):
     """Return the model of ``training.make_model`` from the leaves of a version."""
     model = nn.Sequential(
         nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.0), nn.Linear(64, 64), nn.Tanh(),
@@ -47,13 +43,13 @@ def setup(state: dict[str, Any]) -> nn.Module:
     return model
 
 
-def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:
+def evaluate(model, batch):
     _, samples = batch
     squares = (model(samples) - samples).square()
     return {METRIC: (squares.sum(), squares.numel())}
 
 
-def score_alone(url: str) -> float:
+def score_alone(url):
     """Return the score of a version from one pass over all samples in this process."""
     model = setup(limpet.load(url, keys="model/**")).eval()
     data = Waves()
@@ -70,14 +66,14 @@ class Evaluator:
     ended with an error, as one does whose lease was taken over while it was stopped.
     """
 
-    def __init__(self, run: str, output: Path) -> None:
+    def __init__(self, run, output):
         self.run, self.output = run, output
         self.can_fail = False
         self._ended: list[int] = []
         self._stopped: list[tuple[float, subprocess.Popen[bytes]]] = []
         self._process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self):
         module = "tests.chaos.evaluator"
         command = [sys.executable, "-m", "limpet", "evaluate"]
         command += [self.run, "--with", module]
@@ -87,7 +83,7 @@ class Evaluator:
         with self.output.open("ab") as output:
             return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
 
-    def keep_running(self) -> None:
+    def keep_running(self):
         """Start it again if it has ended, as a scheduler does. Continue those that are stopped."""
         for at, stopped in self._stopped:
             if time.monotonic() >= at + STOPPED_SECONDS:
@@ -96,7 +92,7 @@ class Evaluator:
             self._ended.append(code)
             self._process = self._start()
 
-    def disturb(self, draw: int) -> str:
+    def disturb(self, draw):
         """Kill the evaluator or its worker, or stop the evaluator for longer than its lease."""
         workers = _children_of(self._process.pid)
         way = ("evaluator", "worker", "stopped evaluator")[draw % 3]
@@ -113,7 +109,7 @@ class Evaluator:
             self._process = self._start()
         return f"{way} {self._process.pid}"
 
-    def finish(self, flipped: set[str]) -> list[str]:
+    def finish(self, flipped):
         """Wait until it has followed the training to its end. Return what is wrong."""
         for at, stopped in self._stopped:
             time.sleep(max(0.0, at + STOPPED_SECONDS - time.monotonic()))
@@ -148,28 +144,28 @@ class Evaluator:
                     problems.append(f"the score of {version} is {found}, not {expected}")
         return problems
 
-    def kill(self) -> None:
+    def kill(self):
         for process in (self._process, *(stopped for _, stopped in self._stopped)):
             process.kill()
             process.wait()
 
-    def _is_done(self, run: Run, version: Version) -> bool:
+    def _is_done(self, run, version):
         status = run.evaluations(version).get(NAME)
         return status is not None and status.state == "DONE"
 
-    def _score(self, run: Run, version: Version) -> float:
+    def _score(self, run, version):
         return run.evaluations(version)[NAME].metrics[METRIC]
 
-    def _tail(self) -> str:
+    def _tail(self):
         return self.output.read_text(errors="replace")[-3000:]
 
 
-def _children_of(pid: int) -> list[int]:
+def _children_of(pid):
     path = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in path.read_text().split()] if path.exists() else []
 
 
-def _exists(pid: int) -> bool:
+def _exists(pid):
     try:
         return b"Z" not in Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1]
     except OSError:

@@ -1,22 +1,18 @@
 """The processes of one start of the training, and what they have written so far."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tests.chaos import training
-from tests.chaos.training import BATCH, Start
+from tests.chaos.training import BATCH
 from tests.fork_server import FORK_SERVER
 
 POLL_SECONDS = 0.01
@@ -26,7 +22,7 @@ class Hang(Exception):
     """Something did not happen within its limit. The message says what."""
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+def wait_until(condition, seconds, what):
     """Poll until a condition holds. Raises ``Hang``."""
     end = time.monotonic() + seconds
     while not condition():
@@ -38,7 +34,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 class Ranks:
     """The ranks of one start. They run from the constructor on, until ``end`` or by themselves."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start):
         self.start = start
         self.began = time.monotonic()
         self._processes: list[BaseProcess] = []
@@ -49,10 +45,10 @@ class Ranks:
             process.start()
             self._processes.append(process)
 
-    def pid(self, rank: int) -> int:
+    def pid(self, rank):
         return self._processes[rank].pid or 0
 
-    def send(self, rank: int, number: int) -> None:
+    def send(self, rank, number):
         """Send a signal to a rank, unless it has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid(rank), number)
@@ -62,20 +58,20 @@ class Ranks:
             self._stopped.discard(rank)
 
     @property
-    def alive(self) -> list[int]:
+    def alive(self):
         return [r for r, p in enumerate(self._processes) if p.is_alive()]
 
     @property
-    def codes(self) -> list[int | None]:
+    def codes(self):
         """The exit code of each rank; -9 after SIGKILL, None while it runs."""
         return [p.exitcode for p in self._processes]
 
     @property
-    def has_failed(self) -> bool:
+    def has_failed(self):
         """True if a rank has ended with a code that torchrun counts as a failure."""
         return any(code not in (None, 0, 75, 76) for code in self.codes)
 
-    def end(self, grace: float) -> list[int]:
+    def end(self, grace):
         """End what is left as torchrun does: SIGTERM, and SIGKILL after a grace period.
 
         Return the ranks that SIGKILL had to end though nothing had stopped them.
@@ -90,7 +86,7 @@ class Ranks:
         self.kill()
         return late
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -99,25 +95,25 @@ class Ranks:
 
     # -- what they have written --------------------------------------------------------------------
 
-    def log(self, rank: int) -> list[dict[str, Any]]:
+    def log(self, rank):
         path = Path(self.start.folder, f"rank-{rank}.log")
         return (
             [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
         )
 
-    def entries(self, name: str) -> list[dict[str, Any] | None]:
+    def entries(self, name):
         """The first entry with a name of each rank, or None."""
         found = []
         for rank in range(self.start.size):
             found.append(next((e for e in self.log(rank) if e["name"] == name), None))
         return found
 
-    def all_at(self, name: str) -> float | None:
+    def all_at(self, name):
         """The time at which the last rank wrote an entry, or None if one has not done so."""
         times = [None if e is None else float(e["at"]) for e in self.entries(name)]
         return None if None in times else max(t for t in times if t is not None)
 
-    def steps(self, rank: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def steps(self, rank):
         """A row for each step: its number, the time in nanoseconds, and the samples of the rank."""
         path = Path(self.start.folder, f"rank-{rank}.steps")
         width = 2 + BATCH // self.start.size
@@ -127,21 +123,21 @@ class Ranks:
         )
 
     @property
-    def last_step(self) -> int:
+    def last_step(self):
         """The last step that is complete on all ranks of this start, or 0."""
         lasts = [int(rows[-1, 0]) if len(rows) else 0 for rows in map(self.steps, self._all)]
         return min(lasts)
 
     @property
-    def step_count(self) -> int:
+    def step_count(self):
         """The number of steps that are complete on all ranks of this start."""
         return min(len(self.steps(rank)) for rank in self._all)
 
     @property
-    def _all(self) -> Sequence[int]:
+    def _all(self):
         return range(self.start.size)
 
-    def describe(self) -> str:
+    def describe(self):
         """The codes and the last output of each rank, to find out why it failed."""
         parts = [f"start {self.start.folder}, codes {self.codes}"]
         for rank in self._all:

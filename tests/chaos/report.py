@@ -1,19 +1,11 @@
 """Compares a disturbed training with an undisturbed one, and prints what happened."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 import limpet
 from limpet.run.run import Run
-from tests.chaos.ranks import Ranks
-from tests.chaos.row import INTERRUPTED, Row
-from tests.chaos.supervisor import Supervisor
+from tests.chaos.row import INTERRUPTED
 
 TOLERANCE = 1e-6
 """The largest difference of two values if the number of ranks has changed."""
@@ -21,7 +13,7 @@ TOLERANCE = 1e-6
 Samples = dict[int, list[int]]
 
 
-def executed_samples(starts: Iterable[Ranks]) -> Samples:
+def executed_samples(starts):
     """Return the samples of each step, in the order of the sampler, as last executed.
 
     Rank r of n has the samples r, r + n, r + 2n, ... of a step. A step that only some ranks of the
@@ -38,7 +30,7 @@ def executed_samples(starts: Iterable[Ranks]) -> Samples:
     return samples
 
 
-def compare_samples(disturbed: Samples, undisturbed: Samples) -> list[str]:
+def compare_samples(disturbed, undisturbed):
     """Return how the orders of samples differ."""
     if disturbed == undisturbed:
         return []
@@ -49,7 +41,7 @@ def compare_samples(disturbed: Samples, undisturbed: Samples) -> list[str]:
     return [f"the samples of {len(wrong)} steps differ, first in step {first}: {found}"]
 
 
-def compare_states(disturbed: str, undisturbed: str, tolerance: float) -> tuple[list[str], float]:
+def compare_states(disturbed, undisturbed, tolerance):
     """Compare the newest versions of two runs, all of their values.
 
     ``tolerance``: 0 for equal bits. Otherwise, the random generators, of which each rank has its
@@ -81,7 +73,7 @@ def compare_states(disturbed: str, undisturbed: str, tolerance: float) -> tuple[
     return problems, largest
 
 
-def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
+def _leaves(value, path):
     if isinstance(value, dict):
         for key, child in value.items():
             yield from _leaves(child, f"{path}/{key}")
@@ -92,7 +84,7 @@ def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
         yield path, value
 
 
-def verify_run(supervisor: Supervisor) -> list[str]:
+def verify_run(supervisor):
     """Return what is wrong with the versions that no event has damaged."""
     run = Run(supervisor.cluster.run)
     problems = []
@@ -103,7 +95,7 @@ def verify_run(supervisor: Supervisor) -> list[str]:
     return problems
 
 
-def print_rows(console: Console, rows: Sequence[Row]) -> None:
+def print_rows(console, rows):
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("time", "event", "target (process id)", "codes", "lost", "restored from", "saved"):
         table.add_column(name, justify="right" if name in ("time", "lost") else "left")
@@ -121,7 +113,7 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
     console.print(table)
 
 
-def print_time(console: Console, supervisor: Supervisor, seconds: float) -> float:
+def print_time(console, supervisor, seconds):
     """Print and return the effective training time: steps kept * usual step time / wall time."""
     durations = [
         np.diff(ranks.steps(0)[:, 1]) / 1e9 for ranks in supervisor.starts if ranks.step_count > 1

@@ -1,7 +1,5 @@
 """One event, and what followed from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tests.chaos.schedule import Event
@@ -29,7 +27,7 @@ class Row:
     codes: list[int | None] = field(default_factory=list)
 
     @property
-    def lost(self) -> int:
+    def lost(self):
         """The steps that the training makes again. 0: it left after more than ``last_step``."""
         is_counted = self.restarted and self.tier != INTERRUPTED
         return max(0, self.last_step - self.resumed_step) if is_counted else 0

@@ -1,10 +1,7 @@
 """What happens to the training, and when: a schedule that a seed determines."""
 
-from __future__ import annotations
-
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -76,7 +73,7 @@ SIZES = (4, 4, 3, 4, 2, 3)
 """The numbers of ranks, one after the other, if they change."""
 
 
-def make_schedule(seed: int, *, changes_size: bool, is_root: bool) -> Iterator[Event]:
+def make_schedule(seed, *, changes_size, is_root):
     """Yield events without end. Each kind occurs before any of them occurs again."""
     rng = random.Random(f"{seed} {changes_size}")
     kinds = [kind for kind in Kind if is_root or kind not in NEEDS_ROOT]

@@ -1,26 +1,22 @@
 """Starts the training, disturbs it, and starts it again, as a scheduler and a cluster would."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from limpet.deadline import Deadline
 from limpet.errors import DeadlinePassed, LimpetError
 from limpet.notices.exit_status import SAVED
 from limpet.run.run import Run
 from limpet.tiers.flush import MemoryRecord, flush_states
-from tests.chaos.cluster import HOSTS, Cluster, flip_bit
+from tests.chaos.cluster import HOSTS, flip_bit
 from tests.chaos.disturbance import LEAVE_SECONDS, STEP_SECONDS, Disturbance
 from tests.chaos.evaluator import Evaluator
 from tests.chaos.ranks import Hang, Ranks, wait_until
 from tests.chaos.row import INTERRUPTED, Row
-from tests.chaos.schedule import DIES, EXPECTED_CODES, Event, Kind
+from tests.chaos.schedule import DIES, EXPECTED_CODES, Kind
 from tests.chaos.training import CAPTURE_EVERY, SAVE_EVERY, Start
 
 RESTORE_SECONDS = 10.0
@@ -50,7 +46,7 @@ class Supervisor:
     ``every``: the seconds from one event to the next; 0: after some steps.
     """
 
-    def __init__(self, cluster: Cluster, dropout: float, every: float = 0.0) -> None:
+    def __init__(self, cluster, dropout, every=0.0):
         self.cluster = cluster
         self.every = every
         self.dropout = dropout
@@ -63,9 +59,7 @@ class Supervisor:
         self.evaluator = Evaluator(cluster.run, cluster.folder / "evaluator.output")
         cluster.closing.callback(self.evaluator.kill)
 
-    def train(
-        self, events: Iterator[Event], seconds: float, least_events: int, last_steps: int
-    ) -> int:
+    def train(self, events, seconds, least_events, last_steps):
         """Train under events for so many seconds, and at least so many events. Then make
         ``last_steps`` undisturbed steps, and return the last step. A failure ends it at once.
         """
@@ -91,7 +85,7 @@ class Supervisor:
             for started in self.starts:
                 started.kill()
 
-    def _finish(self, ranks: Ranks | None, size: int, last_steps: int) -> int:
+    def _finish(self, ranks, size, last_steps):
         if ranks is not None:
             ranks.end(LEAVE_SECONDS)
             self._check_codes(ranks, {SAVED}, "SIGTERM to all ranks")
@@ -104,7 +98,7 @@ class Supervisor:
 
     # -- starting ----------------------------------------------------------------------------------
 
-    def _begin(self, size: int, last_step: int) -> Ranks:
+    def _begin(self, size, last_step):
         folder = self.cluster.folder / f"start-{len(self.starts):03}"
         folder.mkdir()
         hosts = HOSTS[size]
@@ -122,10 +116,10 @@ class Supervisor:
         self.starts.append(ranks)
         return ranks
 
-    def _await_restored(self, ranks: Ranks) -> None:
+    def _await_restored(self, ranks):
         """Wait until all ranks have the state, and complete the row of the event before."""
 
-        def is_over() -> bool:
+        def is_over():
             return ranks.all_at("restored") is not None or ranks.has_failed
 
         wait_until(is_over, START_SECONDS, f"the restore of {ranks.start.folder}")
@@ -155,7 +149,7 @@ class Supervisor:
 
     # -- disturbing --------------------------------------------------------------------------------
 
-    def _disturb(self, ranks: Ranks, event: Event, size: int) -> tuple[Ranks | None, int]:
+    def _disturb(self, ranks, event, size):
         """Let an event happen. Return the ranks that go on, or None, and their next number."""
         if event.kind == Kind.EARLY_KILL:
             if ranks.all_at("restored") is not None:  # a training that went on after a pause
@@ -207,7 +201,7 @@ class Supervisor:
                 self.cluster.renew_clouds(host)
         return None, event.size
 
-    def _end(self, ranks: Ranks, event: Event) -> None:
+    def _end(self, ranks, event):
         """Wait until the job has ended, as a launcher does: if a rank fails, ask the others."""
         wait_until(
             lambda: not ranks.alive or ranks.has_failed,
@@ -218,7 +212,7 @@ class Supervisor:
         if late:
             self.failures.append(f"ranks {late} did not leave\n{ranks.describe()}")
 
-    def _check_codes(self, ranks: Ranks, expected: set[int], what: str) -> None:
+    def _check_codes(self, ranks, expected, what):
         """Check how the ranks ended, and what those that saved have saved."""
         codes = ranks.codes
         killed = {r for r, code in enumerate(codes) if code == -signal.SIGKILL}
@@ -234,10 +228,10 @@ class Supervisor:
                     f"exit code 75, but {newest} is not {entry}\n{ranks.describe()}"
                 )
 
-    def _flush(self, event: Event) -> str:
+    def _flush(self, event):
         """Save the newest state in memory to the run, as the ``limpet run`` of each host does."""
 
-        def flush(host: str) -> str:
+        def flush(host):
             found = []
             run = Run(self.cluster.run)
             tiers = ((self.cluster.memory[host], False), (self.cluster.disks[host], True))
@@ -266,7 +260,7 @@ class Supervisor:
         with ThreadPoolExecutor() as pool:
             return " ".join(sorted({*pool.map(flush, "ab")} - {""}))
 
-    def _flip(self, event: Event, row: Row) -> None:
+    def _flip(self, event, row):
         """Flip a bit of the newest state in the memory or on the disk of a host, or of the newest
         version."""
         rng = random.Random(event.draw)
@@ -295,8 +289,8 @@ class Supervisor:
             self.flipped.add(path.parent.name)
 
 
-def _tier_of(urls: set[Any]) -> str:
-    def tier(url: Any) -> str:
+def _tier_of(urls):
+    def tier(url):
         where = {"/dev/shm/": "memory", "/nvme-": "local"}
         return next((name for part, name in where.items() if part in str(url)), "durable")
 

@@ -1,10 +1,5 @@
 """The checks of the chaos find what they must find, and its schedule has every kind of event."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,7 +10,7 @@ from tests.chaos.report import compare_samples, compare_states, executed_samples
 from tests.chaos.training import BATCH, Start
 
 
-def write_steps(folder: Path, size: int, first: int, counts: list[int]) -> Ranks:
+def write_steps(folder, size, first, counts):
     """Return ranks that have executed ``counts`` steps; the samples of step n are n * BATCH + i."""
     folder.mkdir()
     for rank, count in enumerate(counts):
@@ -29,7 +24,7 @@ def write_steps(folder: Path, size: int, first: int, counts: list[int]) -> Ranks
     return ranks
 
 
-def test_samples_are_those_of_the_last_execution_by_any_number_of_ranks(tmp_path: Path) -> None:
+def test_samples_are_those_of_the_last_execution_by_any_number_of_ranks(tmp_path):
     starts = [
         write_steps(tmp_path / "a", 4, 1, [5, 4, 4, 5]),
         write_steps(tmp_path / "b", 2, 3, [6, 6]),
@@ -41,7 +36,7 @@ def test_samples_are_those_of_the_last_execution_by_any_number_of_ranks(tmp_path
     assert starts[0].last_step == starts[0].step_count == 4
 
 
-def test_a_repeated_a_missing_and_a_torn_step_are_found(tmp_path: Path) -> None:
+def test_a_repeated_a_missing_and_a_torn_step_are_found(tmp_path):
     whole = executed_samples([write_steps(tmp_path / "d", 4, 1, [10] * 4)])
     torn = executed_samples([write_steps(tmp_path / "a", 4, 1, [10, 10, 9, 10])])
     assert "1 steps differ, first in step 10: []" in compare_samples(torn, whole)[0]
@@ -53,7 +48,7 @@ def test_a_repeated_a_missing_and_a_torn_step_are_found(tmp_path: Path) -> None:
     assert "2 steps differ, first in step 2" in compare_samples(swapped, whole)[0]
 
 
-def save_state(url: Path, **changes: Any) -> str:
+def save_state(url, **changes):
     state = {"model": np.arange(4.0), "rng": 1, "step": 5, **changes}
     with limpet.Checkpointer(str(url), state, save=EverySteps(1)) as ckpt:
         ckpt.step()
@@ -77,8 +72,8 @@ def save_state(url: Path, **changes: Any) -> str:
     ],
 )
 def test_states_are_compared_bit_by_bit_or_within_the_tolerance(
-    tmp_path: Path, changes: dict[str, Any], tolerance: float, is_found: bool
-) -> None:
+    tmp_path, changes, tolerance, is_found
+):
     one, other = save_state(tmp_path / "a"), save_state(tmp_path / "b", **changes)
     problems, _ = compare_states(one, other, tolerance)
     assert bool(problems) == is_found, problems

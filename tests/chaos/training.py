@@ -5,8 +5,6 @@ Each rank writes a trace into the folder of its start: what happened when, and t
 step before the step counts as complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -18,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,11 +66,11 @@ class Start:
     has_launcher_store: bool = False
 
     @property
-    def port_file(self) -> Path:
+    def port_file(self):
         """The file with the port of the job's store."""
         return Path(self.folder, "port")
 
-    def host_store(self) -> dist.TCPStore:
+    def host_store(self):
         """Host the job's store in this process, at a port of its own."""
         timeout = timedelta(seconds=JOIN_SECONDS)
         store = dist.TCPStore(
@@ -88,10 +85,10 @@ class Start:
 class Waves(Dataset[tuple[int, torch.Tensor]]):
     """Samples that their index determines, with that index."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+    def __getitem__(self, index):
         return index, torch.sin(torch.arange(16, dtype=torch.float64) * (index + 1))
 
 
@@ -101,29 +98,29 @@ class Trace:
     Each entry is one ``write``, so a kill leaves only whole entries.
     """
 
-    def __init__(self, folder: str, rank: int, samples: int) -> None:
+    def __init__(self, folder, rank, samples):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._log = os.open(f"{folder}/rank-{rank}.log", flags)
         self._steps = os.open(f"{folder}/rank-{rank}.steps", flags)
         self._samples = samples
 
-    def log(self, name: str, **fields: Any) -> None:
+    def log(self, name, **fields):
         fields = {k: v if isinstance(v, int | float | str | None) else repr(v)[:500]
                   for k, v in fields.items()}  # fmt: skip
         entry = {**fields, "name": name, "at": time.monotonic()}
         os.write(self._log, f"{json.dumps(entry)}\n".encode())
 
-    def sink(self, name: str, fields: dict[str, Any]) -> None:
+    def sink(self, name, fields):
         """Write down an event of Limpet."""
         self.log(f"event {name}", **{k: v for k, v in fields.items() if k not in ("name", "at")})
 
-    def step(self, step: int, indices: torch.Tensor) -> None:
+    def step(self, step, indices):
         values = torch.tensor([step, time.monotonic_ns(), *indices.tolist()], dtype=torch.int64)
         assert len(values) == 2 + self._samples
         os.write(self._steps, values.numpy().tobytes())
 
 
-def join(start: Start, rank: int) -> None:
+def join(start, rank):
     """Join the process group, through the store of this start."""
     if rank == 0 and not start.has_launcher_store:
         store = start.host_store()
@@ -142,7 +139,7 @@ def join(start: Start, rank: int) -> None:
     dist.barrier()
 
 
-def make_model(size: int, dropout: float) -> nn.Module:
+def make_model(size, dropout):
     """Return a model in float64, so that the order of additions hardly matters."""
     torch.manual_seed(7)
     model = nn.Sequential(
@@ -152,7 +149,7 @@ def make_model(size: int, dropout: float) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
 
 
-def train(start: Start, rank: int, trace: Trace) -> None:
+def train(start, rank, trace):
     model = make_model(start.size, start.dropout)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1000 + rank)
@@ -200,13 +197,13 @@ def train(start: Start, rank: int, trace: Trace) -> None:
         ckpt.save()
 
 
-def run_rank(start: Start, rank: int) -> None:
+def run_rank(start, rank):
     """Be one rank, in a process of its own, and exit with the code of the exit contract."""
     output = os.open(f"{start.folder}/rank-{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.stderr.reconfigure(line_buffering=True)
     trace = Trace(start.folder, rank, BATCH // start.size)
     trace.log("started")
     local = [r for r in range(start.size) if not start.memory or start.memory[r] ==

@@ -4,14 +4,11 @@ The fork server starts them. Each redirects its output to a file, and, unless it
 how it ended to a result file.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +31,10 @@ REFUSED = "Another training"
 class NoisyDataset(Dataset[torch.Tensor]):
     """Samples that depend on the index and on a draw from each global generator."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 500
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         noise = torch.tensor([random.random(), float(np.random.rand())])
         return torch.cat([torch.sin(torch.arange(14) * index), noise])
 
@@ -45,7 +42,7 @@ class NoisyDataset(Dataset[torch.Tensor]):
 class Training:
     """A training whose every bit depends on all earlier steps and random draws."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.set_num_threads(1)
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(7)
@@ -67,12 +64,7 @@ class Training:
             "trace": 0,
         }
 
-    def run(
-        self,
-        last_step: int,
-        after_step: Callable[[float], object],
-        end_epoch: Callable[[], object],
-    ) -> None:
+    def run(self, last_step, after_step, end_epoch):
         """Train until ``last_step`` steps are done."""
         while self.progress.step < last_step:
             for batch in self.loader:
@@ -86,7 +78,7 @@ class Training:
                     return
             end_epoch()
 
-    def trace(self, loss: torch.Tensor) -> float:
+    def trace(self, loss):
         """Add a loss to a digest of all losses, which is part of the state."""
         value = loss.item()
         self.state["trace"] = xxhash.xxh3_64_intdigest(
@@ -94,7 +86,7 @@ class Training:
         )
         return value
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self):
         """Return a digest of the parameters and slots, and the plain values of the state."""
         slots = self.optimizer.state_dict()["state"]
         tensors = [
@@ -112,9 +104,7 @@ class Training:
         }
 
 
-def train(
-    root: str, last_step: int, *, every: int = 3, at: int | None = None, pause: float = 0.0
-) -> dict[str, Any]:
+def train(root, last_step, *, every=3, at=None, pause=0.0):
     """Resume, train until ``last_step`` steps are done, and return the state's fingerprint.
 
     ``every`` steps, the state is saved. ``pause`` is in seconds, after each step.
@@ -125,7 +115,7 @@ def train(
     with limpet.Checkpointer(root, training.state, save=save, keep=keep, incremental=4) as ckpt:
         ckpt.resume(at=at)
 
-        def step(loss: float) -> None:
+        def step(loss):
             ckpt.step({"loss": loss})
             time.sleep(pause)  # leave processor time to the other processes
 
@@ -134,16 +124,16 @@ def train(
     return training.fingerprint()
 
 
-def train_until_killed(root: str, at: int | None) -> None:
+def train_until_killed(root, at):
     train(root, 1 << 40, at=at, pause=0.005)
 
 
-def run_command(arguments: list[str]) -> None:
+def run_command(arguments):
     """Run one command of the command line in this process."""
     cli.main(args=arguments, prog_name="limpet")
 
 
-def add_metrics(root: str, value: float) -> None:
+def add_metrics(root, value):
     """Add a metric to the newest version through the API."""
     run = Run(root)
     newest = run.latest()
@@ -151,7 +141,7 @@ def add_metrics(root: str, value: float) -> None:
         run.add_metrics(newest, {"extra": value})
 
 
-def run_and_report(folder: str, name: str, work: Callable[..., object], *arguments: Any) -> None:
+def run_and_report(folder, name, work, *arguments):
     """Run ``work`` in a process of its own; write its output and how it ended into ``folder``."""
     result = Path(folder) / f"{name}.result"
     with open(Path(folder) / f"{name}.output", "wb", buffering=0) as output:

@@ -3,8 +3,6 @@
 Saves have many pieces and several threads, and tests can inspect the buffer pools.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -21,26 +19,26 @@ PAGE = 4096
 class PoolTracker:
     """Creates small buffer pools, and records all pools that are created during a test."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.pools: list[BufferPool] = []
         self._earlier_threads = {*threading.enumerate()}  # an earlier test may have left some
 
-    def threads(self) -> list[str]:
+    def threads(self):
         """Return the names of the threads that were started since then, and still run."""
         return [t.name for t in threading.enumerate() if t not in self._earlier_threads]
 
-    def make_pool(self, budget: int, on_create: object = None) -> BufferPool:
+    def make_pool(self, budget, on_create=None):
         self.pools.append(BufferPool(min(budget, 1 << 30), PAGE))
         return self.pools[-1]
 
-    def assert_all_freed(self) -> None:
+    def assert_all_freed(self):
         """Assert that all buffers are released and that no Limpet thread is running."""
         assert [p for p in self.pools if p.allocated_bytes != p.free_bytes] == []
         assert [name for name in self.threads() if name.startswith("limpet")] == []
 
 
 @pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
+def pools(monkeypatch):
     """Use pieces of 1 KiB, three threads, and pools of 4 KiB buffers."""
     tracker = PoolTracker()
     for module in ("layout.shard_layout", "saving.image", "layout.read_plan"):
@@ -62,7 +60,7 @@ class OpenedStore:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> OpenedStore:
+def opened(monkeypatch):
     """Make every snapshot URL refer to ``opened.store``, which the test sets."""
     opened_store = OpenedStore()
     monkeypatch.setattr("limpet.snapshot.location.open_store", lambda url: opened_store.store)

@@ -4,18 +4,13 @@ Most calls of a training that fail or are the last leave one of a few states. A 
 state takes most of the time, and its result depends on the bytes of the files alone.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import secrets
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
-
-from limpet.storage.local.os_calls import Fs
 
 CLOCKS = ["machine.utc_now", "snapshot.pins.utc_now"]
 ROUNDED = ["saving.commit.round", "training.goodput.round"]
@@ -23,7 +18,7 @@ ROUNDED = ["saving.commit.round", "training.goodput.round"]
 
 
 @contextmanager
-def equal_bytes() -> Iterator[Callable[[], None]]:
+def equal_bytes():
     """Make equal work write equal bytes: the same random ids, and no times.
 
     Yield a function to call before each work. It begins the sequence of ids again. The threads that
@@ -32,11 +27,11 @@ def equal_bytes() -> Iterator[Callable[[], None]]:
     ids, other_ids, start = random.Random(), secrets.token_bytes, threading.Thread.start
     others = {*threading.enumerate()} - {threading.current_thread()}
 
-    def make_id(nbytes: int) -> bytes:
+    def make_id(nbytes):
         is_other = threading.current_thread() in others
         return other_ids(nbytes) if is_other else ids.randbytes(nbytes)
 
-    def start_thread(thread: threading.Thread) -> None:
+    def start_thread(thread):
         if threading.current_thread() in others:
             others.add(thread)
         start(thread)
@@ -56,21 +51,21 @@ def equal_bytes() -> Iterator[Callable[[], None]]:
 class CheckedStates:
     """The states that were checked: the files of each, and what the training had reported."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._checked: set[tuple[Any, ...]] = set()
 
-    def add(self, fs: Fs, *reported: object) -> bool:
+    def add(self, fs, *reported):
         """Return True if the state is new."""
         state = (frozenset(_entries(fs, "")), *map(repr, reported))
         is_new = state not in self._checked
         self._checked.add(state)
         return is_new
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._checked)
 
 
-def _entries(fs: Fs, folder: str) -> Iterator[tuple[str, bytes | None]]:
+def _entries(fs, folder):
     """Yield the path and the bytes of each file. A folder has None."""
     for name, kind in fs.scandir(folder or "/"):
         path = f"{folder}/{name}"

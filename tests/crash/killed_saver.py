@@ -3,11 +3,8 @@
 ``python -m tests.crash.killed_saver ROOT WORK`` prints each step after its save has returned.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import limpet
@@ -18,7 +15,7 @@ from limpet.saving import save  # noqa: F401  (the fork server imports it only o
 from tests.trainings import initial_state, state_after, train
 
 
-def save_and_sweep(root: str) -> None:
+def save_and_sweep(root):
     """Run two saves, retention, a third save, and a sweep, all on the main thread."""
     run = Run(root)
     for step in (1, 2):
@@ -30,7 +27,7 @@ def save_and_sweep(root: str) -> None:
     run.sweep(grace=0, now=1e12)
 
 
-def resume_and_step(root: str) -> None:
+def resume_and_step(root):
     """Resume, train one step, save it with several background threads, and apply retention."""
     state = initial_state()
     with limpet.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
@@ -40,7 +37,7 @@ def resume_and_step(root: str) -> None:
         print(state["progress"].step, flush=True)
 
 
-def train_forever(root: str) -> None:
+def train_forever(root):
     """Resume, then train and save until the process is killed."""
     state = initial_state()
     with limpet.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(3)) as ckpt:
@@ -54,9 +51,7 @@ def train_forever(root: str) -> None:
 WORK = {"saves": save_and_sweep, "trains": resume_and_step, "loops": train_forever}
 
 
-def run_when_traced(
-    release: Connection, output: Connection, root: str, work: str, count: int
-) -> None:
+def run_when_traced(release, output, root, work, count):
     """Run as a child of a fork server: wait for ``release``, and print to ``output``."""
     os.environ["LIMPET_THREADS"] = str(count)
     threads.BYTES_PER_THREAD = 1

@@ -1,10 +1,7 @@
 """Check the eight promises of docs/format.md, as far as the files of a run can prove them."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,21 +18,13 @@ from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.sweep import MIN_GRACE
 from limpet.snapshot import pins
-from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
-from limpet.storage.store import Store
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 State = dict[str, Any]
 
 
-def check_promises(
-    store: Store,
-    committed: Iterable[int] = (),
-    *,
-    expected: Callable[[int], State] = state_after,
-    assume_dead_pins: bool = True,
-) -> list[int]:
+def check_promises(store, committed=(), *, expected=state_after, assume_dead_pins=True):
     """Check all promises on the files that a stopped training (of ``trainings.py``) left.
 
     Return the committed steps of the run's lineage. The check also resumes the run, saves one more
@@ -69,7 +58,7 @@ def check_promises(
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Set LIMPET_THREADS to 1, because thousands of states are checked.
 
     A change of the environment is not thread-safe: it can fail, in another thread, the start of a
@@ -83,7 +72,7 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version, str]:
+def verify_versions(run, expected):
     """Check promises 1, 2, 3, and 7, and return the digests of the manifests.
 
     Every manifest is valid, and every byte that it refers to is intact.
@@ -108,15 +97,15 @@ def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version,
     return digests
 
 
-def has_manifest(run: Run, folder: str) -> bool:
+def has_manifest(run, folder):
     return any(s.key == f"{folder}/{names.MANIFEST}" for s in run.store.list(folder))
 
 
-def shard_files(snapshot: SnapshotReader) -> list[str]:
+def shard_files(snapshot):
     return [path for s in snapshot.manifest.shards for path in (s.path, s.index_path)]
 
 
-def check_visible_versions(run: Run, versions: set[Version], lineage: list[Version]) -> None:
+def check_visible_versions(run, versions, lineage):
     """Check promises 2 and 5: only versions with a manifest exist, and only the lineage counts."""
     listing = run.listing()
     for version in set(listing.folders) - versions:
@@ -128,7 +117,7 @@ def check_visible_versions(run: Run, versions: set[Version], lineage: list[Versi
     assert (latest and latest.version) == (lineage[-1] if lineage else None)
 
 
-def check_resume(store: Store, newest: int, expected: Callable[[int], State]) -> None:
+def check_resume(store, newest, expected):
     """Check promise 5: resume loads the newest version, and the next step can be saved.
 
     The folder of the next step can contain files of an earlier attempt.
@@ -144,7 +133,7 @@ def check_resume(store: Store, newest: int, expected: Callable[[int], State]) ->
     assert saved.step == newest + 1
 
 
-def check_no_orphans(run: Run) -> None:
+def check_no_orphans(run):
     """Check promise 6: after a sweep, every file is referenced."""
     listing = run.listing()
     referenced = {names.branch_name(number) for number in listing.branches}
@@ -161,12 +150,12 @@ def check_no_orphans(run: Run) -> None:
 
 
 @contextmanager
-def all_pins_dead() -> Iterator[None]:
+def all_pins_dead():
     """Treat every pin as held by a dead process."""
     with mock.patch.object(pins, "is_holder_alive", return_value=False):
         yield
 
 
 @contextmanager
-def pins_unchanged() -> Iterator[None]:
+def pins_unchanged():
     yield

@@ -6,13 +6,11 @@ as well. At the end, the state must equal that of an undisturbed training bit fo
 must verify, and a sweep must leave no orphan.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,7 +47,7 @@ class Slot:
     number: int = 0
 
     @property
-    def file_name(self) -> str:
+    def file_name(self):
         return f"{self.name}-{self.number:04d}-{self.kind}"
 
 
@@ -62,7 +60,7 @@ class Chaos:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot):
         slot.kind, work, arguments = slot.next_work()
         slot.number += 1
         slot.process = FORK_SERVER.Process(
@@ -73,7 +71,7 @@ class Chaos:
         killed = self.rng.random() < slot.kill_share
         slot.kill_at = slot.started + self.rng.uniform(*slot.kill_within) if killed else 1e18
 
-    def watch(self, slot: Slot) -> None:
+    def watch(self, slot):
         """Kill, judge, or start the process of a slot, as due."""
         process, now = slot.process, time.monotonic()
         if process is None:
@@ -87,7 +85,7 @@ class Chaos:
             self.failures.append(f"{slot.file_name} still runs after {PROCESS_LIMIT:.0f} s")
             self.stop(slot)
 
-    def stop(self, slot: Slot) -> None:
+    def stop(self, slot):
         """Kill the process of a slot with SIGKILL."""
         assert slot.process is not None
         slot.process.kill()
@@ -95,7 +93,7 @@ class Chaos:
         self.counts[f"{slot.kind}: killed"] += 1
         slot.process = None
 
-    def judge(self, slot: Slot) -> None:
+    def judge(self, slot):
         """Count how a process ended by itself, and record an unexpected end as a failure."""
         assert slot.process is not None
         result = self.folder / f"{slot.file_name}.result"
@@ -126,7 +124,7 @@ COMMAND_KINDS = (
 )  # fmt: skip
 
 
-def is_expected(kind: str, outcome: str, output: str) -> bool:
+def is_expected(kind, outcome, output):
     """Return True if a process of this kind may end like this.
 
     A training never ends by itself, unless it is refused because another one writes to the run, or
@@ -144,7 +142,7 @@ def is_expected(kind: str, outcome: str, output: str) -> bool:
     return False
 
 
-def cycle_commands(root: str, work: Path, rng: random.Random) -> Iterator[tuple[str, list[str]]]:
+def cycle_commands(root, work, rng):
     """Yield the kind and the arguments of one command after another, on random versions."""
     number = 0
     while True:
@@ -176,7 +174,7 @@ def cycle_commands(root: str, work: Path, rng: random.Random) -> Iterator[tuple[
         yield from commands
 
 
-def test_run_survives_chaos(tmp_path: Path) -> None:
+def test_run_survives_chaos(tmp_path):
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")  # for what the test chose; the moments of the kills are never the same
     rng = random.Random(seed)
@@ -187,13 +185,13 @@ def test_run_survives_chaos(tmp_path: Path) -> None:
     chaos.train(root, 3)  # from here on, there is always a version
     commands = cycle_commands(root, work, rng)
 
-    def next_command() -> tuple[str, Callable[..., object], tuple[Any, ...]]:
+    def next_command():
         if rng.random() < 0.1:
             return "add-metrics", chaos.add_metrics, (root, rng.random())
         kind, arguments = next(commands)
         return kind, chaos.run_command, (arguments,)
 
-    def next_training() -> tuple[str, Callable[..., object], tuple[Any, ...]]:
+    def next_training():
         versions = Run(root).line()
         if versions and rng.random() < 0.1:
             return "train-back", chaos.train_until_killed, (root, rng.choice(versions).step)
@@ -220,7 +218,7 @@ def test_run_survives_chaos(tmp_path: Path) -> None:
     check_end(root, work, tmp_path)
 
 
-def check_coverage(counts: Counter[str]) -> None:
+def check_coverage(counts):
     """Check that enough happened: kills of trainings, refusals, and both ends of every command."""
     assert counts["train: killed"] >= 10
     assert any(key.startswith("train: refused") for key in counts)
@@ -230,7 +228,7 @@ def check_coverage(counts: Counter[str]) -> None:
     assert sum(number for key, number in counts.items() if key.endswith("killed")) >= 50
 
 
-def check_end(root: str, work: Path, tmp_path: Path) -> None:
+def check_end(root, work, tmp_path):
     """Check that the training continues as if nothing had happened, and what is left of the run."""
     run = Run(root)
     latest = run.latest()

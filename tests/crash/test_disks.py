@@ -1,14 +1,11 @@
 """Trainings on real ext4 and xfs file systems, with power cuts at random times."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ ROUNDS = 5
 MAX_ROUNDS = 40
 
 
-def test_promises_hold_after_power_cuts_during_saves(disk: Any) -> None:
+def test_promises_hold_after_power_cuts_during_saves(disk):
     rng = random.Random(5)
     cuts_during_save = 0
     for round_number in range(MAX_ROUNDS):
@@ -40,7 +37,7 @@ def test_promises_hold_after_power_cuts_during_saves(disk: Any) -> None:
     assert cuts_during_save, "no power cut hit a save, so the test proves nothing"
 
 
-def train_until_cut(disk: Any, root: Path, rng: random.Random) -> list[int]:
+def train_until_cut(disk, root, rng):
     """Train in a separate process, and cut the power after a few saves.
 
     Return the steps whose save had returned.

@@ -1,7 +1,5 @@
 """The crash tests skip a check only if both the files and the reports equal those of another."""
 
-from __future__ import annotations
-
 import limpet
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.storage.local.store import LocalStore
@@ -10,14 +8,14 @@ from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.trainings import flip_bit, initial_state, train
 
 
-def train_on(fs: CrashFs, steps: int = 2) -> LocalStore:
+def train_on(fs, steps=2):
     store, state = LocalStore("/a/run", fs=fs), initial_state()
     with limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
         train(state, ckpt, steps)
     return store
 
 
-def test_any_difference_makes_a_new_state() -> None:
+def test_any_difference_makes_a_new_state():
     checked = CheckedStates()
     with equal_bytes() as restart_ids:
         fs = CrashFs()

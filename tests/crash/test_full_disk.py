@@ -1,11 +1,7 @@
 """Trainings on a real file system that becomes full, and later has free space again."""
 
-from __future__ import annotations
-
 import subprocess
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """Mount a file system of 14 MiB."""
     command = ["mount", "-t", "tmpfs", "-o", "size=14m", "none", str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -29,18 +25,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def make_state() -> dict[str, object]:
+def make_state():
     return {"x": np.zeros(1 << 20, np.float32), "progress": limpet.Progress()}
 
 
-def train_steps(state: dict[str, object], ckpt: limpet.Checkpointer, count: int) -> None:
+def train_steps(state, ckpt, count):
     for _ in range(count):
-        state["x"] += 1.0  # type: ignore[operator]
+        state["x"] += 1.0
         ckpt.step()
-        ckpt._saver.pending._ended.wait()  # type: ignore[union-attr]
+        ckpt._saver.pending._ended.wait()
 
 
-def test_full_disk_raises_by_default_and_keeps_committed_versions(small_disk: Path) -> None:
+def test_full_disk_raises_by_default_and_keeps_committed_versions(small_disk):
     state = make_state()
     ckpt = limpet.Checkpointer(small_disk / "run", state, save=EverySteps(1))
     with pytest.raises(NoSpace, match="No space left"):
@@ -53,7 +49,7 @@ def test_full_disk_raises_by_default_and_keeps_committed_versions(small_disk: Pa
     assert not list(Run(small_disk / "run").store.partials(""))
 
 
-def test_on_error_warn_continues_and_saves_again_when_space_is_free(small_disk: Path) -> None:
+def test_on_error_warn_continues_and_saves_again_when_space_is_free(small_disk):
     state = make_state()
     with limpet.Checkpointer(
         small_disk / "run", state, save=EverySteps(1), keep=KeepLast(2), on_error="warn"

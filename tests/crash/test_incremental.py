@@ -1,10 +1,6 @@
 """Incremental saves with power cuts, with failing calls, and in races with deletion."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +22,10 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import FaultFs
 from tests import trainings
 from tests.crash import promises
-from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.test_nth_call import faults
 from tests.crash.test_power import cut_everywhere
@@ -43,26 +37,26 @@ ROOT = "/a/run"
 # -- a training with a frozen part ---------------------------------------------------------------
 
 
-def initial_state_with_frozen() -> dict[str, Any]:
+def initial_state_with_frozen():
     return {**trainings.initial_state(), "frozen": np.arange(750.0)}
 
 
-def state_after_with_frozen(steps: int) -> dict[str, Any]:
+def state_after_with_frozen(steps):
     return {**trainings.state_after(steps), "frozen": np.arange(750.0)}
 
 
-def states_equal_with_frozen(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def states_equal_with_frozen(a, b):
     return trainings.states_equal(a, b) and a["frozen"].tobytes() == b["frozen"].tobytes()
 
 
 @pytest.fixture(autouse=True)
-def use_states_with_frozen(monkeypatch: pytest.MonkeyPatch, pools: PoolTracker) -> None:
+def use_states_with_frozen(monkeypatch, pools):
     """Make ``promises`` use states that have a frozen part."""
     monkeypatch.setattr(promises, "initial_state", initial_state_with_frozen)
     monkeypatch.setattr(promises, "states_equal", states_equal_with_frozen)
 
 
-def train_incrementally(store: Store, done: list[int], steps: int = 5) -> None:
+def train_incrementally(store, done, steps=5):
     """Train with incremental saves: every third version is full, and an incremental version can be
     the base of another. Retention keeps the two newest versions and the versions they refer to."""
     state = initial_state_with_frozen()
@@ -76,11 +70,11 @@ def train_incrementally(store: Store, done: list[int], steps: int = 5) -> None:
             done.append(step)
 
 
-def check_promises(store: Store, committed: list[int]) -> None:
+def check_promises(store, committed):
     promises.check_promises(store, committed, expected=state_after_with_frozen)
 
 
-def test_the_training_saves_incremental_versions() -> None:
+def test_the_training_saves_incremental_versions():
     store, done = LocalStore(ROOT, fs=CrashFs()), list[int]()
     train_incrementally(store, done)
     run = Run(store)
@@ -93,9 +87,7 @@ def test_the_training_saves_incremental_versions() -> None:
 @pytest.mark.parametrize(
     ("every", "choices"), [(41, 3), pytest.param(7, 6, marks=pytest.mark.slow)]
 )
-def test_promises_hold_after_a_power_cut(
-    every: int, choices: int, pools: PoolTracker, opened: OpenedStore
-) -> None:
+def test_promises_hold_after_a_power_cut(every, choices, pools, opened):
     states = cut_everywhere(
         lambda store, done: train_incrementally(store, done, 4),
         lambda store, done: check_promises(store, done[-1:]),
@@ -115,7 +107,7 @@ CHECKED = CheckedStates()
     ("error", "every"),
     [("EIO", 31), *(pytest.param(e, 7, marks=pytest.mark.slow) for e in ("EIO", "ENOSPC", "lost"))],
 )
-def test_promises_hold_if_a_call_fails(error: str, every: int, pools: PoolTracker) -> None:
+def test_promises_hold_if_a_call_fails(error, every, pools):
     with equal_bytes() as restart_ids:
         for fault in list(faults(error))[::every]:
             restart_ids()
@@ -138,14 +130,14 @@ def test_promises_hold_if_a_call_fails(error: str, every: int, pools: PoolTracke
 # -- a save that races with the deletion of the versions that it refers to -----------------------
 
 
-def make_state(step: int) -> dict[str, Any]:
+def make_state(step):
     """Return a part that never changes, one that changed at step 1, and one that always changes."""
     changing, changed_once = np.full(200, float(step)), np.arange(300.0)
     changed_once[0] = min(step, 1)
     return {"always": changing, "frozen": np.arange(750.0), "once": changed_once}
 
 
-def save(store: Store, step: int, base: SnapshotReader | None) -> SnapshotReader:
+def save(store, step, base):
     location = Location(store, f"version_{step}")
     return finish_save(
         begin_save(
@@ -159,7 +151,7 @@ def save(store: Store, step: int, base: SnapshotReader | None) -> SnapshotReader
     )
 
 
-def make_race() -> tuple[MemoryStore, SnapshotReader]:
+def make_race():
     """Return a store with versions 0, 1, and 2, and version 1 as the base for version 3.
 
     Version 1 refers to version 0. Version 2 is full, so retention can delete versions 0 and 1.
@@ -172,11 +164,11 @@ def make_race() -> tuple[MemoryStore, SnapshotReader]:
     return store, base
 
 
-def retain_newest(store: Store) -> None:
+def retain_newest(store):
     Run(store).retain(KeepLast(1))
 
 
-def check_versions(store: MemoryStore, committed: SnapshotReader | None) -> None:
+def check_versions(store, committed):
     """Check that every version is intact, also after a sweep, and that no pins remain."""
     for _ in range(2):
         run = Run(store)
@@ -194,16 +186,14 @@ def check_versions(store: MemoryStore, committed: SnapshotReader | None) -> None
 
 
 @pytest.mark.parametrize("deleted_by", ["retention", "both at once"])
-def test_save_is_intact_or_fails_if_the_base_is_deleted_at_any_call(
-    deleted_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_is_intact_or_fails_if_the_base_is_deleted_at_any_call(deleted_by, monkeypatch):
     monkeypatch.setenv("LIMPET_THREADS", "1")
     outcomes = []
     for at in range(1, 1000):
         inner, base = make_race()
         store, calls = HookedStore(inner), list[str]()
 
-        def before(method: str, key: str) -> None:
+        def before(method, key):
             calls.append(key)  # noqa: B023
             if len(calls) == at:  # noqa: B023
                 if deleted_by == "retention":
@@ -232,16 +222,14 @@ def test_save_is_intact_or_fails_if_the_base_is_deleted_at_any_call(
 
 
 @pytest.mark.parametrize("kept", ["base", "none"])
-def test_save_at_any_call_of_a_deletion_is_intact(
-    kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_at_any_call_of_a_deletion_is_intact(kept, monkeypatch):
     monkeypatch.setenv("LIMPET_THREADS", "1")
     chains = set()
     for at in range(1, 1000):
         inner, base = make_race()
         store, calls, saved = HookedStore(inner), list[str](), list[SnapshotReader]()
 
-        def before(method: str, key: str) -> None:
+        def before(method, key):
             calls.append(key)  # noqa: B023
             if len(calls) == at:  # noqa: B023
                 saved.append(save(inner, 3, base))  # noqa: B023
@@ -265,45 +253,43 @@ def test_save_at_any_call_of_a_deletion_is_intact(
 class Turns:
     """Order the store calls of two threads by a schedule of thread numbers."""
 
-    def __init__(self, schedule: Iterator[int]) -> None:
+    def __init__(self, schedule):
         self._schedule = schedule
         self._changed = threading.Condition()
         self._running = {0, 1}
         self._turn = next(schedule)
 
-    def call(self, number: int) -> None:
+    def call(self, number):
         with self._changed:
             while self._turn != number and self._turn in self._running:
                 assert self._changed.wait(20)
             self._turn = next(self._schedule)
             self._changed.notify_all()
 
-    def end(self, number: int) -> None:
+    def end(self, number):
         with self._changed:
             self._running.discard(number)
             self._turn = 1 - number
             self._changed.notify_all()
 
 
-def run_interleaved(
-    inner: Store, tasks: list[Callable[[Store], Any]], bits: list[int]
-) -> list[Any]:
+def run_interleaved(inner, tasks, bits):
     """Run two tasks whose store calls are interleaved, and return their results or errors."""
 
-    def schedule() -> Iterator[int]:
+    def schedule():
         yield from bits
         while True:
             yield from (0, 1)
 
     turns, results = Turns(schedule()), [None, None]
 
-    def run(number: int) -> None:
+    def run(number):
         store = HookedStore(inner)
         store.before = lambda method, key: turns.call(number)
         try:
             results[number] = tasks[number](store)
         except LimpetError as e:
-            results[number] = e  # type: ignore[call-overload]
+            results[number] = e
         finally:
             turns.end(number)
 
@@ -322,9 +308,7 @@ def run_interleaved(
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.lists(st.integers(0, 1), min_size=5, max_size=90))
-def test_save_is_intact_in_any_interleaving_with_retention(
-    monkeypatch: pytest.MonkeyPatch, bits: list[int]
-) -> None:
+def test_save_is_intact_in_any_interleaving_with_retention(monkeypatch, bits):
     monkeypatch.setenv("LIMPET_THREADS", "1")
     inner, base = make_race()
     saved, deleted = run_interleaved(inner, [lambda s: save(s, 3, base), retain_newest], bits)
@@ -333,7 +317,7 @@ def test_save_is_intact_in_any_interleaving_with_retention(
     check_versions(inner, saved)
 
 
-def test_verify_names_the_missing_files_of_a_deleted_base() -> None:
+def test_verify_names_the_missing_files_of_a_deleted_base():
     inner, base = make_race()
     save(inner, 3, base)
     for stat in [*inner.list("version_0")]:

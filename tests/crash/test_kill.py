@@ -4,8 +4,6 @@ The tests kill it at every call that changes the file system, but only at a samp
 read. A read does not change the disk, so the disk is the same at every read between two changes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -32,7 +30,7 @@ SAMPLE = 9
 
 
 @pytest.fixture(scope="module", autouse=True)
-def strace(tmp_path_factory: pytest.TempPathFactory) -> None:
+def strace(tmp_path_factory):
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     root = tmp_path_factory.mktemp("strace") / "run"
@@ -42,11 +40,11 @@ def strace(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def check_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_with_one_thread(monkeypatch):
     monkeypatch.setenv("LIMPET_THREADS", "1")
 
 
-def run_saver(root: Path, work: str, *options: str, threads: int) -> tuple[int, list[int], str]:
+def run_saver(root, work, *options, threads):
     """Run the program under strace, from its first call on.
 
     Return its exit code, the steps whose save had returned, and the message of strace.
@@ -73,7 +71,7 @@ def run_saver(root: Path, work: str, *options: str, threads: int) -> tuple[int, 
     return program.exitcode, returned, message
 
 
-def trace_calls(root: Path, work: str, kinds: list[str], threads: int) -> list[tuple[str, int]]:
+def trace_calls(root, work, kinds, threads):
     """Return the system calls that use ``root``.
 
     Each call is its name and its ordinal among the calls of that name in its thread. ``strace``
@@ -95,9 +93,7 @@ def trace_calls(root: Path, work: str, kinds: list[str], threads: int) -> list[t
     return list(found)
 
 
-def kill_at_call(
-    root: Path, work: str, call: tuple[str, int], threads: int
-) -> tuple[bool, list[int]]:
+def kill_at_call(root, work, call, threads):
     """Kill the program at ``call``.
 
     Return True if it was killed there, and the steps whose save had returned.
@@ -109,7 +105,7 @@ def kill_at_call(
     return code == -9, returned
 
 
-def kill_at_every_call(tmp_path: Path, work: str, kinds: list[str], *, threads: int = 1) -> None:
+def kill_at_every_call(tmp_path, work, kinds, *, threads=1):
     initial_run = tmp_path / "initial_run"
     if work == "trains":
         state = initial_state()
@@ -122,7 +118,7 @@ def kill_at_every_call(tmp_path: Path, work: str, kinds: list[str], *, threads: 
     if kinds is READING_CALLS:
         points = points[::SAMPLE]
 
-    def try_point(number: int) -> bool:
+    def try_point(number):
         root = tmp_path / str(number) / "run"
         if work == "trains":
             shutil.copytree(initial_run, root)
@@ -140,17 +136,15 @@ def kill_at_every_call(tmp_path: Path, work: str, kinds: list[str], *, threads: 
 
 
 @pytest.mark.parametrize("kinds", [WRITING_CALLS, READING_CALLS], ids=["writing", "reading"])
-def test_saves_retention_and_sweep_survive_a_kill_at_every_call(
-    tmp_path: Path, kinds: list[str]
-) -> None:
+def test_saves_retention_and_sweep_survive_a_kill_at_every_call(tmp_path, kinds):
     kill_at_every_call(tmp_path, "saves", kinds)
 
 
-def test_background_save_survives_a_kill_at_every_call(tmp_path: Path) -> None:
+def test_background_save_survives_a_kill_at_every_call(tmp_path):
     kill_at_every_call(tmp_path, "trains", WRITING_CALLS, threads=3)
 
 
-def test_killed_program_does_not_import_torch(tmp_path: Path) -> None:
+def test_killed_program_does_not_import_torch(tmp_path):
     """A save of arrays does not pay the memory of torch or the two seconds of its import."""
     for work in ("saves", "trains"):
         command = [sys.executable, "-m", "tests.crash.killed_saver", str(tmp_path / work), work]

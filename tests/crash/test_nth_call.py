@@ -4,12 +4,9 @@ The save raises or it has committed; it is never half done. It keeps no buffers 
 next save works.
 """
 
-from __future__ import annotations
-
 import errno
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +17,7 @@ from limpet.run.run import Run
 from limpet.storage.local.store import LocalStore
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import Fault, FaultFs
-from tests.crash.conftest import OpenedStore, PoolTracker
+from tests.crash.conftest import OpenedStore
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, state_after, states_equal, train
@@ -33,12 +30,12 @@ MAX_CALLS = 2000
 class Outcome:
     """What a training with a fault reports: the steps whose save returned, and the errors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.committed: list[int] = []
         self.errors: list[LimpetError] = []
 
     @property
-    def doubtful(self) -> bool:
+    def doubtful(self):
         """True if an error states that the outcome of a save is unknown."""
         return any(e.fields.get("outcome") == "unknown" for e in self.errors)
 
@@ -46,29 +43,29 @@ class Outcome:
 Work = Callable[[LocalStore, OpenedStore, Outcome], None]
 
 
-def attempt(save: Callable[[], int], outcome: Outcome) -> None:
+def attempt(save, outcome):
     try:
         outcome.committed.append(save())
     except LimpetError as e:
         outcome.errors.append(e)
 
 
-def one_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
+def one_save(store, opened, outcome):
     attempt(lambda: limpet.save(f"{ROOT}/version_1", state_after(1)).step or 0, outcome)
 
 
-def one_async_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
+def one_async_save(store, opened, outcome):
     attempt(
         lambda: limpet.save_async(f"{ROOT}/version_1", state_after(1)).wait().step or 0, outcome
     )
 
 
-def training(store: LocalStore, opened: OpenedStore, outcome: Outcome, **options: Any) -> None:
+def training(store, opened, outcome, **options):
     """Save three steps with ``step`` and ``save``. Retention keeps one version."""
     state = initial_state()
     ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), **options)
 
-    def saved_by_step() -> int:
+    def saved_by_step():
         train(state, ckpt, state["progress"].step + 1)
         snapshot = ckpt.wait()
         return snapshot.step or 0 if snapshot else 0
@@ -87,7 +84,7 @@ CHECKED = {work: CheckedStates() for work in WORKS.values()}
 """Most calls leave the same states, whatever the error is."""
 
 
-def faults(error: str) -> Iterator[Fault]:
+def faults(error):
     """Yield faults in which the n-th call fails, for n = 1, 2, and so on."""
     for at in range(1, MAX_CALLS):
         if error == "short":
@@ -102,9 +99,7 @@ def faults(error: str) -> Iterator[Fault]:
             yield Fault(None, at, getattr(errno, error))
 
 
-def run_all(
-    work: Work, error: str, pools: PoolTracker, opened: OpenedStore, *, every: int = 1
-) -> int:
+def run_all(work, error, pools, opened, *, every=1):
     """Run ``work`` with each fault until no fault fires, and return the number of runs."""
     with equal_bytes() as restart_ids:
         for number, fault in enumerate(faults(error)):
@@ -126,7 +121,7 @@ def run_all(
     pytest.fail(f"a fault still fires after {MAX_CALLS} calls")
 
 
-def check_errors(outcome: Outcome, error: str) -> None:
+def check_errors(outcome, error):
     for e in outcome.errors:
         assert ROOT in str(e) or e.fields.get("store"), e
         assert e.__cause__ is not None or e.what
@@ -134,7 +129,7 @@ def check_errors(outcome: Outcome, error: str) -> None:
         assert outcome.errors == [], "a short write is not an error"
 
 
-def check_files(store: LocalStore, work: Work, outcome: Outcome) -> None:
+def check_files(store, work, outcome):
     newest = max(outcome.committed, default=0)
     steps = check_promises(store, [newest] if newest else [])
     if not outcome.doubtful and work is not training:
@@ -142,7 +137,7 @@ def check_files(store: LocalStore, work: Work, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("error", ["EACCES", "ESTALE", "ETIMEDOUT", "EMFILE", "ENOMEM", "ENOTCONN"])
-def test_resume_raises_on_errors_that_are_not_damage(error: str, pools: PoolTracker) -> None:
+def test_resume_raises_on_errors_that_are_not_damage(error, pools):
     """The resume skips no intact version and starts no branch."""
     inner = CrashFs()
     with limpet.Checkpointer(
@@ -170,7 +165,7 @@ def test_resume_raises_on_errors_that_are_not_damage(error: str, pools: PoolTrac
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_resume_skips_versions_that_the_disk_cannot_read(every: int, pools: PoolTracker) -> None:
+def test_resume_skips_versions_that_the_disk_cannot_read(every, pools):
     """EIO at any call of a resume: the resume raises, or it loads a complete state. If it skips a
     version, it starts a branch, and the skipped version still exists."""
     outcomes, checked = set(), CheckedStates()
@@ -192,7 +187,7 @@ def test_resume_skips_versions_that_the_disk_cannot_read(every: int, pools: Pool
     assert outcomes == {"raised", 1, 2}
 
 
-def resume_or_raise(store: LocalStore, inner: CrashFs) -> int | str:
+def resume_or_raise(store, inner):
     """Return the step of the version that a resume loaded, or "raised"."""
     state = initial_state()
     ckpt = limpet.Checkpointer(store, state)
@@ -213,9 +208,7 @@ def resume_or_raise(store: LocalStore, inner: CrashFs) -> int | str:
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_promises_hold_if_a_call_fails_with_eio(
-    name: str, pools: PoolTracker, opened: OpenedStore
-) -> None:
+def test_promises_hold_if_a_call_fails_with_eio(name, pools, opened):
     every = 13 if name == "checkpointer" else 5
     assert run_all(WORKS[name], "EIO", pools, opened, every=every) > 30
 
@@ -223,8 +216,6 @@ def test_promises_hold_if_a_call_fails_with_eio(
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [*ERRORS, "lost", "full", "short", "nothing"])
 @pytest.mark.parametrize("name", WORKS)
-def test_promises_hold_if_any_call_fails_with_any_error(
-    name: str, error: str, pools: PoolTracker, opened: OpenedStore
-) -> None:
+def test_promises_hold_if_any_call_fails_with_any_error(name, error, pools, opened):
     every = (3 if name == "checkpointer" else 1) * (2 if error in ("EDQUOT", "EACCES") else 1)
     run_all(WORKS[name], error, pools, opened, every=every)

@@ -3,8 +3,6 @@
 Every version whose save had returned still exists, and the promises hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +13,6 @@ from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.storage.local.store import LocalStore
 from limpet.testing.crashfs import CrashFs, PowerCut
-from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, state_after, train
@@ -26,19 +23,19 @@ MAX_CALLS = 3000
 Work = Callable[[LocalStore, list[int]], None]
 
 
-def save_twice(store: LocalStore, done: list[int]) -> None:
+def save_twice(store, done):
     for step in (1, 2):
         limpet.save(f"{ROOT}/version_{step}", state_after(step))
         done.append(step)
 
 
-def save_async(store: LocalStore, done: list[int]) -> None:
+def save_async(store, done):
     pending = limpet.save_async(f"{ROOT}/version_1", state_after(1))
     pending.wait()
     done.append(1)
 
 
-def training(store: LocalStore, done: list[int]) -> None:
+def training(store, done):
     """Train with retention of the two newest versions. ``save`` saves the last version."""
     state = initial_state()
     with limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
@@ -49,7 +46,7 @@ def training(store: LocalStore, done: list[int]) -> None:
         ckpt.save()
 
 
-def save_and_sweep(store: LocalStore, done: list[int]) -> None:
+def save_and_sweep(store, done):
     """Sweep the files of a crashed save between two saves."""
     save_twice(store, done)
     run = Run(store)
@@ -59,10 +56,10 @@ def save_and_sweep(store: LocalStore, done: list[int]) -> None:
     done.append(3)
 
 
-def check_last(kept: int) -> Work:
+def check_last(kept):
     """Return a check that the ``kept`` last saved steps exist, and that the promises hold."""
 
-    def check(store: LocalStore, done: list[int]) -> None:
+    def check(store, done):
         check_promises(store, done[-kept:])
 
     return check
@@ -76,15 +73,7 @@ WORKS: dict[str, tuple[Work, Work]] = {
 }
 
 
-def cut_everywhere(
-    work: Work,
-    check: Work,
-    pools: PoolTracker,
-    opened: OpenedStore,
-    *,
-    every: int,
-    choices: int,
-) -> int:
+def cut_everywhere(work, check, pools, opened, *, every, choices):
     """Cut the power before every ``every``-th call, and check the states that can result.
 
     A state that an earlier cut has left too is not checked again. Return the number of states, with
@@ -122,7 +111,7 @@ def cut_everywhere(
     pytest.fail(f"the power is still cut after {MAX_CALLS} calls")
 
 
-def resume_on_branch(store: LocalStore, done: list[int]) -> None:
+def resume_on_branch(store, done):
     """Resume training from version 1 on a new branch. The later versions no longer count."""
     save_twice(store, done)
     state = initial_state()
@@ -138,10 +127,8 @@ BRANCHED = -1
 @pytest.mark.parametrize(
     ("every", "choices"), [(29, 3), pytest.param(3, 8, marks=pytest.mark.slow)]
 )
-def test_abandoned_versions_stay_abandoned_after_a_power_cut(
-    every: int, choices: int, pools: PoolTracker, opened: OpenedStore
-) -> None:
-    def check(store: LocalStore, done: list[int]) -> None:
+def test_abandoned_versions_stay_abandoned_after_a_power_cut(every, choices, pools, opened):
+    def check(store, done):
         run = Run(store)
         assert BRANCHED not in done or run.branch() == 1
         assert run.branch() == 0 or Version(2) not in run.line()
@@ -152,9 +139,7 @@ def test_abandoned_versions_stay_abandoned_after_a_power_cut(
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_promises_hold_after_a_power_cut_at_some_calls(
-    name: str, pools: PoolTracker, opened: OpenedStore
-) -> None:
+def test_promises_hold_after_a_power_cut_at_some_calls(name, pools, opened):
     work, check = WORKS[name]
     every = 11 if name == "save_async" else 29
     assert cut_everywhere(work, check, pools, opened, every=every, choices=3) > 10
@@ -162,18 +147,16 @@ def test_promises_hold_after_a_power_cut_at_some_calls(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
-def test_promises_hold_after_a_power_cut_at_every_call(
-    name: str, pools: PoolTracker, opened: OpenedStore
-) -> None:
+def test_promises_hold_after_a_power_cut_at_every_call(name, pools, opened):
     work, check = WORKS[name]
     assert cut_everywhere(work, check, pools, opened, every=1, choices=8) > 200
 
 
-def test_check_detects_a_store_without_fsync(pools: PoolTracker, opened: OpenedStore) -> None:
+def test_check_detects_a_store_without_fsync(pools, opened):
     """This proves that ``check_promises`` finds the damage that missing fsync calls cause."""
 
     class NoFsync(CrashFs):
-        def fsync(self, fd: int) -> None:
+        def fsync(self, fd):
             pass
 
     fs = NoFsync()

@@ -1,7 +1,5 @@
 """A training that spreads its shards, and in which any file system call fails or is the last."""
 
-from __future__ import annotations
-
 import pytest
 
 import limpet
@@ -9,7 +7,6 @@ from limpet.run.policy import EverySteps, KeepLast
 from limpet.storage.local.store import LocalStore
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import FaultFs
-from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
 from tests.crash.test_nth_call import ROOT, Outcome, faults
@@ -19,7 +16,7 @@ from tests.spread_stores import shards_in, spread_over
 from tests.trainings import initial_state, train
 
 
-def training(store: LocalStore, done: list[int]) -> None:
+def training(store, done):
     """Create the run, save three steps, and keep two versions."""
     state = initial_state()
     store = spread_over(store, 4)
@@ -30,7 +27,7 @@ def training(store: LocalStore, done: list[int]) -> None:
             done.append(step)
 
 
-def check_run(store: LocalStore, done: list[int]) -> None:
+def check_run(store, done):
     """Check the promises, also of a training that continues without the option."""
     check_promises(store, done[-1:])
     shards = shards_in(store)
@@ -40,18 +37,14 @@ def check_run(store: LocalStore, done: list[int]) -> None:
 @pytest.mark.parametrize(
     ("every", "choices"), [(29, 2), pytest.param(9, 3, marks=pytest.mark.slow)]
 )
-def test_promises_hold_after_a_power_cut(
-    every: int, choices: int, pools: PoolTracker, opened: OpenedStore
-) -> None:
+def test_promises_hold_after_a_power_cut(every, choices, pools, opened):
     states = cut_everywhere(training, check_run, pools, opened, every=every, choices=choices)
     assert states > 10
 
 
 @pytest.mark.parametrize("error", ["EIO", "full"])
 @pytest.mark.parametrize("every", [23, pytest.param(5, marks=pytest.mark.slow)])
-def test_promises_hold_if_calls_fail(
-    every: int, error: str, pools: PoolTracker, opened: OpenedStore
-) -> None:
+def test_promises_hold_if_calls_fail(every, error, pools, opened):
     checked = CheckedStates()
     with equal_bytes() as restart_ids:
         for fault in list(faults(error))[::every]:

@@ -1,7 +1,5 @@
 """A source of notices that a test controls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from limpet.notices.notice import Notice
@@ -13,16 +11,16 @@ class Announced:
     name = "a test"
     interval = 3600.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.notices: list[Notice] = []
         self.wake: Callable[[], object] = lambda: None
 
-    def start(self, wake: Callable[[], object]) -> None:
+    def start(self, wake):
         self.wake = wake
 
-    def announce(self, seconds: float | None = None, *, stops: bool = True) -> None:
+    def announce(self, seconds=None, *, stops=True):
         self.notices.append(Notice("a test", seconds, stops))
         self.wake()
 
-    def poll(self) -> Notice | None:
+    def poll(self):
         return self.notices.pop(0) if self.notices else None

@@ -7,19 +7,15 @@
         AwsNotice(server.url).poll()
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from email.message import Message
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ssl import SSLContext
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 FAULTS = (
     *("500", "redirect", "garbage", "html", "half", "no_http", "endless", "endless_header"),
@@ -43,7 +39,7 @@ class MetadataServer:
 
     reply_headers: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, context: SSLContext | None = None) -> None:
+    def __init__(self, context=None):
         self.fault: str | None = None
         self.fault_paths: tuple[str, ...] = ("/",)
         self.clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -61,24 +57,24 @@ class MetadataServer:
         self.url = f"{scheme}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._ended.set()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
 
-    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
+    def answer(self, method, path, headers):
         """Return the status and the body of the reply to a request."""
         raise NotImplementedError
 
-    def time_in(self, seconds: float) -> datetime:
+    def time_in(self, seconds):
         return self.clock() + timedelta(seconds=seconds)
 
-    def count(self, part: str) -> int:
+    def count(self, part):
         """The number of requests whose path contains a text."""
         return sum(part in path for _, path in self.requests)
 
@@ -88,7 +84,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     owner: MetadataServer
 
-    def handle_error(self, *_: object) -> None:
+    def handle_error(self, *_):
         """A client that closes the connection is no error of the server."""
 
 
@@ -96,10 +92,10 @@ class _Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         owner = self.server.owner
         owner.requests.append((self.command, self.path))
         owner.headers.append(dict(self.headers.items()))
@@ -111,13 +107,13 @@ class _Exchange(BaseHTTPRequestHandler):
         status, body = owner.answer(self.command, self.path, self.headers)
         self.reply(status, b" " * owner.padding + body.encode())
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         self.do_GET()
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         self.do_GET()
 
-    def reply(self, status: int, body: bytes, length: int | None = None, **more: str) -> None:
+    def reply(self, status, body, length=None, **more):
         owner = self.server.owner
         self.send_response_only(status)
         if owner.has_date:
@@ -132,7 +128,7 @@ class _Exchange(BaseHTTPRequestHandler):
         owner._ended.wait(owner.pause)
         self.wfile.write(body)
 
-    def fail(self, fault: str) -> None:
+    def fail(self, fault):
         match fault:
             case "500":
                 self.reply(500, b"internal error")
@@ -170,7 +166,7 @@ class _Exchange(BaseHTTPRequestHandler):
             case "dead":
                 self.connection.shutdown(socket.SHUT_RDWR)
 
-    def repeat(self, data: bytes, pause: float) -> None:
+    def repeat(self, data, pause):
         for _ in range(2000):
             self.wfile.write(data)
             if self.server.owner._ended.wait(pause):
@@ -180,12 +176,12 @@ class _Exchange(BaseHTTPRequestHandler):
 class AwsServer(MetadataServer):
     """IMDSv2. A request without a valid token is refused (401)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens: dict[str, int] = {}
         self.documents: dict[str, str] = {}
 
-    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
+    def answer(self, method, path, headers):
         if path == "/latest/api/token":
             if method != "PUT":
                 return 405, "method not allowed"
@@ -200,19 +196,19 @@ class AwsServer(MetadataServer):
         document = self.documents.get(path.removeprefix("/latest/meta-data/"))
         return (404, "not found") if document is None else (200, document)
 
-    def expire_tokens(self) -> None:
+    def expire_tokens(self):
         self.tokens.clear()
 
-    def announce(self, action: str = "terminate", seconds: float = 120.0) -> None:
+    def announce(self, action="terminate", seconds=120.0):
         """Announce an interruption of the spot instance."""
         document = {"action": action, "time": f"{self.time_in(seconds):%Y-%m-%dT%H:%M:%SZ}"}
         self.documents["spot/instance-action"] = json.dumps(document)
 
-    def recommend_rebalance(self) -> None:
+    def recommend_rebalance(self):
         document = {"noticeTime": f"{self.clock():%Y-%m-%dT%H:%M:%SZ}"}
         self.documents["events/recommendations/rebalance"] = json.dumps(document)
 
-    def schedule(self, code: str, seconds: float, state: str = "active") -> None:
+    def schedule(self, code, seconds, state="active"):
         """Schedule one event."""
         event = {
             "NotBefore": f"{self.time_in(seconds):%d %b %Y %H:%M:%S GMT}",
@@ -230,7 +226,7 @@ class GcpServer(MetadataServer):
 
     reply_headers: ClassVar = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.values = {
             "preempted": "FALSE",
@@ -239,7 +235,7 @@ class GcpServer(MetadataServer):
         }
         self.upcoming: tuple[int, str] = (404, "not found")
 
-    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
+    def answer(self, method, path, headers):
         if headers.get("Metadata-Flavor") != "Google":
             return 403, "missing Metadata-Flavor"
         key = path.removeprefix("/computeMetadata/v1/instance/")
@@ -247,14 +243,14 @@ class GcpServer(MetadataServer):
             return self.upcoming
         return (200, self.values[key]) if key in self.values else (404, "not found")
 
-    def announce(self, what: str = "preempted") -> None:
+    def announce(self, what="preempted"):
         """Announce a preemption, or a ``maintenance-event`` of this name."""
         if what == "preempted":
             self.values["preempted"] = "TRUE"
         else:
             self.values["maintenance-event"] = what
 
-    def schedule(self, seconds: float, status: str = "PENDING") -> None:
+    def schedule(self, seconds, status="PENDING"):
         """Announce upcoming maintenance of a machine that cannot migrate."""
         self.values["scheduling/on-host-maintenance"] = "TERMINATE"
         document = {
@@ -270,12 +266,12 @@ class GcpServer(MetadataServer):
 class AzureServer(MetadataServer):
     """The scheduled events of Azure. A POST, which would approve an event, is recorded."""
 
-    def __init__(self, machine: str = "vm_0") -> None:
+    def __init__(self, machine="vm_0"):
         super().__init__()
         self.machine: str | None = machine
         self.events: list[dict[str, Any]] = []
 
-    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
+    def answer(self, method, path, headers):
         if headers.get("Metadata") != "true" or "api-version=20" not in path:
             return 400, "bad request"
         if path.startswith("/metadata/scheduledevents?"):
@@ -285,14 +281,8 @@ class AzureServer(MetadataServer):
         return 404, "not found"
 
     def announce(
-        self,
-        kind: str = "Preempt",
-        seconds: float = 30.0,
-        *,
-        machine: str | None = None,
-        duration: int = -1,
-        status: str = "Scheduled",
-    ) -> None:
+        self, kind="Preempt", seconds=30.0, *, machine=None, duration=-1, status="Scheduled"
+    ):
         """Announce an event for a machine, or let it start."""
         started = status == "Started"
         when = "" if started else format_datetime(self.time_in(seconds), usegmt=True)
@@ -314,14 +304,14 @@ class AzureServer(MetadataServer):
 class KubernetesServer(MetadataServer):
     """The API server of Kubernetes, with one pod. ``allowed``: whether it may be read."""
 
-    def __init__(self, context: SSLContext | None = None) -> None:
+    def __init__(self, context=None):
         super().__init__(context)
         self.token = "a-token"
         self.allowed = True
         self.deleted_at: datetime | None = None
         self.grace = 0.0
 
-    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
+    def answer(self, method, path, headers):
         if headers.get("Authorization") != f"Bearer {self.token}":
             return 401, json.dumps({"kind": "Status", "reason": "Unauthorized"})
         if not self.allowed:
@@ -334,7 +324,7 @@ class KubernetesServer(MetadataServer):
             metadata["deletionGracePeriodSeconds"] = self.grace
         return 200, json.dumps({"kind": "PartialObjectMetadata", "metadata": metadata})
 
-    def announce(self, seconds: float = 30.0) -> None:
+    def announce(self, seconds=30.0):
         """Delete the pod."""
         self.grace = seconds
         self.deleted_at = self.time_in(seconds)

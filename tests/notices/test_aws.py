@@ -1,48 +1,42 @@
 """The notices of AWS, from a server that implements IMDSv2."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Iterator
 
 import pytest
 
 from limpet.notices import metadata
 from limpet.notices.aws import AwsNotice
 from limpet.notices.notice import Notice
-from tests.notices.manual_clock import ManualClock
 from tests.notices.metadata_servers import AwsServer
 
 SPOT = "/latest/meta-data/spot"
 
 
 @pytest.fixture
-def server(clock: ManualClock) -> Iterator[AwsServer]:
+def server(clock):
     with AwsServer() as running:
         running.clock = clock.now
         yield running
 
 
 @pytest.fixture
-def source(server: AwsServer, clock: ManualClock) -> AwsNotice:
+def source(server, clock):
     return AwsNotice(server.url, clock=clock)
 
 
-def test_an_instance_that_is_not_interrupted(server: AwsServer, source: AwsNotice) -> None:
+def test_an_instance_that_is_not_interrupted(server, source):
     assert source.poll() is None
     assert server.requests[0] == ("PUT", "/latest/api/token")
     assert all(method in ("PUT", "GET") for method, _ in server.requests)
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
-def test_a_spot_instance_action(server: AwsServer, source: AwsNotice, action: str) -> None:
+def test_a_spot_instance_action(server, source, action):
     server.announce(action, seconds=120)
     assert source.poll() == Notice(f"the AWS spot instance action {action!r}", 120.0)
 
 
-def test_the_seconds_decrease_and_end_at_0(
-    server: AwsServer, source: AwsNotice, clock: ManualClock
-) -> None:
+def test_the_seconds_decrease_and_end_at_0(server, source, clock):
     server.announce(seconds=120)
     seconds = []
     for _ in range(4):
@@ -54,9 +48,7 @@ def test_the_seconds_decrease_and_end_at_0(
 
 
 @pytest.mark.parametrize("trouble", ["no date", "no time"])
-def test_an_action_without_a_time_is_still_a_notice(
-    server: AwsServer, source: AwsNotice, trouble: str
-) -> None:
+def test_an_action_without_a_time_is_still_a_notice(server, source, trouble):
     server.announce()
     if trouble == "no date":
         server.has_date = False
@@ -70,9 +62,7 @@ def test_an_action_without_a_time_is_still_a_notice(
 @pytest.mark.parametrize(
     "document", ['{"action": "pause", "time": "x"}', '{"action": "stop"}', "[]", "", "null"]
 )
-def test_an_unknown_action_is_an_outage_and_not_a_notice(
-    server: AwsServer, source: AwsNotice, document: str
-) -> None:
+def test_an_unknown_action_is_an_outage_and_not_a_notice(server, source, document):
     server.documents["spot/instance-action"] = document
     with pytest.raises(OSError, match=r"Cannot understand the reply of http.*instance-action"):
         source.poll()
@@ -80,9 +70,7 @@ def test_an_unknown_action_is_an_outage_and_not_a_notice(
     assert source.poll() is not None
 
 
-def test_a_rebalance_recommendation_is_a_risk_that_is_reported_once(
-    server: AwsServer, source: AwsNotice, clock: ManualClock
-) -> None:
+def test_a_rebalance_recommendation_is_a_risk_that_is_reported_once(server, source, clock):
     server.recommend_rebalance()
     assert source.poll() == Notice("the AWS rebalance recommendation", stops=False)
     assert source.poll() is None
@@ -95,7 +83,7 @@ def test_a_rebalance_recommendation_is_a_risk_that_is_reported_once(
     assert notice.stops
 
 
-def test_scheduled_events(server: AwsServer, source: AwsNotice, clock: ManualClock) -> None:
+def test_scheduled_events(server, source, clock):
     assert source.poll() is None
     server.schedule("system-reboot", 86400)
     assert source.poll() is None, "asked once per minute only"
@@ -106,9 +94,7 @@ def test_scheduled_events(server: AwsServer, source: AwsNotice, clock: ManualClo
     assert server.count("maintenance") == 3
 
 
-def test_scheduled_events_are_asked_for_again_after_an_outage(
-    server: AwsServer, source: AwsNotice
-) -> None:
+def test_scheduled_events_are_asked_for_again_after_an_outage(server, source):
     server.documents["events/maintenance/scheduled"] = "{}"
     with pytest.raises(OSError, match="maintenance"):
         source.poll()
@@ -127,9 +113,7 @@ def test_scheduled_events_are_asked_for_again_after_an_outage(
         ("system-reboot", "canceled", None),
     ],
 )
-def test_kinds_of_scheduled_events(
-    server: AwsServer, source: AwsNotice, code: str, state: str, stops: bool | None
-) -> None:
+def test_kinds_of_scheduled_events(server, source, code, state, stops):
     server.schedule(code, 100, state)
     notice = source.poll()
     assert (None if notice is None else notice.stops) is stops
@@ -144,18 +128,14 @@ def test_kinds_of_scheduled_events(
         ("instance-retirement", True),
     ],
 )
-def test_an_event_that_began_before_the_first_poll(
-    server: AwsServer, source: AwsNotice, code: str, stops: bool
-) -> None:
+def test_an_event_that_began_before_the_first_poll(server, source, code, stops):
     server.schedule(code, -60)
     notice = source.poll()
     assert notice is not None
     assert (notice.seconds, notice.stops) == (0.0, stops)
 
 
-def test_a_token_is_used_again_and_renewed_in_time(
-    server: AwsServer, source: AwsNotice, clock: ManualClock
-) -> None:
+def test_a_token_is_used_again_and_renewed_in_time(server, source, clock):
     for _ in range(3):
         source.poll()
     assert server.count("token") == 1
@@ -165,7 +145,7 @@ def test_a_token_is_used_again_and_renewed_in_time(
     assert server.count("token") == 2
 
 
-def test_a_token_that_expired_is_replaced(server: AwsServer, source: AwsNotice) -> None:
+def test_a_token_that_expired_is_replaced(server, source):
     source.poll()
     server.expire_tokens()
     server.announce()
@@ -173,9 +153,7 @@ def test_a_token_that_expired_is_replaced(server: AwsServer, source: AwsNotice) 
     assert server.count("token") == 2
 
 
-def test_a_server_that_refuses_each_token_is_an_outage(
-    server: AwsServer, source: AwsNotice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_refuses_each_token_is_an_outage(server, source, monkeypatch):
     monkeypatch.setattr(server, "tokens", Forgetful())
     with pytest.raises(PermissionError, match="refuses a new token"):
         source.poll()
@@ -186,20 +164,18 @@ def test_a_server_that_refuses_each_token_is_an_outage(
 
 
 class Forgetful(dict):
-    def __setitem__(self, *_: object) -> None:
+    def __setitem__(self, *_):
         pass
 
 
 @pytest.mark.parametrize("token", ["", "a\nb: c", "\u00e9"])
-def test_a_token_that_is_no_token_is_an_outage(
-    server: AwsServer, source: AwsNotice, token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_is_no_token_is_an_outage(server, source, token, monkeypatch):
     monkeypatch.setattr(server, "answer", lambda *_: (200, token))
     with pytest.raises(OSError, match="Expected a token"):
         source.poll()
 
 
-def test_a_token_that_does_not_come_names_the_hop_limit(server: AwsServer) -> None:
+def test_a_token_that_does_not_come_names_the_hop_limit(server):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -207,9 +183,7 @@ def test_a_token_that_does_not_come_names_the_hop_limit(server: AwsServer) -> No
             AwsNotice(url).poll()
 
 
-def test_a_slow_document_hides_no_other(
-    server: AwsServer, source: AwsNotice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_document_hides_no_other(server, source, monkeypatch):
     monkeypatch.setattr(metadata, "REQUEST_SECONDS", 0.2)
     server.recommend_rebalance()
     server.fault, server.fault_paths = "hang", (SPOT,)

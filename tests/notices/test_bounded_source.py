@@ -1,10 +1,7 @@
 """A source that hangs does not delay the thread that polls it."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,27 +14,27 @@ from tests.notices.manual_clock import ManualClock
 class Hanging(BoundedSource):
     """A source whose ``check`` hangs until it is released."""
 
-    def __init__(self, clock: ManualClock) -> None:
+    def __init__(self, clock):
         super().__init__("the slow source", 1.0, clock)
         self.poll_seconds = 0.05
         self.released = threading.Event()
         self.calls = 0
         self.answer: Notice | None = Notice("late", 30.0)
 
-    def check(self) -> Notice | None:
+    def check(self):
         self.calls += 1
         self.released.wait(30)
         return self.answer
 
 
 @pytest.fixture
-def hanging() -> Iterator[Hanging]:
+def hanging():
     source = Hanging(ManualClock())
     yield source
     source.released.set()
 
 
-def test_a_poll_of_a_source_that_hangs_raises_in_time(hanging: Hanging) -> None:
+def test_a_poll_of_a_source_that_hangs_raises_in_time(hanging):
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match="the slow source has not answered"):
         hanging.poll()
@@ -45,9 +42,7 @@ def test_a_poll_of_a_source_that_hangs_raises_in_time(hanging: Hanging) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(30.0, 18.0), (5.0, 0.0), (None, None)])
-def test_the_seconds_of_a_late_answer_count_from_when_it_came(
-    hanging: Hanging, seconds: float | None, left: float | None
-) -> None:
+def test_the_seconds_of_a_late_answer_count_from_when_it_came(hanging, seconds, left):
     hanging.answer = Notice("late", seconds)
     with pytest.raises(TimeoutError):
         hanging.poll()
@@ -62,6 +57,6 @@ def test_the_seconds_of_a_late_answer_count_from_when_it_came(
 
 
 @pytest.mark.parametrize("interval", [0, -1, float("nan"), float("inf"), True, "1", None])
-def test_an_interval_is_a_number_of_seconds(interval: object) -> None:
+def test_an_interval_is_a_number_of_seconds(interval):
     with pytest.raises(LimpetError, match="Invalid value for interval="):
         CallNotice(lambda: None, interval=interval)

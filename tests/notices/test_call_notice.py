@@ -1,7 +1,5 @@
 """What a function of the user may return."""
 
-from __future__ import annotations
-
 import threading
 import time
 from functools import partial
@@ -26,19 +24,19 @@ from limpet.notices.notice import Notice
         (Notice("mine", 3, stops=False), Notice("mine", 3, stops=False)),
     ],
 )
-def test_results_of_a_function(result: object, expected: Notice | None) -> None:
+def test_results_of_a_function(result, expected):
     assert CallNotice(lambda: result, name="the queue").poll() == expected
 
 
 @pytest.mark.parametrize("result", ["yes", float("nan"), float("inf"), b"", [], object()])
-def test_another_result_is_an_error_and_not_a_notice(result: object) -> None:
+def test_another_result_is_an_error_and_not_a_notice(result):
     with pytest.raises(OSError, match=r"the queue returned .*Expected None, a bool"):
         CallNotice(lambda: result, name="the queue").poll()
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyError("x"), SystemExit(3)])
-def test_an_error_of_the_function_is_an_outage(error: BaseException) -> None:
-    def fail() -> None:
+def test_an_error_of_the_function_is_an_outage(error):
+    def fail():
         raise error
 
     source = CallNotice(fail, name="the queue")
@@ -47,17 +45,17 @@ def test_an_error_of_the_function_is_an_outage(error: BaseException) -> None:
     assert caught.value.__cause__ is error
 
 
-def test_the_name_is_that_of_the_function() -> None:
+def test_the_name_is_that_of_the_function():
     assert CallNotice(time.monotonic).name == "the function monotonic"
     assert CallNotice(partial(int, "3")).name == "the function partial"
 
 
-def test_it_is_not_called_on_the_thread_that_polls() -> None:
+def test_it_is_not_called_on_the_thread_that_polls():
     threads = []
     CallNotice(lambda: threads.append(threading.current_thread())).poll()
     assert threads != [threading.current_thread()]
 
 
-def test_something_that_cannot_be_called_is_refused() -> None:
+def test_something_that_cannot_be_called_is_refused():
     with pytest.raises(LimpetError, match="Invalid function of a CallNotice"):
         CallNotice("function")

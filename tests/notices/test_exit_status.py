@@ -1,14 +1,11 @@
 """The status of a worker: what it contains, that it is atomic, and what happens without space."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,38 +24,32 @@ from limpet.notices.exit_status import (
     write_status,
 )
 from limpet.notices.process_tree import descendants, read_process, started_at
-from limpet.settings import (
-    command_environment,
-    read_settings,
-    run_grace,
-)
+from limpet.settings import command_environment, read_settings, run_grace
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def folder(tmp_path, monkeypatch):
     """A folder as ``limpet run`` makes it, in the environment."""
     monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_without_limpet_run_the_process_exits_with_the_code_itself(
-    code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_limpet_run_the_process_exits_with_the_code_itself(code, monkeypatch):
     monkeypatch.delenv("LIMPET_STATUS", raising=False)
     announce_worker()
     assert leave_code(Status(code)) == code
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_under_limpet_run_only_a_failure_is_an_exit_code(folder: str, code: int) -> None:
+def test_under_limpet_run_only_a_failure_is_an_exit_code(folder, code):
     assert leave_code(Status(code)) == (FAILED if code == FAILED else DONE)
     (record,) = read_records(folder)
     assert record.status is not None
     assert record.status.code == code
 
 
-def test_a_status_replaces_the_announcement_and_an_announcement_the_status(folder: str) -> None:
+def test_a_status_replaces_the_announcement_and_an_announcement_the_status(folder):
     """A process may catch ``SystemExit``, and start another training."""
     announce_worker()
     assert [r.status for r in read_records(folder)] == [None]
@@ -70,7 +61,7 @@ def test_a_status_replaces_the_announcement_and_an_announcement_the_status(folde
     assert len(os.listdir(folder)) == 1
 
 
-def test_secrets_and_line_breaks_are_not_stored(folder: str) -> None:
+def test_secrets_and_line_breaks_are_not_stored(folder):
     secret = "az://acct/c/run?sig=S3CRET"
     write_status(folder, Status(SAVED, run=secret, why=f"cannot\nreach {secret}" + "x" * 10_000))
     (file,) = Path(folder).iterdir()
@@ -81,7 +72,7 @@ def test_secrets_and_line_breaks_are_not_stored(folder: str) -> None:
     assert record.status.why.startswith("cannot reach az://acct")
 
 
-def test_names_that_are_not_utf_8_are_escaped(folder: str) -> None:
+def test_names_that_are_not_utf_8_are_escaped(folder):
     run = os.fsdecode(b"/runs/\xff")
     assert leave_code(Status(SAVED, run=run, why=f"stopped in {run}")) == DONE
     (record,) = read_records(folder)
@@ -91,18 +82,18 @@ def test_names_that_are_not_utf_8_are_escaped(folder: str) -> None:
 
 
 @pytest.mark.parametrize("code", [2, -15, 143, 255])
-def test_other_codes_are_refused(code: int) -> None:
+def test_other_codes_are_refused(code):
     with pytest.raises(LimpetError, match=r"exit code.*Expected 0, 1, 75, 76, 93, found"):
         Status(code)
 
 
 @pytest.mark.parametrize("operation", ["write_bytes", "replace"])
 def test_a_status_that_cannot_be_written_does_not_keep_the_process_from_leaving(
-    folder: str, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, operation, monkeypatch
+):
     """It must not exit with 0: that would mean that the training is complete."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(exit_status.Path, operation, fail)
@@ -113,9 +104,7 @@ def test_a_status_that_cannot_be_written_does_not_keep_the_process_from_leaving(
     assert read_records(folder) == []
 
 
-def test_a_folder_that_does_not_exist_is_not_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_does_not_exist_is_not_created(tmp_path, monkeypatch):
     """In a container, a folder of that name would never be read."""
     monkeypatch.setenv("LIMPET_STATUS", str(tmp_path / "none"))
     announce_worker()
@@ -125,7 +114,7 @@ def test_a_folder_that_does_not_exist_is_not_created(
         read_records(str(tmp_path / "none"))
 
 
-def test_files_that_are_not_records_are_ignored(folder: str) -> None:
+def test_files_that_are_not_records_are_ignored(folder):
     write_status(folder, Status(SAVED))
     (record,) = Path(folder).iterdir()
     Path(folder, "5-1.00.tmp").write_bytes(record.read_bytes()[:10])
@@ -135,7 +124,7 @@ def test_files_that_are_not_records_are_ignored(folder: str) -> None:
     assert len(read_records(folder)) == 1
 
 
-def test_a_reader_never_sees_a_part_of_a_status(folder: str) -> None:
+def test_a_reader_never_sees_a_part_of_a_status(folder):
     code = (
         "import time\n"
         "from limpet.notices.exit_status import *\n"
@@ -157,7 +146,7 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-def test_a_worker_of_torchrun_is_attributed_to_the_torchrun_that_started_it(folder: str) -> None:
+def test_a_worker_of_torchrun_is_attributed_to_the_torchrun_that_started_it(folder):
     """Also if a shell is in between, which has the variables too."""
     worker = (
         "import os\n"
@@ -174,7 +163,7 @@ def test_a_worker_of_torchrun_is_attributed_to_the_torchrun_that_started_it(fold
     assert [r.restart_count for r in records] == [2, 2]
 
 
-def test_the_environment_of_the_command_keeps_what_the_user_has_set() -> None:
+def test_the_environment_of_the_command_keeps_what_the_user_has_set():
     made = command_environment("/x", 9.2, {"A": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM"})
     assert made == {
         "A": "1", "LIMPET_STATUS": "/x", "LIMPET_GRACE": "9.2", "PET_SHUTDOWN_TIMEOUT": "10",
@@ -183,7 +172,7 @@ def test_the_environment_of_the_command_keeps_what_the_user_has_set() -> None:
     assert command_environment("/x", 1, {})["PET_SIGNALS_TO_HANDLE"].endswith(",SIGUSR1,SIGUSR2")
 
 
-def test_a_nested_run_tells_its_own_grace() -> None:
+def test_a_nested_run_tells_its_own_grace():
     outer = command_environment("/x", 90, {})
     assert run_grace(outer) == 90
     assert run_grace(command_environment("/y", 30.5, outer)) == 30.5
@@ -193,7 +182,7 @@ def test_a_nested_run_tells_its_own_grace() -> None:
         read_settings({"LIMPET_GRACE": "long"})
 
 
-def test_a_process_name_may_contain_anything(tmp_path: Path) -> None:
+def test_a_process_name_may_contain_anything(tmp_path):
     odd = tmp_path / "a) R 1 ("
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:
@@ -234,7 +223,7 @@ if then == "fork" and os.fork() == 0:
 
 @pytest.mark.parametrize("noticed", ["noticed", "unnoticed"])
 @pytest.mark.parametrize("then", ["end", "raise", "announce", "save", "exit-3", "fork"])
-def test_a_normal_end_is_left_when_the_process_exits(noticed: str, then: str, folder: str) -> None:
+def test_a_normal_end_is_left_when_the_process_exits(noticed, then, folder):
     """``exit-3``: the code is not known at the exit, so ``limpet run`` must not trust in it."""
     command = [sys.executable, "-c", ENDING, noticed, then]
     subprocess.run(command, stderr=subprocess.DEVNULL, check=False)

@@ -1,7 +1,5 @@
 """The end of a process that does not leave by itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -17,7 +15,7 @@ end_process(75, "it ends now")
 """
 
 
-def run(output: int) -> tuple[int, float]:
+def run(output):
     """Return the exit code of the program and its seconds."""
     began = time.monotonic()
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=output, stderr=output)
@@ -27,7 +25,7 @@ def run(output: int) -> tuple[int, float]:
         process.kill()
 
 
-def test_the_message_and_the_stacks_are_shown() -> None:
+def test_the_message_and_the_stacks_are_shown():
     reader, writer = os.pipe()
     try:
         assert run(writer)[0] == 75
@@ -39,7 +37,7 @@ def test_the_message_and_the_stacks_are_shown() -> None:
     assert "wait_in_a_call" in text
 
 
-def test_a_pipe_that_nobody_reads_does_not_keep_the_process() -> None:
+def test_a_pipe_that_nobody_reads_does_not_keep_the_process():
     reader, writer = os.pipe()
     try:
         os.set_blocking(writer, False)

@@ -1,7 +1,5 @@
 """The table of what ``limpet run`` returns, and which statuses count."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from dataclasses import replace
@@ -26,16 +24,7 @@ SILENT = None
 """A worker that announced itself and left without a status."""
 
 
-def record(
-    code: int | None,
-    rank: int = 0,
-    *,
-    launcher: str | None = "job/1",
-    size: int = 2,
-    restart: int = 0,
-    started: float = 10.0,
-    left: float = 20.0,
-) -> WorkerRecord:
+def record(code, rank=0, *, launcher="job/1", size=2, restart=0, started=10.0, left=20.0):
     return WorkerRecord(
         pid=100 + rank,
         started=started + rank / 100,
@@ -47,7 +36,7 @@ def record(
     )
 
 
-def two_workers(codes: tuple[int | None, ...]) -> list[WorkerRecord]:
+def two_workers(codes):
     """The records of two workers of torchrun; a worker without a code is missing."""
     return [record(code, rank) for rank, code in enumerate(codes)]
 
@@ -131,7 +120,7 @@ OVERDUE = Ended(None, killed_by=KILL, forwarded=(TERM,), killed=frozenset({7}), 
         (Ended(GIVE_UP), (SAVED, SAVED), GIVE_UP),
     ],
 )
-def test_the_exit_code(ended: Ended, codes: tuple[int | None, ...], expected: int) -> None:
+def test_the_exit_code(ended, codes, expected):
     decision = decide(ended, two_workers(codes))
     assert decision.code == expected
     assert decision.why
@@ -141,7 +130,7 @@ ENDS = [EXIT_0, EXIT_1, Ended(3), Ended(SAVED), STOPPED_1, TERMINATED, OVERDUE]
 
 
 @pytest.mark.parametrize("ended", ENDS)
-def test_the_exit_code_is_always_one_of_the_contract_and_ignores_the_order(ended: Ended) -> None:
+def test_the_exit_code_is_always_one_of_the_contract_and_ignores_the_order(ended):
     for codes in itertools.product((SILENT, *CODES), repeat=2):
         records = two_workers(codes)
         code = decide(ended, records).code
@@ -154,7 +143,7 @@ def test_the_exit_code_is_always_one_of_the_contract_and_ignores_the_order(ended
             assert UNSAVED not in codes
 
 
-def test_a_worker_that_the_command_left_behind_and_that_was_killed_is_not_saved() -> None:
+def test_a_worker_that_the_command_left_behind_and_that_was_killed_is_not_saved():
     ended = Ended(0, killed=frozenset({101}))
     assert decide(ended, two_workers((SAVED, SILENT))).code == UNSAVED
     assert decide(ended, two_workers((SILENT, SAVED))).code == SAVED
@@ -171,11 +160,11 @@ def test_a_worker_that_the_command_left_behind_and_that_was_killed_is_not_saved(
         (EXIT_0, (SAVED, SAVED), "rank 0 (and 1 more) saved"),
     ],
 )
-def test_the_reason(ended: Ended, codes: tuple[int | None, ...], words: str) -> None:
+def test_the_reason(ended, codes, words):
     assert words in decide(ended, two_workers(codes)).why
 
 
-def test_the_reason_names_the_step_the_run_and_the_cause() -> None:
+def test_the_reason_names_the_step_the_run_and_the_cause():
     status = Status(SAVED, 3, step=121, saved_step=120, run="s3://b/run", why="SIGTERM")
     records = [WorkerRecord(pid=1, started=1.0, left=2.0, status=status)]
     assert decide(EXIT_0, records).why == "rank 3 saved step 120 in s3://b/run: SIGTERM"
@@ -184,13 +173,13 @@ def test_the_reason_names_the_step_the_run_and_the_cause() -> None:
 FIRST = [record(UNSAVED, 0), record(FAILED, 1)]
 
 
-def test_statuses_of_an_earlier_restart_are_void() -> None:
+def test_statuses_of_an_earlier_restart_are_void():
     again = [record(SILENT, rank, restart=1, started=30.0) for rank in (0, 1)]
     assert last_attempt(FIRST + again) == again
     assert decide(EXIT_0, FIRST + again).code == DONE
 
 
-def test_one_worker_of_the_restart_makes_all_earlier_statuses_void() -> None:
+def test_one_worker_of_the_restart_makes_all_earlier_statuses_void():
     """The other may have died before its training started."""
     saved = two_workers((SAVED, SAVED))
     again = [record(SILENT, 1, restart=1, started=30.0)]
@@ -199,14 +188,14 @@ def test_one_worker_of_the_restart_makes_all_earlier_statuses_void() -> None:
     assert decide(EXIT_1, saved).code == SAVED
 
 
-def test_a_restart_that_torchrun_does_not_count_makes_earlier_statuses_void() -> None:
+def test_a_restart_that_torchrun_does_not_count_makes_earlier_statuses_void():
     """torchrun keeps the count if it restarts because a host joined or left."""
     again = [record(SAVED, rank, started=30.0, left=40.0) for rank in (0, 1)]
     assert last_attempt(FIRST + again) == again
     assert decide(STOPPED_1, FIRST + again).code == SAVED
 
 
-def test_two_launchers_on_one_host_are_counted_separately() -> None:
+def test_two_launchers_on_one_host_are_counted_separately():
     a = [record(SAVED, 0, launcher="job/1"), record(SAVED, 1, launcher="job/1")]
     b = [record(SAVED, 2, launcher="job/2", started=50.0, left=60.0)]
     assert last_attempt(a + b) == a + b, "the second launcher did not restart the first one's"
@@ -216,21 +205,21 @@ def test_two_launchers_on_one_host_are_counted_separately() -> None:
     assert decide(STOPPED_1, a + b).code == SAVED
 
 
-def test_a_script_that_goes_on_after_a_saved_training_does_not_hide_it() -> None:
+def test_a_script_that_goes_on_after_a_saved_training_does_not_hide_it():
     """Without torchrun nothing restarts: ``python train.py && python evaluate.py``."""
     train = record(SAVED, launcher=None)
     evaluate = record(SILENT, launcher=None, started=30.0)
     assert decide(EXIT_0, [train, evaluate]).code == SAVED
 
 
-def test_without_a_launcher_every_process_must_say_why_it_left() -> None:
+def test_without_a_launcher_every_process_must_say_why_it_left():
     saved = record(SAVED, launcher=None)
     assert decide(STOPPED_1, [saved]).code == SAVED
     assert decide(STOPPED_1, [saved, record(SILENT, 1, launcher=None)]).code == UNSAVED
 
 
 @pytest.mark.parametrize("code", [1, 3])
-def test_only_torchrun_excuses_a_code_after_a_complete_training(code: int) -> None:
+def test_only_torchrun_excuses_a_code_after_a_complete_training(code):
     """Anything else that exits with another code than 0 has failed after the training."""
     ended = Ended(code, forwarded=(TERM,))
     launched, alone = record(DONE, size=1), record(DONE, 1, launcher=None)
@@ -239,12 +228,12 @@ def test_only_torchrun_excuses_a_code_after_a_complete_training(code: int) -> No
     assert decide(ended, [launched, alone]).code == UNSAVED
 
 
-def ended_before(rank: int, launcher: str | None = "job/1") -> WorkerRecord:
+def ended_before(rank, launcher="job/1"):
     """The record of a training that ended normally, without a notice."""
     return replace(record(SILENT, rank, launcher=launcher), left=20.0)
 
 
-def test_a_training_that_ended_before_the_notice_does_not_keep_a_saved_one_from_counting() -> None:
+def test_a_training_that_ended_before_the_notice_does_not_keep_a_saved_one_from_counting():
     """``python a.py && python b.py``, and the same with torchrun."""
     saved = [record(SAVED, rank, launcher="job/2", started=30.0, left=40.0) for rank in (2, 3)]
     assert (
@@ -255,7 +244,7 @@ def test_a_training_that_ended_before_the_notice_does_not_keep_a_saved_one_from_
     assert decide(TERMINATED, [ended_before(0), *saved]).code == UNSAVED, "one rank is missing"
 
 
-def test_a_training_that_ended_before_the_notice_excuses_nothing() -> None:
+def test_a_training_that_ended_before_the_notice_excuses_nothing():
     """What the process did afterward is not known: its code may be why torchrun stops the rest."""
     both = [ended_before(0), ended_before(1)]
     assert decide(EXIT_0, both).code == DONE
@@ -266,7 +255,7 @@ def test_a_training_that_ended_before_the_notice_excuses_nothing() -> None:
     assert decide(EXIT_1, [ended_before(0, None), record(DONE, 1, launcher=None)]).code == FAILED
 
 
-def test_workers_count_although_each_is_rank_0_of_its_own_group() -> None:
+def test_workers_count_although_each_is_rank_0_of_its_own_group():
     records = [replace(record(SAVED, rank), status=Status(SAVED, 0)) for rank in (0, 1)]
     assert is_complete(records)
     assert not is_complete(records[:1])

@@ -1,12 +1,8 @@
 """The deletion of a pod, from an API server with TLS and a service account."""
 
-from __future__ import annotations
-
 import ssl
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
-from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -17,13 +13,12 @@ from limpet.errors import LimpetError
 from limpet.notices.kubernetes import KubernetesNotice
 from limpet.notices.metadata import fetch
 from limpet.notices.notice import Notice
-from tests.notices.manual_clock import ManualClock
 from tests.notices.metadata_servers import KubernetesServer
 
 POD = {"HOSTNAME": "trainer-0"}
 
 
-def write_certificate(folder: Path, name: str) -> ssl.SSLContext:
+def write_certificate(folder, name):
     """Write a certificate for 127.0.0.1 to ``name``, and return the context of its server."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
@@ -56,7 +51,7 @@ def write_certificate(folder: Path, name: str) -> ssl.SSLContext:
 
 
 @pytest.fixture
-def account(tmp_path: Path) -> Path:
+def account(tmp_path):
     """The folder of a service account."""
     (tmp_path / "token").write_text("a-token\n")
     (tmp_path / "namespace").write_text("team")
@@ -64,19 +59,19 @@ def account(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(account: Path, clock: ManualClock) -> Iterator[KubernetesServer]:
+def server(account, clock):
     with KubernetesServer(write_certificate(account, "ca.crt")) as running:
         running.clock = clock.now
         yield running
 
 
-def make(server: KubernetesServer, account: Path, **variables: str) -> KubernetesNotice:
+def make(server, account, **variables):
     host, _, port = server.url.removeprefix("https://").partition(":")
     api = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT_HTTPS": port}
     return KubernetesNotice({**POD, **api, **variables}, folder=str(account))
 
 
-def test_a_pod_that_is_deleted(server: KubernetesServer, account: Path, clock: ManualClock) -> None:
+def test_a_pod_that_is_deleted(server, account, clock):
     source = make(server, account)
     assert source.poll() is None
     # only the metadata, from the cache of the server
@@ -90,24 +85,20 @@ def test_a_pod_that_is_deleted(server: KubernetesServer, account: Path, clock: M
     assert source.poll() == Notice("the deletion of pod trainer-0", 0.0)
 
 
-def test_a_deletion_without_a_time_of_the_server_is_still_a_notice(
-    server: KubernetesServer, account: Path
-) -> None:
+def test_a_deletion_without_a_time_of_the_server_is_still_a_notice(server, account):
     server.announce()
     server.has_date = False
     assert make(server, account).poll() == Notice("the deletion of pod trainer-0", None)
 
 
-def test_the_names_may_come_from_the_downward_api(server: KubernetesServer, account: Path) -> None:
+def test_the_names_may_come_from_the_downward_api(server, account):
     (account / "namespace").unlink()
     names = {"HOSTNAME": "node-7", "POD_NAME": "trainer-0", "POD_NAMESPACE": "team"}
     server.announce()
     assert make(server, account, **names).poll() is not None
 
 
-def test_a_pod_that_may_not_be_read_is_not_asked_for_again(
-    server: KubernetesServer, account: Path
-) -> None:
+def test_a_pod_that_may_not_be_read_is_not_asked_for_again(server, account):
     server.allowed = False
     source = make(server, account)
     for _ in range(3):
@@ -116,7 +107,7 @@ def test_a_pod_that_may_not_be_read_is_not_asked_for_again(
     assert len(server.requests) == 1
 
 
-def test_a_token_that_was_replaced_is_read_again(server: KubernetesServer, account: Path) -> None:
+def test_a_token_that_was_replaced_is_read_again(server, account):
     source = make(server, account)
     server.token = "another-token"
     server.announce()
@@ -126,22 +117,20 @@ def test_a_token_that_was_replaced_is_read_again(server: KubernetesServer, accou
     assert source.poll() is not None
 
 
-def test_a_name_that_is_not_that_of_the_pod(server: KubernetesServer, account: Path) -> None:
+def test_a_name_that_is_not_that_of_the_pod(server, account):
     with pytest.raises(FileNotFoundError, match=r"There is no pod node-7 .*Set POD_NAME"):
         make(server, account, HOSTNAME="node-7").poll()
 
 
 @pytest.mark.parametrize("text", ["", "a\nb: c", "\u00e9"])
-def test_a_damaged_token_is_an_outage(server: KubernetesServer, account: Path, text: str) -> None:
+def test_a_damaged_token_is_an_outage(server, account, text):
     (account / "token").write_text(text)
     with pytest.raises(OSError, match="token is empty or damaged"):
         make(server, account).poll()
     assert server.requests == []
 
 
-def test_a_server_with_another_certificate_receives_no_token(
-    server: KubernetesServer, account: Path
-) -> None:
+def test_a_server_with_another_certificate_receives_no_token(server, account):
     source = make(server, account)
     write_certificate(account, "ca.crt")
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -149,13 +138,13 @@ def test_a_server_with_another_certificate_receives_no_token(
     assert server.requests == []
 
 
-def test_without_a_certificate_those_of_the_system_count(server: KubernetesServer) -> None:
+def test_without_a_certificate_those_of_the_system_count(server):
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         fetch(server.url, {})
     assert server.requests == []
 
 
-def test_the_token_is_sent_only_over_tls_or_to_this_machine(account: Path) -> None:
+def test_the_token_is_sent_only_over_tls_or_to_this_machine(account):
     with pytest.raises(LimpetError, match="Cannot send the token of the service account"):
         KubernetesNotice(POD, base_url="http://10.0.0.1", folder=str(account))
     with KubernetesServer() as proxy:
@@ -164,6 +153,6 @@ def test_the_token_is_sent_only_over_tls_or_to_this_machine(account: Path) -> No
 
 
 @pytest.mark.parametrize("variables", [{}, POD, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}])
-def test_outside_a_pod_it_is_refused(variables: dict[str, str]) -> None:
+def test_outside_a_pod_it_is_refused(variables):
     with pytest.raises(LimpetError, match="Cannot watch the pod"):
         KubernetesNotice(variables)

@@ -1,10 +1,6 @@
 """How the replies of each platform may arrive: a long body, a late body, and no usable reply."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +30,7 @@ NOTICES = {
 
 
 @contextmanager
-def platform(name: str, folder: Path) -> Iterator[tuple[MetadataServer, NoticeSource]]:
+def platform(name, folder):
     """Return a running server and the source that asks it, with one clock."""
     clock = ManualClock()
     server: MetadataServer
@@ -62,9 +58,7 @@ def platform(name: str, folder: Path) -> Iterator[tuple[MetadataServer, NoticeSo
 
 @pytest.mark.parametrize(("pause", "padding"), [(0.05, 0), (0.0, 10_000), (0.05, 10_000)])
 @pytest.mark.parametrize("name", NOTICES)
-def test_a_body_that_is_long_or_comes_later_is_read(
-    name: str, pause: float, padding: int, tmp_path: Path
-) -> None:
+def test_a_body_that_is_long_or_comes_later_is_read(name, pause, padding, tmp_path):
     """More than 4 KiB, or a body 50 ms after its header, is not in the first read of a socket."""
     with platform(name, tmp_path) as (server, source):
         server.pause, server.padding = pause, padding
@@ -75,7 +69,7 @@ def test_a_body_that_is_long_or_comes_later_is_read(
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", NOTICES)
-def test_a_fault_is_an_outage_that_ends(name: str, fault: str, tmp_path: Path) -> None:
+def test_a_fault_is_an_outage_that_ends(name, fault, tmp_path):
     with platform(name, tmp_path) as (server, source):
         assert source.poll() is None
         server.announce()

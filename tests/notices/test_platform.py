@@ -1,9 +1,6 @@
 """Which platforms are detected, from real strings of their firmware."""
 
-from __future__ import annotations
-
 import socket
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -52,13 +49,13 @@ UUID_BY_CHANCE = {**XEN_AS_ROOT, "product_serial": "ABC-123"}
 QEMU = {"sys_vendor": "QEMU", "product_name": "Standard PC (Q35 + ICH9, 2009)"}
 
 
-def write_dmi(folder: Path, files: dict[str, str]) -> str:
+def write_dmi(folder, files):
     for name, text in files.items():
         (folder / name).write_text(text + "\n")
     return str(folder)
 
 
-def names(environ: dict[str, str], folder: Path, files: dict[str, str] | None = None) -> list[str]:
+def names(environ, folder, files=None):
     """The classes of the sources, on a machine with this firmware and a service account."""
     account = folder / "account"
     account.mkdir()
@@ -78,9 +75,7 @@ def names(environ: dict[str, str], folder: Path, files: dict[str, str] | None = 
         *((files, []) for files in (HYPER_V, CHROMEBOOK, XEN_ELSEWHERE, UUID_BY_CHANCE, QEMU, {})),
     ],
 )
-def test_clouds_by_their_firmware(
-    tmp_path: Path, files: dict[str, str], expected: list[str]
-) -> None:
+def test_clouds_by_their_firmware(tmp_path, files, expected):
     assert names({}, tmp_path, files) == expected
 
 
@@ -100,26 +95,22 @@ def test_clouds_by_their_firmware(
         ({"HOSTNAME": "a", "AWS_REGION": "eu-west-1", "GOOGLE_CLOUD_PROJECT": "p"}, []),
     ],
 )
-def test_platforms_by_the_environment(
-    tmp_path: Path, environ: dict[str, str], expected: list[str]
-) -> None:
+def test_platforms_by_the_environment(tmp_path, environ, expected):
     assert names(environ, tmp_path) == expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [("true", []), ("TRUE", []), ("no", ["AwsNotice"])])
-def test_aws_can_be_turned_off(tmp_path: Path, value: str, expected: list[str]) -> None:
+def test_aws_can_be_turned_off(tmp_path, value, expected):
     assert names({"AWS_EC2_METADATA_DISABLED": value}, tmp_path, NITRO) == expected
 
 
-def test_several_platforms_at_once(tmp_path: Path) -> None:
+def test_several_platforms_at_once(tmp_path):
     environ = {"SLURM_JOB_ID": "5", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
     assert names(environ, tmp_path, NITRO) == ["SlurmNotice", "AwsNotice", "KubernetesNotice"]
 
 
 @pytest.mark.parametrize("files", [NITRO, GCE, AZURE])
-def test_only_the_first_rank_of_a_host_watches_its_cloud(
-    tmp_path: Path, files: dict[str, str]
-) -> None:
+def test_only_the_first_rank_of_a_host_watches_its_cloud(tmp_path, files):
     root = write_dmi(tmp_path, files)
     counts = [
         len(detect_sources({"LOCAL_RANK": str(n), "RANK": "8"}, root, root)) for n in range(3)
@@ -127,7 +118,7 @@ def test_only_the_first_rank_of_a_host_watches_its_cloud(
     assert counts == [1, 0, 0]
 
 
-def test_a_pod_without_a_service_account_has_only_the_signal(tmp_path: Path) -> None:
+def test_a_pod_without_a_service_account_has_only_the_signal(tmp_path):
     environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
     assert detect_sources(environ, str(tmp_path), str(tmp_path / "none")) == []
 
@@ -144,15 +135,13 @@ def test_a_pod_without_a_service_account_has_only_the_signal(tmp_path: Path) -> 
         ({}, AZURE, "169.254.169.254"),
     ],
 )
-def test_the_addresses_of_the_servers(
-    tmp_path: Path, environ: dict[str, str], files: dict[str, str], address: str
-) -> None:
+def test_the_addresses_of_the_servers(tmp_path, environ, files, address):
     """The addresses of the clouds are only compared: no test sends a request there."""
     (source,) = detect_sources(environ, write_dmi(tmp_path, files), str(tmp_path))
     assert urlsplit(source._url).hostname == address
 
 
-def test_the_servers_in_the_environment_are_asked(tmp_path: Path) -> None:
+def test_the_servers_in_the_environment_are_asked(tmp_path):
     with AwsServer() as aws, GcpServer() as gcp:
         aws.announce()
         gcp.announce()
@@ -165,14 +154,14 @@ def test_the_servers_in_the_environment_are_asked(tmp_path: Path) -> None:
         assert len(sources) == 2
 
 
-def test_an_invalid_address_in_the_environment_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_address_in_the_environment_is_refused(tmp_path):
     environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "169.254.169.254"}
     with pytest.raises(LimpetError, match="Invalid address of a metadata server"):
         detect_sources(environ, str(tmp_path), str(tmp_path))
 
 
-def test_detection_opens_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
+def test_detection_opens_no_connection(tmp_path, monkeypatch):
+    def refuse(*_, **__):
         raise AssertionError("a connection")
 
     monkeypatch.setattr(socket, "socket", refuse)

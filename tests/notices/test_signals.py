@@ -1,17 +1,12 @@
 """Signals as notices: which handlers run, in which process, and what is left afterward."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,7 +21,7 @@ USR1 = signal.SIGUSR1
 
 
 @pytest.fixture
-def previous() -> Iterator[list[int]]:
+def previous():
     """Return the list of signals that the handler installed before receives."""
     received: list[int] = []
     before = signal.signal(USR1, lambda number, frame: received.append(number))
@@ -36,14 +31,14 @@ def previous() -> Iterator[list[int]]:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def wait_for(condition: Any, what: str) -> None:
+def wait_for(condition, what):
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.002)
 
 
-def test_a_signal_is_a_notice_and_reaches_the_previous_handler(previous: list[int]) -> None:
+def test_a_signal_is_a_notice_and_reaches_the_previous_handler(previous):
     wakes: list[int] = []
     source = SignalNotice(USR1, seconds=40)
     source.start(lambda: wakes.append(1))
@@ -61,7 +56,7 @@ def test_a_signal_is_a_notice_and_reaches_the_previous_handler(previous: list[in
 
 
 @pytest.mark.parametrize("seconds", [None, 40])
-def test_the_age_of_a_signal_counts(seconds: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_a_signal_counts(seconds, monkeypatch):
     """The thread that polls may have been busy when the signal came."""
     clock = ManualClock()
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=clock))
@@ -75,15 +70,13 @@ def test_the_age_of_a_signal_counts(seconds: float | None, monkeypatch: pytest.M
     assert Preemption().plan(notice, 1.0).seconds == (18 if seconds is None else 28)
 
 
-def test_a_signal_arrives_while_the_main_thread_is_in_a_call_of_a_library(
-    previous: list[int],
-) -> None:
+def test_a_signal_arrives_while_the_main_thread_is_in_a_call_of_a_library(previous):
     """Python runs no handler until the call returns. The pipe does not wait for that."""
     source, woken = SignalNotice(USR1), threading.Event()
     source.start(woken.set)
     pid, seen_at = os.getpid(), []
 
-    def send() -> None:
+    def send():
         os.kill(pid, USR1)
         if woken.wait(20):
             seen_at.append(list(previous))
@@ -101,7 +94,7 @@ def test_a_signal_arrives_while_the_main_thread_is_in_a_call_of_a_library(
     assert previous == [USR1]
 
 
-def test_close_restores_the_handlers(previous: list[int]) -> None:
+def test_close_restores_the_handlers(previous):
     before = signal.getsignal(USR1)
     first, second = SignalNotice(USR1), SignalNotice(USR1, signal.SIGUSR2)
     first.start(lambda: None)
@@ -117,12 +110,12 @@ def test_close_restores_the_handlers(previous: list[int]) -> None:
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
-def test_close_keeps_a_handler_installed_later(previous: list[int]) -> None:
+def test_close_keeps_a_handler_installed_later(previous):
     source = SignalNotice(USR1)
     source.start(lambda: None)
     later = signal.getsignal(USR1)
 
-    def outer(number: int, frame: Any) -> None:
+    def outer(number, frame):
         assert callable(later)
         later(number, frame)
 
@@ -133,18 +126,18 @@ def test_close_keeps_a_handler_installed_later(previous: list[int]) -> None:
 
 
 @pytest.fixture
-def hangup() -> Iterator[list[int]]:
+def hangup():
     """Return the list of signals that ``handle_hangup`` of a program receives."""
     before = signal.getsignal(signal.SIGHUP)
     yield []
     signal.signal(signal.SIGHUP, before)
 
 
-def handle_hangup(received: list[int]) -> None:
+def handle_hangup(received):
     signal.signal(signal.SIGHUP, lambda number, frame: received.append(number))
 
 
-def test_a_handler_for_sighup_that_the_program_installs_later_keeps_it(hangup: list[int]) -> None:
+def test_a_handler_for_sighup_that_the_program_installs_later_keeps_it(hangup):
     wakes: list[int] = []
     source, explicit = stop_signals(), SignalNotice(signal.SIGHUP, USR1)
     source.start(lambda: wakes.append(1))
@@ -160,7 +153,7 @@ def test_a_handler_for_sighup_that_the_program_installs_later_keeps_it(hangup: l
     source.close()
 
 
-def test_a_signal_that_requests_a_save_does_not_stop_another_training(hangup: list[int]) -> None:
+def test_a_signal_that_requests_a_save_does_not_stop_another_training(hangup):
     request = SignalNotice(signal.SIGHUP, stops=False)
     request.start(no_op)
     assert signal.SIGHUP not in stop_signals().numbers
@@ -172,7 +165,7 @@ def test_a_signal_that_requests_a_save_does_not_stop_another_training(hangup: li
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_default_action_is_not_taken(previous: list[int], before: Any) -> None:
+def test_a_default_action_is_not_taken(previous, before):
     signal.signal(USR1, before)
     source = SignalNotice(USR1)
     source.start(lambda: None)
@@ -182,13 +175,11 @@ def test_a_default_action_is_not_taken(previous: list[int], before: Any) -> None
     assert signal.getsignal(USR1) == before
 
 
-def test_a_source_that_could_not_be_started_keeps_no_handler_installed(
-    previous: list[int],
-) -> None:
+def test_a_source_that_could_not_be_started_keeps_no_handler_installed(previous):
     """The signal would reach nobody after the source of the main thread is closed."""
     refused, source = SignalNotice(USR1), SignalNotice(USR1)
 
-    def start() -> None:
+    def start():
         with pytest.raises(LimpetError):
             refused.start(lambda: None)
 
@@ -206,12 +197,12 @@ def test_a_source_that_could_not_be_started_keeps_no_handler_installed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
-def test_invalid_signals_are_rejected(number: Any) -> None:
+def test_invalid_signals_are_rejected(number):
     with pytest.raises(LimpetError, match=r"Invalid signal .*such as signal\.SIGTERM"):
         SignalNotice(number)
 
 
-def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous: list[int]) -> None:
+def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous):
     """asyncio has one, for example."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     assert signal.set_wakeup_fd(write_end) == -1
@@ -220,7 +211,7 @@ def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous: list[int]) ->
     signal.raise_signal(USR1)
     got = bytearray()
 
-    def has_byte() -> bool:
+    def has_byte():
         try:
             got.extend(os.read(read_end, 8))
         except BlockingIOError:
@@ -235,9 +226,7 @@ def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous: list[int]) ->
     os.close(write_end)
 
 
-def test_a_file_with_the_number_of_a_closed_pipe_gets_no_byte(
-    previous: list[int], tmp_path: Path
-) -> None:
+def test_a_file_with_the_number_of_a_closed_pipe_gets_no_byte(previous, tmp_path):
     """The bytes would damage it: it may be a file of a version."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(write_end)
@@ -257,7 +246,7 @@ def test_a_file_with_the_number_of_a_closed_pipe_gets_no_byte(
     os.close(read_end)
 
 
-def test_close_from_another_thread_closes_no_pipe_that_is_in_use(previous: list[int]) -> None:
+def test_close_from_another_thread_closes_no_pipe_that_is_in_use(previous):
     """Only the main thread may tell the system to use another pipe."""
     source = SignalNotice(USR1)
     source.start(lambda: None)
@@ -277,7 +266,7 @@ def test_close_from_another_thread_closes_no_pipe_that_is_in_use(previous: list[
 # -- forked processes ------------------------------------------------------------------------------
 
 
-def fork(run: Any) -> int:
+def fork(run):
     """Fork a process that exits with the result of ``run()``, and return its id once it runs."""
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -295,16 +284,16 @@ def fork(run: Any) -> int:
     return child
 
 
-def sleep() -> int:
+def sleep():
     time.sleep(30)
     return 0
 
 
-def result_of(child: int) -> int:
+def result_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_signal_to_a_forked_process_is_no_notice_for_the_parent(previous: list[int]) -> None:
+def test_a_signal_to_a_forked_process_is_no_notice_for_the_parent(previous):
     """DataLoader ends its workers by SIGTERM."""
     source = SignalNotice(signal.SIGUSR2)
     source.start(lambda: None)
@@ -315,8 +304,8 @@ def test_a_signal_to_a_forked_process_is_no_notice_for_the_parent(previous: list
     source.close()
 
 
-def test_a_signal_to_all_processes_does_not_end_a_forked_one(previous: list[int]) -> None:
-    def work() -> int:
+def test_a_signal_to_all_processes_does_not_end_a_forked_one(previous):
+    def work():
         while signals._dispatcher._received[USR1] == 0:
             time.sleep(0.001)
         os.kill(os.getpid(), USR1)  # its own copy of the signal
@@ -332,9 +321,7 @@ def test_a_signal_to_all_processes_does_not_end_a_forked_one(previous: list[int]
     source.close()
 
 
-def test_after_the_parent_has_closed_a_forked_process_ends_by_the_signal(
-    previous: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_the_parent_has_closed_a_forked_process_ends_by_the_signal(previous, monkeypatch):
     monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.01)
     signal.signal(USR1, signal.SIG_DFL)
     source = SignalNotice(USR1)
@@ -346,9 +333,7 @@ def test_after_the_parent_has_closed_a_forked_process_ends_by_the_signal(
     assert result_of(child) == -USR1
 
 
-def test_a_signal_that_comes_later_ends_a_forked_process(
-    previous: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_comes_later_ends_a_forked_process(previous, monkeypatch):
     """The parent has received a notice before, and now ends the process by the same signal."""
     signal.signal(USR1, signal.SIG_DFL)
     source = SignalNotice(USR1)
@@ -362,7 +347,7 @@ def test_a_signal_that_comes_later_ends_a_forked_process(
     source.close()
 
 
-def test_a_pool_ends_when_it_is_terminated_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_ends_when_it_is_terminated_after_a_notice(monkeypatch):
     monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.05)
     source = SignalNotice()
     source.start(lambda: None)
@@ -385,10 +370,10 @@ def test_a_pool_ends_when_it_is_terminated_after_a_notice(monkeypatch: pytest.Mo
     assert is_done
 
 
-def test_a_worker_that_replaced_the_handler_can_be_protected(previous: list[int]) -> None:
+def test_a_worker_that_replaced_the_handler_can_be_protected(previous):
     """PyTorch's DataLoader installs a handler of its own in each worker."""
 
-    def work() -> int:
+    def work():
         signal.signal(USR1, signal.SIG_DFL)
         protect_worker(0)
         os.kill(os.getpid(), USR1)
@@ -403,16 +388,14 @@ def test_a_worker_that_replaced_the_handler_can_be_protected(previous: list[int]
 
 
 @pytest.mark.parametrize("parent_watches", [False, True])
-def test_a_forked_process_may_watch_its_own_signals(
-    parent_watches: bool, previous: list[int]
-) -> None:
+def test_a_forked_process_may_watch_its_own_signals(parent_watches, previous):
     """Ranks are often forked from a process that has imported this module, such as a fork server.
     They neither share what they have received, nor count as workers of that process."""
     own = SignalNotice(USR1)
     if parent_watches:
         own.start(lambda: None)
 
-    def watch() -> int:
+    def watch():
         source = SignalNotice(USR1)
         source.start(lambda: None)
         signal.raise_signal(USR1)

@@ -1,9 +1,6 @@
 """The time limit of a Slurm job, from the environment and from a fake squeue."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +8,6 @@ from limpet.errors import LimpetError
 from limpet.notices import slurm
 from limpet.notices.notice import Notice
 from limpet.notices.slurm import SlurmNotice
-from tests.notices.manual_clock import ManualClock
 
 NAME = "the time limit of Slurm job 77"
 
@@ -19,7 +15,7 @@ NAME = "the time limit of Slurm job 77"
 class FakeSlurm:
     """A squeue that prints a file, and counts how often it is called."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.command = folder / "squeue"
         self._answer = folder / "answer"
         self._calls = folder / "calls"
@@ -29,20 +25,20 @@ class FakeSlurm:
         )
         self.command.chmod(0o755)
 
-    def say(self, text: str) -> None:
+    def say(self, text):
         self._answer.write_text(text)
 
     @property
-    def calls(self) -> list[str]:
+    def calls(self):
         return self._calls.read_text().splitlines()
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeSlurm:
+def fake(tmp_path):
     return FakeSlurm(tmp_path)
 
 
-def make(clock: ManualClock, fake: FakeSlurm | None, end: float | None = None) -> SlurmNotice:
+def make(clock, fake, end=None):
     variables = {"SLURM_JOB_ID": "77"}
     if end is not None:
         variables["SLURM_JOB_END_TIME"] = f"{end:.0f}"
@@ -50,7 +46,7 @@ def make(clock: ManualClock, fake: FakeSlurm | None, end: float | None = None) -
     return SlurmNotice(variables, command=command, now=clock, clock=clock)
 
 
-def test_without_squeue_the_variable_counts(clock: ManualClock) -> None:
+def test_without_squeue_the_variable_counts(clock):
     source = make(clock, None, clock() + 1000)
     assert source.poll() is None
     clock.advance(699)
@@ -61,7 +57,7 @@ def test_without_squeue_the_variable_counts(clock: ManualClock) -> None:
     assert source.poll() == Notice(NAME, 0.0)
 
 
-def test_slurm_is_not_asked_while_the_end_is_far_away(clock: ManualClock, fake: FakeSlurm) -> None:
+def test_slurm_is_not_asked_while_the_end_is_far_away(clock, fake):
     source = make(clock, fake, clock() + 100_000)
     for _ in range(20):
         assert source.poll() is None
@@ -69,7 +65,7 @@ def test_slurm_is_not_asked_while_the_end_is_far_away(clock: ManualClock, fake: 
     assert fake.calls == []
 
 
-def test_a_job_whose_limit_was_raised_is_not_stopped(clock: ManualClock, fake: FakeSlurm) -> None:
+def test_a_job_whose_limit_was_raised_is_not_stopped(clock, fake):
     source = make(clock, fake, clock() + 200)
     fake.say("1:00:00\n")
     assert source.poll() is None
@@ -85,9 +81,7 @@ def test_a_job_whose_limit_was_raised_is_not_stopped(clock: ManualClock, fake: F
     assert len(fake.calls) == 2, "asked once per minute at most"
 
 
-def test_without_the_variable_slurm_is_asked_every_10_minutes(
-    clock: ManualClock, fake: FakeSlurm
-) -> None:
+def test_without_the_variable_slurm_is_asked_every_10_minutes(clock, fake):
     source = make(clock, fake)
     fake.say("1-00:00:00")
     for _ in range(12):
@@ -96,9 +90,7 @@ def test_without_the_variable_slurm_is_asked_every_10_minutes(
     assert len(fake.calls) == 2
 
 
-def test_an_end_that_slurm_named_counts_if_slurm_does_not_answer_later(
-    clock: ManualClock, fake: FakeSlurm
-) -> None:
+def test_an_end_that_slurm_named_counts_if_slurm_does_not_answer_later(clock, fake):
     source = make(clock, fake)
     fake.say("10:00")
     assert source.poll() is None
@@ -107,7 +99,7 @@ def test_an_end_that_slurm_named_counts_if_slurm_does_not_answer_later(
     assert source.poll() == Notice(NAME, 100.0)
 
 
-def test_an_end_that_nobody_knows_is_an_outage(clock: ManualClock, fake: FakeSlurm) -> None:
+def test_an_end_that_nobody_knows_is_an_outage(clock, fake):
     source = make(clock, None)
     with pytest.raises(OSError, match=r"Cannot find out when the job ends.*No such file"):
         source.poll()
@@ -122,9 +114,7 @@ def test_an_end_that_nobody_knows_is_an_outage(clock: ManualClock, fake: FakeSlu
 
 
 @pytest.mark.parametrize("answer", ["UNLIMITED", "NOT_SET"])
-def test_a_job_without_a_limit_has_no_notice(
-    clock: ManualClock, fake: FakeSlurm, answer: str
-) -> None:
+def test_a_job_without_a_limit_has_no_notice(clock, fake, answer):
     fake.say(answer)
     assert make(clock, fake, clock() + 10).poll() is None
 
@@ -133,38 +123,32 @@ def test_a_job_without_a_limit_has_no_notice(
     ("answer", "seconds"),
     [("0:00", 0), ("0:07", 7), ("3:04", 184), ("0:03:04", 184), ("0-00:03:04", 184)],
 )
-def test_the_time_left(clock: ManualClock, fake: FakeSlurm, answer: str, seconds: float) -> None:
+def test_the_time_left(clock, fake, answer, seconds):
     fake.say(answer)
     assert make(clock, fake).poll() == Notice(NAME, float(seconds))
 
 
-def test_the_first_end_of_a_heterogeneous_job_counts(clock: ManualClock, fake: FakeSlurm) -> None:
+def test_the_first_end_of_a_heterogeneous_job_counts(clock, fake):
     fake.say("1:00:00\n2:00\nUNLIMITED\n")
     assert make(clock, fake).poll() == Notice(NAME, 120.0)
 
 
 @pytest.mark.parametrize("answer", ["INVALID", "soon", "12", "-1:00", "1:2:3:4"])
-def test_an_answer_that_is_not_understood_is_an_outage(
-    clock: ManualClock, fake: FakeSlurm, answer: str
-) -> None:
+def test_an_answer_that_is_not_understood_is_an_outage(clock, fake, answer):
     fake.say(answer)
     with pytest.raises(OSError, match="Expected the time left, as in 1-02:03:04"):
         make(clock, fake).poll()
 
 
 @pytest.mark.parametrize("script", ["exit 0", "echo 5:00; exit 1"])
-def test_a_command_that_fails_is_an_outage(
-    clock: ManualClock, fake: FakeSlurm, script: str
-) -> None:
+def test_a_command_that_fails_is_an_outage(clock, fake, script):
     """squeue prints nothing for a job that it does not know any more."""
     fake.command.write_text(f"#!/bin/sh\n{script}\n")
     with pytest.raises(OSError, match="squeue -h -j 77 -o %L exited with"):
         make(clock, fake).poll()
 
 
-def test_a_command_that_hangs_is_bounded(
-    clock: ManualClock, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_hangs_is_bounded(clock, fake, monkeypatch):
     monkeypatch.setattr(slurm, "_COMMAND_SECONDS", 0.2)
     fake.command.write_text("#!/bin/sh\nexec sleep 30\n")
     begin = time.monotonic()
@@ -175,13 +159,13 @@ def test_a_command_that_hangs_is_bounded(
 
 
 @pytest.mark.parametrize("job", [None, "", "77; rm", "-1"])
-def test_outside_a_job_it_is_refused(job: str | None) -> None:
+def test_outside_a_job_it_is_refused(job):
     variables = {} if job is None else {"SLURM_JOB_ID": job}
     with pytest.raises(LimpetError, match="Cannot watch the time limit of a Slurm job"):
         SlurmNotice(variables)
 
 
-def test_the_variables_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_the_process(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JOB_END_TIME", f"{time.time() + 20:.0f}")
     notice = SlurmNotice(command="/nonexistent/squeue").poll()
@@ -191,6 +175,6 @@ def test_the_variables_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("before", [0, float("nan"), "300"])
-def test_the_time_before_the_end_is_positive(before: object) -> None:
+def test_the_time_before_the_end_is_positive(before):
     with pytest.raises(LimpetError, match="Invalid value for before="):
         SlurmNotice({"SLURM_JOB_ID": "77"}, before=before)

@@ -1,11 +1,9 @@
 """The watcher of notices: when it polls, what it reports, and how it ends."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +21,12 @@ class Source:
 
     interval = 0.001
 
-    def __init__(self, *results: Any, name: str = "a test") -> None:
+    def __init__(self, *results, name="a test"):
         self.name = name
         self.results = list(results)
         self.polls = 0
 
-    def poll(self) -> Notice | None:
+    def poll(self):
         self.polls += 1
         result = self.results.pop(0) if self.results else None
         if isinstance(result, Exception):
@@ -41,26 +39,26 @@ class WakingSource(Source):
     started: list[Callable[[], object]]
     closed = 0
 
-    def start(self, wake: Callable[[], object]) -> None:
+    def start(self, wake):
         self.started = [wake]
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
 
 class Response:
-    def __init__(self) -> None:
+    def __init__(self):
         self.notices: list[Notice] = []
 
-    def on_notice(self, notice: Notice) -> None:
+    def on_notice(self, notice):
         self.notices.append(notice)
 
 
 @pytest.fixture
-def failures() -> Iterator[list[tuple[str, str]]]:
+def failures():
     found: list[tuple[str, str]] = []
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         if name == "notice_source_failed":
             found.append((fields["source"], str(fields["error"])))
 
@@ -68,18 +66,18 @@ def failures() -> Iterator[list[tuple[str, str]]]:
         yield found
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(condition):
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def watcher_threads() -> list[threading.Thread]:
+def watcher_threads():
     return [t for t in threading.enumerate() if t.name == "limpet-notices"]
 
 
-def test_notices_of_all_sources_are_passed_on() -> None:
+def test_notices_of_all_sources_are_passed_on():
     response = Response()
     first, second = Source(None, Notice("a")), Source(Notice("b", 3.0))
     watcher = NoticeWatcher([first], response.on_notice, lambda: [second])
@@ -90,7 +88,7 @@ def test_notices_of_all_sources_are_passed_on() -> None:
     assert not watcher_threads()
 
 
-def test_a_signal_that_comes_just_before_the_end_is_passed_on() -> None:
+def test_a_signal_that_comes_just_before_the_end_is_passed_on():
     """Its thread is not woken before the end."""
     response, source, polled = Response(), WakingSource(), Source()
     watcher = NoticeWatcher([source, polled], response.on_notice)
@@ -106,7 +104,7 @@ def test_a_signal_that_comes_just_before_the_end_is_passed_on() -> None:
     assert polled.polls == polls
 
 
-def test_a_source_whose_last_poll_fails_is_closed() -> None:
+def test_a_source_whose_last_poll_fails_is_closed():
     """Otherwise, its handlers of signals would stay."""
     response, source = Response(), WakingSource()
     watcher = NoticeWatcher([source], response.on_notice)
@@ -119,9 +117,7 @@ def test_a_source_whose_last_poll_fails_is_closed() -> None:
         watcher.raise_error()
 
 
-def test_an_outage_is_reported_once_and_the_source_is_polled_on(
-    failures: list[tuple[str, str]],
-) -> None:
+def test_an_outage_is_reported_once_and_the_source_is_polled_on(failures):
     down = [OSError("down")] * 3
     source = Source(*down, None, OSError("down again"), Notice("late"))
     response = Response()
@@ -135,25 +131,25 @@ def test_an_outage_is_reported_once_and_the_source_is_polled_on(
 class Hanging(Source):
     """A source that breaks the rule: its poll does not return until it is released."""
 
-    def __init__(self, *results: Any) -> None:
+    def __init__(self, *results):
         super().__init__(*results, name="hanging")
         self.released = threading.Event()
 
-    def poll(self) -> Notice | None:
+    def poll(self):
         result = super().poll()
         self.released.wait(30)
         return result
 
 
 @pytest.fixture
-def hanging() -> Iterator[Hanging]:
+def hanging():
     source = Hanging(Notice("hanging"))
     yield source
     source.released.set()
     wait_for(lambda: not watcher_threads())
 
 
-def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging: Hanging) -> None:
+def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging):
     """Three functions that hang, and a source that does not even return in time."""
     functions = [CallNotice(lambda: hanging.released.wait(30) and None) for _ in range(3)]
     signals, response = SignalNotice(signal.SIGUSR1), Response()
@@ -170,7 +166,7 @@ def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging: Hanging) 
     assert time.monotonic() - seen_at < 2
 
 
-def test_a_notice_that_comes_after_the_end_is_dropped(hanging: Hanging) -> None:
+def test_a_notice_that_comes_after_the_end_is_dropped(hanging):
     """The training has ended: it must not leave once more, or be kept in memory."""
     response = Response()
     watcher = NoticeWatcher([hanging], response.on_notice)
@@ -186,11 +182,11 @@ def test_a_notice_that_comes_after_the_end_is_dropped(hanging: Hanging) -> None:
 class Broken(Source):
     """A source whose attributes raise, or are of a wrong type."""
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **attributes):
         super().__init__(name="broken")
         self.__dict__.update(attributes)
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         value = super().__getattribute__(name)
         if name != "__dict__" and isinstance(value, BaseException):
             raise value
@@ -205,9 +201,7 @@ BAD_NOTICES: list[Any] = [
 
 
 @pytest.mark.parametrize("found", BAD_NOTICES, ids=repr)
-def test_what_is_no_valid_notice_ends_only_that_source(
-    failures: list[tuple[str, str]], found: Any
-) -> None:
+def test_what_is_no_valid_notice_ends_only_that_source(failures, found):
     """The signals must go on: without the thread, SIGTERM would be swallowed."""
     bad = Source(found, name="broken")
     signals = WakingSource()
@@ -220,13 +214,11 @@ def test_what_is_no_valid_notice_ends_only_that_source(
 @pytest.mark.parametrize(
     "error", [KeyError("x"), AttributeError("x"), SystemExit(3), KeyboardInterrupt(), OSError("x")]
 )
-def test_an_error_of_any_kind_ends_only_that_source(
-    failures: list[tuple[str, str]], error: BaseException
-) -> None:
+def test_an_error_of_any_kind_ends_only_that_source(failures, error):
     raised = pass_a_notice_beside(Broken(interval=error), WakingSource(), failures)
     assert error in (raised, raised.__cause__)
 
-    def poll() -> None:
+    def poll():
         raise error
 
     if not isinstance(error, OSError):  # which is an outage
@@ -235,9 +227,7 @@ def test_an_error_of_any_kind_ends_only_that_source(
         assert error in (raised, raised.__cause__)
 
 
-def pass_a_notice_beside(
-    bad: Source, good: WakingSource, failures: list[tuple[str, str]]
-) -> Exception:
+def pass_a_notice_beside(bad, good, failures):
     """Watch a bad source and a good one, and return the error of the bad one."""
     response = Response()
     watcher = NoticeWatcher([bad, good], response.on_notice)
@@ -255,11 +245,9 @@ def pass_a_notice_beside(
     return raised.value
 
 
-def test_an_error_of_the_response_ends_only_that_source(
-    failures: list[tuple[str, str]],
-) -> None:
+def test_an_error_of_the_response_ends_only_that_source(failures):
     class Refusing(Response):
-        def on_notice(self, notice: Notice) -> None:
+        def on_notice(self, notice):
             if notice.source == "bad":
                 raise OSError("no connection")
             super().on_notice(notice)
@@ -274,9 +262,9 @@ def test_an_error_of_the_response_ends_only_that_source(
     assert failures == [("broken", "no connection")]
 
 
-def test_a_source_that_cannot_be_closed_keeps_no_other_one_open() -> None:
+def test_a_source_that_cannot_be_closed_keeps_no_other_one_open():
     class Stuck(WakingSource):
-        def close(self) -> None:
+        def close(self):
             raise OSError("Bad file descriptor")
 
     good = WakingSource()
@@ -290,12 +278,10 @@ def test_a_source_that_cannot_be_closed_keeps_no_other_one_open() -> None:
     assert not watcher_threads()
 
 
-def test_an_error_of_the_detection_is_raised_at_the_end_and_does_not_end_the_watch(
-    failures: list[tuple[str, str]],
-) -> None:
+def test_an_error_of_the_detection_is_raised_at_the_end_and_does_not_end_the_watch(failures):
     response, source = Response(), Source(None, None, Notice("a"))
 
-    def detect() -> list[Source]:
+    def detect():
         raise ValueError("no platform")
 
     watcher = NoticeWatcher([source], response.on_notice, detect)
@@ -307,9 +293,9 @@ def test_an_error_of_the_detection_is_raised_at_the_end_and_does_not_end_the_wat
         watcher.raise_error()
 
 
-def test_a_source_that_cannot_start_is_reported(failures: list[tuple[str, str]]) -> None:
+def test_a_source_that_cannot_start_is_reported(failures):
     class Refusing(WakingSource):
-        def start(self, wake: Callable[[], object]) -> None:
+        def start(self, wake):
             raise LimpetError("No handler could be installed")
 
     response, other = Response(), Source(Notice("other"))
@@ -320,9 +306,7 @@ def test_a_source_that_cannot_start_is_reported(failures: list[tuple[str, str]])
     assert failures == [("a test", "No handler could be installed.")]
 
 
-def test_without_threads_each_source_is_reported(
-    failures: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_threads_each_source_is_reported(failures, monkeypatch):
     monkeypatch.setattr("limpet.notices.watcher.start_thread", lambda thread: False)
     response = Response()
     sources = [Source(name="a"), Source(name="b")]

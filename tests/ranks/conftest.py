@@ -3,9 +3,6 @@
 The pieces and pools are as small as in the crash tests.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -17,7 +14,7 @@ from tests.ranks import faults
 
 
 @pytest.fixture
-def trial_stores(pools: PoolTracker, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolTracker]:  # noqa: F811
+def trial_stores(pools, monkeypatch):  # noqa: F811
     """Set up what ``faults.Trial`` needs.
 
     A URL leads to the store of one rank, the buffers are small, and every process that holds a pin

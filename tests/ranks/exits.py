@@ -5,8 +5,6 @@ a store and one that uses it. The latter ends as a script does, so that its inte
 finalized, and in the meantime the host continues or dies. Prints the exit codes as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -15,7 +13,6 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -34,21 +31,21 @@ SIGNALS = {"continues": signal.SIGCONT, "dies": signal.SIGKILL}
 class LateFinalizer:
     """Sends a signal when the interpreter deletes it, which is the last thing that it does."""
 
-    def __init__(self, pid: int, number: int) -> None:
+    def __init__(self, pid, number):
         self.target = pid, number
 
-    def __del__(self, kill: Any = os.kill, sleep: Any = time.sleep) -> None:
+    def __del__(self, kill=os.kill, sleep=time.sleep):
         kill(*self.target)
         sleep(0.3)  # a thread may now return from the store
 
 
-def host_store(pipe: int) -> None:
+def host_store(pipe):
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     os.write(pipe, f"{store.port}\n".encode())
     time.sleep(120)
 
 
-def use_store(name: str, port: int, host: int) -> None:
+def use_store(name, port, host):
     """Use the store of the process ``host``, and stop that process, or let it end at any time."""
     state, end, *kind = name.split(" ", 2)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
@@ -80,7 +77,7 @@ def use_store(name: str, port: int, host: int) -> None:
         os._exit(0)
 
 
-def main() -> None:
+def main():
     hosts, clients = [], {}
     for name in ROUNDS:
         read_end, write_end = os.pipe()

@@ -4,8 +4,6 @@ At a chosen call of one rank to its key-value client (kv) or to its store, the r
 fails, or the call does not return.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -43,7 +41,7 @@ TIME_LIMIT = 3 * SHORT_TIMEOUTS.stuck
 STORES_BY_URL: dict[str, Store] = {}
 """The store of one rank of one trial, by the root of its URL."""
 
-OPEN_JOBS: list[ThreadedJob] = []
+OPEN_JOBS = []
 
 _url_numbers = count()
 
@@ -61,7 +59,7 @@ class Call(NamedTuple):
     occurrence: int
 
 
-def state_of(rank: int, size: int, step: int) -> dict[str, Any]:
+def state_of(rank, size, step):
     """Return the state of ``trainings.state_after(step)`` as one rank has it.
 
     The weights are sharded across ranks. The other values are the same on all ranks.
@@ -83,7 +81,7 @@ class FaultyRank:
     dead: bool = False
     lock: Any = field(default_factory=threading.Lock)
 
-    def record_call(self, target: str, method: str, key: str) -> None:
+    def record_call(self, target, method, key):
         key = re.sub(r"\b[0-9a-f]{12,}\b", "*", key)
         with self.lock:
             self.calls[target, method, key] += 1
@@ -93,7 +91,7 @@ class FaultyRank:
         if self.dead:
             raise ConnectionError("killed by a test") if target == "kv" else Killed
 
-    def distinct_calls(self) -> list[Call]:
+    def distinct_calls(self):
         """Return all calls of this rank.
 
         Calls to the key-value client are repeated while the rank waits. Only the first call of each
@@ -109,9 +107,7 @@ class FaultyRank:
 class ThreadedJob:
     """A group of ranks. Each rank has its own view of a store, which all of them may share."""
 
-    def __init__(
-        self, size: int, stores: Sequence[Store], timeouts: Timeouts = SHORT_TIMEOUTS
-    ) -> None:
+    def __init__(self, size, stores, timeouts=SHORT_TIMEOUTS):
         self.group = FakeGroup(size, timeouts)
         self.size = size
         self.urls = [f"rank://{next(_url_numbers)}" for _ in range(size)]
@@ -126,19 +122,19 @@ class ThreadedJob:
             self.ranks.append(rank)
         OPEN_JOBS.append(self)
 
-    def url(self, rank: int, step: int) -> str:
+    def url(self, rank, step):
         return f"{self.urls[rank]}/version_{step}"
 
-    def save(self, rank: int, step: int) -> Any:
+    def save(self, rank, step):
         return limpet.save(self.url(rank, step), state_of(rank, self.size, step), step=step)
 
-    def save_async(self, rank: int, step: int) -> Any:
+    def save_async(self, rank, step):
         state = state_of(rank, self.size, step)
         pending = limpet.save_async(self.url(rank, step), state, step=step)
         state["weights"].tensor[...] = 7
         return pending.wait()
 
-    def leftover_keys(self) -> list[str]:
+    def leftover_keys(self):
         """Return the keys that remain in the key-value store, except heartbeats."""
         return sorted(k for k in self.group.store.values if not k.startswith("heartbeat/"))
 
@@ -147,22 +143,22 @@ FaultAction = Callable[[ThreadedJob, int, Any], object]
 """An action on a rank of a job, at one of its calls. The event is set when the trial ends."""
 
 
-def kill_rank(job: ThreadedJob, victim: int, finished: Any) -> None:
+def kill_rank(job, victim, finished):
     job.ranks[victim].dead = True
 
 
-def hang_rank(job: ThreadedJob, victim: int, finished: Any) -> None:
+def hang_rank(job, victim, finished):
     finished.wait(60)
 
 
-def kill_store(job: ThreadedJob, victim: int, finished: Any) -> None:
+def kill_store(job, victim, finished):
     for view in job.group.views:
         view.disconnect()
     raise ConnectionError("the store is gone")
 
 
-def raise_error(error: Exception) -> FaultAction:
-    def fail(job: ThreadedJob, victim: int, finished: Any) -> None:
+def raise_error(error):
+    def fail(job, victim, finished):
         raise error
 
     return fail
@@ -182,19 +178,19 @@ class Trial:
     outcomes: list[Any] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    def run(self) -> Trial:
+    def run(self):
         self.inner = MemoryStore()
         self.job = job = ThreadedJob(self.size, self.stores or [self.inner] * self.size)
         finished = threading.Event()
         finished_ranks = count(1)
         self.seconds = [0.0] * self.size
 
-        def fault(call: Call) -> None:
+        def fault(call):
             if call == self.call and not self.fired_at:
                 self.fired_at = time.monotonic()
                 self.action(job, self.victim, finished)
 
-        def work(rank: int) -> Any:
+        def work(rank):
             try:
                 return self.save(job, rank, 1)
             finally:
@@ -212,10 +208,10 @@ class Trial:
     # -- outcomes ----------------------------------------------------------------------------------
 
     @property
-    def committed(self) -> bool:
+    def committed(self):
         return any(s.key == "version_1/manifest.json" for s in self.inner.list(""))
 
-    def uncertain_ranks(self) -> list[int]:
+    def uncertain_ranks(self):
         """Return the ranks that do not know if the version is committed."""
         return [
             r
@@ -223,7 +219,7 @@ class Trial:
             if isinstance(o, LimpetError) and o.fields.get("outcome") == "unknown"
         ]
 
-    def check(self) -> None:
+    def check(self):
         """Check the outcomes of all ranks that are alive.
 
         Each rank reports correctly if the version is committed and returns within the time limit. A
@@ -246,7 +242,7 @@ class Trial:
                 expected = None if self.action is kill_store else self.victim
                 assert outcome.rank == expected, (self, rank, outcome)
 
-    def check_next_save(self, same_ranks: bool) -> None:
+    def check_next_save(self, same_ranks):
         """Check that the next save succeeds and that all versions are intact afterward.
 
         It saves the same version, or the next one if that version is committed. Without
@@ -262,14 +258,14 @@ class Trial:
         job.group.close()
         assert_versions_intact(self.inner, [1] if step == 1 else [1, 2])
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return (
             f"{self.size} ranks, {self.victim} {self.action.__name__} at {self.call}: "
             + "; ".join(f"{r}: {o!r}" for r, o in enumerate(self.outcomes))
         )
 
 
-def assert_versions_intact(store: Store, steps: list[int]) -> None:
+def assert_versions_intact(store, steps):
     """Check that the store holds exactly these versions, and each one as it was saved."""
     run = Run(store)
     assert [v.step for v in run.listing().versions] == steps
@@ -282,9 +278,7 @@ def assert_versions_intact(store: Store, steps: list[int]) -> None:
         assert states_equal(state, state_after(step)), f"version {step} holds another state"
 
 
-def record_calls(
-    size: int, save: Callable[[ThreadedJob, int, int], Any] = ThreadedJob.save
-) -> list[list[Call]]:
+def record_calls(size, save=ThreadedJob.save):
     """Return the calls of each rank of a job in which no fault occurs."""
     job = ThreadedJob(size, [MemoryStore()] * size)
     job.group.run(lambda rank: save(job, rank, 1))
@@ -292,10 +286,10 @@ def record_calls(
     return [rank.distinct_calls() for rank in job.ranks]
 
 
-def run_trials(trials: Sequence[Trial], check_after: Callable[[Trial], object]) -> None:
+def run_trials(trials, check_after):
     """Run all trials, several at a time, and check each one."""
 
-    def run_and_check(trial: Trial) -> None:
+    def run_and_check(trial):
         trial.run()
         try:
             trial.check()

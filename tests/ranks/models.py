@@ -1,7 +1,5 @@
 """A model in every layout, its training, and its state as plain tensors."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -21,7 +19,7 @@ class Net(nn.Module):
     parameters have a single element.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(7, 10)
         self.b = nn.Linear(10, 6)
@@ -35,28 +33,28 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-def seeded_net(seed: int) -> Net:
+def seeded_net(seed):
     torch.manual_seed(seed)
     return Net()
 
 
-def fsdp(mesh=None, seed: int = 1) -> Net:
+def fsdp(mesh=None, seed=1):
     net = seeded_net(seed)
     for layer in (net.a, net.b):
         fully_shard(layer, mesh=mesh)
     return fully_shard(net, mesh=mesh)
 
 
-def hsdp() -> Net:
+def hsdp():
     return fsdp(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-def tensor_parallel(mesh, seed: int = 1) -> Net:
+def tensor_parallel(mesh, seed=1):
     plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
     return parallelize_module(seeded_net(seed), mesh, plan)
 
 
-def fsdp_and_tensor_parallel() -> Net:
+def fsdp_and_tensor_parallel():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = tensor_parallel(mesh["tp"])
     for layer in (net.a, net.b):
@@ -64,7 +62,7 @@ def fsdp_and_tensor_parallel() -> Net:
     return fully_shard(net, mesh=mesh["dp"])
 
 
-def fsdp_from_meta() -> Net:
+def fsdp_from_meta():
     with torch.device("meta"):
         net = Net()
     for layer in (net.a, net.b):
@@ -81,7 +79,7 @@ def state_of(net, optimizer_type=AdamW, **options):
     return {"model": net, "optimizer": optimizer_type(net.parameters(), **options), "n": 0}
 
 
-def train(state, steps: int = 2, seed: int = 0) -> None:
+def train(state, steps=2, seed=0):
     """Train with the same batch on all ranks."""
     for i in range(steps):
         x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed + i))
@@ -94,7 +92,7 @@ def train(state, steps: int = 2, seed: int = 0) -> None:
         state["n"] += 1
 
 
-def step_without_forward(state) -> None:
+def step_without_forward(state):
     """Make a step without a forward pass, which PyTorch refuses for uneven shards."""
     for p in state["model"].parameters():
         p.grad = p.detach() * 0.3 + 1
@@ -106,7 +104,7 @@ def full_tensor(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def parameter_name(name: str) -> str:
+def parameter_name(name):
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
@@ -124,14 +122,14 @@ def gather_state(state):
     return tensors
 
 
-def assert_same_tensors(a, b) -> None:
+def assert_same_tensors(a, b):
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     for key, value in a.items():
         assert value.dtype == b[key].dtype, key
         assert torch.equal(value, b[key]), key
 
 
-def save_with_reference(ranks, name: str, state, asynchronous: bool = False) -> None:
+def save_with_reference(ranks, name, state, asynchronous=False):
     """Save the state, and write the same tensors to ``NAME.pt`` with ``torch.save``."""
     if asynchronous:
         pending = limpet.save_async(ranks.url(name), state)
@@ -145,6 +143,6 @@ def save_with_reference(ranks, name: str, state, asynchronous: bool = False) -> 
         torch.save(reference, ranks.folder / f"{name}.pt")
 
 
-def load_and_compare(ranks, name: str, state) -> None:
+def load_and_compare(ranks, name, state):
     limpet.load(ranks.url(name), into=state)
     assert_same_tensors(torch.load(ranks.folder / f"{name}.pt"), gather_state(state))

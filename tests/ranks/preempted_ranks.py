@@ -1,15 +1,11 @@
 """Processes of a training over gloo that get real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +24,10 @@ ITEMS = 2**16
 class Items(Dataset[torch.Tensor]):
     """The numbers from 0."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ITEMS
 
-    def __getitem__(self, number: int) -> torch.Tensor:
+    def __getitem__(self, number):
         return torch.full((3,), number / ITEMS)
 
 
@@ -43,11 +39,11 @@ class World:
     test starts another one. The others join the next group. ``options``: see ``train``.
     """
 
-    def __init__(self, size: int, folder: Path, lives: int = 1, **options: Any) -> None:
+    def __init__(self, size, folder, lives=1, **options):
         self.size, self.folder, self._lives, self._options = size, folder, lives, options
         self.processes: list[Any] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
         for path in self.folder.glob("*.step"):
             path.unlink()
@@ -56,22 +52,22 @@ class World:
             time.sleep(self._options.get("apart", 0.0))
         return self
 
-    def _start(self, rank: int, lives: range) -> Any:
+    def _start(self, rank, lives):
         args = (rank, self.size, self.store.port, self.folder, lives, self._options)
         process = FORK_SERVER.Process(target=_run_rank, args=args)
         process.start()
         return process
 
-    def restart(self, rank: int, life: int) -> None:
+    def restart(self, rank, life):
         """Start a process in place of one that has ended."""
         self.processes[rank] = self._start(rank, range(life, self._lives))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for process in self.processes:
             process.kill()
             process.join()
 
-    def wait_for_step(self, step: int, life: int = 0) -> None:
+    def wait_for_step(self, step, life=0):
         """Wait until every rank has made ``step`` steps in all, the last one in this life."""
         end = time.monotonic() + 60
         while any(self._step_of(rank, life) < step for rank in range(self.size)):
@@ -79,19 +75,19 @@ class World:
             assert all(p.exitcode is None for p in self.processes), self.logs()
             time.sleep(0.005)
 
-    def newest_step(self, life: int) -> int:
+    def newest_step(self, life):
         """Return the last step that a rank has made in a life."""
         return max(self._step_of(rank, life) for rank in range(self.size))
 
-    def _step_of(self, rank: int, life: int) -> int:
+    def _step_of(self, rank, life):
         path = self.folder / f"{rank}-{life}.step"
         return int(path.read_text() or -1) if path.exists() else -1
 
-    def send(self, rank: int, number: int, group: bool = False) -> None:
+    def send(self, rank, number, group=False):
         """Send a signal to a rank, or to it and its data-loader workers."""
         (os.killpg if group else os.kill)(self.processes[rank].pid, number)
 
-    def codes(self, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[int]:
+    def codes(self, ranks=None, timeout=60):
         """Wait for the ends of processes, and return their exit codes."""
         chosen = [self.processes[r] for r in (range(self.size) if ranks is None else ranks)]
         end = time.monotonic() + timeout
@@ -100,17 +96,15 @@ class World:
         assert all(p.exitcode is not None for p in chosen), self.logs()
         return [p.exitcode for p in chosen]
 
-    def results(self) -> list[dict[str, Any]]:
+    def results(self):
         """Return what the ranks wrote at their ends."""
         return [json.loads((self.folder / f"{r}.json").read_text()) for r in range(self.size)]
 
-    def logs(self) -> str:
+    def logs(self):
         return "\n".join(p.read_text()[-1500:] for p in sorted(self.folder.glob("*.log")))
 
 
-def _run_rank(
-    rank: int, size: int, port: int, folder: Path, lives: range, options: dict[str, Any]
-) -> None:
+def _run_rank(rank, size, port, folder, lives, options):
     os.setpgrp()
     with (folder / f"{rank}.log").open("a") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
@@ -136,7 +130,7 @@ def _run_rank(
 class Training:
     """A data-parallel training without a wrapper: it averages the gradients by itself."""
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, workers=0):
         torch.manual_seed(5)
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
@@ -156,7 +150,7 @@ class Training:
             "sampler": self.sampler,
         }
 
-    def step(self, inputs: torch.Tensor) -> None:
+    def step(self, inputs):
         loss = (self.model(inputs) - 1).square().sum()
         self.optimizer.zero_grad()
         loss.backward()
@@ -167,22 +161,22 @@ class Training:
 
 
 def train(
-    rank: int,
-    folder: Path,
-    result: dict[str, Any],
+    rank,
+    folder,
+    result,
     *,
-    life: int = 0,
-    is_last: bool = True,
-    last_step: int = 10**6,
-    last_steps: int | None = None,
-    grace: float | None = None,
-    seconds: float | None = None,
-    workers: int = 0,
-    fail_at: tuple[int, int] | None = None,
-    every: int = 10**9,
-    evaluate_at: int | None = None,
-    apart: float = 0.0,
-) -> None:
+    life=0,
+    is_last=True,
+    last_step=10**6,
+    last_steps=None,
+    grace=None,
+    seconds=None,
+    workers=0,
+    fail_at=None,
+    every=10**9,
+    evaluate_at=None,
+    apart=0.0,
+):
     """Train up to ``last_step``, and compare the parameters with those of an undisturbed training.
 
     Args:
@@ -207,7 +201,7 @@ def train(
         if last_steps is not None:
             last_step = ckpt.current_step + (last_steps if is_last else 10**6)
 
-        def step(inputs: torch.Tensor) -> None:
+        def step(inputs):
             if fail_at == (rank, ckpt.current_step + 1):
                 raise ValueError(f"bad batch on rank {rank}")
             training.step(inputs)

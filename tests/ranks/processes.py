@@ -4,8 +4,6 @@
 standard input. A line is a JSON object that describes the rank, its calls, and the fault to inject.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -46,24 +44,24 @@ STAGES: dict[str, tuple[Any, str, bool]] = {
 """The stages of a save: the owner and the name of a function, and if the stage follows its call."""
 
 
-def kill_process() -> None:
+def kill_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop_process() -> None:
+def stop_process():
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.2)  # the other threads may stop first
 
 
-def raise_disk_full() -> None:
+def raise_disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def hold_gil() -> None:
+def hold_gil():
     ctypes.PyDLL(None).sleep(3)
 
 
-def make_late() -> None:
+def make_late():
     time.sleep(3)
 
 
@@ -76,12 +74,12 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def inject_fault(stage: str, fault: Callable[[], None]) -> None:
+def inject_fault(stage, fault):
     """Make ``fault`` occur once, at a stage of ``STAGES``."""
     owner, name, after = STAGES[stage]
     original = getattr(owner, name)
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args, **kwargs):
         if name == "link" and not args[-1].endswith("manifest.json"):
             return original(*args, **kwargs)
         setattr(owner, name, original)
@@ -95,7 +93,7 @@ def inject_fault(stage: str, fault: Callable[[], None]) -> None:
     setattr(owner, name, replacement)
 
 
-def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[str, Any]:
+def run_call(operation, url, rank, size, step):
     if operation == "load":
         state = state_of(rank, size, 0)
         limpet.load(url, state)
@@ -112,7 +110,7 @@ def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[
     return {"digest": reader_of(pending.wait()).digest}
 
 
-def join_process_group(spec: dict[str, Any], rank: int, size: int) -> dist.TCPStore:
+def join_process_group(spec, rank, size):
     """Join a process group as after a restart by torchrun. Return the store.
 
     The store still holds the keys of the previous start. Only gloo gets a new prefix, because it
@@ -128,21 +126,21 @@ def join_process_group(spec: dict[str, Any], rank: int, size: int) -> dist.TCPSt
     return store
 
 
-def run_rank(spec: dict[str, Any]) -> None:
+def run_rank(spec):
     """Run one rank and write its reports, one JSON object per line."""
     rank, size = spec["rank"], spec["size"]
     os.environ.update(LIMPET_THREADS="2", **spec["env"])
     threads.BYTES_PER_THREAD = 1
     report_file = open(spec["report"], "a", buffering=1)  # noqa: SIM115
 
-    def report(**fields: Any) -> None:
+    def report(**fields):
         report_file.write(json.dumps({"at": time.time(), **fields}) + "\n")
 
     store = join_process_group(spec, rank, size)
     if spec["fault"]:
         fault = FAULTS[spec["fault"]]
 
-        def report_and_fail() -> None:
+        def report_and_fail():
             report(injected=spec["fault"])
             fault()
 
@@ -169,7 +167,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
-def wait_for_ends(store: dist.TCPStore, rank: int, size: int) -> None:
+def wait_for_ends(store, rank, size):
     """Keep rank 0, which hosts the store, for up to 30 s, until the other ranks have ended."""
     with suppress(dist.DistError):  # rank 0 was killed
         ended = store.add("ended", 1)
@@ -179,7 +177,7 @@ def wait_for_ends(store: dist.TCPStore, rank: int, size: int) -> None:
             ended = store.add("ended", 0)
 
 
-def main() -> None:
+def main():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the ranks
     print("ready", flush=True)
     for line in sys.stdin:

@@ -4,8 +4,6 @@ The elements that a rank has are computed by slicing an array of element numbers
 ``torch.chunk``, once for each mesh dimension. No arithmetic of Limpet is used.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from random import Random
@@ -47,7 +45,7 @@ class Layout:
     shard_order: tuple[int, ...]
     representation: str
 
-    def element_numbers(self, shape: tuple[int, ...], rank: int) -> np.ndarray | None:
+    def element_numbers(self, shape, rank):
         """Return the numbers of the elements that a rank has, or None if it is not in the mesh."""
         if rank not in self.ranks:
             return None
@@ -61,7 +59,7 @@ class Layout:
                 numbers = parts[coordinate[m]]
         return numbers.numpy()
 
-    def placements(self) -> tuple[Any, ...]:
+    def placements(self):
         """Return the placements of this layout in PyTorch's notation.
 
         The split factor of a ``_StridedShard`` is the number of parts that later mesh dimensions
@@ -96,13 +94,13 @@ class LaidOutTensor:
     is_strided: bool
     seed: int
 
-    def element_bytes(self) -> np.ndarray:
+    def element_bytes(self):
         """Return the bytes of the tensor, one row per element."""
         whole = random_tensor(getattr(torch, self.dtype), self.shape, self.seed)
         rows = np.frombuffer(tensor_bytes(whole), np.uint8)
         return rows.reshape(prod(self.shape), DTYPES[self.dtype].itemsize)
 
-    def local_value(self, world: int, rank: int, empty: bool) -> tuple[Any, np.ndarray | None]:
+    def local_value(self, world, rank, empty):
         """Return a rank's value for the state, and its correct bytes, one row per element.
 
         With ``empty``, the value holds other bytes, as the target of a load. Returns (None, None)
@@ -127,16 +125,14 @@ class LaidOutTensor:
         return value, rows
 
 
-def local_bytes(value: Any) -> bytes:
+def local_bytes(value):
     """Return the bytes of the local part of a value, row-major."""
     value = getattr(value, "tensor", value)
     value = getattr(value, "_local_tensor", value)
     return value.tobytes() if isinstance(value, np.ndarray) else tensor_bytes(value)
 
 
-def _local_tensor(
-    rows: np.ndarray, dtype: str, sizes: tuple[int, ...], laid_out: LaidOutTensor
-) -> Any:
+def _local_tensor(rows, dtype, sizes, laid_out):
     if laid_out.is_numpy:
         local = np.frombuffer(rows.tobytes(), dtype).reshape(sizes)
         return np.array(local, order="F" if laid_out.is_strided else "C")
@@ -153,7 +149,7 @@ def _local_tensor(
 _meshes: dict[Any, DeviceMesh] = {}
 
 
-def _dtensor(local: Any, layout: Layout, shape: tuple[int, ...], rank: int) -> DTensor:
+def _dtensor(local, layout, shape, rank):
     """Return a real DTensor as that rank has it, without a process group."""
     key = layout.ranks, layout.mesh_shape, rank
     if key not in _meshes:
@@ -170,7 +166,7 @@ def _dtensor(local: Any, layout: Layout, shape: tuple[int, ...], rank: int) -> D
 # else. Hypothesis can then shrink a failing state by removing tensors, and is ten times as fast.
 
 
-def draw_layout(random: Random, size: int, shape: tuple[int, ...], is_numpy: bool) -> Layout:
+def draw_layout(random, size, shape, is_numpy):
     """Draw a layout over some of ``size`` ranks."""
     count = size if random.random() < 0.75 else random.randint(1, size)
     ranks = random.sample(range(size), count)
@@ -191,7 +187,7 @@ def draw_layout(random: Random, size: int, shape: tuple[int, ...], is_numpy: boo
     return Layout(tuple(ranks), mesh, sharded_dims, tuple(order), representation)
 
 
-def draw_tensor(number: int, sizes: tuple[int, ...]) -> LaidOutTensor:
+def draw_tensor(number, sizes):
     """Return the tensor with this number, with a layout for a world of each of the ``sizes``."""
     random = Random(number)
     shape = [random.choice((0, 1, *range(1, 8))) for _ in range(random.randint(0, 4))]
@@ -206,7 +202,7 @@ def draw_tensor(number: int, sizes: tuple[int, ...]) -> LaidOutTensor:
 
 
 @st.composite
-def states(draw: Any, max_tensors: int = 60) -> tuple[tuple[int, ...], list[LaidOutTensor]]:
+def states(draw, max_tensors=60):
     """Draw the sizes of three worlds, of which the first saves, and tensors laid out in each."""
     sizes = tuple(draw(st.lists(st.sampled_from([2, 3, 4, 6, 8, 1]), min_size=3, max_size=3)))
     count = draw(st.integers(1, max_tensors))
@@ -214,13 +210,11 @@ def states(draw: Any, max_tensors: int = 60) -> tuple[tuple[int, ...], list[Laid
     return sizes, [draw_tensor(n, sizes) for n in numbers]
 
 
-def leaf_key(i: int) -> str:
+def leaf_key(i):
     return f"{('model', 'other')[i % 2]}/{i}"
 
 
-def state_of(
-    tensors: list[LaidOutTensor], world: int, rank: int, empty: bool = False
-) -> tuple[Any, Any]:
+def state_of(tensors, world, rank, empty=False):
     """Return the state of a rank, and the correct bytes of each of its tensors by number."""
     state: dict[str, dict[str, Any]] = {"model": {}, "other": {}}
     expected: dict[int, Any] = {}

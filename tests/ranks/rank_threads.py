@@ -1,10 +1,5 @@
 """Saves and loads of ranks that are threads, one call each."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +8,7 @@ from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 
 
-def save_on_ranks(*states: Any, store: Any = None) -> MemoryStore:
+def save_on_ranks(*states, store=None):
     """Save one of the ``states`` on each rank. Return the store."""
     store = MemoryStore() if store is None else store
     with FakeGroup(len(states)) as group:
@@ -22,7 +17,7 @@ def save_on_ranks(*states: Any, store: Any = None) -> MemoryStore:
     return store
 
 
-def save_error(kind: type[Exception], *states: Any) -> Any:
+def save_error(kind, *states):
     """Return the error of a save that must fail on all ranks.
 
     Checks that all ranks raise an error of this class and that nothing is written.
@@ -36,13 +31,13 @@ def save_error(kind: type[Exception], *states: Any) -> Any:
     return errors[0]
 
 
-def load_on_ranks(store: Any, *live_states: Any, **options: Any) -> None:
+def load_on_ranks(store, *live_states, **options):
     """Load a snapshot into one live state on each rank."""
     with FakeGroup(len(live_states)) as group:
         group.run(lambda rank: limpet.load(store, into=live_states[rank], **options))
 
 
-def load_errors(store: Any, kind: type[Exception], *live_states: Any, **options: Any) -> list[Any]:
+def load_errors(store, kind, *live_states, **options):
     """Return the errors of a load that must fail on all ranks with an error of this class."""
     with FakeGroup(len(live_states)) as group:
         errors = group.outcomes(lambda rank: limpet.load(store, into=live_states[rank], **options))
@@ -50,7 +45,7 @@ def load_errors(store: Any, kind: type[Exception], *live_states: Any, **options:
     return errors
 
 
-def _assert_same_error(outcomes: list[Any], kind: type[Exception]) -> None:
+def _assert_same_error(outcomes, kind):
     for outcome in outcomes:
         if not isinstance(outcome, BaseException):
             pytest.fail(f"expected an error, found {outcome}")
@@ -61,9 +56,9 @@ def _assert_same_error(outcomes: list[Any], kind: type[Exception]) -> None:
     )
 
 
-def for_each_rank(size: int, make_state: Callable[[int], Any]) -> list[Any]:
+def for_each_rank(size, make_state):
     return [make_state(rank) for rank in range(size)]
 
 
-def floats(*values: float) -> torch.Tensor:
+def floats(*values):
     return torch.tensor(values, dtype=torch.float32)

@@ -1,10 +1,6 @@
 """A store that records its reads, and the minimum that a rank must read."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -19,22 +15,22 @@ class RecordingStore(HookedStore):
     method and key of each call.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         super().__init__(inner)
         self.ranges: list[tuple[str, int, int]] = []
         self.calls: list[tuple[str, str]] = []
         self.before = lambda method, key: self.calls.append((method, key))
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+    def get_range(self, key, offset, length, into):
         self.ranges.append((key, offset, length))
         super().get_range(key, offset, length, into)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return sum(length for _, _, length in self.ranges)
 
 
-def chunks_containing(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tuple[str, int, int]]:
+def chunks_containing(snapshot, wanted):
     """Return the chunks (file, start, stop) that contain any of the ``wanted`` elements, and the
     headers of their shards.
 
@@ -60,7 +56,7 @@ def chunks_containing(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tupl
     return chunks
 
 
-def are_merged(reads: Iterable[tuple[str, int, int]], snapshot: Any) -> bool:
+def are_merged(reads, snapshot):
     """Return True if no byte is read twice and adjacent reads within one block are merged."""
     data_starts = {index.shard: index.header for index in snapshot.indexes()}
     for (file, offset, length), (next_file, start, _) in pairwise(sorted(reads)):

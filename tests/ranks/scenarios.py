@@ -4,8 +4,6 @@ A scenario runs the same code on all ranks. ``ranks(size, work)`` calls ``work()
 first ``size`` ranks.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -121,10 +119,10 @@ def all_optimizers(ranks):
 class FactoredOptimizer(torch.optim.Optimizer):
     """Slots like Adafactor's: DTensors whose shapes differ from the parameter's shape."""
 
-    def __init__(self, params) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
 
-    def step(self, closure=None) -> None:
+    def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
             mesh, squares = p.device_mesh, p.full_tensor().detach().square()
             self.state[p] = {
@@ -172,7 +170,7 @@ def factored_slots(ranks):
 
 
 class BatchNormNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.l = nn.Linear(3, 4)
         self.n = nn.BatchNorm1d(4)

@@ -4,11 +4,7 @@ The ranks take turns in a random order. Between any two calls of one rank's watc
 the other watchers and all trainings may act. So the random orders include delays at every call.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from random import Random
-from typing import Any
 
 from limpet.errors import RankFailed
 from limpet.ranks.agreement import Agreement, RoundDeadline
@@ -22,7 +18,7 @@ TIMEOUTS = Timeouts(silent=60, stuck=600)
 class DirectKVClient(KVClient):
     """A key-value client that calls its store in the thread of the caller."""
 
-    def _call(self, do: Callable[[], Any]) -> Any:
+    def _call(self, do):
         if self._error is None:
             try:
                 return do()
@@ -30,9 +26,9 @@ class DirectKVClient(KVClient):
                 self._error = e
         raise self._unresponsive_error() from self._error
 
-    def start(self) -> None: ...
+    def start(self): ...
 
-    def send_heartbeat(self) -> None:
+    def send_heartbeat(self):
         try:
             if self._error is None:
                 self._send_heartbeat()
@@ -43,9 +39,9 @@ class DirectKVClient(KVClient):
 class ManualAgreement(Agreement):
     """An agreement whose watcher acts only when ``poll`` is called."""
 
-    def _watch(self) -> None: ...
+    def _watch(self): ...
 
-    def poll(self) -> None:
+    def poll(self):
         rounds = self._participant
         if rounds.closed_error is not None:
             return
@@ -55,7 +51,7 @@ class ManualAgreement(Agreement):
         except Exception as e:
             rounds.abort(e)
 
-    def is_pending(self) -> bool:
+    def is_pending(self):
         """Return True if an action is proposed, in an open round, or agreed for a later step."""
         rounds, gate = self._participant, self._gate
         return bool(
@@ -65,7 +61,7 @@ class ManualAgreement(Agreement):
             or not self._proposals.empty()
         )
 
-    def would_block(self) -> bool:
+    def would_block(self):
         """Return True if ``step`` would wait."""
         return not self._gate._is_resolved(self._gate.current_step + 1)
 
@@ -73,13 +69,13 @@ class ManualAgreement(Agreement):
 class FaultyStoreView:
     """A rank's view of the store. If the store dies, the last request or its answer may be lost."""
 
-    def __init__(self, rank: SimulatedRank) -> None:
+    def __init__(self, rank):
         self._rank = rank
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         call = getattr(self._rank.world.store, name)
 
-        def do(*given: Any) -> Any:
+        def do(*given):
             self._rank.before_call()
             made = call(*given)
             self._rank.after_call()
@@ -92,25 +88,25 @@ class FaultyStoreView:
 class Observations:
     """Records what an agreement tells its observer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.deadlines: list[RoundDeadline] = []
         self.failures: list[tuple[frozenset[str], RankFailed]] = []
         self.errors: list[str] = []
 
-    def on_deadline(self, deadline: RoundDeadline) -> None:
+    def on_deadline(self, deadline):
         self.deadlines.append(deadline)
 
-    def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
+    def on_failure(self, actions, error):
         self.failures.append((actions, error))
 
-    def on_error(self, report: str) -> None:
+    def on_error(self, report):
         self.errors.append(report)
 
-    def on_raised(self) -> None: ...
+    def on_raised(self): ...
 
 
 class SimulatedRank:
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world, number):
         self.world = world
         self.number = number
         self.store = FaultyStoreView(self)
@@ -130,24 +126,24 @@ class SimulatedRank:
         self.disconnects_at_call = -1
         self.is_polling = False
 
-    def before_call(self) -> None:
+    def before_call(self):
         self.calls += 1
         if self.dies_at_call == self.calls:
             self.dead = True
         self.after_call()
 
-    def after_call(self) -> None:
+    def after_call(self):
         if not self.dead and not self.world.store_dead:
             self.world.interleave()
         if self.dead or self.world.store_dead:
             raise ConnectionError("killed by a test")
 
-    def raise_if_disconnected(self) -> None:
+    def raise_if_disconnected(self):
         """Simulate that the connection and the last answer are lost. The training continues."""
         if -1 < self.disconnects_at_call <= self.calls:
             raise ConnectionError("disconnected by a test")
 
-    def step(self, last_step: int = 10**9) -> bool:
+    def step(self, last_step=10**9):
         """Make one training step, unless the training would wait or has ended."""
         if self.dead or self.stopped or self.closed or self.steps >= last_step:
             return False
@@ -163,13 +159,13 @@ class SimulatedRank:
                 self.action_history.append((self.steps, actions))
         return True
 
-    def poll(self) -> None:
+    def poll(self):
         if not self.dead and not self.stopped and not self.is_polling:
             self.is_polling = True
             self.agreement.poll()
             self.is_polling = False
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
         self.agreement.close()
 
@@ -177,7 +173,7 @@ class SimulatedRank:
 class World:
     """``size`` ranks and their store."""
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size, seed):
         self.random = Random(seed)
         self.size = size
         self.now = 1000.0
@@ -191,16 +187,14 @@ class World:
         self.proposed: list[tuple[int, str]] = []
         self.interleave_probability = 0.4
 
-    def alive_ranks(self) -> list[SimulatedRank]:
+    def alive_ranks(self):
         return [rank for rank in self.ranks if not rank.dead]
 
-    def propose(
-        self, rank: SimulatedRank, action: str, seconds: float | None = None, cause: str = ""
-    ) -> None:
+    def propose(self, rank, action, seconds=None, cause=""):
         rank.agreement.propose(action, seconds, cause)
         self.proposed.append((rank.number, action))
 
-    def act_once(self) -> None:
+    def act_once(self):
         """Let a random rank act once. A fast rank makes many steps."""
         rank = self.random.choice(self.ranks)
         if self.random.random() < 0.5:
@@ -209,7 +203,7 @@ class World:
         else:
             rank.poll()
 
-    def interleave(self) -> None:
+    def interleave(self):
         """Let other ranks act while one rank waits for the store."""
         if self.interleave_depth < 3:
             self.interleave_depth += 1
@@ -217,11 +211,11 @@ class World:
                 self.act_once()
             self.interleave_depth -= 1
 
-    def run(self, actions: int) -> None:
+    def run(self, actions):
         for _ in range(actions):
             self.act_once()
 
-    def advance_time(self, seconds: float, interval: float = 5) -> None:
+    def advance_time(self, seconds, interval=5):
         """Advance the clock. The living ranks send heartbeats and poll the store."""
         until = self.now + seconds
         while self.now < until:
@@ -231,7 +225,7 @@ class World:
                     rank.kv.send_heartbeat()
                 rank.poll()
 
-    def run_until_idle(self) -> None:
+    def run_until_idle(self):
         """Run all ranks to the same step, until no rank waits for anything."""
         self.interleave_probability = 0
         for _ in range(1000):
@@ -240,7 +234,7 @@ class World:
                 return
         raise AssertionError("the ranks never become idle")
 
-    def run_to_step(self, last_step: int) -> None:
+    def run_to_step(self, last_step):
         """Run each rank to ``last_step``, or as far as it can get while the clock stands still."""
         idle = 0
         while idle < 5:
@@ -251,6 +245,6 @@ class World:
                 rank.poll()
             idle = 0 if moved else idle + 1
 
-    def leftover_keys(self) -> list[str]:
+    def leftover_keys(self):
         """Return the keys in the store, except heartbeats."""
         return [key for key in self.store.values if not key.startswith("heartbeat/")]

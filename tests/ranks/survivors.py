@@ -1,17 +1,12 @@
 """Real processes over gloo that train with DDP or with a sharded state while one of them fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +47,7 @@ class Scenario:
     has_savepoints: bool = True
 
 
-def _make_state(rank: int, scenario: Scenario) -> dict[str, Any]:
+def _make_state(rank, scenario):
     torch.manual_seed(7)
     model = DistributedDataParallel(torch.nn.Linear(16, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -69,7 +64,7 @@ def _make_state(rank: int, scenario: Scenario) -> dict[str, Any]:
     return state
 
 
-def _train_step(state: dict[str, Any], rank: int, step: int, slow: float) -> None:
+def _train_step(state, rank, step, slow):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     state["optimizer"].zero_grad()
     loss = state["model"](torch.randn(4, 16, generator=generator)).square().mean()
@@ -79,7 +74,7 @@ def _train_step(state: dict[str, Any], rank: int, step: int, slow: float) -> Non
     state["mine"].value["steps"] = step
 
 
-def run_rank(rank: int, port: int, folder: Path, scenario: Scenario) -> None:
+def run_rank(rank, port, folder, scenario):
     """Train as one rank, and write what it found at the end."""
     with (folder / f"{rank}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
@@ -112,7 +107,7 @@ def run_rank(rank: int, port: int, folder: Path, scenario: Scenario) -> None:
     dist.destroy_process_group()
 
 
-def _fail(ckpt: limpet.Checkpointer, rank: int, scenario: Scenario) -> None:
+def _fail(ckpt, rank, scenario):
     if rank == scenario.noticed:
         notice = Notice("a test", scenario.seconds)
         threading.Timer(1.0, ckpt._preemption.on_notice, [notice]).start()
@@ -122,7 +117,7 @@ def _fail(ckpt: limpet.Checkpointer, rank: int, scenario: Scenario) -> None:
         time.sleep(0.5)
 
 
-def start(folder: Path, scenario: Scenario) -> tuple[dist.TCPStore, list[Any]]:
+def start(folder, scenario):
     """Start the ranks. Return the store that they use and their processes."""
     folder.mkdir(exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
@@ -135,7 +130,7 @@ def start(folder: Path, scenario: Scenario) -> tuple[dist.TCPStore, list[Any]]:
     return store, processes
 
 
-def wait_for(processes: Sequence[Any], seconds: float) -> list[int | None]:
+def wait_for(processes, seconds):
     """Wait for processes, and return their exit codes."""
     end = time.monotonic() + seconds
     for process in processes:
@@ -143,13 +138,13 @@ def wait_for(processes: Sequence[Any], seconds: float) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def kill(processes: Sequence[Any]) -> None:
+def kill(processes):
     for process in processes:
         process.kill()
         process.join()
 
 
-def logs(folder: Path) -> str:
+def logs(folder):
     """Return the end of each rank's log, without the stacks of its threads."""
     texts = []
     for path in sorted(folder.glob("*.log")):

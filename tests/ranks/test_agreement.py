@@ -1,10 +1,6 @@
 """Agreement on a step, in random orders of events, with ranks and stores that fail."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -15,11 +11,11 @@ SIZES = (2, 3, 5)
 
 
 @pytest.fixture
-def failed_proposals() -> Iterator[list[str]]:
+def failed_proposals():
     """Collect the actions of failed proposals, from the event ``not_agreed``."""
     reported: list[str] = []
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         if name == "not_agreed":
             reported.extend(fields["wanted"])
 
@@ -27,7 +23,7 @@ def failed_proposals() -> Iterator[list[str]]:
         yield reported
 
 
-def assert_same_history(world: World) -> list[tuple[int, frozenset[str]]]:
+def assert_same_history(world):
     """Assert that all living ranks have the same history and number of steps, and return the
     history."""
     first, *others = world.alive_ranks()
@@ -38,9 +34,7 @@ def assert_same_history(world: World) -> list[tuple[int, frozenset[str]]]:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_all_ranks_perform_each_action_once_and_at_the_same_step(
-    seed: int, failed_proposals: list[str]
-) -> None:
+def test_all_ranks_perform_each_action_once_and_at_the_same_step(seed, failed_proposals):
     world = World(SIZES[seed % 3], seed)
     for n in range(world.random.randint(1, 8)):
         world.run(world.random.randint(0, 40))
@@ -59,7 +53,7 @@ def test_all_ranks_perform_each_action_once_and_at_the_same_step(
 # -- ranks that leave, die, or lose the connection to the store ----------------------------------
 
 
-def propose_randomly(world: World, count: int, max_actions: int = 40) -> None:
+def propose_randomly(world, count, max_actions=40):
     for n in range(count):
         world.run(world.random.randint(0, max_actions))
         alive = [rank for rank in world.alive_ranks() if not rank.closed]
@@ -68,9 +62,7 @@ def propose_randomly(world: World, count: int, max_actions: int = 40) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_end_of_a_training_ends_all_rounds_without_errors(
-    seed: int, failed_proposals: list[str]
-) -> None:
+def test_the_end_of_a_training_ends_all_rounds_without_errors(seed, failed_proposals):
     """All ranks make the same number of steps. Each closes its agreement after its last step."""
     world = World(SIZES[seed % 3], seed)
     world.last_step = world.random.randint(0, 60)
@@ -92,7 +84,7 @@ def test_the_end_of_a_training_ends_all_rounds_without_errors(
     assert not any(rank.failed_steps for rank in world.ranks)
 
 
-def rank_dies(seed: int, at: int) -> bool:
+def rank_dies(seed, at):
     """Let a rank die at its ``at``-th call to the store. Return False if it made fewer calls."""
     world = World(3, seed)
     victim = world.ranks[seed % 3]
@@ -120,7 +112,7 @@ def rank_dies(seed: int, at: int) -> bool:
 
 
 @pytest.mark.slow
-def test_no_rank_raises_if_another_dies_at_any_call(failed_proposals: list[str]) -> None:
+def test_no_rank_raises_if_another_dies_at_any_call(failed_proposals):
     for seed in range(4):
         at = 1
         while rank_dies(seed, at):
@@ -129,19 +121,19 @@ def test_no_rank_raises_if_another_dies_at_any_call(failed_proposals: list[str])
     assert failed_proposals
 
 
-def store_dies(seed: int, at: int) -> tuple[bool, bool]:
+def store_dies(seed, at):
     """Let the store die at the ``at``-th call. Return whether there were so many calls, and whether
     a rank raised an error."""
     world = World(3, seed)
     first = sum(rank.calls for rank in world.ranks)
     original = world.interleave
 
-    def interleave() -> None:
+    def interleave():
         if sum(rank.calls for rank in world.ranks) >= first + at:
             world.store_dead = True
         original()
 
-    world.interleave = interleave  # type: ignore[method-assign]
+    world.interleave = interleave
     propose_randomly(world, 3, 12)
     world.run(60)
     world.interleave_probability = 0
@@ -163,9 +155,7 @@ def store_dies(seed: int, at: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_each_rank_acts_with_the_others_or_raises_once_if_the_store_dies(
-    failed_proposals: list[str],
-) -> None:
+def test_each_rank_acts_with_the_others_or_raises_once_if_the_store_dies(failed_proposals):
     raised = 0
     for seed in range(4):
         at = 1
@@ -177,7 +167,7 @@ def test_each_rank_acts_with_the_others_or_raises_once_if_the_store_dies(
     assert failed_proposals
 
 
-def rank_disconnects(seed: int, at: int) -> tuple[bool, bool]:
+def rank_disconnects(seed, at):
     """Let a rank lose its connection at its ``at``-th call. Return whether it made so many calls,
     and whether it raised an error."""
     world = World(3, seed)
@@ -205,9 +195,7 @@ def rank_disconnects(seed: int, at: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_disconnected_acts_with_the_others_or_raises_once(
-    failed_proposals: list[str],
-) -> None:
+def test_a_rank_that_is_disconnected_acts_with_the_others_or_raises_once(failed_proposals):
     raised = 0
     for seed in range(4):
         at = 1

@@ -1,7 +1,5 @@
 """Agreements that must end by a deadline, and errors that one rank publishes to all."""
 
-from __future__ import annotations
-
 import pytest
 
 from limpet.errors import RankFailed
@@ -11,12 +9,12 @@ from tests.ranks.simulated_ranks import World
 LEAVE = "leave"
 
 
-def failed_actions(world: World, rank: int) -> set[str]:
+def failed_actions(world, rank):
     return {a for actions, _ in world.ranks[rank].observed.failures for a in actions}
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_all_ranks_learn_the_deadline_and_act_at_one_step(seed: int) -> None:
+def test_all_ranks_learn_the_deadline_and_act_at_one_step(seed):
     world = World((2, 3, 5)[seed % 3], seed)
     world.run(world.random.randint(0, 40))
     world.propose(world.random.choice(world.ranks), "cadence")
@@ -36,9 +34,7 @@ def test_all_ranks_learn_the_deadline_and_act_at_one_step(seed: int) -> None:
 @pytest.mark.parametrize("stopped", range(3))
 @pytest.mark.parametrize("noticed", range(3))
 @pytest.mark.parametrize("left", [30.0, 8.0, 120.0])
-def test_with_a_stopped_rank_the_others_go_on_within_a_third_of_the_time(
-    stopped: int, noticed: int, left: float
-) -> None:
+def test_with_a_stopped_rank_the_others_go_on_within_a_third_of_the_time(stopped, noticed, left):
     """Without a deadline, they would wait for a minute, and at the gate for up to 840 s."""
     if stopped == noticed:
         return
@@ -64,7 +60,7 @@ def test_with_a_stopped_rank_the_others_go_on_within_a_third_of_the_time(
         assert rank.steps == 200  # the gate holds nobody
 
 
-def test_a_rank_that_acknowledged_last_and_died_does_not_stop_the_others() -> None:
+def test_a_rank_that_acknowledged_last_and_died_does_not_stop_the_others():
     """All have acknowledged, but nobody has ended the round: rank 0 does."""
     world = World(2, 3)
     world.interleave_probability = 0
@@ -74,12 +70,12 @@ def test_a_rank_that_acknowledged_last_and_died_does_not_stop_the_others() -> No
     victim = world.ranks[1]
     original = victim.kv.increment
 
-    def die_after(key: str) -> int:
+    def die_after(key):
         count = original(key)
         victim.dead = True
         return count
 
-    victim.kv.increment = die_after  # type: ignore[method-assign]
+    victim.kv.increment = die_after
     victim.poll()
     while not world.ranks[0].action_history:
         world.advance_time(0.5, 0.5)
@@ -91,7 +87,7 @@ def test_a_rank_that_acknowledged_last_and_died_does_not_stop_the_others() -> No
 # -- errors that one rank publishes ---------------------------------------------------------------
 
 
-def error_of(rank: int) -> ValueError:
+def error_of(rank):
     try:
         raise ValueError(f"bad batch {rank}")
     except ValueError as e:
@@ -99,7 +95,7 @@ def error_of(rank: int) -> ValueError:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_error_of_one_rank_reaches_all_others_once(seed: int) -> None:
+def test_an_error_of_one_rank_reaches_all_others_once(seed):
     world = World((2, 3, 5)[seed % 3], seed)
     world.run(world.random.randint(0, 30))
     if seed % 2:
@@ -118,7 +114,7 @@ def test_an_error_of_one_rank_reaches_all_others_once(seed: int) -> None:
     assert world.leftover_keys() == []
 
 
-def test_a_waiting_step_and_the_next_step_raise_the_error_once() -> None:
+def test_a_waiting_step_and_the_next_step_raise_the_error_once():
     world = World(2, 1)
     gate = world.ranks[0].agreement
     gate.raise_at_next_step(ValueError("bad"))
@@ -130,13 +126,13 @@ def test_a_waiting_step_and_the_next_step_raise_the_error_once() -> None:
 class OwnError(Exception):
     """An error whose constructor takes two arguments."""
 
-    def __init__(self, code: int, what: str) -> None:
+    def __init__(self, code, what):
         super().__init__(code, what)
         self.code = code
 
 
 class Unlike(Exception):
-    def __init__(self, code: int) -> None:
+    def __init__(self, code):
         super().__init__(f"code {code}")
 
 
@@ -152,7 +148,7 @@ class Unlike(Exception):
     ],
     ids=repr,
 )
-def test_an_error_is_raised_with_its_class_and_message(error: Exception) -> None:
+def test_an_error_is_raised_with_its_class_and_message(error):
     decoded = decode_raised(encode_raised(error, 3))
     assert type(decoded) is type(error)
     assert str(decoded) == str(error)
@@ -165,19 +161,19 @@ def test_an_error_is_raised_with_its_class_and_message(error: Exception) -> None
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SystemExit(2), Unlike(4), ValueError(object()), GeneratorExit()]
 )
-def test_what_cannot_be_raised_elsewhere_becomes_rank_failed(error: BaseException) -> None:
+def test_what_cannot_be_raised_elsewhere_becomes_rank_failed(error):
     decoded = decode_raised(encode_raised(error, 1))
     assert isinstance(decoded, RankFailed)
     assert decoded.rank == 1
     assert type(error).__name__ in str(decoded)
 
 
-def test_no_class_is_imported_for_a_report() -> None:
+def test_no_class_is_imported_for_a_report():
     report = encode_raised(ValueError("x"), 0).replace("builtins", "tests.not_imported")
     assert isinstance(decode_raised(report), RankFailed)
 
 
-def test_an_error_of_limpet_keeps_its_class_and_text() -> None:
+def test_an_error_of_limpet_keeps_its_class_and_text():
     error = RankFailed("Rank 2 failed", expected="a heartbeat", found="none", rank=2)
     decoded = decode_raised(encode_raised(error, 1))
     assert type(decoded) is RankFailed

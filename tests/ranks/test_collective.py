@@ -1,12 +1,8 @@
 """The key-value client and the current group."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +16,7 @@ SHORT_TIMEOUTS = Timeouts(silent=0.4, stuck=1.5)
 
 
 @pytest.fixture
-def kv() -> Iterator[KVClient]:
+def kv():
     made = KVClient(FakeStore(), 0, 2, SHORT_TIMEOUTS)
     yield made
     made.close()
@@ -30,18 +26,16 @@ def kv() -> Iterator[KVClient]:
     "length",
     [0, 1, MAX_VALUE_BYTES - 1, MAX_VALUE_BYTES, MAX_VALUE_BYTES + 1, 2 * MAX_VALUE_BYTES + 7],
 )
-def test_a_value_of_any_length_is_returned_and_deleted_completely(
-    kv: KVClient, length: int
-) -> None:
+def test_a_value_of_any_length_is_returned_and_deleted_completely(kv, length):
     value = bytes(range(256)) * (length // 256 + 1)
     kv.put_all({"k": value[:length]})
     assert kv.try_get("k") == value[:length]
     assert kv.try_get("k", delete=True) == value[:length]
     assert kv.try_get("k") is None
-    assert [k for k in kv._store.values if not k.startswith("heartbeat/")] == []  # type: ignore[attr-defined]
+    assert [k for k in kv._store.values if not k.startswith("heartbeat/")] == []
 
 
-def test_calls_raise_within_the_bound_after_the_store_fails_or_hangs() -> None:
+def test_calls_raise_within_the_bound_after_the_store_fails_or_hangs():
     for hangs in (False, True):
         view = StoreView(FakeStore())
         kv = KVClient(view, 0, 2, SHORT_TIMEOUTS)
@@ -62,14 +56,14 @@ def test_calls_raise_within_the_bound_after_the_store_fails_or_hangs() -> None:
         kv.close()
 
 
-def call_and_report(kv: KVClient, answers: Any) -> None:
+def call_and_report(kv, answers):
     try:
         kv.has_all(["a"])
     except RankFailed as e:
         answers.put(str(e))
 
 
-def test_a_forked_process_cannot_use_the_client_of_its_parent(kv: KVClient) -> None:
+def test_a_forked_process_cannot_use_the_client_of_its_parent(kv):
     kv.has_all(["a"])
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
@@ -79,11 +73,11 @@ def test_a_forked_process_cannot_use_the_client_of_its_parent(kv: KVClient) -> N
     child.join(20)
 
 
-def leftover_keys(group: FakeGroup) -> list[str]:
+def leftover_keys(group):
     return [key for key in group.store.values if not key.startswith("heartbeat/")]
 
 
-def test_a_process_group_of_one_rank_is_local_and_a_fake_one_is_refused() -> None:
+def test_a_process_group_of_one_rank_is_local_and_a_fake_one_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert current_group().kv is None
@@ -99,7 +93,7 @@ def test_a_process_group_of_one_rank_is_local_and_a_fake_one_is_refused() -> Non
         dist.destroy_process_group()
 
 
-def test_a_rank_that_fails_and_leaves_last_deletes_what_rank_0_sent_it() -> None:
+def test_a_rank_that_fails_and_leaves_last_deletes_what_rank_0_sent_it():
     """It has not reached the operation in which rank 0 sent the value."""
     with FakeGroup(2) as group:
         first, second = (g.collective("the save") for g in group.groups)

@@ -4,8 +4,6 @@ All other ranks raise within a bounded time and name that rank, or all ranks see
 committed. The next save works.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from random import Random
@@ -18,7 +16,6 @@ import limpet
 from limpet.errors import CommitError, NoSpace, RankFailed, StoreError, Unavailable
 from limpet.saving import save as recipe
 from limpet.storage.memory import MemoryStore
-from tests.crash.conftest import PoolTracker
 from tests.fakegroup import FakeGroup
 from tests.ranks.faults import (
     Call,
@@ -39,20 +36,20 @@ MANIFEST = "version_1/manifest.json"
 Save = Callable[[ThreadedJob, int, int], Any]
 
 
-def assert_nothing_left(trial_stores: PoolTracker) -> None:
+def assert_nothing_left(trial_stores):
     """Check that all buffers are released and that no thread of a rank is running."""
     trial_stores.assert_all_freed()
     assert [name for name in trial_stores.threads() if name.startswith(("rank", "holdf"))] == []
 
 
-def assert_uncertain_only_at_commit(trials: list[Trial]) -> None:
+def assert_uncertain_only_at_commit(trials):
     """Check that the outcome was unknown only after a fault in a call for the manifest."""
     uncertain = {t.call.key for t in trials if t.uncertain_ranks()}
     assert uncertain <= {MANIFEST}
 
 
 @SAVES
-def test_a_save_without_a_fault_leaves_nothing(trial_stores: PoolTracker, save: Save) -> None:
+def test_a_save_without_a_fault_leaves_nothing(trial_stores, save):
     for size in (2, 3, 4):
         trial = Trial(size, 0, Call("none", "", "", 1), kill_rank, save).run()
         assert not trial.fired_at
@@ -66,16 +63,14 @@ def test_a_save_without_a_fault_leaves_nothing(trial_stores: PoolTracker, save: 
 @pytest.mark.slow
 @SAVES
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_ranks_raise_or_commit_when_a_rank_dies(
-    trial_stores: PoolTracker, size: int, save: Save
-) -> None:
+def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
     calls = record_calls(size, save)
     trials = [Trial(size, r, call, kill_rank, save) for r in range(size) for call in calls[r]]
     if size == 4:
         trials = Random(4).sample(trials, 30)
     leftover_counts = []
 
-    def check_after(trial: Trial) -> None:
+    def check_after(trial):
         leftover_counts.append(len(trial.job.leftover_keys()))
         trial.check_next_save(same_ranks=False)
 
@@ -91,9 +86,7 @@ def test_all_ranks_raise_or_commit_when_a_rank_dies(
 @pytest.mark.slow
 @SAVES
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_ranks_raise_when_a_call_fails(
-    trial_stores: PoolTracker, size: int, save: Save
-) -> None:
+def test_all_ranks_raise_when_a_call_fails(trial_stores, size, save):
     """All ranks stay alive. The same group saves again and leaves no keys behind."""
     calls = record_calls(size, save)
     trials = [
@@ -123,9 +116,7 @@ def test_all_ranks_raise_when_a_call_fails(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_next_job_saves_after_a_rank_loses_its_connection(
-    trial_stores: PoolTracker, size: int
-) -> None:
+def test_the_next_job_saves_after_a_rank_loses_its_connection(trial_stores, size):
     calls = record_calls(size)
     connection_lost = raise_error(ConnectionError("reset by peer"))
     trials = [
@@ -143,9 +134,7 @@ def test_the_next_job_saves_after_a_rank_loses_its_connection(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(
-    trial_stores: PoolTracker, size: int
-) -> None:
+def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores, size):
     calls = record_calls(size)
     trials = [Trial(size, r, call, hang_rank) for r in range(size) for call in calls[r]]
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=trial.call.target == "store"))
@@ -156,9 +145,7 @@ def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(
 @pytest.mark.slow
 @SAVES
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(
-    trial_stores: PoolTracker, size: int, save: Save
-) -> None:
+def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(trial_stores, size, save):
     calls = record_calls(size, save)
     trials = [
         Trial(size, r, call, kill_store, save)
@@ -173,19 +160,19 @@ def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_rank_that_writes_less_than_planned_is_named_and_nothing_is_committed(
-    monkeypatch: pytest.MonkeyPatch, incremental: bool
-) -> None:
+    monkeypatch, incremental
+):
     """Its files are in order; only the comparison with the plan shows what is missing."""
     this_thread, make_image = threading.local(), recipe.make_image
 
-    def make_less(leaves: Any, leaf_boxes: Any, *, cache: Any) -> Any:
+    def make_less(leaves, leaf_boxes, *, cache):
         dropped = 1 if this_thread.rank == 1 and this_thread.step == 2 else 0
         count = len(leaves) - dropped
         return make_image(leaves[:count], leaf_boxes[:count], cache=cache)
 
     store = MemoryStore()
 
-    def save(rank: int, step: int) -> None:
+    def save(rank, step):
         this_thread.rank, this_thread.step = rank, step
         state = {f"x{i}": np.full(4096, float(i)) for i in range(8)}
         with limpet.Checkpointer(store, state, incremental=incremental) as ckpt:

@@ -1,7 +1,5 @@
 """Concurrent saves: of two jobs to one version, in the background, and with slow ranks."""
 
-from __future__ import annotations
-
 import threading
 import time
 from functools import partial
@@ -22,13 +20,12 @@ from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_snapshot
 from limpet.storage.memory import MemoryStore
-from tests.crash.conftest import PoolTracker
-from tests.ranks.faults import SHORT_TIMEOUTS, Call, ThreadedJob, assert_versions_intact, state_of
+from tests.ranks.faults import SHORT_TIMEOUTS, assert_versions_intact, state_of
 from tests.ranks.test_commit import assert_nothing_left
 from tests.ranks.test_disagreement import make_job
 
 
-def save_version_1(job: ThreadedJob, outcomes: list[Any]) -> None:
+def save_version_1(job, outcomes):
     outcomes.extend(job.group.outcomes(lambda rank: job.save(rank, 1)))
 
 
@@ -36,7 +33,7 @@ def save_version_1(job: ThreadedJob, outcomes: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_one_of_two_jobs_commits_a_version_and_the_other_raises(trial_stores: PoolTracker) -> None:
+def test_one_of_two_jobs_commits_a_version_and_the_other_raises(trial_stores):
     """The jobs save at random speeds, so that each of them wins in some rounds."""
     winners = set()
     for seed in range(25):
@@ -44,7 +41,7 @@ def test_one_of_two_jobs_commits_a_version_and_the_other_raises(trial_stores: Po
         jobs = [make_job(2, store) for _ in range(2)]
         max_delay = random.choice([0, 0, 0.001, 0.003])
 
-        def delay(call: Call, random: Random = random, max_delay: float = max_delay) -> None:
+        def delay(call, random=random, max_delay=max_delay):
             if call.target == "store":
                 time.sleep(random.random() * max_delay)
 
@@ -74,9 +71,7 @@ def test_one_of_two_jobs_commits_a_version_and_the_other_raises(trial_stores: Po
     assert_nothing_left(trial_stores)
 
 
-def test_a_process_of_an_earlier_start_that_continues_to_write_does_no_harm(
-    trial_stores: PoolTracker,
-) -> None:
+def test_a_process_of_an_earlier_start_that_continues_to_write_does_no_harm(trial_stores):
     """Rank 1 of the old job hangs in its shard until a new job has saved the same version.
 
     Then it continues to write, and rank 0 of the old job tries to commit.
@@ -85,7 +80,7 @@ def test_a_process_of_an_earlier_start_that_continues_to_write_does_no_harm(
     old, new = make_job(2, store, Timeouts(60, 600)), make_job(2, store)
     hung, release = threading.Event(), threading.Event()
 
-    def hang(call: Call) -> None:
+    def hang(call):
         if call.method == "commit":
             hung.set()
             release.wait(30)
@@ -115,20 +110,18 @@ def test_a_process_of_an_earlier_start_that_continues_to_write_does_no_harm(
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_failed_save_in_flight_does_not_affect_the_others(
-    trial_stores: PoolTracker, victim: int
-) -> None:
+def test_a_failed_save_in_flight_does_not_affect_the_others(trial_stores, victim):
     """The failed save raises in its own ``wait``, on every rank."""
     store = MemoryStore()
     job = make_job(3, store)
 
-    def fault(call: Call) -> None:
+    def fault(call):
         if call.method == "commit" and call.key.startswith("version_2/"):
             raise limpet.errors.NoSpace("The disk is full", key=call.key)
 
     job.ranks[victim].before_call = fault
 
-    def work(rank: int) -> Any:
+    def work(rank):
         pendings = [
             limpet.save_async(job.url(rank, n), state_of(rank, 3, n), step=n) for n in (1, 2, 3)
         ]
@@ -154,9 +147,7 @@ def test_a_failed_save_in_flight_does_not_affect_the_others(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_slow_rank_that_makes_progress_does_not_fail(
-    trial_stores: PoolTracker, slow: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rank_that_makes_progress_does_not_fail(trial_stores, slow, monkeypatch):
     """One rank takes several times ``stuck`` seconds for an incremental save and for a load.
 
     It makes progress with each piece.
@@ -166,11 +157,11 @@ def test_a_slow_rank_that_makes_progress_does_not_fail(
     store = MemoryStore()
     job = make_job(2, store, timeouts)
 
-    def delay(call: Call) -> None:
+    def delay(call):
         if call.method in ("write_at", "commit", "get_range") or "manifest" in call.key:
             time.sleep(0.4)
 
-    def save(rank: int, step: int, base: Any = None) -> Any:
+    def save(rank, step, base=None):
         location = Location(job.ranks[rank].store, f"version_{step}")
         pool = shared_pool()
         state = state_of(rank, 2, step)
@@ -202,16 +193,16 @@ def test_a_slow_rank_that_makes_progress_does_not_fail(
         assert time.monotonic() - began > 2 * timeouts.stuck
 
 
-def load_into(job: Any, states: list[dict[str, Any]], rank: int) -> None:
+def load_into(job, states, rank):
     limpet.load(job.url(rank, 2), states[rank])
 
 
-def zero_state(rank: int) -> dict[str, Any]:
+def zero_state(rank):
     return {**state_of(rank, 2, 0), "more": np.zeros(600, np.int64)}
 
 
 @pytest.mark.slow
-def test_two_collectives_that_wait_for_each_other_raise(trial_stores: PoolTracker) -> None:
+def test_two_collectives_that_wait_for_each_other_raise(trial_stores):
     """Rank 0 hangs in a save in the background and joins the next save in the foreground, while
     rank 1 waits for the first one. Each rank sees that the other one waits, which is no progress.
     """
@@ -220,17 +211,17 @@ def test_two_collectives_that_wait_for_each_other_raise(trial_stores: PoolTracke
     release = threading.Event()
     all_raised = threading.Barrier(3, action=release.set)
 
-    def hang(call: Call) -> None:
+    def hang(call):
         if call.method == "commit" and call.key.startswith("version_1/"):
             release.wait(60)
 
     job.ranks[0].before_call = hang
 
-    def work(rank: int) -> Any:
+    def work(rank):
         pending = limpet.save_async(job.url(rank, 1), state_of(rank, 2, 1), step=1)
         caught: list[BaseException] = []
 
-        def wait() -> None:
+        def wait():
             if rank == 1:
                 with pytest.raises(RankFailed) as error_info:
                     pending.wait()

@@ -1,7 +1,5 @@
 """A rank that is too slow for the deadline of a save: all ranks raise, and the next save works."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid
@@ -11,7 +9,6 @@ import pytest
 
 import limpet
 from limpet import deadline
-from limpet.deadline import Deadline
 from limpet.errors import RankFailed, Unavailable
 from limpet.ranks import collective as collective_module
 from limpet.run.run import Run
@@ -21,14 +18,14 @@ from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.testing.contract import keys
 from tests.fakegroup import FakeGroup
-from tests.ranks.faults import Call, ThreadedJob, state_of
+from tests.ranks.faults import ThreadedJob, state_of
 from tests.unreliable_stores import HookedStore
 
 VICTIM = 1
 
 
-def outcomes_of(job: ThreadedJob, seconds: float | None) -> list[Any]:
-    def save(rank: int) -> Any:
+def outcomes_of(job, seconds):
+    def save(rank):
         state = state_of(rank, job.size, 1)
         return limpet.save(job.url(rank, 1), state, step=1, timeout=seconds)
 
@@ -36,9 +33,7 @@ def outcomes_of(job: ThreadedJob, seconds: float | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_all_ranks_raise_when_one_is_too_slow(
-    trial_stores: Any, monkeypatch: pytest.MonkeyPatch, hangs: bool
-) -> None:
+def test_all_ranks_raise_when_one_is_too_slow(trial_stores, monkeypatch, hangs):
     """A rank that goes on raises first. For one that hangs, the others wait a little longer."""
     monkeypatch.setattr(
         collective_module,
@@ -49,11 +44,11 @@ def test_all_ranks_raise_when_one_is_too_slow(
     job = ThreadedJob(3, [inner] * 3)
     released = threading.Event()
 
-    def be_slow(call: Call) -> None:
+    def be_slow(call):
         if call.target == "store" and call.method == "write_at":
             released.wait(30) if hangs else time.sleep(1)
 
-    def release() -> None:
+    def release():
         time.sleep(2.5)
         released.set()
 
@@ -76,9 +71,7 @@ def test_all_ranks_raise_when_one_is_too_slow(
     assert Run(inner).snapshots()[0].verify().ok
 
 
-def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_take(monkeypatch):
     monkeypatch.setattr(deadline, "CLEANUP_SECONDS", 0.05)
     monkeypatch.setattr(collective_module, "late_seconds", lambda *_: 0.3)
     store = open_store(f"fsspec+memory://{uuid.uuid4().hex}", allow_weak=True)
@@ -86,7 +79,7 @@ def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_ta
     hanging.before = lambda method, key: released.wait(30) if method == "put" else None
     stores: list[Any] = [store, hanging]
 
-    def save(rank: int) -> Any:
+    def save(rank):
         try:
             return limpet.save(stores[rank], state_of(rank, 2, 1), step=1, timeout=0.5)
         finally:
@@ -101,7 +94,7 @@ def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_ta
 class UserStore(MemoryStore):
     """A store whose views refuse every call after their deadline."""
 
-    def within(self, deadline: Deadline) -> HookedStore:
+    def within(self, deadline):
         view = HookedStore(self)
         view.before = lambda method, key: deadline.check()
         return view
@@ -109,9 +102,7 @@ class UserStore(MemoryStore):
 
 @pytest.mark.parametrize("kind", ["fsspec", "of a user"])
 @pytest.mark.parametrize("late", [False, True])
-def test_no_pin_remains_of_a_load_that_ends_after_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, kind: str, late: bool
-) -> None:
+def test_no_pin_remains_of_a_load_that_ends_after_its_deadline(monkeypatch, kind, late):
     monkeypatch.setattr(deadline, "CLEANUP_SECONDS", 0.05 if late else 20)
     url = f"fsspec+memory://{uuid.uuid4().hex}"
     store: Any = UserStore() if kind == "of a user" else open_store(url, allow_weak=True)

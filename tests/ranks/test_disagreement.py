@@ -1,7 +1,5 @@
 """Ranks that do different things, or the same thing at different times."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -21,25 +19,18 @@ from limpet.errors import (
 )
 from limpet.ranks.kv import Timeouts
 from limpet.storage.memory import MemoryStore
-from tests.crash.conftest import PoolTracker
-from tests.ranks.faults import (
-    SHORT_TIMEOUTS,
-    Call,
-    ThreadedJob,
-    assert_versions_intact,
-    state_of,
-)
+from tests.ranks.faults import SHORT_TIMEOUTS, ThreadedJob, assert_versions_intact, state_of
 from tests.ranks.test_commit import assert_nothing_left
 from tests.trainings import initial_state, state_after
 
 Work = Callable[[int], Any]
 
 
-def make_job(size: int, store: MemoryStore, timeouts: Timeouts = SHORT_TIMEOUTS) -> ThreadedJob:
+def make_job(size, store, timeouts=SHORT_TIMEOUTS):
     return ThreadedJob(size, [store] * size, timeouts)
 
 
-def check_next_save(job: ThreadedJob, store: MemoryStore, step: int = 9) -> None:
+def check_next_save(job, store, step=9):
     """Check that the next save works and that the earlier calls left nothing behind."""
     job.group.run(lambda rank: job.save(rank, step))
     assert job.leftover_keys() == []
@@ -47,7 +38,7 @@ def check_next_save(job: ThreadedJob, store: MemoryStore, step: int = 9) -> None
     assert_versions_intact(store, [step])
 
 
-def errors_on_all_ranks(job: ThreadedJob, work: Work, kind: Any = RankFailed) -> list[Any]:
+def errors_on_all_ranks(job, work, kind=RankFailed):
     """Run ``work``, which must fail on all ranks within a bounded time. Return the errors."""
     began = time.monotonic()
     outcomes = job.group.outcomes(work)
@@ -57,7 +48,7 @@ def errors_on_all_ranks(job: ThreadedJob, work: Work, kind: Any = RankFailed) ->
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_all_ranks_raise_when_one_saves_another_step(trial_stores: PoolTracker, other: int) -> None:
+def test_all_ranks_raise_when_one_saves_another_step(trial_stores, other):
     store = MemoryStore()
     job = make_job(3, store)
     outcomes = errors_on_all_ranks(job, lambda rank: job.save(rank, 1 + (rank == other)))
@@ -68,14 +59,12 @@ def test_all_ranks_raise_when_one_saves_another_step(trial_stores: PoolTracker, 
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_all_ranks_raise_when_one_loads_while_the_others_save(
-    trial_stores: PoolTracker, other: int
-) -> None:
+def test_all_ranks_raise_when_one_loads_while_the_others_save(trial_stores, other):
     store = MemoryStore()
     job = make_job(3, store)
     limpet.save(f"{job.urls[0]}/version_9", state_after(9))
 
-    def work(rank: int) -> Any:
+    def work(rank):
         if rank == other:
             return limpet.load(job.url(rank, 9), initial_state())
         return job.save(rank, 1)
@@ -97,13 +86,11 @@ def test_all_ranks_raise_when_one_loads_while_the_others_save(
     ids=["structure", "unsupported"],
 )
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_state_that_only_one_rank_has_raises_on_all(
-    trial_stores: PoolTracker, other: int, key: str, value: Any, error: type[Exception]
-) -> None:
+def test_a_state_that_only_one_rank_has_raises_on_all(trial_stores, other, key, value, error):
     store = MemoryStore()
     job = make_job(3, store)
 
-    def work(rank: int) -> Any:
+    def work(rank):
         state = state_of(rank, 3, 1)
         if rank == other:
             state[key] = value
@@ -119,18 +106,16 @@ def test_a_state_that_only_one_rank_has_raises_on_all(
 
 @pytest.mark.parametrize("seconds", [None, 30.0])
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_all_ranks_raise_at_once_when_one_cannot_open_the_snapshot(
-    trial_stores: PoolTracker, other: int, seconds: float | None
-) -> None:
+def test_all_ranks_raise_at_once_when_one_cannot_open_the_snapshot(trial_stores, other, seconds):
     store = MemoryStore()
     job = make_job(3, store, Timeouts(silent=30.0, stuck=60.0))
     limpet.save(f"{job.urls[0]}/version_8", state_after(8))
 
-    def deny(call: Call) -> None:
+    def deny(call):
         if call.target == "store":
             raise Denied("not for this host", key=call.key)
 
-    def load(rank: int) -> Any:
+    def load(rank):
         return limpet.load(job.url(rank, 8), initial_state(), timeout=seconds)
 
     job.ranks[other].before_call = deny
@@ -148,14 +133,12 @@ def test_all_ranks_raise_at_once_when_one_cannot_open_the_snapshot(
 @pytest.mark.slow
 @pytest.mark.parametrize("next_step", [1, 2], ids=["the same version", "the next version"])
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_rank_that_missed_a_save_joins_the_next_one(
-    trial_stores: PoolTracker, other: int, next_step: int
-) -> None:
+def test_a_rank_that_missed_a_save_joins_the_next_one(trial_stores, other, next_step):
     """The rank raised before it called ``save``. It must not stay one call behind."""
     store = MemoryStore()
     job = make_job(3, store)
 
-    def work(rank: int) -> Any:
+    def work(rank):
         if rank == other:
             raise RankFailed("something of its own", rank=other)
         return job.save(rank, 1)
@@ -173,15 +156,13 @@ def test_a_rank_that_missed_a_save_joins_the_next_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_rank_that_joins_after_the_others_failed_raises_at_once(
-    trial_stores: PoolTracker, other: int
-) -> None:
+def test_a_rank_that_joins_after_the_others_failed_raises_at_once(trial_stores, other):
     """The next save of all ranks works."""
     store = MemoryStore()
     job = make_job(3, store)
     others_failed = threading.Barrier(3)
 
-    def work(rank: int) -> Any:
+    def work(rank):
         if rank == other:
             others_failed.wait(30)
             began = time.monotonic()
@@ -199,12 +180,12 @@ def test_a_rank_that_joins_after_the_others_failed_raises_at_once(
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_all_ranks_raise_when_one_repeats_a_save(trial_stores: PoolTracker, other: int) -> None:
+def test_all_ranks_raise_when_one_repeats_a_save(trial_stores, other):
     """The second save of one rank meets the next save of the others, and all raise at once."""
     store = MemoryStore()
     job = make_job(3, store)
 
-    def work(rank: int) -> Any:
+    def work(rank):
         job.save(rank, 1)
         return job.save(rank, 1 if rank == other else 2)
 

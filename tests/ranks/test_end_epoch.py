@@ -1,21 +1,18 @@
 """All ranks end their epochs together, and save the same steps."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import pytest
 
 import limpet
-from limpet.run.policy import EveryEpoch, EverySteps, SavePolicy, StopWhen
+from limpet.run.policy import EveryEpoch, EverySteps, StopWhen
 from limpet.run.run import Run
-from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
+from tests.ranks.trainings import TrainingJob, initial_state
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.UnsavedSteps")
 
 
-def state_of(trainer: TrainingRank) -> dict[str, Any]:
+def state_of(trainer):
     return {**initial_state(trainer.rank, 2), "progress": limpet.Progress()}
 
 
@@ -23,10 +20,10 @@ def state_of(trainer: TrainingRank) -> dict[str, Any]:
     ("policy", "expected"),
     [(EveryEpoch(), [3, 6, 9]), (EverySteps(6) | EveryEpoch(), [3, 6, 9]), (EveryEpoch(2), [6])],
 )
-def test_all_ranks_save_at_the_end_of_an_epoch(policy: SavePolicy, expected: list[int]) -> None:
+def test_all_ranks_save_at_the_end_of_an_epoch(policy, expected):
     with TrainingJob(2) as job:
 
-        def work(trainer: TrainingRank) -> int:
+        def work(trainer):
             with trainer.make_checkpointer(save=policy, state=state_of(trainer)) as ckpt:
                 for _ in range(3):
                     for _ in range(3):
@@ -42,10 +39,10 @@ def test_all_ranks_save_at_the_end_of_an_epoch(policy: SavePolicy, expected: lis
         assert job.leftover_keys() == []
 
 
-def test_all_ranks_stop_after_the_metrics_of_an_epoch() -> None:
+def test_all_ranks_stop_after_the_metrics_of_an_epoch():
     with TrainingJob(2) as job:
 
-        def work(trainer: TrainingRank) -> bool:
+        def work(trainer):
             stop = StopWhen("val", patience=1)
             with trainer.make_checkpointer(
                 save=EverySteps(100), stop=stop, state=state_of(trainer)
@@ -63,12 +60,12 @@ def test_all_ranks_stop_after_the_metrics_of_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 3, None])
-def test_all_ranks_make_the_epochs_that_remain(stop: int | None) -> None:
+def test_all_ranks_make_the_epochs_that_remain(stop):
     """They leave within the second epoch, in its evaluation, or never, and start again."""
     with TrainingJob(2) as job:
         seen: dict[int, list[int]] = {0: [], 1: []}
 
-        def work(trainer: TrainingRank, stop: int | None = stop) -> None:
+        def work(trainer, stop=stop):
             state = {**state_of(trainer), "sampler": limpet.ElasticSampler(6, 2)}
             steps = EverySteps(1) | EveryEpoch()
             with trainer.make_checkpointer(save=steps, state=state) as ckpt:

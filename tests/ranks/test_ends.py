@@ -1,27 +1,20 @@
 """The end of a training of several ranks: all ranks save the last step, or none does."""
 
-from __future__ import annotations
-
 import time
 import warnings
 
 import pytest
 
 from limpet.errors import RankFailed, UnsavedSteps
-from limpet.run.policy import AtEnd, EverySteps, OnException, SavePolicy
+from limpet.run.policy import AtEnd, EverySteps, OnException
 from limpet.run.run import Run
-from tests.ranks.trainings import (
-    SHORT_TIMEOUTS,
-    TrainingJob,
-    TrainingRank,
-    matches_uninterrupted,
-)
+from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, matches_uninterrupted
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 
 @pytest.mark.parametrize("policy", [None, AtEnd(), EverySteps(5) | AtEnd()])
-def test_all_ranks_save_the_last_step(policy: SavePolicy | None) -> None:
+def test_all_ranks_save_the_last_step(policy):
     with TrainingJob(3) as job:
         job.train(7, save=policy)
         assert job.versions[-1] == 7
@@ -36,10 +29,10 @@ def test_all_ranks_save_the_last_step(policy: SavePolicy | None) -> None:
         assert job.leftover_keys() == []
 
 
-def test_ranks_whose_last_step_is_saved_do_not_wait_for_one_another() -> None:
+def test_ranks_whose_last_step_is_saved_do_not_wait_for_one_another():
     with TrainingJob(3) as job:
 
-        def work(trainer: TrainingRank) -> float:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5) | AtEnd()):
                 trainer.train_steps(5)
                 trainer.ckpt.wait()
@@ -60,20 +53,18 @@ def test_ranks_whose_last_step_is_saved_do_not_wait_for_one_another() -> None:
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("policy", [AtEnd(), AtEnd() | OnException()])
 @pytest.mark.parametrize("block", [True, False])
-def test_nothing_is_saved_when_one_rank_raises_while_the_others_end(
-    victim: int, policy: SavePolicy, block: bool
-) -> None:
+def test_nothing_is_saved_when_one_rank_raises_while_the_others_end(victim, policy, block):
     if not block and policy.on_exception:
         pytest.skip("OnException requires a with block")
     with TrainingJob(3) as job, warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
 
-        def train(trainer: TrainingRank) -> None:
+        def train(trainer):
             trainer.train_steps(7)
             if trainer.rank == victim:
                 raise ValueError("NaN in the loss")
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             ckpt = trainer.make_checkpointer(save=policy)
             if block:
                 with ckpt:
@@ -97,11 +88,11 @@ def test_nothing_is_saved_when_one_rank_raises_while_the_others_end(
 
 
 @pytest.mark.parametrize(("early", "saved"), [(0, 7), (2, 7), (0, 5), (2, 5)])
-def test_nothing_is_saved_when_the_ranks_end_at_different_steps(early: int, saved: int) -> None:
+def test_nothing_is_saved_when_the_ranks_end_at_different_steps(early, saved):
     """With ``saved`` at 5, the last step of the early rank is saved, and that of the others not."""
     with TrainingJob(3, lockstep=False) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5) | AtEnd()):
                 trainer.train_steps(saved)
                 trainer.ckpt.wait()
@@ -120,10 +111,10 @@ def test_nothing_is_saved_when_the_ranks_end_at_different_steps(early: int, save
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_before_the_end_does_not_hang_the_others() -> None:
+def test_a_rank_that_dies_before_the_end_does_not_hang_the_others():
     with TrainingJob(3) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             ckpt = trainer.make_checkpointer(save=AtEnd())
             trainer.train_steps(7)
             if trainer.rank == 1:
@@ -140,7 +131,7 @@ def test_a_rank_that_dies_before_the_end_does_not_hang_the_others() -> None:
         job.ranks[1].ckpt._preemption.close()
 
 
-def test_only_rank_0_warns_of_unsaved_steps() -> None:
+def test_only_rank_0_warns_of_unsaved_steps():
     with TrainingJob(3) as job, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job.train(7, save=EverySteps(5))

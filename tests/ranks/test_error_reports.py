@@ -1,10 +1,7 @@
 """How the error of one rank reaches the others: in notes, in warnings, and in the saved version."""
 
-from __future__ import annotations
-
 import time
 import warnings
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,18 +11,18 @@ from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
 from tests.fakegroup import FakeGroup
-from tests.ranks.trainings import TrainingJob, TrainingRank
+from tests.ranks.trainings import TrainingJob
 
 
-def nan_error() -> Exception:
+def nan_error():
     return ValueError("NaN in the loss")
 
 
-def connection_error() -> Exception:
+def connection_error():
     return RuntimeError("Connection closed by peer")
 
 
-def wait_for_value(job: TrainingJob, part: bytes, key: str = "") -> None:
+def wait_for_value(job, part, key=""):
     """Wait until a value in the key-value store contains ``part``, under a key that ends so."""
     end = time.monotonic() + 20
     while not any(
@@ -35,15 +32,15 @@ def wait_for_value(job: TrainingJob, part: bytes, key: str = "") -> None:
         time.sleep(0.001)
 
 
-def wait_for_rank_2(job: TrainingJob) -> None:
+def wait_for_rank_2(job):
     """Wait until rank 2 has joined the save after its error: it is the one that raised first."""
     wait_for_value(job, b"NaN in the loss", "/first_arrival")
 
 
-def outcomes(job: TrainingJob, errors: dict[int, BaseException], step: int = 7) -> list[Any]:
+def outcomes(job, errors, step=7):
     """Train up to ``step``, then raise one of the ``errors`` on each rank. Rank 2 raises first."""
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         with trainer.make_checkpointer(save=EverySteps(100) | OnException()):
             trainer.train_steps(step)
             if trainer.rank != 2:
@@ -54,7 +51,7 @@ def outcomes(job: TrainingJob, errors: dict[int, BaseException], step: int = 7) 
     return job.outcomes(work)
 
 
-def test_the_first_error_is_reported_to_the_other_ranks_and_in_the_version() -> None:
+def test_the_first_error_is_reported_to_the_other_ranks_and_in_the_version():
     with TrainingJob(3) as job, warnings.catch_warnings():
         warnings.simplefilter("error")
         errors_by_rank = outcomes(
@@ -70,7 +67,7 @@ def test_the_first_error_is_reported_to_the_other_ranks_and_in_the_version() -> 
         assert job.leftover_keys() == []
 
 
-def test_no_rank_gets_a_note_when_all_raise_the_same_error() -> None:
+def test_no_rank_gets_a_note_when_all_raise_the_same_error():
     with TrainingJob(3) as job:
         errors_by_rank = outcomes(job, {r: nan_error() for r in range(3)})
         assert [getattr(e, "__notes__", None) for e in errors_by_rank] == [None] * 3
@@ -78,7 +75,7 @@ def test_no_rank_gets_a_note_when_all_raise_the_same_error() -> None:
         assert version.metadata["note"]["error"] == "ValueError: NaN in the loss"
 
 
-def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
+def test_the_first_error_is_reported_when_another_rank_hangs():
     """Rank 0 hangs in its all-reduce. It did not cause the failure, so the notes name rank 2."""
     with (
         TrainingJob(3) as job,
@@ -87,7 +84,7 @@ def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
     ):
         warnings.simplefilter("always")
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(100) | OnException()):
                 trainer.train_steps(7)
                 if trainer.rank == 0:
@@ -119,11 +116,11 @@ def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
 @pytest.mark.parametrize(
     "error", [OSError(2, "none", "a\udcff"), NotFound("a\udcff", key="\udcff", keys=("\udcff",))]
 )
-def test_an_error_with_a_name_that_is_not_utf8_is_reported(error: Exception) -> None:
+def test_an_error_with_a_name_that_is_not_utf8_is_reported(error):
     """If the report failed, the other ranks would wait for 600 s."""
     with FakeGroup(2) as group:
 
-        def work(rank: int) -> None:
+        def work(rank):
             collective = current_group().collective("the save")
             try:
                 with collective:

@@ -1,7 +1,5 @@
 """The end of a process whose thread is in a call of the TCPStore."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from tests.ranks.exits import ROUNDS
 pytestmark = pytest.mark.slow
 
 
-def test_no_process_aborts_while_its_interpreter_ends() -> None:
+def test_no_process_aborts_while_its_interpreter_ends():
     """PyTorch ends the process with "terminate called" and code -6 if a call returns then."""
     command = [sys.executable, "-m", "tests.ranks.exits"]
     process = subprocess.run(

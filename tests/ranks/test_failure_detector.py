@@ -1,9 +1,7 @@
 """Waits for late and dead ranks, with a simulated clock: the event ``ranks_awaited``, and errors
 that name all dead ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,7 +21,7 @@ class Scenario:
     """One rank in a collective with others, which exist only as values that the test writes to the
     store. Each pause takes one second and calls ``on_pause`` with the time."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank, size):
         self.now = 0.0
         self.store = FakeStore()
         self.on_pause: Callable[[float], object] = lambda now: None
@@ -31,40 +29,40 @@ class Scenario:
         self.size = size
         self.reports: list[dict[str, Any]] = []
 
-    def collective(self, number: int = 1, within: float | None = None) -> StoreCollective:
+    def collective(self, number=1, within=None):
         return StoreCollective(self.kv, self.size, number, WHAT, within, sleep=self._pause)
 
-    def _pause(self, seconds: float) -> None:
+    def _pause(self, seconds):
         self.now += 1
         self.on_pause(self.now)
 
-    def send_heartbeat(self, rank: int, progress: float = 0, waits: str = "") -> None:
+    def send_heartbeat(self, rank, progress=0, waits=""):
         """Write a heartbeat of ``rank``."""
         self.store.set(
             f"heartbeat/{rank}", f"{int(self.now) + 1} {int(progress)} h {waits}".strip().encode()
         )
 
-    def arrive(self, rank: int, number: int = 1, op_number: int = 1) -> None:
+    def arrive(self, rank, number=1, op_number=1):
         """Write the value of ``rank``, which is its number, for a gather."""
         self.store.set(f"{number}/{op_number}/{rank}", b"0 " + msgspec.msgpack.encode(rank))
 
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+    def __call__(self, name, fields):
         if name == "ranks_awaited":
             self.reports.append({**fields, "at": self.now})
 
 
 @pytest.fixture
-def scenario(request: pytest.FixtureRequest) -> Iterator[Scenario]:
+def scenario(request):
     made = Scenario(getattr(request, "param", 0), 12)
     with limpet.attach(made):
         yield made
     made.kv.close()
 
 
-def test_rank_0_emits_one_event_that_names_the_late_ranks(scenario: Scenario) -> None:
+def test_rank_0_emits_one_event_that_names_the_late_ranks(scenario):
     late_ranks = [2, *range(4, 12)]
 
-    def on_pause(now: float) -> None:
+    def on_pause(now):
         for rank in range(1, 12):
             if rank != 4:  # rank 4 never sends a heartbeat
                 scenario.send_heartbeat(rank, progress=now if rank == 3 else 0)
@@ -89,10 +87,10 @@ def test_rank_0_emits_one_event_that_names_the_late_ranks(scenario: Scenario) ->
 
 
 @pytest.mark.parametrize("scenario", [3], indirect=True)
-def test_other_ranks_report_a_late_rank_0_but_not_one_that_waits_itself(scenario: Scenario) -> None:
+def test_other_ranks_report_a_late_rank_0_but_not_one_that_waits_itself(scenario):
     value = msgspec.msgpack.encode("go")
 
-    def on_pause(now: float) -> None:
+    def on_pause(now):
         scenario.send_heartbeat(0, waits="1 0" if now < 100 else "")
         if now > 200:
             scenario.store.set("1/1/0", b"0 " + value)
@@ -104,11 +102,11 @@ def test_other_ranks_report_a_late_rank_0_but_not_one_that_waits_itself(scenario
     assert 129 < report["at"] < 136
 
 
-def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises() -> None:
+def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises():
     """This is the first call of a process, when there is no collective yet."""
     now = [0.0]
 
-    def clock() -> float:
+    def clock():
         now[0] += 5
         return now[0]
 
@@ -130,7 +128,7 @@ def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises() -> None:
 # -- ranks that die together -----------------------------------------------------------------------
 
 
-def find_failed(ages: dict[int, float], arrived: tuple[int, ...] = ()) -> RankFailed | None:
+def find_failed(ages, arrived=()):
     """Return the error that the detector finds if rank ``r`` sent its last heartbeat ``ages[r]``
     seconds ago."""
     scenario = Scenario(0, 12)
@@ -160,9 +158,7 @@ def find_failed(ages: dict[int, float], arrived: tuple[int, ...] = ()) -> RankFa
                                               " 2, 3, 4, 5, 6, 7, 8, 9, and 2 more)"),
     ],
 )  # fmt: skip
-def test_the_error_names_a_dead_rank_and_all_ranks_that_died_with_it(
-    ages: dict[int, float], arrived: tuple[int, ...], expected: str | None
-) -> None:
+def test_the_error_names_a_dead_rank_and_all_ranks_that_died_with_it(ages, arrived, expected):
     found = find_failed(ages, arrived)
     assert (found and found.what) == expected
     if found is not None:

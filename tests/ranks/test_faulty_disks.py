@@ -3,11 +3,7 @@
 All ranks raise and nothing is committed, or all ranks return and the version is complete.
 """
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +14,6 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.testing.faults import Fault, FaultFs
-from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import ThreadedJob, assert_versions_intact
 from tests.ranks.test_commit import assert_nothing_left
 
@@ -28,16 +23,16 @@ SIZE = 2
 class UnsyncedFs(Fs):
     """A file system without fsync. These tests do not cut the power."""
 
-    def fsync(self, fd: int) -> None: ...
+    def fsync(self, fd): ...
 
 
-def make_job(folder: Path, victim: int, *faults: Fault) -> tuple[ThreadedJob, FaultFs]:
+def make_job(folder, victim, *faults):
     faulty = FaultFs(UnsyncedFs(), *faults)
     stores = [LocalStore(folder, fs=faulty if r == victim else UnsyncedFs()) for r in range(SIZE)]
     return ThreadedJob(SIZE, stores), faulty
 
 
-def check_save(job: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> None:
+def check_save(job, faulty, victim, folder):
     """Save with the faults and check that the ranks agree, then save without them."""
     outcomes = job.group.outcomes(lambda rank: job.save(rank, 1))
     faulty.faults.clear()
@@ -66,7 +61,7 @@ def check_save(job: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> 
     assert_versions_intact(store, [1, 2][:step])
 
 
-def inject_all_faults(make_fault: Callable[[str, int], Fault], tmp_path: Path) -> int:
+def inject_all_faults(make_fault, tmp_path):
     """Make every call of each rank fail in turn. Return the number of faults that occurred."""
     fired = 0
     for victim in range(SIZE):
@@ -85,10 +80,8 @@ def inject_all_faults(make_fault: Callable[[str, int], Fault], tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["fails", "its reply is lost"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
-def test_the_ranks_agree_when_any_file_system_call_fails(
-    trial_stores: PoolTracker, tmp_path: Path, error: int, lost: bool
-) -> None:
-    def make_fault(kind: str, occurrence: int) -> Fault:
+def test_the_ranks_agree_when_any_file_system_call_fails(trial_stores, tmp_path, error, lost):
+    def make_fault(kind, occurrence):
         return Fault(kind, occurrence, error, lost=lost)
 
     assert inject_all_faults(make_fault, tmp_path) > 40
@@ -96,17 +89,15 @@ def test_the_ranks_agree_when_any_file_system_call_fails(
 
 
 @pytest.mark.slow
-def test_the_ranks_agree_when_the_disk_stays_full(
-    trial_stores: PoolTracker, tmp_path: Path
-) -> None:
-    def make_fault(kind: str, occurrence: int) -> Fault:
+def test_the_ranks_agree_when_the_disk_stays_full(trial_stores, tmp_path):
+    def make_fault(kind, occurrence):
         return Fault(kind, occurrence, errno.ENOSPC, lasting=True)
 
     assert inject_all_faults(make_fault, tmp_path) > 40
     assert_nothing_left(trial_stores)
 
 
-def test_a_save_without_a_fault_succeeds(trial_stores: PoolTracker, tmp_path: Path) -> None:
+def test_a_save_without_a_fault_succeeds(trial_stores, tmp_path):
     job, faulty = make_job(tmp_path, 0)
     check_save(job, faulty, 0, tmp_path)
     assert not faulty.fired

@@ -1,7 +1,5 @@
 """Ranks that die, stop, end, or are late before or after their first call, as real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,17 +25,17 @@ SILENT, STUCK = 2, 8
 class Rank:
     """One of three ranks. ``report`` says what its last call did, and after how many seconds."""
 
-    def __init__(self, rank: int, store: dist.TCPStore, folder: Path) -> None:
+    def __init__(self, rank, store, folder):
         self.rank, self.store, self.folder = rank, store, folder
         self.report: dict[str, Any] = {}
 
-    def create(self) -> limpet.Checkpointer:
+    def create(self):
         """Make the first call, which sends the first heartbeat."""
         state = {"w": np.zeros(3), "rank": limpet.PerRank(self.rank)}
         policy = limpet.EverySteps(1)
         return limpet.Checkpointer(self.folder / "run", state, save=policy)
 
-    def resume(self, ckpt: limpet.Checkpointer | None = None) -> None:
+    def resume(self, ckpt=None):
         ckpt = self.create() if ckpt is None else ckpt
         began = time.monotonic()
         try:
@@ -48,16 +45,16 @@ class Rank:
             self.report = {"error": str(e), "failed": e.rank}
         self.report["seconds"] = time.monotonic() - began
 
-    def signal(self, name: str) -> None:
+    def signal(self, name):
         self.store.add(name, 1)
 
-    def await_signal(self, name: str, count: int = 1) -> None:
+    def await_signal(self, name, count=1):
         end = time.monotonic() + 60
         while self.store.add(name, 0) < count:
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    def stop_until(self, name: str) -> None:
+    def stop_until(self, name):
         """Stop this process until there are two signals of this name."""
         pid = os.getpid()
         if os.fork() == 0:
@@ -72,45 +69,45 @@ class Rank:
 Plan = Callable[[Rank], None]
 
 
-def die(rank: Rank) -> None:
+def die(rank):
     rank.signal("begun")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def create_and_die(rank: Rank) -> None:
+def create_and_die(rank):
     rank.create()
     rank.signal("begun")
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def create_and_end(rank: Rank) -> None:
+def create_and_end(rank):
     rank.create()
     rank.signal("begun")
     time.sleep(0.5)
 
 
-def resume_later(rank: Rank) -> None:
+def resume_later(rank):
     """Load data for longer than SILENT before the first call."""
     rank.signal("begun")
     time.sleep(1.5 * SILENT)
     rank.resume()
 
 
-def create_and_resume_later(rank: Rank) -> None:
+def create_and_resume_later(rank):
     ckpt = rank.create()
     rank.signal("begun")
     time.sleep(1.5 * SILENT)
     rank.resume(ckpt)
 
 
-def await_victim(rank: Rank) -> None:
+def await_victim(rank):
     """Wait until the victim has died, ended, or stopped. Its connection may take seconds."""
     rank.await_signal("begun")
     time.sleep(1.0)
 
 
-def wait_and_resume(rank: Rank) -> None:
+def wait_and_resume(rank):
     """End after the other one has its result: it may join late, and then blame this rank."""
     await_victim(rank)
     rank.resume()
@@ -118,14 +115,14 @@ def wait_and_resume(rank: Rank) -> None:
     rank.await_signal("resumed", 2)
 
 
-def stop_first(rank: Rank) -> None:
+def stop_first(rank):
     """Stop before the first call, until the others have given up."""
     rank.signal("begun")
     rank.stop_until("gave up")
     rank.resume()
 
 
-def create_and_stop(rank: Rank) -> None:
+def create_and_stop(rank):
     ckpt = rank.create()
     rank.signal("begun")
     time.sleep(0.5)
@@ -133,21 +130,21 @@ def create_and_stop(rank: Rank) -> None:
     rank.resume(ckpt)
 
 
-def give_up_and_end(rank: Rank) -> None:
+def give_up_and_end(rank):
     await_victim(rank)
     rank.resume()
     dist.destroy_process_group()  # as at the end of the process, which here calls os._exit
     rank.signal("gave up")
 
 
-def give_up_and_stay(rank: Rank) -> None:
+def give_up_and_stay(rank):
     await_victim(rank)
     rank.resume()
     rank.signal("gave up")
     rank.await_signal("done")
 
 
-def run_plan(plans: dict[int, Plan], others: Plan, rank: int, port: int, folder: Path) -> None:
+def run_plan(plans, others, rank, port, folder):
     os.environ["LIMPET_STUCK"] = str(STUCK)
     store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
     group_store = dist.PrefixStore("group", store.clone())
@@ -196,7 +193,7 @@ CASES = [
 ]
 
 
-def problems_of(case: Case, folder: Path) -> str:
+def problems_of(case, folder):
     """Run a case. Return what is wrong, or an empty string."""
     folder.mkdir()
     victim = case.victim
@@ -227,7 +224,7 @@ def problems_of(case: Case, folder: Path) -> str:
     return "" if is_right else f"{names}: {reports}"
 
 
-def test_ranks_that_die_stop_end_or_are_late(tmp_path: Path) -> None:
+def test_ranks_that_die_stop_end_or_are_late(tmp_path):
     """A rank is known to be dead after SILENT from its first call on, and after STUCK before."""
     with ThreadPoolExecutor(5) as pool:
         folders = [tmp_path / str(n) for n in range(len(CASES))]

@@ -1,7 +1,5 @@
 """Saves and loads on real processes over gloo: FSDP2, HSDP, tensor parallel, DDP, and stages."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ranks.scenarios import SCENARIOS

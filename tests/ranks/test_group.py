@@ -1,13 +1,9 @@
 """Processes that torchrun started, before and after ``init_process_group``."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
-from types import FrameType
 
 import numpy as np
 import pytest
@@ -21,14 +17,12 @@ from tests.interrupts import InterruptOpcode
 
 
 @pytest.fixture
-def started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def started_by_torchrun(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "4")
 
 
-def test_a_save_before_init_process_group_is_refused(
-    started_by_torchrun: None, tmp_path: Path
-) -> None:
+def test_a_save_before_init_process_group_is_refused(started_by_torchrun, tmp_path):
     state = {"w": np.zeros(3)}
     for call in (
         lambda: limpet.save(tmp_path / "a", state),
@@ -41,9 +35,7 @@ def test_a_save_before_init_process_group_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loads_and_saves_with_a_known_group_are_allowed(
-    started_by_torchrun: None, tmp_path: Path
-) -> None:
+def test_loads_and_saves_with_a_known_group_are_allowed(started_by_torchrun, tmp_path):
     state = {"w": np.ones(3)}
     limpet.save(tmp_path / "a", state, group="alone")
     live = {"w": np.zeros(3)}
@@ -54,9 +46,7 @@ def test_loads_and_saves_with_a_known_group_are_allowed(
         ranks.run(lambda rank: limpet.save(tmp_path / "b", state))
 
 
-def test_a_world_size_that_torchrun_did_not_set_is_ignored(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_world_size_that_torchrun_did_not_set_is_ignored(monkeypatch, tmp_path):
     assert read_settings({"WORLD_SIZE": "4"}).launched_world_size == 1
     assert (
         read_settings({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "many"}).launched_world_size == 1
@@ -65,9 +55,7 @@ def test_a_world_size_that_torchrun_did_not_set_is_ignored(
     limpet.save(tmp_path / "a", {"n": 1})
 
 
-def test_an_interrupted_call_leaves_no_group_behind(
-    started_by_torchrun: None, tmp_path: Path
-) -> None:
+def test_an_interrupted_call_leaves_no_group_behind(started_by_torchrun, tmp_path):
     """Ctrl-C at any opcode that handles ``group="alone"``. A notebook keeps the last exception."""
     state = {"w": np.zeros(3)}
     limpet.save(tmp_path / "0", state, group="alone")
@@ -78,7 +66,7 @@ def test_an_interrupted_call_leaves_no_group_behind(
     codes = {limpet.save.__code__, limpet.load.__code__}
     files = {group.__file__, contextlib.__file__}
 
-    def is_traced(frame: FrameType) -> bool:
+    def is_traced(frame):
         """Return True for the calls, what they call in these files, and what that calls there."""
         caller = frame.f_back
         return frame.f_code in codes or (

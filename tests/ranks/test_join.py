@@ -1,16 +1,11 @@
 """Plain processes form a group without torch.distributed: ``limpet.Group.join``."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -55,11 +50,11 @@ report = {}
 class Processes:
     """Runs a script as each rank of a group. Rank 0 tells the others its address."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.run = folder / "run"
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, script: str, count: int, stuck: float) -> None:
+    def start(self, script, count, stuck):
         command = [sys.executable, "-c", RANK + script + "\nprint(json.dumps(report))"]
         limits = {"LIMPET_SILENT": str(SILENT), "LIMPET_STUCK": str(stuck)}
         for rank in range(count):
@@ -83,7 +78,7 @@ class Processes:
             if process is self.processes[0]:
                 address = process.stdout.readline()
 
-    def reports(self, killed: int = -1) -> list[dict[str, Any]]:
+    def reports(self, killed=-1):
         """Return what each rank printed at its end, which must be regular unless ``killed``."""
         outputs = [process.communicate(timeout=60)[0] for process in self.processes]
         codes = [process.returncode for process in self.processes]
@@ -92,7 +87,7 @@ class Processes:
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
+def processes(tmp_path):
     processes = Processes(tmp_path)
     yield processes
     for process in processes.processes:
@@ -101,7 +96,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 @pytest.mark.slow
-def test_processes_save_load_lose_a_rank_and_join_again(processes: Processes) -> None:
+def test_processes_save_load_lose_a_rank_and_join_again(processes):
     script = """
 with join("three", 3) as group:
     saved = limpet.save(f"{run}/version_1", part(group, 10), group=group)
@@ -157,7 +152,7 @@ with join("the two that are left", 2) as group:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_join_is_named(processes: Processes) -> None:
+def test_a_rank_that_does_not_join_is_named(processes):
     script = """
 group = join("three", 3)
 report["error"] = error_of(limpet.save, f"{run}/version_1", part(group, 0), group=group)
@@ -172,7 +167,7 @@ report["error"] = error_of(limpet.save, f"{run}/version_1", part(group, 0), grou
     assert limpet.Run(processes.run).latest() is None
 
 
-def test_a_name_is_used_once_by_each_rank_and_with_one_size(tmp_path: Path) -> None:
+def test_a_name_is_used_once_by_each_rank_and_with_one_size(tmp_path):
     with limpet.Group.join("127.0.0.1:0", 0, 1) as group:
         assert group.address.startswith("127.0.0.1:")
         assert not group.address.endswith(":0")
@@ -187,7 +182,7 @@ def test_a_name_is_used_once_by_each_rank_and_with_one_size(tmp_path: Path) -> N
             assert (other.rank, other.size, other.address) == (1, 2, address)
 
 
-def test_an_address_that_nobody_serves_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_nobody_serves_is_an_error(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -217,6 +212,6 @@ def test_an_address_that_nobody_serves_is_an_error(monkeypatch: pytest.MonkeyPat
         ("127.0.0.1:0", 0, 2.0, "rank must be"),
     ],
 )
-def test_arguments_are_checked_first(address: Any, rank: Any, size: Any, message: str) -> None:
+def test_arguments_are_checked_first(address, rank, size, message):
     with pytest.raises(LimpetError, match=message):
         limpet.Group.join(address, rank, size)

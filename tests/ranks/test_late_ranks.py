@@ -7,8 +7,6 @@ calls are late: the rank waits in the call until the other ranks make no progres
 
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import re
@@ -16,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from limpet.run.run import Run
 from limpet.saving import save
 from limpet.storage.memory import MemoryStore
-from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
+from tests.ranks.trainings import TrainingJob, matches_uninterrupted, train_step
 
 SIZE = 3
 QUIET_SECONDS = 0.015
@@ -80,7 +78,7 @@ class Scenario:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
+def _options(**options):
     return tuple(options.items())
 
 
@@ -116,13 +114,7 @@ class Trial:
     calls of each kind. ``reports``: for each rank, the failed operations with their step and error.
     """
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        failing_call: Call | None = None,
-        late_calls: Sequence[Call] = (),
-        error: Exception | None = None,
-    ) -> None:
+    def __init__(self, scenario, failing_call=None, late_calls=(), error=None):
         self.scenario = scenario
         self.failing_call = failing_call
         self.late_calls = late_calls
@@ -134,7 +126,7 @@ class Trial:
         self._lock = threading.Lock()
         self._finished = False
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return (
             f"{self.scenario}\n  fails: {self.failing_call} {self.error!r}"
             f"\n  late: {self.late_calls}"
@@ -142,7 +134,7 @@ class Trial:
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def before_call(self, rank: int, target: str, operation: str) -> None:
+    def before_call(self, rank, target, operation):
         """Record a call of a rank, delay it if it is late, and raise if it is the failing call."""
         if self._finished or "heartbeat/" in operation:
             return
@@ -159,7 +151,7 @@ class Trial:
             self.failure_count += 1
             raise self.error
 
-    def _wait_for_quiet(self) -> None:
+    def _wait_for_quiet(self):
         end = time.monotonic() + MAX_DELAY
         progress, since = -1, 0.0
         while (now := time.monotonic()) < end:
@@ -169,7 +161,7 @@ class Trial:
                 return
             time.sleep(0.001)
 
-    def report(self, rank: int, operation: str, error: BaseException | None = None) -> None:
+    def report(self, rank, operation, error=None):
         self._progress += 1
         resumes = operation.startswith("resume")  # after a failed one, the state has no step
         step = -1 if resumes else self.job.ranks[rank].ckpt.current_step
@@ -177,7 +169,7 @@ class Trial:
 
     # -- the training --------------------------------------------------------------------------
 
-    def run(self) -> Trial:
+    def run(self):
         inner = MemoryStore()
         if self.scenario.resume:
             with TrainingJob(SIZE, inner) as job:
@@ -202,12 +194,12 @@ class Trial:
             self._check_next_training()
         return self
 
-    def _before_request(self, rank: int, operation: str) -> None:
+    def _before_request(self, rank, operation):
         name = threading.current_thread().name
         thread = "train" if name.startswith("rank-") else name
         self.before_call(rank, "request", f"{thread} {operation}")
 
-    def _work(self, trainer: TrainingRank) -> None:
+    def _work(self, trainer):
         scenario, options = self.scenario, dict(self.scenario.options)
         policy = EverySteps(2) | OnException() if scenario.raise_at_end else EverySteps(2)
         ckpt = trainer.make_checkpointer(save=policy, on_error=scenario.on_error, **options)
@@ -226,11 +218,11 @@ class Trial:
             if ckpt.statistics()["failures"]:
                 self.report(trainer.rank, "close", e)
 
-    def _resume(self, trainer: TrainingRank) -> None:
+    def _resume(self, trainer):
         if not self._try(trainer, "resume", trainer.ckpt.resume):
             self._try(trainer, "resume again", trainer.ckpt.resume)
 
-    def _steps(self, trainer: TrainingRank) -> None:
+    def _steps(self, trainer):
         ckpt, resume_again = trainer.ckpt, self.scenario.resume_again
         while ckpt.current_step < LAST_STEP and not ckpt.should_stop:
             trainer.job.wait_for_step(trainer.rank)
@@ -243,7 +235,7 @@ class Trial:
                 ckpt._preemption.on_notice(Notice("a test", stops=False))
             self._try(trainer, "step", lambda: ckpt.step({"loss": 1.0}))
 
-    def _try(self, trainer: TrainingRank, operation: str, call: Callable[[], object]) -> bool:
+    def _try(self, trainer, operation, call):
         try:
             call()
         except Exception as e:
@@ -253,7 +245,7 @@ class Trial:
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def _check_agreement(self) -> None:
+    def _check_agreement(self):
         """Check that the same operations failed at the same steps on all ranks."""
         first = [(operation, step) for operation, step, _ in self.reports[0]]
         for reports in self.reports:
@@ -267,7 +259,7 @@ class Trial:
         assert len({*steps}) == 1, (self, steps, self.reports)
         assert len({trainer.ckpt._cadence._save_number for trainer in self.job.ranks}) == 1, self
 
-    def _check_next_training(self) -> None:
+    def _check_next_training(self):
         """Check that the same ranks resume from the newest version and train and save."""
         job = self.job
         lineage = Run(job.inner).line()
@@ -285,7 +277,7 @@ class Trial:
         assert all(s.verify().ok for s in Run(job.inner).snapshots()), self
 
 
-def _record_requests(kv: Any, before_request: Callable[[str], None]) -> None:
+def _record_requests(kv, before_request):
     """Call ``before_request`` before and after each call of a method of a key-value client."""
     for name in (
         "put_all",
@@ -298,9 +290,7 @@ def _record_requests(kv: Any, before_request: Callable[[str], None]) -> None:
     ):
         method = getattr(kv, name)
 
-        def call(
-            key: Any, *args: Any, method: Any = method, name: str = name, **kwargs: Any
-        ) -> Any:
+        def call(key, *args, method=method, name=name, **kwargs):
             keys = key if isinstance(key, str) else " ".join(key)
             before_request(f"{name} {keys}")
             result = method(key, *args, **kwargs)
@@ -310,18 +300,18 @@ def _record_requests(kv: Any, before_request: Callable[[str], None]) -> None:
         setattr(kv, name, call)
 
 
-def _current_trial() -> tuple[Any, int]:
+def _current_trial():
     """Return the trial of this thread, or None, and the rank of this thread."""
     group = current_group()
     return getattr(getattr(group, "kv", None), "trial", None), group.rank
 
 
 @contextmanager
-def recorded_steps() -> Iterator[None]:
+def recorded_steps():
     """Record steps of saves, which can fail too, and report warnings to the trials."""
 
-    def record(name: str, step: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def record(name, step):
+        def call(*args, **kwargs):
             trial, rank = _current_trial()
             if trial is not None:
                 trial.before_call(rank, "step", name)
@@ -329,7 +319,7 @@ def recorded_steps() -> Iterator[None]:
 
         return call
 
-    def report_warning(error: LimpetError, *args: Any) -> None:
+    def report_warning(error, *args):
         trial, rank = _current_trial()
         if trial is not None and not trial.job.ranks[rank].ckpt._lifecycle.is_closed:
             trial.report(rank, "warning", error)
@@ -344,7 +334,7 @@ def recorded_steps() -> Iterator[None]:
         yield
 
 
-def run_random_trials(seed: int, times: int = 4) -> list[Trial]:
+def run_random_trials(seed, times=4):
     """Run trials with one failure.
 
     The first trial has no failure and the second no late call, to learn which calls occur.
@@ -373,7 +363,7 @@ def run_random_trials(seed: int, times: int = 4) -> list[Trial]:
 
 
 @pytest.mark.slow
-def test_all_ranks_take_the_same_steps_when_one_is_late() -> None:
+def test_all_ranks_take_the_same_steps_when_one_is_late():
     with recorded_steps(), ThreadPoolExecutor(6) as pool:
         trials = [trial for group in pool.map(run_random_trials, range(6)) for trial in group]
     assert sum(t.failure_count > 0 for t in trials) > len(trials) / 2
@@ -382,9 +372,7 @@ def test_all_ranks_take_the_same_steps_when_one_is_late() -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_failed_copy_on_one_rank_is_reported_when_the_next_save_is_due(
-    rank: int, on_error: str
-) -> None:
+def test_a_failed_copy_on_one_rank_is_reported_when_the_next_save_is_due(rank, on_error):
     """The other ranks already train. An error at once would leave them in their all-reduce."""
     with recorded_steps():
         trial = Trial(
@@ -398,7 +386,7 @@ def test_a_failed_copy_on_one_rank_is_reported_when_the_next_save_is_due(
 
 
 @pytest.mark.slow
-def test_a_failed_store_call_of_one_rank_never_ends_the_resume_of_that_rank_alone() -> None:
+def test_a_failed_store_call_of_one_rank_never_ends_the_resume_of_that_rank_alone():
     scenario = Scenario(resume=True)
     with recorded_steps(), ThreadPoolExecutor(6) as pool:
         clean = Trial(scenario).run()

@@ -1,7 +1,5 @@
 """Save in any layout and load in any other, on ranks in threads, compared with direct slicing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from random import Random

@@ -1,12 +1,8 @@
 """Members with ranks of their own: they save and restore with a training, and make no steps."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
@@ -33,14 +29,14 @@ JOINING = Lock()
 """Often, PyTorch takes 5 s if several threads of a process connect to a TCPStore at once."""
 
 
-def server_state(number: int, count: int, value: float) -> dict[str, Any]:
+def server_state(number, count, value):
     """Return the part of one of ``count`` servers: some rows of a table."""
     first, end = ROWS * number // count, ROWS * (number + 1) // count
     rows = np.full((end - first, 2), value, np.float32) + np.arange(first, end)[:, None]
     return {"table": limpet.Boxed(rows.astype(np.float32), (first, 0), (ROWS, 2))}
 
 
-def rows_of(states: list[dict[str, Any]]) -> list[float]:
+def rows_of(states):
     return [row for state in states for row in state["table"].tensor[:, 0].tolist()]
 
 
@@ -50,21 +46,19 @@ class Servers:
     ``found``: the member of each thread, or the error with which it ended.
     """
 
-    def __init__(
-        self, run: Path, address: str, count: int, *, value: float = 0.0, name: str = "group"
-    ) -> None:
+    def __init__(self, run, address, count, *, value=0.0, name="group"):
         self.states = [server_state(number, count, value) for number in range(count)]
         self.found: list[Any] = [None] * count
         self._join = (run, address, name)
         self._threads = [Thread(target=self._serve, args=(n,), daemon=True) for n in range(count)]
 
-    def start(self, trained_by: int = 1) -> Servers:
+    def start(self, trained_by=1):
         self._trained_by = trained_by
         for thread in self._threads:
             thread.start()
         return self
 
-    def _serve(self, number: int) -> None:
+    def _serve(self, number):
         run, address, name = self._join
         count = len(self.states)
         rank, size = self._trained_by + number, self._trained_by + count
@@ -77,7 +71,7 @@ class Servers:
         except BaseException as e:
             self.found[number] = e
 
-    def end(self) -> list[Any]:
+    def end(self):
         """Return the members, which have ended, or their errors."""
         for thread in self._threads:
             thread.join(30)
@@ -85,11 +79,11 @@ class Servers:
         return self.found
 
 
-def join(count: int, address: str = HERE, *, size: int = 1, rank: int = 0, name: str = "group"):
+def join(count, address=HERE, *, size=1, rank=0, name="group"):
     return limpet.Group.join(address, rank, size + count, members=count, name=name)
 
 
-def make_versions(run: Path, steps: int = 3, *, members: int = 2, **options: Any) -> None:
+def make_versions(run, steps=3, *, members=2, **options):
     """Save the versions 1 to ``steps``. The server's rows and ``w`` are those of the step."""
     state = {"w": torch.zeros(5)}
     with join(members) as group:
@@ -107,11 +101,11 @@ def make_versions(run: Path, steps: int = 3, *, members: int = 2, **options: Any
     assert [member.latest.step for member in servers.end()] == [steps] * members
 
 
-def on_ranks(size: int, train: Callable[[int], object]) -> None:
+def on_ranks(size, train):
     """Call ``train`` as each rank of a training, in threads."""
     errors: list[BaseException] = []
 
-    def call(rank: int) -> None:
+    def call(rank):
         try:
             train(rank)
         except BaseException as e:
@@ -129,14 +123,12 @@ def on_ranks(size: int, train: Callable[[int], object]) -> None:
 # -- in processes --------------------------------------------------------------------------------
 
 
-def serve_in_process(
-    run: Path, ranks: tuple[str, int, int, int], kill_at: int, output: Any
-) -> None:
+def serve_in_process(run, ranks, kill_at, output):
     """Serve as a member, and send its rows at the end. At the save ``kill_at``, die in it."""
     address, rank, size, members = ranks
     name, saves = "group", []
 
-    def die(event: str, fields: Any) -> None:
+    def die(event, fields):
         if event == "staged":
             saves.append(fields)
             if len(saves) == kill_at:
@@ -163,11 +155,11 @@ def serve_in_process(
 
 
 class Processes:
-    def __init__(self) -> None:
+    def __init__(self):
         self.processes: list[Any] = []
         self.outputs: list[Any] = []
 
-    def start(self, target: Callable[..., None], *arguments: Any) -> Any:
+    def start(self, target, *arguments):
         reader, writer = FORK_SERVER.Pipe(duplex=False)
         process = FORK_SERVER.Process(target=target, args=(*arguments, writer))
         process.start()
@@ -176,7 +168,7 @@ class Processes:
         self.outputs.append(reader)
         return reader
 
-    def serve(self, run: Path, group: limpet.Group, kill_at: int = 0) -> None:
+    def serve(self, run, group, kill_at=0):
         """Start the members of a group. The last one dies in its save ``kill_at``."""
         for rank in range(group.size - group.members, group.size):
             ranks = group.address, rank, group.size, group.members
@@ -184,7 +176,7 @@ class Processes:
 
 
 @pytest.fixture
-def processes() -> Iterator[Processes]:
+def processes():
     processes = Processes()
     yield processes
     for process in processes.processes:
@@ -193,13 +185,11 @@ def processes() -> Iterator[Processes]:
 
 
 @pytest.mark.parametrize("trained_by", [1, 2])
-def test_a_member_in_two_processes_saves_and_restores_its_parts(
-    tmp_path: Path, processes: Processes, trained_by: int
-) -> None:
+def test_a_member_in_two_processes_saves_and_restores_its_parts(tmp_path, processes, trained_by):
     run = tmp_path / "run"
     make_versions(run, 3)
 
-    def train(rank: int) -> None:
+    def train(rank):
         with groups[rank] as group:
             state = {"w": torch.zeros(5), "own": limpet.PerRank(rank)}
             with limpet.Checkpointer(
@@ -235,8 +225,8 @@ def test_a_member_in_two_processes_saves_and_restores_its_parts(
 
 
 def test_a_member_that_dies_in_a_save_fails_it_and_the_others_continue(
-    tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, processes, monkeypatch
+):
     monkeypatch.setenv("LIMPET_SILENT", "3")
     monkeypatch.setenv("LIMPET_STUCK", "20")
     run, state = tmp_path / "run", {"w": torch.zeros(5)}
@@ -263,9 +253,7 @@ def test_a_member_that_dies_in_a_save_fails_it_and_the_others_continue(
     assert [(v.step, v.verify().ok) for v in limpet.Run(run).snapshots()] == [(1, True), (2, True)]
 
 
-def train_until_stopped(
-    run: Path, address: str, rank: int, size: int, stop: Callable[[], object], output: Any
-) -> None:
+def train_until_stopped(run, address, rank, size, stop, output):
     state = {"w": torch.zeros(5)}
     with join(2, address, size=size, rank=rank) as group:
         output.send(group.address)
@@ -278,18 +266,18 @@ def train_until_stopped(
                 ckpt.step()
 
 
-def terminate() -> None:
+def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def die() -> None:
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("trained_by", [1, 2])
 def test_the_last_save_after_a_notice_holds_the_parts_of_the_members(
-    tmp_path: Path, processes: Processes, trained_by: int
-) -> None:
+    tmp_path, processes, trained_by
+):
     address = HERE
     for rank in range(trained_by):
         arguments = tmp_path / "run", address, rank, trained_by, terminate
@@ -307,7 +295,7 @@ def test_the_last_save_after_a_notice_holds_the_parts_of_the_members(
     assert state["table"][:, 0].tolist() == [7.0 + row for row in range(ROWS)]
 
 
-def test_members_raise_if_the_training_dies(tmp_path: Path, processes: Processes) -> None:
+def test_members_raise_if_the_training_dies(tmp_path, processes):
     arguments = tmp_path / "run", HERE, 0, 1, die
     address = processes.start(train_until_stopped, *arguments).recv()
     for error in Servers(tmp_path / "run", address, 2).start().end():
@@ -318,7 +306,7 @@ def test_members_raise_if_the_training_dies(tmp_path: Path, processes: Processes
 # -- restores ------------------------------------------------------------------------------------
 
 
-def damage_shard(folder: Path, rank: int) -> None:
+def damage_shard(folder, rank):
     (shard,) = folder.glob(f"shard-{rank:05}-*.safetensors")
     raw = bytearray(shard.read_bytes())
     raw[-1] ^= 1
@@ -326,7 +314,7 @@ def damage_shard(folder: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_damaged_part_makes_all_ranks_fall_back_together(tmp_path: Path, rank: int) -> None:
+def test_a_damaged_part_makes_all_ranks_fall_back_together(tmp_path, rank):
     run, state = tmp_path / "run", {"w": torch.zeros(5)}
     make_versions(run, 3)
     damage_shard(run / "version_3", rank)
@@ -340,13 +328,11 @@ def test_a_damaged_part_makes_all_ranks_fall_back_together(tmp_path: Path, rank:
             assert rows_of(servers.states) == [200.0 + row for row in range(ROWS)]
             ckpt.step()
     assert [member.latest.url for member in servers.end()] == [f"{run}/version_3.1"] * 2
-    assert limpet.Run(run).latest().verify().ok  # type: ignore[union-attr]
+    assert limpet.Run(run).latest().verify().ok
 
 
 @pytest.mark.parametrize(("saved", "restored", "trained_by"), [(2, 1, 1), (1, 3, 1), (2, 3, 2)])
-def test_another_number_of_members_restores(
-    tmp_path: Path, saved: int, restored: int, trained_by: int
-) -> None:
+def test_another_number_of_members_restores(tmp_path, saved, restored, trained_by):
     run = tmp_path / "run"
     make_versions(run, 1, members=saved)
     with ExitStack() as stack:
@@ -357,7 +343,7 @@ def test_another_number_of_members_restores(
             groups.append(stack.enter_context(other))
         servers = Servers(run, address, restored).start(trained_by)
 
-        def train(rank: int) -> None:
+        def train(rank):
             state = {"w": torch.zeros(5)}
             with limpet.Checkpointer(
                 run, state, save=limpet.EverySteps(1), group=groups[rank]
@@ -375,7 +361,7 @@ def test_another_number_of_members_restores(
     assert limpet.load(f"{run}@2")["table"][:, 0].tolist() == [100.0 + r for r in range(ROWS)]
 
 
-def test_a_run_begins_with_a_version_of_another_run_or_without_members(tmp_path: Path) -> None:
+def test_a_run_begins_with_a_version_of_another_run_or_without_members(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     state = {"w": torch.ones(5)}
     with limpet.Checkpointer(first, state, save=limpet.AtEnd()) as ckpt:
@@ -402,11 +388,11 @@ def test_a_run_begins_with_a_version_of_another_run_or_without_members(tmp_path:
 # -- saves ---------------------------------------------------------------------------------------
 
 
-def test_incremental_versions_hold_only_what_a_member_changed(tmp_path: Path) -> None:
+def test_incremental_versions_hold_only_what_a_member_changed(tmp_path):
     run, state = tmp_path / "run", {"w": torch.zeros(5)}
     big = np.arange(1 << 20, dtype=np.float32)
 
-    def serve(address: str) -> None:
+    def serve(address):
         with join(1, address, rank=1) as group:
             limpet.Member(run, {"big": big}, group=group).run()
 
@@ -433,7 +419,7 @@ def test_incremental_versions_hold_only_what_a_member_changed(tmp_path: Path) ->
     assert (limpet.load(f"{run}@4")["big"] == big).all()
 
 
-def test_a_save_that_a_member_cannot_make_fails_and_the_next_one_succeeds(tmp_path: Path) -> None:
+def test_a_save_that_a_member_cannot_make_fails_and_the_next_one_succeeds(tmp_path):
     run, state = tmp_path / "run", {"w": torch.zeros(5)}
     with join(2) as group:
         servers = Servers(run, group.address, 2).start()
@@ -449,7 +435,7 @@ def test_a_save_that_a_member_cannot_make_fails_and_the_next_one_succeeds(tmp_pa
     assert [version.step for version in limpet.Run(run).snapshots()] == [2]
 
 
-def test_a_member_ends_with_the_error_of_the_last_resume(tmp_path: Path) -> None:
+def test_a_member_ends_with_the_error_of_the_last_resume(tmp_path):
     make_versions(tmp_path, 1)
     with join(1) as group:
         servers = Servers(tmp_path, group.address, 1).start()
@@ -460,13 +446,13 @@ def test_a_member_ends_with_the_error_of_the_last_resume(tmp_path: Path) -> None
     assert isinstance(error, NoSnapshot)
 
 
-def test_a_server_with_a_loop_of_its_own_polls(tmp_path: Path) -> None:
+def test_a_server_with_a_loop_of_its_own_polls(tmp_path):
     run, state, own = tmp_path / "run", {"w": torch.zeros(5)}, server_state(0, 1, 0.0)
     with join(1) as group, join(1, group.address, rank=1) as other:
         member = limpet.Member(run, own, group=other)
         assert (member.poll(), member.poll(0.01), member.latest) == (None, None, None)
 
-        def train() -> None:
+        def train():
             for _ in range(2):  # two trainings, one after the other
                 with limpet.Checkpointer(
                     run, state, save=limpet.EverySteps(1), group=group
@@ -485,14 +471,12 @@ def test_a_server_with_a_loop_of_its_own_polls(tmp_path: Path) -> None:
     assert member.latest.step == 2
 
 
-def test_a_member_that_comes_late_is_awaited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_that_comes_late_is_awaited(tmp_path, monkeypatch):
     run, state = tmp_path / "run", {"w": torch.zeros(5)}
     monkeypatch.setattr("limpet.ranks.failure_detector.STRAGGLER_SECONDS", 0.2)
     servers: list[Servers] = []
 
-    def start(name: str, fields: Any) -> None:
+    def start(name, fields):
         if name == "ranks_awaited" and not servers:
             servers.append(Servers(run, group.address, 1).start())
 
@@ -506,9 +490,7 @@ def test_a_member_that_comes_late_is_awaited(
     assert servers[0].end()[0].latest.step == 1
 
 
-def test_a_member_that_never_comes_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_that_never_comes_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("LIMPET_STUCK", "1")
     monkeypatch.setenv("LIMPET_SILENT", "1")
     state = {"w": torch.zeros(5)}
@@ -519,9 +501,7 @@ def test_a_member_that_never_comes_is_named(
     assert e.value.rank == 1
 
 
-def test_a_member_that_misses_saves_takes_part_in_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_that_misses_saves_takes_part_in_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setenv("LIMPET_STUCK", "1")
     run, state, own = tmp_path / "run", {"w": torch.zeros(5)}, server_state(0, 1, 0.0)
     with join(1) as group, join(1, group.address, rank=1) as other:
@@ -550,7 +530,7 @@ def test_a_member_that_misses_saves_takes_part_in_the_next_one(
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def test_what_cannot_work_is_refused_first(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_first(tmp_path):
     state = {"w": torch.zeros(5)}
     with join(1) as group, join(1, group.address, rank=1) as other:
         for options, message in (
@@ -558,21 +538,21 @@ def test_what_cannot_work_is_refused_first(tmp_path: Path) -> None:
             ({"save": limpet.EverySteps(1) | limpet.OnException()}, "OnException"),
         ):
             with pytest.raises(LimpetError, match=f"{message} cannot be combined with members"):
-                limpet.Checkpointer(tmp_path, state, group=group, **options)  # type: ignore[arg-type]
+                limpet.Checkpointer(tmp_path, state, group=group, **options)
         with pytest.raises(LimpetError, match="Rank 1 is a member of the group"):
             limpet.Checkpointer(tmp_path, state, group=other)
         with pytest.raises(LimpetError, match="in which this rank is a member"):
             limpet.Member(tmp_path, state, group=group)
         with pytest.raises(LimpetError, match="state"):
-            limpet.Member(tmp_path, [], group=other)  # type: ignore[arg-type]
+            limpet.Member(tmp_path, [], group=other)
         with pytest.raises(LimpetError, match=r"size must be 2 with members=1.*; found 2"):
             limpet.Group.join(group.address, 1, 2)
     for members in (2, -1, True, "1"):
         with pytest.raises(LimpetError, match="members must be"):
-            limpet.Group.join(HERE, 0, 2, members=members)  # type: ignore[arg-type]
+            limpet.Group.join(HERE, 0, 2, members=members)
 
 
-def test_another_operation_of_the_training_alone_is_an_error_of_both(tmp_path: Path) -> None:
+def test_another_operation_of_the_training_alone_is_an_error_of_both(tmp_path):
     with join(1) as group:
         servers = Servers(tmp_path, group.address, 1).start()
         with pytest.raises(RankFailed, match="different operations"):

@@ -1,7 +1,5 @@
 """Several ranks keep the same live values of another shape."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

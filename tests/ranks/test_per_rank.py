@@ -1,7 +1,5 @@
 """Per-rank values: saved by some ranks, and loaded by more ranks, fewer ranks, or one process."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from contextlib import nullcontext

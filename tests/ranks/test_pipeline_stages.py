@@ -1,7 +1,5 @@
 """Pipeline stages: the different keys of the ranks form one state, and mismatches raise on all."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 
@@ -151,11 +149,7 @@ def test_nested_containers_of_stages_merge_in_rank_order():
     ]
     loaded = limpet.load(save_on_ranks(*states))
     expected = {
-        "d": {
-            "a": floats(0),
-            "z": (1, {"x": 1, "y": floats(2)}),
-            "b": {3: floats(1), 4: "x"},
-        },
+        "d": {"a": floats(0), "z": (1, {"x": 1, "y": floats(2)}), "b": {3: floats(1), 4: "x"}},
         "o": OrderedDict(q=1, p=floats(3)),
         "n": None,
     }

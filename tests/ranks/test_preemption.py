@@ -31,15 +31,11 @@ is tested:
 | C1: a data wait | ``test_a_rank_that_waits_for_data_does_not_keep_the_others`` |
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -55,17 +51,16 @@ from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.training import response
 from limpet.training import savepoint as step_savepoint
-from limpet.training.savepoint import SavepointSaver
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
-from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
+from tests.ranks.trainings import TrainingJob, matches_uninterrupted, train_step
 
 NEVER_DUE = EverySteps(10**9)
 LONG = 100_000
 
 
 @pytest.fixture(autouse=True)
-def process_ends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+def process_ends(monkeypatch):
     """Record the ends of the process instead of ending pytest."""
     ends: list[tuple[int, str]] = []
     monkeypatch.setattr(response, "end_process", lambda code, why: ends.append((code, why)))
@@ -78,31 +73,31 @@ class NoticedJob(TrainingJob):
     Without ``lockstep``, ranks with a larger number are slower.
     """
 
-    def __init__(self, size: int, lockstep: bool = True, **options: Any) -> None:
+    def __init__(self, size, lockstep=True, **options):
         super().__init__(size, lockstep=lockstep, **options)
         self.sources = [Announced() for _ in range(size)]
         self.actions: dict[int, Callable[[], object]] = {}
         self.before_step = self._act
 
-    def _act(self) -> None:
+    def _act(self):
         """On rank 0, before each step: call what is planned for the step."""
         step = self.ranks[0].ckpt.current_step
         for planned in [s for s in self.actions if s <= step]:
             self.actions.pop(planned)()
 
-    def wait_for_step(self, rank: int) -> None:
+    def wait_for_step(self, rank):
         super().wait_for_step(rank)
         time.sleep(0.001 * (1 + 0.2 * rank))
 
-    def preemption(self, rank: int, **settings: Any) -> Preemption:
+    def preemption(self, rank, **settings):
         sources: list[NoticeSource] = [self.sources[rank]]
         return Preemption(**{"notices": sources, **settings})
 
-    def train_until_noticed(self, last_step: int = LONG, save: Any = None, **settings: Any) -> Any:
+    def train_until_noticed(self, last_step=LONG, save=None, **settings):
         """Return the outcome of each rank: the version from which it resumed, or an exception."""
         save = NEVER_DUE if save is None else save
 
-        def work(rank: TrainingRank) -> Any:
+        def work(rank):
             preemption = self.preemption(rank.rank, **settings)
             return rank.train(last_step, save=save, preemption=preemption)
 
@@ -110,31 +105,31 @@ class NoticedJob(TrainingJob):
             self._barrier.reset()
         return self.outcomes(work)
 
-    def wait_for_deadline(self) -> None:
+    def wait_for_deadline(self):
         """Wait until every rank knows of the notice. Each rank may call it."""
         self.wait_until(lambda: all(r.ckpt._preemption.is_pending for r in self.ranks))
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition):
         end = time.monotonic() + 20
         while not condition():
             assert time.monotonic() < end
             time.sleep(0.001)
 
-    def expect_steps_of(self, seconds: float) -> None:
+    def expect_steps_of(self, seconds):
         """Let the deadline budget of each rank be that of a training with long steps."""
         for rank in self.ranks:
             for _ in range(100):
                 rank.ckpt._goodput.step_durations.add(seconds)
 
-    def reasons(self) -> list[str]:
+    def reasons(self):
         return [s.metadata["reason"] for s in Run(self.inner).snapshots()]
 
 
 @pytest.fixture
-def make_job() -> Iterator[Callable[..., NoticedJob]]:
+def make_job():
     jobs: list[NoticedJob] = []
 
-    def make(size: int, **options: Any) -> NoticedJob:
+    def make(size, **options):
         jobs.append(NoticedJob(size, **options))
         return jobs[-1]
 
@@ -143,7 +138,7 @@ def make_job() -> Iterator[Callable[..., NoticedJob]]:
         job.group.close()
 
 
-def assert_left(outcomes: list[Any], code: int = 75) -> int:
+def assert_left(outcomes, code=75):
     """Assert that all ranks left with ``code`` after the same step, and return the step."""
     assert [type(o) for o in outcomes] == [Preempted] * len(outcomes), outcomes
     assert {o.code for o in outcomes} == {code}
@@ -153,17 +148,17 @@ def assert_left(outcomes: list[Any], code: int = 75) -> int:
     return step
 
 
-def saver_of(rank: TrainingRank) -> SavepointSaver:
+def saver_of(rank):
     return rank.ckpt._preemption._savepoint_saver
 
 
 @pytest.fixture
-def earlier_threads() -> set[threading.Thread]:
+def earlier_threads():
     """Return the threads that other tests of this process have left."""
     return set(threading.enumerate())
 
 
-def assert_no_threads(earlier: set[threading.Thread]) -> None:
+def assert_no_threads(earlier):
     end = time.monotonic() + 5
     names = ("limpet-notices", "limpet-signals", "limpet-deadline", "limpet-agree")
     while threads := [
@@ -179,12 +174,8 @@ def assert_no_threads(earlier: set[threading.Thread]) -> None:
 @pytest.mark.parametrize("noticed", range(3))
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_notice_on_one_rank_saves_once_and_all_leave(
-    noticed: int,
-    lockstep: bool,
-    earlier_threads: set[threading.Thread],
-    make_job: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    noticed, lockstep, earlier_threads, make_job, capsys
+):
     """3, 19, 22, 36. Without lockstep, ranks run ahead of each other by many steps (D)."""
     job = make_job(3, lockstep=lockstep)
     job.actions[5] = job.sources[noticed].announce
@@ -198,7 +189,7 @@ def test_a_notice_on_one_rank_saves_once_and_all_leave(
 
 
 @pytest.mark.slow
-def test_a_grace_period_saves_twice_on_all_ranks(make_job: Any) -> None:
+def test_a_grace_period_saves_twice_on_all_ranks(make_job):
     """4, 5, 6"""
     job = make_job(3)
     job.actions[5] = lambda: job.sources[1].announce(60.0)
@@ -212,7 +203,7 @@ def test_a_grace_period_saves_twice_on_all_ranks(make_job: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_random_notices_lose_and_repeat_no_step(seed: int, make_job: Any) -> None:
+def test_random_notices_lose_and_repeat_no_step(seed, make_job):
     """2, 7, 8, 9, 11, 15, 28: a random rank, a random step, several restarts in one process."""
     draw = random.Random(seed)
     job = make_job(draw.choice((2, 4)), lockstep=draw.random() < 0.5)
@@ -230,7 +221,7 @@ def test_random_notices_lose_and_repeat_no_step(seed: int, make_job: Any) -> Non
 
 
 @pytest.mark.parametrize("grace", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_notices_on_several_ranks_consecutively_change_nothing(grace: float, make_job: Any) -> None:
+def test_notices_on_several_ranks_consecutively_change_nothing(grace, make_job):
     """20"""
     job = make_job(3)
     for step, source in zip((5, 6, 8), job.sources):
@@ -241,7 +232,7 @@ def test_notices_on_several_ranks_consecutively_change_nothing(grace: float, mak
 
 
 @pytest.mark.slow
-def test_a_second_notice_may_only_shorten_the_time(make_job: Any) -> None:
+def test_a_second_notice_may_only_shorten_the_time(make_job):
     """32, D: rank 2 learns that there is less time than rank 0 knew."""
     job = make_job(3)
     job.actions[5] = lambda: job.sources[0].announce(3600.0)
@@ -257,24 +248,20 @@ def test_a_second_notice_may_only_shorten_the_time(make_job: Any) -> None:
 @pytest.mark.parametrize("noticed", [1, 2])
 @pytest.mark.parametrize("ended", [False, True])
 def test_ranks_that_finish_before_they_can_leave_do_not_leave(
-    ended: bool,
-    noticed: int,
-    earlier_threads: set[threading.Thread],
-    make_job: Any,
-    process_ends: list[tuple[int, str]],
-) -> None:
+    ended, noticed, earlier_threads, make_job, process_ends
+):
     """14: rank 0 has made its last step, or has also ended, when another rank gets the notice. The
     other ranks make their last steps too."""
     job = make_job(3, lockstep=False)
     finished, refused = threading.Event(), threading.Event()
 
-    def finish_first(rank: TrainingRank) -> None:
+    def finish_first(rank):
         rank.train_steps(20)
         if not ended:
             finished.set()
             job.wait_for_deadline()
 
-    def get_notice(rank: TrainingRank) -> None:
+    def get_notice(rank):
         rank.train_steps(15)
         assert finished.wait(20)
         response = rank.ckpt._preemption
@@ -288,7 +275,7 @@ def test_ranks_that_finish_before_they_can_leave_do_not_leave(
             job.wait_for_deadline()
         rank.train_steps(20)
 
-    def work(rank: TrainingRank) -> None:
+    def work(rank):
         save = NEVER_DUE if ended else AtEnd()
         with rank.make_checkpointer(save=save, preemption=job.preemption(rank.rank)):
             rank.ckpt.resume()
@@ -303,7 +290,7 @@ def test_ranks_that_finish_before_they_can_leave_do_not_leave(
     assert_no_threads(earlier_threads)
 
 
-def test_a_deadline_in_the_past_still_saves(make_job: Any) -> None:
+def test_a_deadline_in_the_past_still_saves(make_job):
     """D: the process is alive, so the training takes 5 s for its save."""
     job = make_job(3)
     job.actions[5] = lambda: job.sources[1].announce(-60.0)
@@ -311,11 +298,11 @@ def test_a_deadline_in_the_past_still_saves(make_job: Any) -> None:
     assert job.versions == [step]
 
 
-def test_a_notice_before_the_first_step_saves_one_of_the_first_steps(make_job: Any) -> None:
+def test_a_notice_before_the_first_step_saves_one_of_the_first_steps(make_job):
     """D: it comes while the ranks have no agreement yet."""
     job = make_job(3)
 
-    def work(rank: TrainingRank) -> None:
+    def work(rank):
         with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
             rank.ckpt.resume()
             if rank.rank == 1:
@@ -328,12 +315,12 @@ def test_a_notice_before_the_first_step_saves_one_of_the_first_steps(make_job: A
     assert job.versions == [step]
 
 
-def test_a_notice_during_a_save_waits_for_it(make_job: Any) -> None:
+def test_a_notice_during_a_save_waits_for_it(make_job):
     """D: the save in flight is committed, and the last step after it."""
     job = make_job(3)
     begun = threading.Event()
 
-    def slow(method: str, key: str) -> None:
+    def slow(method, key):
         if method == "put_if_absent" and "manifest" in key and not begun.is_set():
             begun.set()
             job.sources[1].announce()
@@ -348,11 +335,11 @@ def test_a_notice_during_a_save_waits_for_it(make_job: Any) -> None:
     assert job.reasons()[-1] in ("preemption", "cadence")
 
 
-def test_a_notice_during_an_evaluation_saves_at_the_next_step(make_job: Any) -> None:
+def test_a_notice_during_an_evaluation_saves_at_the_next_step(make_job):
     """D"""
     job = make_job(3)
 
-    def evaluate() -> None:
+    def evaluate():
         job.sources[2].announce()
         end = time.monotonic() + 20
         while job.ranks[2].ckpt._preemption._deadline is None:
@@ -366,16 +353,14 @@ def test_a_notice_during_an_evaluation_saves_at_the_next_step(make_job: Any) -> 
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_a_rank_that_waits_for_data_does_not_keep_the_others(
-    waiting: int, make_job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_waits_for_data_does_not_keep_the_others(waiting, make_job, monkeypatch):
     """C1: its loader blocks, so it reaches no gate, and the others wait for it as in an all-reduce.
     The threads of all ranks save the last step meanwhile."""
     monkeypatch.setattr(step_savepoint, "SHARE", 1e9)  # the steps are short
     job = make_job(3)
     arrive = job.wait_for_step
 
-    def wait_for_step(rank: int) -> None:
+    def wait_for_step(rank):
         if rank == waiting and job.ranks[rank].ckpt.current_step == 5:
             job.expect_steps_of(60.0)
             job.sources[2].announce(30.0)
@@ -393,7 +378,7 @@ def test_a_rank_that_waits_for_data_does_not_keep_the_others(
     assert all(matches_uninterrupted(r.state, r.rank, 3, 9) for r in job.ranks)
 
 
-def test_the_functions_of_the_user_are_called_on_all_ranks(make_job: Any) -> None:
+def test_the_functions_of_the_user_are_called_on_all_ranks(make_job):
     """17, 33, 34"""
     job = make_job(3)
     calls: list[str] = []
@@ -408,14 +393,14 @@ def test_the_functions_of_the_user_are_called_on_all_ranks(make_job: Any) -> Non
     assert step < 100
 
 
-def test_a_metadata_server_of_one_rank_stops_all(make_job: Any) -> None:
+def test_a_metadata_server_of_one_rank_stops_all(make_job):
     """18, 19: a polled notice reaches all ranks, as a signal does."""
     job = make_job(3)
     with GcpServer() as server:
         source = GcpNotice(server.url)
         source.interval = 0.05
 
-        def work(rank: TrainingRank) -> Any:
+        def work(rank):
             own = source if rank.rank == 2 else job.sources[rank.rank]
             return rank.train(LONG, save=NEVER_DUE, preemption=Preemption(notices=[own]))
 
@@ -430,14 +415,12 @@ def test_a_metadata_server_of_one_rank_stops_all(make_job: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_does_not_come_is_left_behind_in_time(
-    late: int, process_ends: list[tuple[int, str]], make_job: Any
-) -> None:
+def test_a_rank_that_does_not_come_is_left_behind_in_time(late, process_ends, make_job):
     """31, D: a rank hangs in its step. The others leave with 76, before the deadline."""
     job = make_job(3, lockstep=False)
     released = threading.Event()
 
-    def work(rank: TrainingRank) -> Any:
+    def work(rank):
         with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
             rank.ckpt.resume()
             rank.train_steps(5)
@@ -445,7 +428,7 @@ def test_a_rank_that_does_not_come_is_left_behind_in_time(
                 job.sources[rank.rank].announce(5.0)
             if rank.rank == late:
                 released.wait(20)
-                return None
+                return
             try:
                 while True:
                     rank.train_steps(rank.ckpt.current_step + 1)
@@ -468,12 +451,10 @@ def test_a_rank_that_does_not_come_is_left_behind_in_time(
 # -- the guard -------------------------------------------------------------------------------------
 
 
-def guarded(
-    job: NoticedJob, work: Callable[[TrainingRank, PreemptionGuard], Any], block: bool = True
-) -> list[Any]:
+def guarded(job, work, block=True):
     """Run ``work`` on each rank with a guard. Without ``block``, there is no ``with`` block."""
 
-    def run_rank(rank: TrainingRank) -> Any:
+    def run_rank(rank):
         ckpt = rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank))
         if block:
             with ckpt:
@@ -490,13 +471,11 @@ def guarded(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [True, False])
-def test_functions_of_many_steps_are_left_at_the_end_of_the_same_call(
-    block: bool, make_job: Any
-) -> None:
+def test_functions_of_many_steps_are_left_at_the_end_of_the_same_call(block, make_job):
     """12: the number of calls counts, and a rank may make its steps long before another one."""
     job = make_job(3, lockstep=False)
 
-    def train_steps(rank: TrainingRank) -> None:
+    def train_steps(rank):
         for number in range(4):
             train_step(rank.state, rank.ckpt.current_step + 1)
             rank.ckpt.step()
@@ -504,7 +483,7 @@ def test_functions_of_many_steps_are_left_at_the_end_of_the_same_call(
             if rank.rank == 2 and rank.ckpt.current_step == 10 and number == 1:
                 job.sources[2].announce()
 
-    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+    def work(rank, guard):
         while True:
             guard.run(train_steps, rank)
 
@@ -515,10 +494,10 @@ def test_functions_of_many_steps_are_left_at_the_end_of_the_same_call(
     assert read_training_metadata(reader_of(snapshot))["run_calls"] == step // 4
 
 
-def test_a_scope_is_left_on_all_ranks_at_the_same_step(make_job: Any) -> None:
+def test_a_scope_is_left_on_all_ranks_at_the_same_step(make_job):
     job = make_job(3, lockstep=False)
 
-    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+    def work(rank, guard):
         with guard.watch_scope():
             while not rank.ckpt.should_stop:
                 guard.run(train_step, rank.state, rank.ckpt.current_step + 1)
@@ -534,18 +513,16 @@ def test_a_scope_is_left_on_all_ranks_at_the_same_step(make_job: Any) -> None:
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("failed", [0, 2])
 @pytest.mark.parametrize("at", [1, 6])
-def test_an_error_in_a_guarded_call_is_raised_on_all_ranks(
-    block: bool, failed: int, at: int, make_job: Any
-) -> None:
+def test_an_error_in_a_guarded_call_is_raised_on_all_ranks(block, failed, at, make_job):
     """16: with the same type and message, also in the first call, and without a ``with`` block."""
     job = make_job(3, lockstep=False)
 
-    def fail_once(rank: TrainingRank) -> None:
+    def fail_once(rank):
         if rank.rank == failed and rank.ckpt.current_step + 1 == at:
             raise ValueError(f"bad batch {at}")
         time.sleep(0.002)
 
-    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+    def work(rank, guard):
         while rank.ckpt.current_step < LONG:
             guard.run(fail_once, rank)
 
@@ -561,15 +538,13 @@ def test_an_error_in_a_guarded_call_is_raised_on_all_ranks(
     assert job.versions == []
 
 
-def test_an_error_that_comes_while_a_rank_still_starts_is_raised_there(
-    make_job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_comes_while_a_rank_still_starts_is_raised_there(make_job, monkeypatch):
     """16: the agreement of the rank exists, but nothing responds to it yet."""
     job = make_job(2, lockstep=False)
     published, calls = threading.Event(), list[int]()
     original = job.sources[1].start
 
-    def start_late(wake: Callable[[], object]) -> None:
+    def start_late(wake):
         assert published.wait(10)
         end = time.monotonic() + 10
         while job.ranks[1].ckpt._preemption._peer_error is None:
@@ -577,7 +552,7 @@ def test_an_error_that_comes_while_a_rank_still_starts_is_raised_there(
             time.sleep(0.001)
         original(wake)
 
-    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+    def work(rank, guard):
         for _ in range(3):
             guard.run(lambda: calls.append(1) if rank.rank else 1 / 0)
 
@@ -589,11 +564,11 @@ def test_an_error_that_comes_while_a_rank_still_starts_is_raised_there(
 
 
 @pytest.mark.parametrize("block", [True, False])
-def test_an_error_in_a_scope_is_raised_on_all_ranks(block: bool, make_job: Any) -> None:
+def test_an_error_in_a_scope_is_raised_on_all_ranks(block, make_job):
     """16: also if there is no ``with`` block of the Checkpointer that could publish it."""
     job = make_job(2, lockstep=False)
 
-    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+    def work(rank, guard):
         with guard.watch_scope():
             while rank.ckpt.current_step < 4000:
                 if rank.rank == 1 and rank.ckpt.current_step == 5:
@@ -607,11 +582,11 @@ def test_an_error_in_a_scope_is_raised_on_all_ranks(block: bool, make_job: Any) 
 
 
 @pytest.mark.parametrize("code", [3, 0])
-def test_an_exit_with_a_code_of_failure_is_an_error_on_all_ranks(code: int, make_job: Any) -> None:
+def test_an_exit_with_a_code_of_failure_is_an_error_on_all_ranks(code, make_job):
     """16: ``sys.exit(0)`` ends the training of one rank only."""
     job = make_job(2, lockstep=False)
 
-    def work(rank: TrainingRank) -> int:
+    def work(rank):
         preemption = job.preemption(rank.rank)
         with rank.make_checkpointer(save=NEVER_DUE, preemption=preemption) as ckpt:
             rank.train_steps(3)
@@ -631,11 +606,11 @@ def test_an_exit_with_a_code_of_failure_is_an_error_on_all_ranks(code: int, make
         assert first == 20
 
 
-def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job: Any) -> None:
+def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job):
     """16: the other ranks do not first make all steps of their call."""
     job = make_job(2, lockstep=False)
 
-    def train_steps(rank: TrainingRank) -> None:
+    def train_steps(rank):
         for _ in range(LONG):
             rank.ckpt.step()
             time.sleep(0.001)
@@ -647,12 +622,12 @@ def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job: Any) -> None:
     assert job.ranks[0].ckpt.current_step < 5000
 
 
-def test_a_rank_that_waits_in_a_save_raises_the_error_of_another_one(make_job: Any) -> None:
+def test_a_rank_that_waits_in_a_save_raises_the_error_of_another_one(make_job):
     """16: it does not wait until the other rank counts as dead."""
     job = make_job(2, lockstep=False)
     saving = threading.Event()
 
-    def work(rank: TrainingRank) -> None:
+    def work(rank):
         with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
             rank.train_steps(3)
             if rank.rank == 0:
@@ -665,14 +640,12 @@ def test_a_rank_that_waits_in_a_save_raises_the_error_of_another_one(make_job: A
     assert job.versions == []
 
 
-def test_a_notice_after_the_ranks_have_lost_each_other_is_no_reason_to_wait(
-    make_job: Any, process_ends: list[tuple[int, str]]
-) -> None:
+def test_a_notice_after_the_ranks_have_lost_each_other_is_no_reason_to_wait(make_job, process_ends):
     """D: the store of the job is gone, so no agreement can follow. The rank leaves at once."""
     job = make_job(2, lockstep=False)
     gone = threading.Event()
 
-    def work(rank: TrainingRank) -> None:
+    def work(rank):
         with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)) as ckpt:
             rank.train_steps(3)
             if rank.rank == 1:
@@ -693,15 +666,13 @@ def test_a_notice_after_the_ranks_have_lost_each_other_is_no_reason_to_wait(
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_a_save_for_one_that_hangs_leaves_in_time(
-    make_job: Any, process_ends: list[tuple[int, str]]
-) -> None:
+def test_a_rank_that_waits_in_a_save_for_one_that_hangs_leaves_in_time(make_job, process_ends):
     """31, D: after a notice, also a save of the user waits for a third of the time only, and not
     for the ten minutes after which a rank that is alive counts as stuck."""
     job = make_job(2, lockstep=False, timeouts=Timeouts(silent=60.0, stuck=600.0))
     left = threading.Event()
 
-    def work(rank: TrainingRank) -> None:
+    def work(rank):
         with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
             rank.train_steps(3)
             if rank.rank == 1:
@@ -723,12 +694,8 @@ def test_a_rank_that_waits_in_a_save_for_one_that_hangs_leaves_in_time(
 
 @pytest.mark.parametrize("noticed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_cannot_raise_the_error_of_another_one_is_ended(
-    noticed: bool,
-    make_job: Any,
-    process_ends: list[tuple[int, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    noticed, make_job, process_ends, tmp_path, monkeypatch
+):
     """16: it is in a call that does not return, such as an all-reduce with the failed rank. It gets
     half of the time that a notice leaves, and says why it ends."""
     if not noticed:
@@ -738,7 +705,7 @@ def test_a_rank_that_cannot_raise_the_error_of_another_one_is_ended(
     monkeypatch.setattr(exit_status, "write_status", lambda _, status: statuses.append(status))
     job = make_job(2, lockstep=False)
 
-    def work(rank: TrainingRank) -> None:
+    def work(rank):
         with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
             rank.ckpt.resume()
             rank.train_steps(3)
@@ -760,23 +727,20 @@ def test_a_rank_that_cannot_raise_the_error_of_another_one_is_ended(
 
 @pytest.mark.parametrize("is_told_before", [False, True])
 def test_a_rank_that_waits_for_its_own_save_is_not_ended(
-    is_told_before: bool,
-    make_job: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    process_ends: list[tuple[int, str]],
-) -> None:
+    is_told_before, make_job, monkeypatch, process_ends
+):
     """Both ranks fail at one step, for the same reason, while a slow save is in flight. Rank 0 is
     told of the error of rank 1 before it raises its own, or after that."""
     monkeypatch.setattr(response, "STUCK_SECONDS", 0.3)
     job = make_job(2, lockstep=False)
 
-    def wait(method: str, key: str) -> None:
+    def wait(method, key):
         if method == "put_if_absent" and key.endswith(MANIFEST):
             time.sleep(1.5)
 
     job.set_before_call(0, wait)
 
-    def work(rank: TrainingRank) -> None:
+    def work(rank):
         preemption = job.preemption(rank.rank)
         with rank.make_checkpointer(save=EverySteps(5), preemption=preemption) as ckpt:
             for _ in range(5):

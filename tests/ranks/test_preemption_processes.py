@@ -11,12 +11,9 @@
 | D: a stopped rank | ``test_a_stopped_rank_is_left_behind_in_time`` |
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +29,11 @@ pytestmark = pytest.mark.slow
 TERM = signal.SIGTERM
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder):
     return [s.step for s in Run(folder / "run").snapshots()]
 
 
-def test_sigterm_to_one_rank_stops_all_and_no_step_is_lost(tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_stops_all_and_no_step_is_lost(tmp_path):
     """1, 2, 6, 7, 15, 24, 25: 4 ranks, a random one at a random step, restarted one by one."""
     draw, step = random.Random(3), 0
     for number in range(2):
@@ -57,7 +54,7 @@ def test_sigterm_to_one_rank_stops_all_and_no_step_is_lost(tmp_path: Path) -> No
     ] * 4
 
 
-def test_each_worker_is_restarted_while_the_others_live(tmp_path: Path) -> None:
+def test_each_worker_is_restarted_while_the_others_live(tmp_path):
     """24: the others join a process group with the new process, in the process that they have, and
     all resume from the version that they have saved. (After SIGKILL, gloo would not let all of them
     go: torchrun restarts them.)"""
@@ -80,7 +77,7 @@ def test_each_worker_is_restarted_while_the_others_live(tmp_path: Path) -> None:
     assert all(r["is_equal"] for r in results)
 
 
-def test_signals_to_all_ranks_during_saves(tmp_path: Path) -> None:
+def test_signals_to_all_ranks_during_saves(tmp_path):
     """20, D: each step is saved, so signals arrive during saves; one rank gets two."""
     with World(4, tmp_path, every=1) as world:
         world.wait_for_step(3)
@@ -92,7 +89,7 @@ def test_signals_to_all_ranks_during_saves(tmp_path: Path) -> None:
     assert all(s.verify().ok for s in Run(tmp_path / "run").snapshots()[-2:])
 
 
-def test_a_signal_to_the_whole_process_group(tmp_path: Path) -> None:
+def test_a_signal_to_the_whole_process_group(tmp_path):
     """D: Slurm sends SIGTERM to the data-loader workers too."""
     with World(2, tmp_path, workers=2) as world:
         world.wait_for_step(5)
@@ -103,14 +100,14 @@ def test_a_signal_to_the_whole_process_group(tmp_path: Path) -> None:
     assert {r["error"][0] for r in world.results()} == {"Preempted"}
 
 
-def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     """16: the others are in an all-reduce, which raises because the connection is lost."""
     with World(3, tmp_path, fail_at=(2, 5)) as world:
         assert world.codes() == [1] * 3
     assert [r["error"] for r in world.results()] == [["ValueError", "bad batch on rank 2"]] * 3
 
 
-def never_close(rank: int, port: int, folder: Path) -> None:
+def never_close(rank, port, folder):
     store = dist.TCPStore("127.0.0.1", port, 2, False, TIMEOUT)
     dist.init_process_group("gloo", None, TIMEOUT, 2, rank, store)
     state = {"progress": limpet.Progress(), "x": torch.zeros(3)}
@@ -125,12 +122,12 @@ def never_close(rank: int, port: int, folder: Path) -> None:
 never_closed: list[limpet.Checkpointer] = []
 
 
-def test_no_thread_keeps_a_process_from_its_end(tmp_path: Path) -> None:
+def test_no_thread_keeps_a_process_from_its_end(tmp_path):
     """36: the training has neither been closed nor left."""
     run_ranks(never_close, tmp_path, (0, 0), timeout=45)
 
 
-def test_a_stopped_rank_is_left_behind_in_time(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_left_behind_in_time(tmp_path):
     """D: the others hang in an all-reduce, so their timers end them before the deadline. If the
     steps are so slow that the state could be captured, their threads save the last one before."""
     with World(3, tmp_path, seconds=5.0) as world:

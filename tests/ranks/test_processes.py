@@ -4,8 +4,6 @@ At the stages of a save, they are killed or stopped, or their disks are full. On
 under torchrun.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -38,34 +35,34 @@ COMMITTED_STAGES = {"after the manifest"}
 class Processes:
     """Starts ranks, by way of a process that forks them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         command = [sys.executable, "-m", "tests.ranks.processes"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
         self.pids: list[int] = []
         assert self._line() == "ready"
 
-    def _line(self) -> str:
+    def _line(self):
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def start(self, spec: dict[str, Any]) -> int:
+    def start(self, spec):
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(spec) + "\n")
         self.process.stdin.flush()
         self.pids.append(int(self._line()))
         return self.pids[-1]
 
-    def close(self) -> None:
+    def close(self):
         for pid in self.pids:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        self.process.stdin.close()  # type: ignore[union-attr]
+        self.process.stdin.close()
         self.process.wait(20)
-        self.process.stdout.close()  # type: ignore[union-attr]
+        self.process.stdout.close()
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Return True if the process still exists and is one of the ranks."""
     with suppress(OSError):
         return b"tests.ranks.processes" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -73,7 +70,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
+def processes():
     processes = Processes()
     yield processes
     processes.close()
@@ -85,7 +82,7 @@ class Job:
     ``agent``: this process hosts the store, as torchrun does. Otherwise, rank 0 hosts it.
     """
 
-    def __init__(self, processes: Processes, tmp_path: Path, size: int, agent: bool = True) -> None:
+    def __init__(self, processes, tmp_path, size, agent=True):
         self.processes = processes
         self.folder = tmp_path
         self.root = tmp_path / "run"
@@ -97,7 +94,7 @@ class Job:
             timeout = timedelta(seconds=30)
             self.store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
 
-    def start(self, calls: list[tuple[str, int]], **options: Any) -> JobStart:
+    def start(self, calls, **options):
         """Start all ranks. ``options``: those of ``JobStart``, such as the fault."""
         self.restart += 1
         port = free_port() if self.store is None else self.store.port
@@ -107,16 +104,7 @@ class Job:
 class JobStart:
     """One start of a job, with ``fault`` at one ``stage`` of the rank ``victim``."""
 
-    def __init__(
-        self,
-        job: Job,
-        port: int,
-        calls: list[tuple[str, int]],
-        victim: int = -1,
-        stage: str = "",
-        fault: str = "",
-        silent: float = SILENT,
-    ) -> None:
+    def __init__(self, job, port, calls, victim=-1, stage="", fault="", silent=SILENT):
         self.job = job
         self.victim = victim
         self.reports = [job.folder / f"{job.restart}-{r}.jsonl" for r in range(job.size)]
@@ -143,12 +131,12 @@ class JobStart:
             for rank in range(job.size)
         ]
 
-    def read_reports(self, rank: int) -> list[dict[str, Any]]:
+    def read_reports(self, rank):
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in self.reports[rank].read_text().splitlines()]
         return []
 
-    def wait_until_injected(self) -> float:
+    def wait_until_injected(self):
         """Wait until the victim has reported its fault. Return the time of the fault.
 
         The other ranks do not wait for the victim after their commit, and can end before it.
@@ -162,7 +150,7 @@ class JobStart:
             assert time.monotonic() < end, self.read_reports(self.victim)
             time.sleep(0.02)
 
-    def wait(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+    def wait(self, ranks=None):
         """Wait until the ranks have ended. Return the report of each rank on its last call."""
         ranks = list(range(self.job.size)) if ranks is None else ranks
         end = time.monotonic() + 60
@@ -175,15 +163,13 @@ class JobStart:
         return [self.read_reports(r)[-2] for r in ranks]
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         return int(unused.getsockname()[1])
 
 
-def check_survivors(
-    start: JobStart, outcomes: list[dict[str, Any]], stage: str, failed_rank: Any
-) -> None:
+def check_survivors(start, outcomes, stage, failed_rank):
     """Check that the other ranks commit, or raise within the time limit and name the victim."""
     injected_at = start.wait_until_injected()
     for outcome in outcomes:
@@ -197,7 +183,7 @@ def check_survivors(
         assert outcome["uncertain"] == uncertain, outcome
 
 
-def check_restart(job: Job, stage: str) -> None:
+def check_restart(job, stage):
     """Check that the job starts again, saves, and loads, and that all versions are intact."""
     step = 2 if stage in COMMITTED_STAGES else 1
     store = LocalStore(job.root)
@@ -211,7 +197,7 @@ def check_restart(job: Job, stage: str) -> None:
     assert_versions_intact(store, list(range(1, step + 2)))
 
 
-def equivalent_stage(stage: str) -> str:
+def equivalent_stage(stage):
     """Return the stage with the same outcome.
 
     Before its release, a rank has sent everything that the other ranks wait for.
@@ -231,8 +217,8 @@ STOPPED = [
 
 @pytest.mark.parametrize(("victim", "stage", "operation"), KILLED)
 def test_the_other_ranks_raise_or_commit_when_a_rank_is_killed(
-    processes: Processes, tmp_path: Path, victim: int, stage: str, operation: str
-) -> None:
+    processes, tmp_path, victim, stage, operation
+):
     job = Job(processes, tmp_path, 3)
     start = job.start([(operation, 1)], victim=victim, stage=stage, fault="kill")
     others = [r for r in range(3) if r != victim]
@@ -242,8 +228,8 @@ def test_the_other_ranks_raise_or_commit_when_a_rank_is_killed(
 
 @pytest.mark.parametrize(("victim", "stage", "operation"), STOPPED)
 def test_a_stopped_rank_that_continues_after_a_restart_does_no_harm(
-    processes: Processes, tmp_path: Path, victim: int, stage: str, operation: str
-) -> None:
+    processes, tmp_path, victim, stage, operation
+):
     job = Job(processes, tmp_path, 3)
     start = job.start([(operation, 1)], victim=victim, stage=stage, fault="stop")
     others = [r for r in range(3) if r != victim]
@@ -258,8 +244,8 @@ def test_a_stopped_rank_that_continues_after_a_restart_does_no_harm(
 @pytest.mark.parametrize("operation", ["save", "save_async"])
 @pytest.mark.parametrize(("victim", "stage"), [(0, "in the shard"), (2, "before the index")])
 def test_all_ranks_raise_when_a_disk_is_full_and_save_again(
-    processes: Processes, tmp_path: Path, victim: int, stage: str, operation: str
-) -> None:
+    processes, tmp_path, victim, stage, operation
+):
     job = Job(processes, tmp_path, 3)
     calls = [(operation, 1), (operation, 1), ("load", 1)]
     start = job.start(calls, victim=victim, stage=stage, fault="full")
@@ -277,9 +263,7 @@ def test_all_ranks_raise_when_a_disk_is_full_and_save_again(
     assert_versions_intact(LocalStore(job.root), [1])
 
 
-def test_a_rank_that_holds_the_gil_for_seconds_does_not_fail(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_rank_that_holds_the_gil_for_seconds_does_not_fail(processes, tmp_path):
     """A call to C holds the GIL for 3 seconds, so the rank sends no heartbeats."""
     job = Job(processes, tmp_path, 3)
     start = job.start(
@@ -293,8 +277,8 @@ def test_a_rank_that_holds_the_gil_for_seconds_does_not_fail(
 @pytest.mark.parametrize("agent", [True, False])
 @pytest.mark.parametrize("operation", ["save", "save_async"])
 def test_a_job_that_is_suspended_as_a_whole_continues_its_save(
-    processes: Processes, tmp_path: Path, operation: str, agent: bool
-) -> None:
+    processes, tmp_path, operation, agent
+):
     """As by a scheduler, or with its virtual machine. No rank was silent while others ran."""
     job = Job(processes, tmp_path, 3, agent=agent)
     calls = [(operation, 1), ("load", 1)]
@@ -314,8 +298,8 @@ def test_a_job_that_is_suspended_as_a_whole_continues_its_save(
 
 @pytest.mark.parametrize("stage", ["after the partition", "before the manifest"])
 def test_the_other_ranks_raise_when_the_rank_that_hosts_the_store_is_killed(
-    processes: Processes, tmp_path: Path, stage: str
-) -> None:
+    processes, tmp_path, stage
+):
     job = Job(processes, tmp_path, 3, agent=False)
     start = job.start([("save", 1)], victim=0, stage=stage, fault="kill")
     check_survivors(start, start.wait([1, 2]), stage, None)
@@ -363,7 +347,7 @@ dist.destroy_process_group()
 """
 
 
-def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path: Path) -> None:
+def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path):
     """One of four ranks is killed in its fourth save.
 
     The ranks that torchrun starts then find the keys of the first start in the same store. They

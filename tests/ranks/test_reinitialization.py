@@ -1,7 +1,5 @@
 """torch.distributed is destroyed and initialized again in the same processes, on the same port."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -10,8 +8,6 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,33 +23,33 @@ pytestmark = pytest.mark.slow
 CYCLES = 4
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         return int(unused.getsockname()[1])
 
 
-def make_state(value: float) -> dict[str, Any]:
+def make_state(value):
     return {"w": torch.full((1000,), value), "rank": limpet.PerRank(dist.get_rank())}
 
 
-def save_once(url: str, cycle: int) -> None:
+def save_once(url, cycle):
     limpet.save(f"{url}/{cycle}", make_state(cycle))
 
 
-def save_in_background(url: str, cycle: int) -> Any:
+def save_in_background(url, cycle):
     """The save is in progress when the group is destroyed."""
     return limpet.save_async(f"{url}/{cycle}", make_state(cycle))
 
 
-def save_in_subgroups(url: str, cycle: int) -> None:
+def save_in_subgroups(url, cycle):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     number = dist.get_rank() // 2
     limpet.save(f"{url}/pair{number}-{cycle}", make_state(cycle), group=pairs[number])
     limpet.save(f"{url}/{cycle}", make_state(cycle))
 
 
-def train(url: str, cycle: int) -> None:
+def train(url, cycle):
     state = {**make_state(cycle), "progress": limpet.Progress()}
     with limpet.Checkpointer(f"{url}/run", state, save=limpet.EverySteps(2)) as ckpt:
         resumed = ckpt.resume()
@@ -64,7 +60,7 @@ def train(url: str, cycle: int) -> None:
             ckpt.step()
 
 
-def list_descriptors(at_most: int) -> tuple[list[str], bool]:
+def list_descriptors(at_most):
     """Return what the open ones refer to. PyTorch closes some of its own a little later, so wait
     for it for 10 seconds if there are more than expected. Also return True if a garbage collection
     was needed: an error that was retried may have left a cycle, but no usual call may."""
@@ -80,14 +76,14 @@ def list_descriptors(at_most: int) -> tuple[list[str], bool]:
     return sorted(read_link(f"/proc/self/fd/{number}") for number in found), is_collected
 
 
-def read_link(path: str) -> str:
+def read_link(path):
     try:
         return os.readlink(path)
     except FileNotFoundError:  # of the listing itself
         return "closed"
 
 
-def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, folder: Path) -> None:
+def run_cycles(use, master_port, size, rank, port, folder):
     """Use Limpet in several initializations. A second store keeps the ranks together between
     these, because PyTorch's own could connect to the store that is about to end."""
     outer = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
@@ -124,10 +120,9 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
 
 
 @pytest.mark.parametrize(
-    ("size", "use"),
-    [(1, train), (2, save_in_background), (4, save_in_subgroups), (4, train)],
+    ("size", "use"), [(1, train), (2, save_in_background), (4, save_in_subgroups), (4, train)]
 )
-def test_each_initialization_on_the_same_port_saves(tmp_path: Path, size: int, use: Any) -> None:
+def test_each_initialization_on_the_same_port_saves(tmp_path, size, use):
     run_rank = partial(run_cycles, use, free_port(), size)
     for result in run_ranks(run_rank, tmp_path, (0,) * size, timeout=60):
         fds = result["fds"]
@@ -139,7 +134,7 @@ def test_each_initialization_on_the_same_port_saves(tmp_path: Path, size: int, u
             assert limpet.load(str(tmp_path / str(cycle)))["w"][0] == cycle
 
 
-def use_old_objects(rank: int, port: int, folder: Path) -> None:
+def use_old_objects(rank, port, folder):
     for cycle in range(2):
         store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
         dist.init_process_group("gloo", None, TIMEOUT, 2, rank, dist.PrefixStore(f"{cycle}", store))
@@ -163,5 +158,5 @@ def use_old_objects(rank: int, port: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text("{}")
 
 
-def test_a_checkpointer_of_an_earlier_initialization_raises_at_once(tmp_path: Path) -> None:
+def test_a_checkpointer_of_an_earlier_initialization_raises_at_once(tmp_path):
     run_ranks(use_old_objects, tmp_path, (0, 0), timeout=60)

@@ -1,7 +1,5 @@
 """Values that several ranks have: bitwise equal ones are stored once, different ones raise."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from functools import partial
 

@@ -1,8 +1,5 @@
 """Several ranks compare the live state after a resume with the version; rank 0 reports."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,14 +7,14 @@ import pytest
 
 import limpet
 from limpet.run.policy import EverySteps
-from tests.ranks.trainings import TrainingJob, TrainingRank
+from tests.ranks.trainings import TrainingJob
 
 
 @contextmanager
-def reports() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+def reports():
     found: list[tuple[str, dict[str, Any]]] = []
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         if name.startswith("resume_"):
             found.append((name, fields))
 
@@ -25,13 +22,13 @@ def reports() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         yield found
 
 
-def resume(trainer: TrainingRank) -> None:
+def resume(trainer):
     with trainer.make_checkpointer() as ckpt:
         ckpt.resume(check=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_ranks_together_compare_all_bytes(size: int) -> None:
+def test_the_ranks_together_compare_all_bytes(size):
     with TrainingJob(size) as job:
         job.train(5, save=EverySteps(5))
         with reports() as found:
@@ -42,12 +39,12 @@ def test_the_ranks_together_compare_all_bytes(size: int) -> None:
         assert job.leftover_keys() == []
 
 
-def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch):
     from limpet.training import resume_check
 
     compare = resume_check._compare
 
-    def changed(snapshot: Any, flat: Any, rank: int, advance: Any) -> Any:
+    def changed(snapshot, flat, rank, advance):
         if rank == 1:
             (leaf,) = (leaf for leaf in flat.leaves if leaf.key == "mine/1")
             leaf.source[0] = 77
@@ -62,14 +59,12 @@ def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPat
         assert (name, fields["differing"]) == ("resume_differs", ["mine/1"])
 
 
-def test_an_error_of_one_rank_is_reported_and_ends_no_resume(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_one_rank_is_reported_and_ends_no_resume(monkeypatch):
     from limpet.training import resume_check
 
     compare = resume_check._compare
 
-    def fail(snapshot: Any, flat: Any, rank: int, advance: Any) -> Any:
+    def fail(snapshot, flat, rank, advance):
         if rank == 1:
             raise OSError("boom")
         return compare(snapshot, flat, rank, advance)
@@ -85,7 +80,7 @@ def test_an_error_of_one_rank_is_reported_and_ends_no_resume(
 
 
 @pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
-def test_other_ranks_compare_what_they_can() -> None:
+def test_other_ranks_compare_what_they_can():
     """With fewer ranks, per-rank values of the others are not loaded, and so not compared."""
     with TrainingJob(3) as job:
         job.train(5, save=EverySteps(5))

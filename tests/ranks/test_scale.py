@@ -1,10 +1,6 @@
 """Calls and memory of a save with many ranks. Nothing is timed."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +8,12 @@ import pytest
 import limpet
 from limpet.ranks.kv import Timeouts
 from limpet.storage.memory import MemoryStore
-from tests.fakegroup import FakeGroup, FakeStore
+from tests.fakegroup import FakeGroup
 
 UNHURRIED = Timeouts(20.0, 40.0)
 
 
-def state_of(rank: int, size: int, leaves: int = 30) -> dict[str, Any]:
+def state_of(rank, size, leaves=30):
     """Return a state with sharded leaves, replicated leaves, and random generators."""
     rows = np.full((2, 3), rank, np.float32)
     sharded = limpet.Boxed(rows, (2 * rank, 0), (2 * size, 3))
@@ -28,7 +24,7 @@ def state_of(rank: int, size: int, leaves: int = 30) -> dict[str, Any]:
     }
 
 
-def save(group: FakeGroup, leaves: int = 30) -> None:
+def save(group, leaves=30):
     store, size = MemoryStore(), len(group.groups)
     group.run(lambda rank: limpet.save(store, state_of(rank, size, leaves)))
 
@@ -39,13 +35,13 @@ class CallCounter:
     Polls that find no value are not counted, because their number depends on the time.
     """
 
-    def __init__(self, group: FakeGroup) -> None:
+    def __init__(self, group):
         self.counts: list[Counter[str]] = [Counter() for _ in group.views]
         for rank, view in enumerate(group.views):
             view.before = self._counter(rank, group.store)
 
-    def _counter(self, rank: int, store: FakeStore) -> Callable[[str, str], None]:
-        def count(name: str, key: str) -> None:
+    def _counter(self, rank, store):
+        def count(name, key):
             polls = name == "check" or (
                 name == "compare_set" and not key.endswith("/first_arrival")
             )
@@ -54,12 +50,12 @@ class CallCounter:
 
         return count
 
-    def total(self, rank: int) -> int:
+    def total(self, rank):
         return sum(self.counts[rank].values())
 
 
 @pytest.mark.parametrize("size", [2, 5, 9, 20])
-def test_the_calls_of_a_rank_do_not_depend_on_the_number_of_ranks(size: int) -> None:
+def test_the_calls_of_a_rank_do_not_depend_on_the_number_of_ranks(size):
     """Only rank 0 makes more calls: one for each value that another rank sends."""
     with FakeGroup(size, UNHURRIED) as group:
         for values in (3, 2, 2):  # summaries, receipts, and in the first save local plans

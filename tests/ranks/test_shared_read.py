@@ -1,7 +1,5 @@
 """Shared reads: the ranks of a host read each byte once and pass it on to one another."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

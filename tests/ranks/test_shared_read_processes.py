@@ -1,14 +1,11 @@
 """Three real processes share their reads. One is killed in the middle of a load."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -55,7 +52,7 @@ def state_of(rank):
     return {**common, "sharded": sharded, "rng": limpet.RNG()}
 
 
-def run_rank(rank: int, port: int, folder: Path) -> None:
+def run_rank(rank, port, folder):
     """Write the results to ``FOLDER/RANK.json``. Rank 1 kills itself in the last load."""
     store = dist.TCPStore("127.0.0.1", port, SIZE, False)
     dist.init_process_group("gloo", None, timedelta(seconds=60), SIZE, rank, store)
@@ -80,8 +77,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
     began = time.monotonic()
     try:
         limpet.load(
-            (SelfKillingStore if rank == 1 else CountingStore)(LocalStore(location)),
-            into=live,
+            (SelfKillingStore if rank == 1 else CountingStore)(LocalStore(location)), into=live
         )
     except RankFailed as e:
         results["killed"] = [e.rank, time.monotonic() - began, e.fields.get("live_state")]
@@ -90,7 +86,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
     os._exit(0)  # the process group would wait for the dead rank
 
 
-def test_processes_share_reads_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
+def test_processes_share_reads_and_a_killed_one_leaves_nothing(tmp_path):
     results = run_ranks(run_rank, tmp_path, [0, -signal.SIGKILL, 0], silent_seconds=3, timeout=120)
     data, indexes = stored_bytes(str(tmp_path / "version_1"))
     own = 10 * MIB

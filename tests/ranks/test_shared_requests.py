@@ -1,7 +1,5 @@
 """Shared reads from a store with requests of a fixed cost: few requests, and faults of one rank."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

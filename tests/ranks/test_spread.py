@@ -1,7 +1,5 @@
 """Several ranks save to a run that spreads its shards."""
 
-from __future__ import annotations
-
 import pytest
 
 from limpet.run.policy import EverySteps, KeepLast
@@ -13,7 +11,7 @@ from tests.spread_stores import shards_in, spread_over
 
 
 @pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
-def test_the_shards_of_all_ranks_are_spread() -> None:
+def test_the_shards_of_all_ranks_are_spread():
     with TrainingJob(4, inner=spread_over(MemoryStore(), 16)) as job:
         options = {"save": EverySteps(1), "keep": KeepLast(2)}
         job.run(lambda rank: rank.train(4, **options))

@@ -1,12 +1,9 @@
 """The step gate of one rank: races between training and watcher, waits, and what ends a wait."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -21,31 +18,31 @@ class HookedGate(StepGate):
 
     hooks: dict[str, Callable[[], object]]
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hooks = {}
         super().__init__(1.0)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name, value):
         self._run_hook(f"write {name}")
         super().__setattr__(name, value)
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if name in ("current_step", "_stop_at"):
             self._run_hook(f"read {name}")
         return super().__getattribute__(name)
 
-    def _run_hook(self, moment: str) -> None:
+    def _run_hook(self, moment):
         hook = self.__dict__.get("hooks", {}).pop(moment, None)
         if hook is not None:
             hook()
 
 
 @pytest.mark.parametrize("moment", ["write _stop_at", "read current_step", "write _armed_step"])
-def test_a_watcher_that_is_delayed_anywhere_detects_a_training_that_passes(moment: str) -> None:
+def test_a_watcher_that_is_delayed_anywhere_detects_a_training_that_passes(moment):
     gate = HookedGate()
     passed: list[bool] = []
 
-    def train() -> None:
+    def train():
         # ``step`` would wait forever here, because there is only one thread.
         would_wait = gate.current_step + 1 >= gate._stop_at
         passed.append(not would_wait and gate.step() == NO_ACTIONS)
@@ -57,11 +54,11 @@ def test_a_watcher_that_is_delayed_anywhere_detects_a_training_that_passes(momen
 
 
 @pytest.mark.parametrize("moment", ["read current_step", "write current_step", "read _stop_at"])
-def test_a_training_that_is_delayed_anywhere_sees_the_gate_or_is_detected(moment: str) -> None:
+def test_a_training_that_is_delayed_anywhere_sees_the_gate_or_is_detected(moment):
     gate = HookedGate()
     armed: list[bool] = []
 
-    def watch() -> None:
+    def watch():
         armed.append(gate.arm(1))
         if armed[0]:
             gate.grant(1, SAVE)
@@ -71,7 +68,7 @@ def test_a_training_that_is_delayed_anywhere_sees_the_gate_or_is_detected(moment
     assert len(armed) == 1
 
 
-def test_no_step_passes_an_armed_gate_when_two_threads_race() -> None:
+def test_no_step_passes_an_armed_gate_when_two_threads_race():
     """The interpreter switches threads as often as possible. In each race, at least one thread
     must see the other."""
     gate = StepGate(60.0)
@@ -79,7 +76,7 @@ def test_no_step_passes_an_armed_gate_when_two_threads_race() -> None:
     expected = []
     done = False
 
-    def train() -> None:
+    def train():
         while not done:
             if whats := gate.step():
                 got.append((gate.current_step, whats))

@@ -1,16 +1,11 @@
 """After a notice, the live ranks save what they have although another rank is dead or stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,11 +20,11 @@ EXIT_SECONDS = 1.0
 """What the exit of a process may take on a loaded machine."""
 
 
-def results(folder: Path) -> list[dict[str, Any]]:
+def results(folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 
-def complete(folder: Path, last_step: int = 12) -> list[dict[str, Any]]:
+def complete(folder, last_step=12):
     """Train to the end without a fault, and return what each rank found."""
     _store, processes = start(folder, Scenario(last_step))
     try:
@@ -39,17 +34,17 @@ def complete(folder: Path, last_step: int = 12) -> list[dict[str, Any]]:
     return results(folder)
 
 
-def committed_at(folder: Path, step: int) -> float:
+def committed_at(folder, step):
     return (folder / "run" / f"version_{step}" / "manifest.json").stat().st_mtime
 
 
 @pytest.fixture(scope="module")
-def stopped_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[bytes]]:
+def stopped_at(tmp_path_factory):
     """Return the weights of a training that nothing disturbed, except that it was restarted after a
     step: DDP sums the gradients of its first step in another order."""
 
     @cache
-    def train(step: int) -> list[bytes]:
+    def train(step):
         folder = tmp_path_factory.mktemp("undisturbed")
         complete(folder, step)
         return [r["weights"] for r in complete(folder)]
@@ -59,8 +54,8 @@ def stopped_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list
 
 @pytest.mark.parametrize(("fault", "victim"), [(signal.SIGSTOP, 1), (signal.SIGKILL, 0)])
 def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_in_time(
-    tmp_path: Path, fault: int, victim: int, memory: str, stopped_at: Callable[[int], list[bytes]]
-) -> None:
+    tmp_path, fault, victim, memory, stopped_at
+):
     """C3: with the parts of the dead rank."""
     scenario = Scenario(victim=victim, fault=fault, noticed=2, memory=memory)
     if fault == signal.SIGKILL:  # the others must know of the notice before the connection is lost
@@ -89,7 +84,7 @@ def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_i
     assert [r["mine"] for r in resumed] == [{"rank": r, "steps": 12} for r in range(SIZE)]
 
 
-def test_nothing_is_committed_without_a_tier(tmp_path: Path) -> None:
+def test_nothing_is_committed_without_a_tier(tmp_path):
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, is_sharded=True)
     _store, processes = start(tmp_path, scenario)
     try:
@@ -101,8 +96,8 @@ def test_nothing_is_committed_without_a_tier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_state(
-    tmp_path: Path, is_sharded: bool, memory: str
-) -> None:
+    tmp_path, is_sharded, memory
+):
     scenario = Scenario(
         victim=1,
         fault=signal.SIGSTOP,
@@ -128,9 +123,7 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
     assert limpet.load(newest.url)["mine"]["1"]["steps"] == newest.step
 
 
-def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
-    tmp_path: Path, memory: str
-) -> None:
+def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(tmp_path, memory):
     """Their training threads never return from a long step."""
     scenario = Scenario(noticed=2, slow_step=60.0, memory=memory, has_savepoints=False)
     _store, processes = start(tmp_path, scenario)
@@ -146,9 +139,7 @@ def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
 
 
-def test_a_stopped_rank_that_continues_damages_nothing(
-    tmp_path: Path, memory: str, stopped_at: Callable[[int], list[bytes]]
-) -> None:
+def test_a_stopped_rank_that_continues_damages_nothing(tmp_path, memory, stopped_at):
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, memory=memory)
     _store, processes = start(tmp_path, scenario)
     try:
@@ -171,7 +162,7 @@ def test_a_stopped_rank_that_continues_damages_nothing(
     assert [r["weights"] for r in resumed] == stopped_at(newest.step)
 
 
-def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_path: Path) -> None:
+def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_path):
     """All ranks are alive."""
     _store, processes = start(tmp_path, Scenario(noticed=1, slow_step=30.0, seconds=8.0))
     try:

@@ -1,10 +1,7 @@
 """Trainings of several ranks: all ranks save at the same steps, whatever makes a save due."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,28 +15,20 @@ from limpet.errors import LimpetError, PlanError, StoreError
 from limpet.format import names
 from limpet.format.records import Pin, encode_record
 from limpet.notices.notice import Notice
-from limpet.run.policy import (
-    EverySeconds,
-    EverySteps,
-    KeepBest,
-    KeepLast,
-    PolicyInput,
-    SavePolicy,
-    StopWhen,
-)
+from limpet.run.policy import EverySeconds, EverySteps, KeepBest, KeepLast, SavePolicy, StopWhen
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
 from limpet.snapshot.snapshot import reader_of
-from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+from tests.ranks.trainings import TrainingJob, matches_uninterrupted
 
 WRITES = {"put", "write_at", "commit", "put_if_absent"}
 
 
 @contextmanager
-def clocks(time_of_rank: Callable[[int], float]) -> Iterator[None]:
+def clocks(time_of_rank):
     """Give the cadence of each rank its own clock."""
 
-    def monotonic() -> float:
+    def monotonic():
         return time_of_rank(int(threading.current_thread().name.partition("-")[2]))
 
     with mock.patch("limpet.training.cadence.time", SimpleNamespace(monotonic=monotonic)):
@@ -47,14 +36,14 @@ def clocks(time_of_rank: Callable[[int], float]) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_events() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+def recorded_events():
     """Record the events of all ranks."""
     events: list[tuple[str, dict[str, Any]]] = []
     with limpet.attach(lambda name, fields: events.append((name, fields))):
         yield events
 
 
-def pause() -> None:
+def pause():
     """Make a step long enough for the watchers to poll."""
     time.sleep(0.01)
 
@@ -63,7 +52,7 @@ def pause() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_saves_at_fixed_steps_need_no_agreement(size: int) -> None:
+def test_saves_at_fixed_steps_need_no_agreement(size):
     with TrainingJob(size, lockstep=False) as job:
         agreement_keys = []
         for view in job.group.views:
@@ -81,7 +70,7 @@ def test_saves_at_fixed_steps_need_no_agreement(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_resumed_training_equals_an_uninterrupted_one(size: int) -> None:
+def test_a_resumed_training_equals_an_uninterrupted_one(size):
     with TrainingJob(size) as job:
         job.train(23, save=EverySteps(5))
         job.train(31, save=EverySteps(5))
@@ -95,16 +84,16 @@ def test_a_resumed_training_equals_an_uninterrupted_one(size: int) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_clock_of_rank_0_makes_a_save_due() -> None:
+def test_only_the_clock_of_rank_0_makes_a_save_due():
     """The clocks of the other ranks run fast, run backward, or stop."""
     now = [0.0]
 
-    def time_of_rank(rank: int) -> float:
+    def time_of_rank(rank):
         return (now[0], 1e9 * now[0], -now[0], 7.0)[rank]
 
     with TrainingJob(4) as job, clocks(time_of_rank):
 
-        def before_step() -> None:
+        def before_step():
             pause()
             now[0] += 1
 
@@ -121,11 +110,11 @@ def test_only_the_clock_of_rank_0_makes_a_save_due() -> None:
 class CustomPolicy(SavePolicy):
     """A policy that depends on the step and on the clock."""
 
-    def due(self, now: PolicyInput) -> bool:
+    def due(self, now):
         return now.step % 7 == 3 or now.seconds - now.last_seconds > 5
 
 
-def test_custom_and_combined_policies() -> None:
+def test_custom_and_combined_policies():
     with TrainingJob(2) as job, clocks(lambda rank: 0.0):
         job.train(20, save=CustomPolicy() | EverySteps(10) | EverySeconds(600))
         assert job.versions == [3, 10, 17, 20]
@@ -134,10 +123,10 @@ def test_custom_and_combined_policies() -> None:
 # -- a save in flight ----------------------------------------------------------------------------
 
 
-def delay_shards(job: TrainingJob, rank: int, until: threading.Event) -> None:
+def delay_shards(job, rank, until):
     """Make the store of a rank wait for ``until`` before it commits a shard."""
 
-    def wait(method: str, key: str) -> None:
+    def wait(method, key):
         if method == "commit" and key.endswith(".safetensors"):
             until.wait(20)
 
@@ -146,12 +135,12 @@ def delay_shards(job: TrainingJob, rank: int, until: threading.Event) -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.slow
-def test_all_ranks_wait_for_a_save_in_flight(rank: int) -> None:
+def test_all_ranks_wait_for_a_save_in_flight(rank):
     with TrainingJob(3) as job, recorded_events() as events:
         until = threading.Event()
         delay_shards(job, rank, until)
 
-        def release() -> None:  # after all ranks have reached the next save
+        def release():  # after all ranks have reached the next save
             while not all(
                 hasattr(trainer, "ckpt") and trainer.ckpt.current_step >= 10
                 for trainer in job.ranks
@@ -170,13 +159,13 @@ def test_all_ranks_wait_for_a_save_in_flight(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_all_ranks_skip_a_save_while_another_is_in_flight(rank: int) -> None:
+def test_all_ranks_skip_a_save_while_another_is_in_flight(rank):
     """A skipped save is made up for as soon as no save is in flight, as in one process."""
     with TrainingJob(3) as job, recorded_events() as events:
         until = threading.Event()
         delay_shards(job, rank, until)
 
-        def before_step() -> None:
+        def before_step():
             if job.ranks[0].ckpt.current_step == 65:
                 until.set()
                 job.wait_for_saves()
@@ -197,13 +186,13 @@ def test_all_ranks_skip_a_save_while_another_is_in_flight(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_requested_save_is_not_skipped() -> None:
+def test_a_requested_save_is_not_skipped():
     """Only one rank has the request, at a step at which all ranks skip a save."""
     with TrainingJob(2) as job:
         until = threading.Event()
         delay_shards(job, 1, until)
 
-        def before_step() -> None:
+        def before_step():
             step = job.ranks[0].ckpt.current_step
             if step == 19:
                 job.ranks[1].ckpt._preemption.on_notice(Notice("a test", stops=False))
@@ -222,15 +211,15 @@ def test_a_requested_save_is_not_skipped() -> None:
 # -- requests ------------------------------------------------------------------------------------
 
 
-def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> None:
+def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save():
     with TrainingJob(2) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 saver = trainer.ckpt._saver
                 original = saver.wait_for_turn
 
-                def request_and_wait() -> Any:
+                def request_and_wait():
                     if trainer.rank == 0 and trainer.ckpt.current_step == 10:
                         put_request(job.inner, "0123456789ab")
                         trainer.ckpt._watcher.poll()
@@ -247,11 +236,11 @@ def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1, 2]])
-def test_a_signal_on_any_rank_causes_one_save(ranks: list[int]) -> None:
+def test_a_signal_on_any_rank_causes_one_save(ranks):
     """Launchers send the signal to one rank or to all ranks."""
     with TrainingJob(3) as job:
 
-        def before_step() -> None:
+        def before_step():
             pause()
             if job.ranks[0].ckpt.current_step == 10:
                 for rank in ranks:
@@ -267,13 +256,13 @@ def test_a_signal_on_any_rank_causes_one_save(ranks: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_rank_0_decides_when_to_stop() -> None:
+def test_rank_0_decides_when_to_stop():
     """The other ranks pass other metrics, or none."""
     with TrainingJob(3) as job:
         job.before_step = pause
 
-        def work(trainer: TrainingRank) -> Any:
-            def metrics(step: int) -> Any:
+        def work(trainer):
+            def metrics(step):
                 return ({"loss": -float(min(step, 30))}, {"loss": 1.0}, None)[trainer.rank]
 
             stop = StopWhen("loss", patience=10)
@@ -294,14 +283,14 @@ def test_rank_0_decides_when_to_stop() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_scores_of_a_separate_job_stop_all_ranks_at_one_step(size: int) -> None:
+def test_scores_of_a_separate_job_stop_all_ranks_at_one_step(size):
     """Only rank 0 reads the records. A restarted job stops at once, on all ranks."""
     with TrainingJob(size) as job:
         job.before_step = pause
         evaluator, stop = Run(job.inner), StopWhen("val_loss", patience=3)
         options = {"save": EverySteps(4), "keep": KeepLast(2), "stop": stop}
 
-        def evaluate(method: str, key: str) -> None:
+        def evaluate(method, key):
             if method == "put_if_absent" and key.endswith("/manifest.json"):
                 step = int(key.partition("/")[0].removeprefix("version_"))
                 evaluator.add_metrics(step, {"val_loss": float(step)})
@@ -323,10 +312,10 @@ def test_scores_of_a_separate_job_stop_all_ranks_at_one_step(size: int) -> None:
 # -- save() and wait() ---------------------------------------------------------------------------
 
 
-def test_save_metrics_and_wait_on_all_ranks() -> None:
+def test_save_metrics_and_wait_on_all_ranks():
     with TrainingJob(3) as job:
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 assert trainer.ckpt.resume() is None
                 assert trainer.ckpt.wait() is None
@@ -359,16 +348,16 @@ def test_save_metrics_and_wait_on_all_ranks() -> None:
             assert 0 <= statistics["goodput"] <= 1
 
 
-def test_metrics_that_cannot_be_written_raise_on_all_ranks() -> None:
+def test_metrics_that_cannot_be_written_raise_on_all_ranks():
     with TrainingJob(3) as job:
 
-        def refuse(method: str, key: str) -> None:
+        def refuse(method, key):
             if "/eval-metrics" in key:
                 raise StoreError("The disk is full")
 
         job.set_before_call(0, refuse)
 
-        def work(trainer: TrainingRank) -> str:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.train_steps(5)
                 with pytest.raises(LimpetError, match="The disk is full"):
@@ -383,7 +372,7 @@ def test_metrics_that_cannot_be_written_raise_on_all_ranks() -> None:
 # -- the writer lock -----------------------------------------------------------------------------
 
 
-def test_a_second_job_is_refused_on_all_ranks() -> None:
+def test_a_second_job_is_refused_on_all_ranks():
     with TrainingJob(3) as job:
         other = Pin("fedcba987654", None, "2026-11-21T00:00:00Z", "elsewhere x", "y", "12:34")
         job.inner.put_if_absent(names.WRITER_LOCK, encode_record(other))
@@ -394,11 +383,11 @@ def test_a_second_job_is_refused_on_all_ranks() -> None:
         assert job.versions == []
 
 
-def test_a_training_that_lost_the_writer_lock_raises_on_all_ranks() -> None:
+def test_a_training_that_lost_the_writer_lock_raises_on_all_ranks():
     """It raises also with ``on_error="warn"``, because no store has failed."""
     with TrainingJob(3) as job:
 
-        def before_step() -> None:
+        def before_step():
             if job.ranks[0].ckpt.current_step == 7:
                 job.wait_for_saves()
                 job.inner.delete(names.WRITER_LOCK)
@@ -415,7 +404,7 @@ def test_a_training_that_lost_the_writer_lock_raises_on_all_ranks() -> None:
         assert job.versions == [5]
 
 
-def test_only_rank_0_manages_the_run() -> None:
+def test_only_rank_0_manages_the_run():
     """The other ranks access only their own shard and its index."""
     with TrainingJob(3) as job:
         keep = KeepLast(2) | KeepBest(1, "loss")
@@ -447,7 +436,7 @@ def test_only_rank_0_manages_the_run() -> None:
         (lambda r: {"overlap": r == 1}, "overlap=False.*True on rank 1"),
     ],
 )
-def test_different_arguments_raise_at_the_first_step(options_of_rank: Any, message: str) -> None:
+def test_different_arguments_raise_at_the_first_step(options_of_rank, message):
     with TrainingJob(3) as job:
         began = time.monotonic()
         outcomes = job.outcomes(lambda trainer: trainer.train(20, **options_of_rank(trainer.rank)))
@@ -459,16 +448,16 @@ def test_different_arguments_raise_at_the_first_step(options_of_rank: Any, messa
         assert job.versions == []
 
 
-def test_policies_that_print_an_address_are_equal() -> None:
+def test_policies_that_print_an_address_are_equal():
     with TrainingJob(2) as job:
         job.train(4, save=CustomPolicy())
         assert job.versions == [3]
 
 
-def test_ranks_at_different_steps_raise() -> None:
+def test_ranks_at_different_steps_raise():
     with TrainingJob(2, lockstep=False) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             trainer.make_checkpointer(save=EverySteps(5))
             trainer.state["progress"].step = 7 * trainer.rank
             with trainer.ckpt:

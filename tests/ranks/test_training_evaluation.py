@@ -1,14 +1,9 @@
 """Evaluation inside the training of several ranks, which divide the data."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-import torch
 
 import limpet
 from limpet.errors import LimpetError, RankFailed
@@ -19,7 +14,7 @@ from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.training.training_evaluation import TrainingEvaluation
 from tests.ranks.test_training import clocks
-from tests.ranks.trainings import TrainingJob, TrainingRank, train_step
+from tests.ranks.trainings import TrainingJob, train_step
 
 RECORDS = list(range(23))
 
@@ -27,7 +22,7 @@ RECORDS = list(range(23))
 class Evaluating:
     """What a rank evaluates: the batches that it got, with the step at which it got each."""
 
-    def __init__(self, trainer: TrainingRank, **options: Any) -> None:
+    def __init__(self, trainer, **options):
         self.trainer = trainer
         self.batches: list[tuple[int, list[int]]] = []
         options = {"data": RECORDS, "batch_size": 2, "every": EverySteps(5), **options}
@@ -35,11 +30,11 @@ class Evaluating:
             trainer.ckpt, None, options.pop("evaluate", self.evaluate), name="val", **options
         )
 
-    def evaluate(self, model: Any, batch: torch.Tensor) -> dict[str, Any]:
+    def evaluate(self, model, batch):
         self.batches.append((self.trainer.ckpt.current_step, batch.tolist()))
         return {"mean": (batch.sum(), len(batch)), "max": (batch.max(), 1)}
 
-    def train(self, last_step: int) -> None:
+    def train(self, last_step):
         ckpt, job = self.trainer.ckpt, self.trainer.job
         while ckpt.current_step < last_step and not ckpt.should_stop:
             job.wait_for_step(self.trainer.rank)
@@ -49,7 +44,7 @@ class Evaluating:
 
 
 @contextmanager
-def evaluating(trainer: TrainingRank, **options: Any) -> Iterator[Evaluating]:
+def evaluating(trainer, **options):
     save = options.pop("save", Never())
     preemption = options.pop("preemption", None)
     stop = options.pop("stop", None)
@@ -60,7 +55,7 @@ def evaluating(trainer: TrainingRank, **options: Any) -> Iterator[Evaluating]:
             yield part
 
 
-def records(job: TrainingJob, kind: type[Any]) -> list[Any]:
+def records(job, kind):
     run = Run(job.inner)
     return [
         record
@@ -73,8 +68,8 @@ def records(job: TrainingJob, kind: type[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("on", ["current", "paused"])
-def test_ranks_divide_the_data_and_the_result_is_that_of_one_process(size: int, on: Any) -> None:
-    def work(trainer: TrainingRank) -> tuple[Any, Any]:
+def test_ranks_divide_the_data_and_the_result_is_that_of_one_process(size, on):
+    def work(trainer):
         with evaluating(trainer, on=on) as part:
             part.train(8)
         return part.batches, part.evaluation.newest
@@ -100,9 +95,9 @@ def test_ranks_divide_the_data_and_the_result_is_that_of_one_process(size: int, 
             assert Run(job.inner).metrics(5)["mean"] == pytest.approx(11.0)
 
 
-def test_scores_of_a_paused_evaluation_stop_all_ranks_at_one_step() -> None:
-    def work(trainer: TrainingRank) -> int:
-        def worse(model: Any, batch: Any) -> dict[str, Any]:
+def test_scores_of_a_paused_evaluation_stop_all_ranks_at_one_step():
+    def work(trainer):
+        def worse(model, batch):
             return {"loss": (trainer.ckpt.current_step, 1)}
 
         stop = StopWhen("loss", patience=2)
@@ -117,10 +112,10 @@ def test_scores_of_a_paused_evaluation_stop_all_ranks_at_one_step() -> None:
         assert Run(job.inner).ended() == "stopped by " + repr(StopWhen("loss", patience=2))
 
 
-def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step() -> None:
+def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step():
     seconds = [0.0]
 
-    def work(trainer: TrainingRank) -> list[int]:
+    def work(trainer):
         with evaluating(trainer, on="paused", every=EverySeconds(60), batch_size=23) as part:
             part.train(3)
             if trainer.rank == 0:
@@ -137,9 +132,9 @@ def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step() -> 
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
-def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_recorded(on: Any) -> None:
-    def work(trainer: TrainingRank) -> str:
-        def fail(model: Any, batch: Any) -> dict[str, Any]:
+def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_recorded(on):
+    def work(trainer):
+        def fail(model, batch):
             if 7 in batch:
                 raise ZeroDivisionError("one bad batch")
             return {"n": (1, 1)}
@@ -149,7 +144,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_recorded(on: Any) 
                 part.train(30)
             part.train(trainer.ckpt.current_step + 1)
             part.evaluation._every = EverySteps(1000)
-            part.evaluation._cadence._policy = EverySteps(1000)  # type: ignore[union-attr]
+            part.evaluation._cadence._policy = EverySteps(1000)
         return str(e.value)
 
     with TrainingJob(2) as job:
@@ -158,9 +153,9 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_recorded(on: Any) 
         assert records(job, Evaluation) == records(job, InexactEvaluation) == []
 
 
-def test_a_rank_that_dies_ends_the_evaluation_of_the_others_in_a_bounded_time() -> None:
-    def work(trainer: TrainingRank) -> None:
-        def die(model: Any, batch: Any) -> dict[str, Any]:
+def test_a_rank_that_dies_ends_the_evaluation_of_the_others_in_a_bounded_time():
+    def work(trainer):
+        def die(model, batch):
             if trainer.rank == 1:
                 job.group.views[1].disconnect()
                 raise KeyboardInterrupt
@@ -176,8 +171,8 @@ def test_a_rank_that_dies_ends_the_evaluation_of_the_others_in_a_bounded_time() 
         assert records(job, Evaluation) == []
 
 
-def test_ranks_with_different_data_are_refused() -> None:
-    def work(trainer: TrainingRank) -> None:
+def test_ranks_with_different_data_are_refused():
+    def work(trainer):
         with evaluating(trainer, data=RECORDS[: 20 + trainer.rank]) as part:
             part.train(1)
 
@@ -186,11 +181,11 @@ def test_ranks_with_different_data_are_refused() -> None:
             assert "different arguments for the evaluation val" in str(error)
 
 
-def test_a_notice_on_one_rank_abandons_a_paused_evaluation_on_all() -> None:
+def test_a_notice_on_one_rank_abandons_a_paused_evaluation_on_all():
     given = threading.Event()
 
-    def work(trainer: TrainingRank) -> list[int]:
-        def slow(model: Any, batch: Any) -> dict[str, Any]:
+    def work(trainer):
+        def slow(model, batch):
             seen.append(int(batch[0]))
             if trainer.rank == 1 and not given.is_set():
                 given.set()

@@ -1,12 +1,9 @@
 """Trainings of several ranks: a failure on one rank is raised on all ranks at the same step."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -35,23 +32,15 @@ from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.threads import no_op
-from tests.ranks.trainings import (
-    SHORT_TIMEOUTS,
-    TrainingJob,
-    TrainingRank,
-    initial_state,
-    matches_uninterrupted,
-)
+from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, initial_state, matches_uninterrupted
 from tests.trainings import flip_bit
 
 
-def fail_calls(
-    job: TrainingJob, rank: int, error: Exception, method: str, key: str, times: int = 1
-) -> None:
+def fail_calls(job, rank, error, method, key, times=1):
     """Make the next calls of a ``method`` for keys that contain ``key`` fail on one rank."""
     remaining = [times]
 
-    def fail(called_method: str, called_key: str) -> None:
+    def fail(called_method, called_key):
         if called_method == method and key in called_key and remaining[0]:
             remaining[0] -= 1
             raise error
@@ -59,7 +48,7 @@ def fail_calls(
     job.set_before_call(rank, fail)
 
 
-def shard_key(store: Any, version: str, rank: int) -> str:
+def shard_key(store, version, rank):
     [key] = [
         s.key
         for s in store.list(version)
@@ -71,18 +60,18 @@ def shard_key(store: Any, version: str, rank: int) -> str:
 # -- resuming ------------------------------------------------------------------------------------
 
 
-def trained_job(size: int = 3, last_step: int = 12) -> TrainingJob:
+def trained_job(size=3, last_step=12):
     """Return a job whose run has the versions 5, 10, and so on."""
     with TrainingJob(size) as job:
         job.train(last_step, save=EverySteps(5))
     return job
 
 
-def test_training_without_a_resume_into_a_run_with_versions_raises_on_all_ranks() -> None:
+def test_training_without_a_resume_into_a_run_with_versions_raises_on_all_ranks():
     inner = trained_job().inner
     with TrainingJob(3, inner) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.train_steps(3)
 
@@ -92,7 +81,7 @@ def test_training_without_a_resume_into_a_run_with_versions_raises_on_all_ranks(
 
 
 @pytest.mark.parametrize("reader", [0, 1, 2])
-def test_damage_that_one_rank_finds_makes_all_ranks_skip_the_version(reader: int) -> None:
+def test_damage_that_one_rank_finds_makes_all_ranks_skip_the_version(reader):
     job = trained_job()
     with TrainingJob(3, job.inner) as job:
         flip_bit(job.inner, shard_key(job.inner, "version_10", reader))
@@ -112,9 +101,7 @@ def test_damage_that_one_rank_finds_makes_all_ranks_skip_the_version(reader: int
 
 @pytest.mark.parametrize("reader", [0, 2])
 @pytest.mark.parametrize("error", [StoreError("Input/output error"), NotFound("No such file")])
-def test_a_file_that_one_rank_cannot_read_makes_all_ranks_skip_the_version(
-    reader: int, error: Exception
-) -> None:
+def test_a_file_that_one_rank_cannot_read_makes_all_ranks_skip_the_version(reader, error):
     """A training of one process does the same."""
     job = trained_job()
     with TrainingJob(3, job.inner) as job:
@@ -132,14 +119,12 @@ def test_a_file_that_one_rank_cannot_read_makes_all_ranks_skip_the_version(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("error", [Denied("No"), Unavailable("Does not answer")])
 @pytest.mark.parametrize("method", ["get", "get_range"])
-def test_no_rank_skips_a_version_because_a_store_does_not_respond(
-    rank: int, error: Exception, method: str
-) -> None:
+def test_no_rank_skips_a_version_because_a_store_does_not_respond(rank, error, method):
     job = trained_job()
     with TrainingJob(3, job.inner) as job:
         fail_calls(job, rank, error, method, "version_10/", 99)
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             trainer.make_checkpointer(save=EverySteps(5)).resume()
 
         outcomes = job.outcomes(work)
@@ -153,9 +138,9 @@ def test_no_rank_skips_a_version_because_a_store_does_not_respond(
         for trainer in job.ranks:
             trainer.store.before = lambda method, key: None
 
-        def resume_and_train(trainer: TrainingRank) -> int:
+        def resume_and_train(trainer):
             with trainer.ckpt:
-                step: int = trainer.ckpt.resume().step  # type: ignore[union-attr]
+                step: int = trainer.ckpt.resume().step
                 trainer.train_steps(13)
             return step
 
@@ -166,14 +151,14 @@ def test_no_rank_skips_a_version_because_a_store_does_not_respond(
 
 
 @pytest.mark.parametrize("readers", [(0, 0), (2, 2), (1, 2)])
-def test_all_ranks_raise_when_all_versions_are_damaged(readers: tuple[int, int]) -> None:
+def test_all_ranks_raise_when_all_versions_are_damaged(readers):
     """Afterward, no rank can train, because its live state is not valid."""
     job = trained_job()
     with TrainingJob(3, job.inner) as job:
         for version, reader in zip(("version_5", "version_10"), readers):
             flip_bit(job.inner, shard_key(job.inner, version, reader))
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 with pytest.raises(NoSnapshot) as e:
                     trainer.ckpt.resume()
@@ -187,7 +172,7 @@ def test_all_ranks_raise_when_all_versions_are_damaged(readers: tuple[int, int])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_rank_can_train_after_a_resume_that_failed_halfway(rank: int) -> None:
+def test_no_rank_can_train_after_a_resume_that_failed_halfway(rank):
     """Rank 2 finds damage in the newest version, and then rank 0 or 1 cannot reach the store.
 
     It is the second call of ``resume``, so the Checkpointer was ready to train before.
@@ -195,7 +180,7 @@ def test_no_rank_can_train_after_a_resume_that_failed_halfway(rank: int) -> None
     job = trained_job()
     with TrainingJob(3, job.inner) as job:
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.ckpt.resume()
                 trainer.train_steps(11)
@@ -214,17 +199,17 @@ def test_no_rank_can_train_after_a_resume_that_failed_halfway(rank: int) -> None
 
 
 @pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
-def test_resume_at_a_step_and_on_a_branch() -> None:
+def test_resume_at_a_step_and_on_a_branch():
     job = trained_job(last_step=22)
     with TrainingJob(2, job.inner) as job:
 
-        def work(trainer: TrainingRank) -> list[Any]:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5), keep=None):
                 resumed = trainer.ckpt.resume(at=10)
                 trainer.train_steps(17)
             # ranks 0 and 1 have their own values of "mine"
             assert matches_uninterrupted(trainer.state, trainer.rank, 2, 17) or trainer.rank
-            return [resumed.step]  # type: ignore[union-attr]
+            return [resumed.step]
 
         assert job.run(work) == [[10], [10]]
         assert Run(job.inner).listing().branches == [1]
@@ -234,14 +219,14 @@ def test_resume_at_a_step_and_on_a_branch() -> None:
             "version_15.1",
         ]
 
-        def resume_on_branch(trainer: TrainingRank) -> Any:
+        def resume_on_branch(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
-                return str(trainer.ckpt.resume(at="20").version)  # type: ignore[union-attr]
+                return str(trainer.ckpt.resume(at="20").version)
 
         assert job.run(resume_on_branch) == ["version_20"] * 2
         assert Run(job.inner).listing().branches == [1, 2]
 
-        def resume_at_a_missing_step(trainer: TrainingRank) -> Any:
+        def resume_at_a_missing_step(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.ckpt.resume(at=999)
 
@@ -250,46 +235,46 @@ def test_resume_at_a_step_and_on_a_branch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
-def test_resume_starts_from_another_run(tmp_path: Any) -> None:
+def test_resume_starts_from_another_run(tmp_path):
     other, own = str(tmp_path / "other"), str(tmp_path / "own")
     with TrainingJob(3) as job:
 
-        def train_other(trainer: TrainingRank) -> None:
-            trainer.store = other  # type: ignore[assignment]
+        def train_other(trainer):
+            trainer.store = other
             trainer.train(12, save=EverySteps(5))
 
         job.run(train_other)
     with TrainingJob(2) as job:
 
-        def work(trainer: TrainingRank) -> Any:
-            trainer.store = own  # type: ignore[assignment]
+        def work(trainer):
+            trainer.store = own
             with trainer.make_checkpointer(save=EverySteps(5)):
                 resumed = trainer.ckpt.resume(start=f"{other}@latest")
                 trainer.train_steps(16)
-            return resumed.step, trainer.ckpt.current_step  # type: ignore[union-attr]
+            return resumed.step, trainer.ckpt.current_step
 
         assert job.run(work) == [(10, 16)] * 2
         assert job.run(work) == [(15, 16)] * 2  # its own from now on
-        assert Run(own).latest().metadata["note"]["started_from"]["url"].endswith("version_10")  # type: ignore[union-attr]
+        assert Run(own).latest().metadata["note"]["started_from"]["url"].endswith("version_10")
 
-        def start_partly(trainer: TrainingRank) -> Any:
-            trainer.store = own + "2"  # type: ignore[assignment]
+        def start_partly(trainer):
+            trainer.store = own + "2"
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.ckpt.resume(start=f"{other}@5", keys="weights")
                 return trainer.ckpt.current_step, float(trainer.state["same"][0])
 
         assert job.run(start_partly) == [(0, 0.0)] * 2
 
-        def start_with_a_store(trainer: TrainingRank) -> Any:
-            trainer.store = own + "4"  # type: ignore[assignment]
+        def start_with_a_store(trainer):
+            trainer.store = own + "4"
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.ckpt.resume(start=LocalStore(f"{other}/version_5"))
                 return trainer.ckpt.current_step, float(trainer.state["same"][0])
 
         assert job.run(start_with_a_store) == [(5, float(sum(range(6))))] * 2
 
-        def start_at_a_missing_step(trainer: TrainingRank) -> None:
-            trainer.store = own + "3"  # type: ignore[assignment]
+        def start_at_a_missing_step(trainer):
+            trainer.store = own + "3"
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.ckpt.resume(start=f"{other}@7")
 
@@ -298,11 +283,11 @@ def test_resume_starts_from_another_run(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_different_state_on_one_rank_raises_on_all_ranks(rank: int) -> None:
+def test_a_different_state_on_one_rank_raises_on_all_ranks(rank):
     job = trained_job()
     with TrainingJob(3, job.inner) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             state = initial_state(trainer.rank, 3)
             if trainer.rank == rank:
                 state["more"] = 1.0
@@ -320,12 +305,12 @@ CALLS = [("put", ".safetensors"), ("commit", ".safetensors"), ("put_if_absent", 
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(("method", "key"), CALLS)
-def test_a_failed_save_on_one_rank_raises_on_all_ranks(rank: int, method: str, key: str) -> None:
+def test_a_failed_save_on_one_rank_raises_on_all_ranks(rank, method, key):
     """All ranks raise at the same step, when the next save is due. Then training continues."""
     with TrainingJob(3) as job:
         fail_calls(job, rank, NoSpace("The disk is full", key="k"), method, key)
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.ckpt.resume()
                 with pytest.raises((NoSpace, RankFailed), match="The disk is full") as e:
@@ -348,7 +333,7 @@ def test_a_failed_save_on_one_rank_raises_on_all_ranks(rank: int, method: str, k
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_failed_save_is_a_warning_with_on_error_warn(rank: int) -> None:
+def test_a_failed_save_is_a_warning_with_on_error_warn(rank):
     with TrainingJob(3) as job:
         fail_calls(job, rank, NoSpace("The disk is full"), "put", ".safetensors")
         with warnings.catch_warnings(record=True) as caught:
@@ -367,11 +352,11 @@ def test_a_failed_save_is_a_warning_with_on_error_warn(rank: int) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_failed_retention_is_reported_on_all_ranks(on_error: str) -> None:
+def test_a_failed_retention_is_reported_on_all_ranks(on_error):
     with TrainingJob(3) as job:
         fail_calls(job, 0, Denied("You may not delete"), "delete", "version_5/manifest.json")
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             options: Any = {"save": EverySteps(5), "keep": KeepLast(1), "on_error": on_error}
             with trainer.make_checkpointer(**options):
                 trainer.ckpt.resume()
@@ -399,18 +384,18 @@ def test_a_failed_retention_is_reported_on_all_ranks(on_error: str) -> None:
         assert job.versions == [20]  # a later retention deletes the remaining versions
 
 
-def test_a_save_with_an_unknown_outcome_is_found_when_it_is_repeated() -> None:
+def test_a_save_with_an_unknown_outcome_is_found_when_it_is_repeated():
     """The manifest exists, but the response of the store was lost."""
     with TrainingJob(3) as job:
         lost = [Unavailable("No answer")]
 
-        def lose(method: str, key: str) -> None:
+        def lose(method, key):
             if method == "put_if_absent" and key.endswith("manifest.json") and lost:
                 raise lost.pop()
 
         job.ranks[0].store.after = lose
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(100)):
                 trainer.train_steps(3)
                 with pytest.raises((Unavailable, RankFailed)) as e:
@@ -433,10 +418,10 @@ def test_a_save_with_an_unknown_outcome_is_found_when_it_is_repeated() -> None:
 # -- calls of some ranks only --------------------------------------------------------------------
 
 
-def test_all_ranks_raise_at_once_when_one_does_not_resume() -> None:
+def test_all_ranks_raise_at_once_when_one_does_not_resume():
     with TrainingJob(3, lockstep=False) as job:
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 if trainer.rank != 1:
                     trainer.ckpt.resume()
@@ -449,11 +434,11 @@ def test_all_ranks_raise_at_once_when_one_does_not_resume() -> None:
         assert all("run different operations at the same time" in str(o) for o in outcomes)
 
 
-def test_a_replicated_value_that_differs_on_one_rank_raises_on_all_ranks() -> None:
+def test_a_replicated_value_that_differs_on_one_rank_raises_on_all_ranks():
     """One rank changes its value of "same" during the training."""
     with TrainingJob(3) as job:
 
-        def work(trainer: TrainingRank) -> int:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.train_steps(4)
                 if trainer.rank == 1:
@@ -468,14 +453,7 @@ def test_a_replicated_value_that_differs_on_one_rank_raises_on_all_ranks() -> No
 # -- an exception in the training ----------------------------------------------------------------
 
 
-def train_and_raise(
-    trainer: TrainingRank,
-    step: int,
-    ranks: tuple[int, ...],
-    error: BaseException,
-    before_raise: Callable[[], object] = no_op,
-    **options: Any,
-) -> Any:
+def train_and_raise(trainer, step, ranks, error, before_raise=no_op, **options):
     """Train up to ``step``, and then raise in the middle of the next step on some ranks."""
     policy = EverySteps(100) | OnException()
     with trainer.make_checkpointer(save=policy, **options):
@@ -488,7 +466,7 @@ def train_and_raise(
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
-def test_the_state_before_the_step_is_saved_when_all_ranks_raise(kind: type[BaseException]) -> None:
+def test_the_state_before_the_step_is_saved_when_all_ranks_raise(kind):
     with TrainingJob(3) as job, warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", UnsavedSteps)
@@ -505,7 +483,7 @@ def test_the_state_before_the_step_is_saved_when_all_ranks_raise(kind: type[Base
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_nothing_is_saved_when_one_rank_raises_and_a_note_says_so(victim: int) -> None:
+def test_nothing_is_saved_when_one_rank_raises_and_a_note_says_so(victim):
     """The other ranks wait in an all-reduce that never ends, or are ended too."""
     with TrainingJob(3) as job, mock.patch("limpet.training.ending.JOIN_TIMEOUT", 1.0):
         began = time.monotonic()
@@ -522,7 +500,7 @@ def test_nothing_is_saved_when_one_rank_raises_and_a_note_says_so(victim: int) -
         assert job.versions == []
 
 
-def test_nothing_is_saved_when_ranks_raise_in_different_steps() -> None:
+def test_nothing_is_saved_when_ranks_raise_in_different_steps():
     all_have_trained = threading.Barrier(3, timeout=20)
     with TrainingJob(3, lockstep=False) as job, warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -545,13 +523,13 @@ def test_nothing_is_saved_when_ranks_raise_in_different_steps() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_saved_when_one_rank_has_changed_its_parameters() -> None:
+def test_nothing_is_saved_when_one_rank_has_changed_its_parameters():
     """Rank 1 raises after its optimizer has stepped. No rank saves, and no rank hangs."""
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer takes seconds, because of its imports
     with TrainingJob(2) as job, warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             model = torch.nn.Linear(2, 2)
             with torch.no_grad():
                 for p in model.parameters():
@@ -577,19 +555,19 @@ def test_nothing_is_saved_when_one_rank_has_changed_its_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_the_save_after_an_exception_waits_for_a_slow_save_in_flight() -> None:
+def test_the_save_after_an_exception_waits_for_a_slow_save_in_flight():
     """The ranks have 20 s to join, but a save in flight may take longer on one rank."""
     with TrainingJob(2) as job, mock.patch("limpet.training.ending.JOIN_TIMEOUT", 0.5):
         release = threading.Event()
 
-        def hold(method: str, key: str) -> None:
+        def hold(method, key):
             if method == "commit" and "version_5/" in key:
                 release.wait(20)
 
         job.set_before_call(1, hold)
         threading.Timer(1.5, release.set).start()
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5) | OnException()):
                 trainer.train_steps(7)
                 raise ValueError("NaN")
@@ -601,11 +579,11 @@ def test_the_save_after_an_exception_waits_for_a_slow_save_in_flight() -> None:
 # -- ranks that leave ----------------------------------------------------------------------------
 
 
-def test_a_rank_that_ends_early_does_not_block_the_others_between_saves() -> None:
+def test_a_rank_that_ends_early_does_not_block_the_others_between_saves():
     """The next save would name it."""
     with TrainingJob(3, lockstep=False) as job:
 
-        def work(trainer: TrainingRank) -> int:
+        def work(trainer):
             trainer.train(7 if trainer.rank == 2 else 60, save=EverySeconds(600))
             return trainer.ckpt.current_step
 
@@ -614,10 +592,10 @@ def test_a_rank_that_ends_early_does_not_block_the_others_between_saves() -> Non
 
 
 @pytest.mark.slow
-def test_the_next_save_fails_at_once_when_a_rank_has_ended() -> None:
+def test_the_next_save_fails_at_once_when_a_rank_has_ended():
     with TrainingJob(3, lockstep=False) as job:
 
-        def work(trainer: TrainingRank) -> int:
+        def work(trainer):
             try:
                 trainer.train(7 if trainer.rank == 2 else 60, save=EverySteps(5))
             finally:
@@ -638,12 +616,12 @@ def test_the_next_save_fails_at_once_when_a_rank_has_ended() -> None:
 # -- incremental saves and overlap ---------------------------------------------------------------
 
 
-def test_a_base_version_that_one_rank_cannot_read_raises_on_all_ranks() -> None:
+def test_a_base_version_that_one_rank_cannot_read_raises_on_all_ranks():
     """The other ranks do not wait for the rank that cannot read the base version."""
     with TrainingJob(3) as job:
         fail_calls(job, 2, Unavailable("Gone"), "get", "version_5/")
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             with trainer.make_checkpointer(save=EverySteps(5), incremental=True):
                 with pytest.raises(CommitError if trainer.rank != 2 else Unavailable, match="Gone"):
                     trainer.train_steps(22)
@@ -658,10 +636,10 @@ def test_a_base_version_that_one_rank_cannot_read_raises_on_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_training_with_overlap_resumes_identically() -> None:
+def test_a_training_with_overlap_resumes_identically():
     with TrainingJob(2) as job:
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             torch.manual_seed(0)
             model = torch.nn.Linear(30, 30)
             with torch.no_grad():

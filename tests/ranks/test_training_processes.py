@@ -1,9 +1,6 @@
 """Whole trainings on real processes over gloo."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from tests.ranks.world import run_scenarios
 pytestmark = pytest.mark.slow
 
 
-def test_all_scenarios_pass(tmp_path: Path) -> None:
+def test_all_scenarios_pass(tmp_path):
     """All scenarios are one test, so that each worker of pytest-xdist does not start processes."""
     run_scenarios(SCENARIOS, tmp_path)
     costs = [json.loads((tmp_path / f"cost{rank}.json").read_text()) for rank in range(2)]

@@ -1,10 +1,5 @@
 """Ranks whose folders have the same name but are on different disks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,12 +11,12 @@ from tests.fakegroup import FakeGroup
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_no_rank_writes_to_a_folder_that_rank_0_does_not_share(large: bool) -> None:
+def test_no_rank_writes_to_a_folder_that_rank_0_does_not_share(large):
     """A small state has nothing to write for the other ranks, so rank 0 would see all files."""
     stores = [MemoryStore() for _ in range(3)]
     stores[2] = stores[0]
 
-    def save(rank: int) -> Any:
+    def save(rank):
         state = {"w": torch.ones(3_000_000 if large else 3), "n": 5}
         return limpet.save(stores[rank], state, step=1)
 
@@ -35,8 +30,8 @@ def test_no_rank_writes_to_a_folder_that_rank_0_does_not_share(large: bool) -> N
     assert not any(stat.key.endswith("manifest.json") for stat in stores[0].list(""))
 
 
-def test_a_training_raises_at_its_first_save(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
+def test_a_training_raises_at_its_first_save(tmp_path):
+    def train(rank):
         state = {"w": torch.ones(3), "progress": limpet.Progress()}
         folder = tmp_path / ("here" if rank == 0 else "there") / "run"
         with limpet.Checkpointer(MemoryStore() if rank else folder, state) as ckpt:

@@ -1,14 +1,11 @@
 """A listener hands over connections with the secret, and nothing that strangers do ends it."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
 import resource
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -32,12 +29,12 @@ Accepted = list[tuple[socket.socket, Session]]
 
 @contextmanager
 def listening(
-    address: str = "127.0.0.1",
-    limits: HandshakeLimits = HandshakeLimits(),  # noqa: B008
-) -> Iterator[tuple[Listener, Accepted]]:
+    address="127.0.0.1",
+    limits=HandshakeLimits(),  # noqa: B008
+):
     accepted: Accepted = []
 
-    def accept(connection: socket.socket, session: Session) -> None:
+    def accept(connection, session):
         accepted.append((connection, session))
 
     listener = Listener(address, SECRET, "serve tests", accept, limits)
@@ -49,7 +46,7 @@ def listening(
             connection.close()
 
 
-def shake(listener: Listener, secret: str = SECRET) -> tuple[socket.socket, Session]:
+def shake(listener, secret=SECRET):
     """Connect, and make the handshake."""
     connection = socket.create_connection((listener.address, listener.port), 20)
     try:
@@ -65,7 +62,7 @@ def shake(listener: Listener, secret: str = SECRET) -> tuple[socket.socket, Sess
 
 
 @pytest.mark.parametrize("change", ["again", "left out", "other payload", "own direction"])
-def test_a_message_has_one_place(change: str) -> None:
+def test_a_message_has_one_place(change):
     with listening() as (listener, accepted):
         connection, session = shake(listener)
         with connection:
@@ -83,7 +80,7 @@ def test_a_message_has_one_place(change: str) -> None:
                 own.verify(b"y" if change == "other payload" else b"x", second, "the client")
 
 
-def test_strangers_get_no_session_and_end_nothing() -> None:
+def test_strangers_get_no_session_and_end_nothing():
     with listening(limits=HandshakeLimits(connections=4)) as (listener, accepted):
         with pytest.raises(Denied, match="does not know the secret"):
             shake(listener, make_secret())
@@ -102,13 +99,10 @@ def test_strangers_get_no_session_and_end_nothing() -> None:
             stranger.close()
 
 
-def test_a_closed_listener_ends_handshakes_and_leaves_accepted_connections() -> None:
+def test_a_closed_listener_ends_handshakes_and_leaves_accepted_connections():
     with listening() as (listener, accepted):
         connection, _ = shake(listener)
-        with (
-            connection,
-            socket.create_connection((listener.address, listener.port), 20) as pending,
-        ):
+        with connection, socket.create_connection((listener.address, listener.port), 20) as pending:
             eventually(lambda: accepted)
             listener.close()
             assert pending.recv(1) == b""
@@ -118,11 +112,11 @@ def test_a_closed_listener_ends_handshakes_and_leaves_accepted_connections() -> 
             socket.create_connection((listener.address, listener.port), 20)
 
 
-def count_of_files() -> int:
+def count_of_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def limit_for(left: int) -> int:
+def limit_for(left):
     """The limit on the numbers of descriptors with which so many more can be opened."""
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     unused = (
@@ -131,7 +125,7 @@ def limit_for(left: int) -> int:
     return next(itertools.islice(unused, left, None))
 
 
-def test_without_descriptors_it_listens_or_raises() -> None:
+def test_without_descriptors_it_listens_or_raises():
     """Once it listens, its thread needs no more of them."""
     with listening():
         pass
@@ -157,11 +151,11 @@ def test_without_descriptors_it_listens_or_raises() -> None:
     assert all("Too many open files" in text for text in found)
 
 
-def test_a_peer_that_has_gone_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_has_gone_does_not_end_the_listener(monkeypatch):
     """On some systems, the options of its socket are invalid."""
     calls = []
 
-    def fail(sock: socket.socket, *arguments: object) -> None:
+    def fail(sock, *arguments):
         calls.append(arguments)
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -175,7 +169,7 @@ def test_a_peer_that_has_gone_does_not_end_the_listener(monkeypatch: pytest.Monk
         eventually(lambda: accepted)
 
 
-def test_a_forked_process_may_close_its_copy() -> None:
+def test_a_forked_process_may_close_its_copy():
     with listening() as (listener, accepted):
         if not (child := os.fork()):
             try:
@@ -190,6 +184,6 @@ def test_a_forked_process_may_close_its_copy() -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.1", "192.0.2.1", "localhost", ""])
-def test_it_listens_at_one_address_of_this_host(address: str) -> None:
+def test_it_listens_at_one_address_of_this_host(address):
     with pytest.raises(StoreError, match="Cannot serve tests at"), listening(address):
         pass

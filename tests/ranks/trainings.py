@@ -1,7 +1,5 @@
 """Trainings of several ranks in threads. Each rank has its own Checkpointer and store."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +12,6 @@ import limpet
 from limpet.ranks.kv import Timeouts
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from tests.fakegroup import FakeGroup
 from tests.unreliable_stores import HookedStore
 
@@ -25,10 +22,10 @@ Metrics = Callable[[int], Any]
 """Returns the metrics to pass to ``Checkpointer.step`` at a step."""
 
 
-def no_metrics(step: int) -> None: ...
+def no_metrics(step): ...
 
 
-def initial_state(rank: int, size: int, progress: bool = True) -> dict[str, Any]:
+def initial_state(rank, size, progress=True):
     """Return the state of a rank before its first step.
 
     The weights are sharded across ranks, "same" is replicated, and "mine" is a PerRank value.
@@ -42,7 +39,7 @@ def initial_state(rank: int, size: int, progress: bool = True) -> dict[str, Any]
     return {**state, "progress": limpet.Progress()} if progress else state
 
 
-def train_step(state: dict[str, Any], step: int) -> None:
+def train_step(state, step):
     """Make a step whose result depends on all earlier steps."""
     weights = state["weights"].tensor
     weights *= 1.01
@@ -51,7 +48,7 @@ def train_step(state: dict[str, Any], step: int) -> None:
     state["mine"].value += 1
 
 
-def matches_uninterrupted(state: dict[str, Any], rank: int, size: int, last_step: int) -> bool:
+def matches_uninterrupted(state, rank, size, last_step):
     """Return True if the state equals that of an uninterrupted training."""
     expected = initial_state(rank, size)
     for step in range(1, last_step + 1):
@@ -71,26 +68,26 @@ class TrainingRank:
     ``saved_steps``: the steps at which it began a save.
     """
 
-    job: TrainingJob
+    job: "TrainingJob"
     rank: int
     store: HookedStore
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    ckpt: limpet.Checkpointer = None  # type: ignore[assignment]
+    ckpt: limpet.Checkpointer = None
     state: dict[str, Any] = field(default_factory=dict)
     resumed: Any = None
     saved_steps: list[int] = field(default_factory=list)
 
-    def calls_without_pin_checks(self) -> list[tuple[str, str]]:
+    def calls_without_pin_checks(self):
         """Return its calls, except the check in each save that it can see the pin of rank 0."""
         return [c for c in self.calls.elements() if not (c[0] == "stat" and "pin-" in c[1])]
 
-    def make_checkpointer(self, **options: Any) -> limpet.Checkpointer:
+    def make_checkpointer(self, **options):
         state = options.pop("state", None)
         self.state = initial_state(self.rank, self.job.size) if state is None else state
         self.ckpt = limpet.Checkpointer(self.store, self.state, **options)
         return self.ckpt
 
-    def train_steps(self, last_step: int, metrics: Metrics = no_metrics) -> None:
+    def train_steps(self, last_step, metrics=no_metrics):
         """Train up to step ``last_step``, or until the training stops.
 
         In a lockstep job, the ranks wait for one another before each step, as in an all-reduce.
@@ -106,7 +103,7 @@ class TrainingRank:
                 if self.ckpt._cadence._save_number > save_number and step > 1:
                     self.saved_steps.append(step)
 
-    def train(self, last_step: int, metrics: Metrics = no_metrics, **options: Any) -> Any:
+    def train(self, last_step, metrics=no_metrics, **options):
         """Run a whole training. Return the result of ``resume``."""
         with self.make_checkpointer(**options):
             self.resumed = self.ckpt.resume()
@@ -121,15 +118,15 @@ class StepBarrier:
     that have passed the barrier and have not woken up yet.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self._size = size
         self._changed = threading.Condition()
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self):
         self._arrived, self._aborted = 0, False
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout):
         with self._changed:
             self._arrived += 1
             target = -(-self._arrived // self._size) * self._size
@@ -138,7 +135,7 @@ class StepBarrier:
             if self._arrived < target:
                 raise threading.BrokenBarrierError
 
-    def abort(self) -> None:
+    def abort(self):
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
@@ -147,13 +144,7 @@ class StepBarrier:
 class TrainingJob:
     """A training of ``size`` ranks. Rank 0 calls ``before_step()`` before each step."""
 
-    def __init__(
-        self,
-        size: int,
-        inner: Store | None = None,
-        timeouts: Timeouts = SHORT_TIMEOUTS,
-        lockstep: bool = True,
-    ) -> None:
+    def __init__(self, size, inner=None, timeouts=SHORT_TIMEOUTS, lockstep=True):
         self.size = size
         self.inner = MemoryStore() if inner is None else inner
         self.group = FakeGroup(size, timeouts)
@@ -164,44 +155,44 @@ class TrainingJob:
             trainer.store.before = self._call_counter(trainer)
 
     @staticmethod
-    def _call_counter(trainer: TrainingRank) -> Callable[[str, str], None]:
-        def count(method: str, key: str) -> None:
+    def _call_counter(trainer):
+        def count(method, key):
             trainer.calls[method, key] += 1
 
         return count
 
-    def set_before_call(self, rank: int, callback: Callable[[str, str], object]) -> None:
+    def set_before_call(self, rank, callback):
         """Run ``callback(method, key)`` before each call of a rank to its store."""
         count = self._call_counter(self.ranks[rank])
 
-        def count_and_call(method: str, key: str) -> None:
+        def count_and_call(method, key):
             count(method, key)
             callback(method, key)
 
         self.ranks[rank].store.before = count_and_call
 
-    def wait_for_step(self, rank: int) -> None:
+    def wait_for_step(self, rank):
         if rank == 0:
             self.before_step()
         if self._barrier is not None:
             self._barrier.wait(30)
 
-    def wait_for_saves(self) -> None:
+    def wait_for_saves(self):
         """Wait for the saves in flight."""
         for trainer in self.ranks:
             if (pending := trainer.ckpt._saver.pending) is not None:
                 pending.wait()
 
-    def run(self, work: Callable[[TrainingRank], Any]) -> list[Any]:
+    def run(self, work):
         """Return the result of ``work`` on each rank. Raises the first exception of any rank."""
         if self._barrier is not None:
             self._barrier.reset()
         return self.group.run(lambda rank: self._run_rank(work, rank))
 
-    def outcomes(self, work: Callable[[TrainingRank], Any]) -> list[Any]:
+    def outcomes(self, work):
         return self.group.outcomes(lambda rank: self._run_rank(work, rank))
 
-    def _run_rank(self, work: Callable[[TrainingRank], Any], rank: int) -> Any:
+    def _run_rank(self, work, rank):
         try:
             return work(self.ranks[rank])
         except BaseException:
@@ -209,19 +200,19 @@ class TrainingJob:
                 self._barrier.abort()  # an all-reduce that lacks a rank ends too
             raise
 
-    def train(self, last_step: int, metrics: Metrics = no_metrics, **options: Any) -> Any:
+    def train(self, last_step, metrics=no_metrics, **options):
         return self.run(lambda trainer: trainer.train(last_step, metrics, **options))
 
     @property
-    def versions(self) -> list[int]:
+    def versions(self):
         return [s.step for s in Run(self.inner).snapshots()]
 
-    def leftover_keys(self) -> list[str]:
+    def leftover_keys(self):
         """Return the keys that remain in the key-value store, except heartbeats."""
         return sorted(k for k in self.group.store.values if not k.startswith("heartbeat/"))
 
-    def __enter__(self) -> TrainingJob:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self.group.close()

@@ -1,7 +1,5 @@
 """Whole trainings on real processes: the scenarios of ``test_training_processes.py``."""
 
-from __future__ import annotations
-
 import io
 import json
 import statistics

@@ -1,17 +1,13 @@
 """Processes that form worlds of torch.distributed of one to four ranks, one after the other."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +18,7 @@ SIZE = 4
 TIMEOUT = timedelta(seconds=60)
 
 
-def run_ranks(
-    run_rank: Callable[[int, int, Path], None],
-    folder: Path,
-    exit_codes: Sequence[int] = (0,) * SIZE,
-    *,
-    silent_seconds: int = 30,
-    timeout: float = 300,
-) -> list[dict[str, Any]]:
+def run_ranks(run_rank, folder, exit_codes=(0,) * SIZE, *, silent_seconds=30, timeout=300):
     """Call ``run_rank`` on each rank, in a process. Return the results of each rank.
 
     Args:
@@ -61,14 +50,7 @@ def run_ranks(
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(exit_codes))]
 
 
-def _run_logged(
-    run_rank: Callable[[int, int, Path], None],
-    rank: int,
-    port: int,
-    folder: Path,
-    log: Path,
-    silent_seconds: int,
-) -> None:
+def _run_logged(run_rank, rank, port, folder, log, silent_seconds):
     with log.open("w") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
@@ -80,17 +62,17 @@ def _run_logged(
 class RankPool:
     """All processes. Each call forms a world of the first ``size`` of them."""
 
-    def __init__(self, rank: int, port: int, folder: Path) -> None:
+    def __init__(self, rank, port, folder):
         self.rank = rank
         self.folder = folder
         self.store = dist.TCPStore("127.0.0.1", port, SIZE, False, TIMEOUT)
         self.scenario = ""
         self.world_count = 0
 
-    def begin(self, scenario: str) -> None:
+    def begin(self, scenario):
         self.scenario, self.world_count = scenario, 0
 
-    def __call__(self, size: int, work) -> None:
+    def __call__(self, size, work):
         """Run ``work()`` on the ranks below ``size``, in a world of that size."""
         self.world_count += 1
         name = f"{self.scenario}{self.world_count}"
@@ -100,7 +82,7 @@ class RankPool:
         finally:
             self.barrier(name)
 
-    def _run_in_world(self, size: int, prefix: str, work) -> None:
+    def _run_in_world(self, size, prefix, work):
         if size == 1:
             work()
             return
@@ -111,20 +93,20 @@ class RankPool:
         finally:
             dist.destroy_process_group()
 
-    def barrier(self, name: str) -> None:
+    def barrier(self, name):
         self.store.add(f"{name}/arrived", 1)
         end = time.monotonic() + TIMEOUT.total_seconds()
         while self.store.add(f"{name}/arrived", 0) < SIZE and time.monotonic() < end:
             time.sleep(0.005)
 
-    def url(self, name: str) -> str:
+    def url(self, name):
         return str(self.folder / f"{name}" / "version_1")
 
 
 Scenario = Callable[[RankPool], None]
 
 
-def run_scenarios(scenarios: Sequence[Scenario], folder: Path) -> None:
+def run_scenarios(scenarios, folder):
     """Run the scenarios, which share one start of the processes. Assert that all of them pass."""
     results = run_ranks(partial(_run_each, scenarios), folder)
     failed = [
@@ -136,7 +118,7 @@ def run_scenarios(scenarios: Sequence[Scenario], folder: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
-def _run_each(scenarios: Sequence[Scenario], rank: int, port: int, folder: Path) -> None:
+def _run_each(scenarios, rank, port, folder):
     """Run the scenarios as one rank, and write their results to ``FOLDER/RANK.json``.
 
     A result is "passed" or a traceback.

@@ -1,9 +1,6 @@
 """Fixtures of the tests of tiers."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +8,7 @@ from tests.tiers.hosts import Host
 
 
 @pytest.fixture
-def host(memory: str) -> Iterator[Host]:
+def host(memory):
     host = Host(memory)
     yield host
     for ckpt in host.ckpts:

@@ -1,7 +1,5 @@
 """A host with a memory tier, on which trainings run and die."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from limpet.training.checkpointer import Checkpointer
 from tests.trainings import forget, initial_state, train_step
 
 
-def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
+def train(state, ckpt, last_step):
     """Train, so slowly that no capture is skipped because the one before has not ended."""
     while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
@@ -25,14 +23,14 @@ def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
 class Host:
     """A host with a folder in memory, on which trainings run one after the other."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
         self.run = MemoryStore()
         self.ckpts: list[Checkpointer] = []
         self.resumed: Any = None
         self.warnings: list[str] = []
 
-    def start(self, every: int = 10, save: int = 50) -> tuple[dict[str, Any], Checkpointer]:
+    def start(self, every=10, save=50):
         state = initial_state()
         tier = MemoryTier(every=EverySteps(every), copies=1, path=self.path)
         ckpt = Checkpointer(self.run, state, save=EverySteps(save) | AtEnd(), tiers=[tier])
@@ -43,7 +41,7 @@ class Host:
         self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
         return state, ckpt
 
-    def train_and_die(self, last_step: int, **options: Any) -> None:
+    def train_and_die(self, last_step, **options):
         """Train until a step, then end without an end, as SIGKILL does."""
         state, ckpt = self.start(**options)
         train(state, ckpt, last_step)
@@ -52,31 +50,31 @@ class Host:
         forget(ckpt)
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         (own,) = Path(self.path).iterdir()
         (folder,) = own.iterdir()
         return folder
 
     @property
-    def captured(self) -> list[str]:
+    def captured(self):
         """The folders of the states in memory, with their manifest."""
         found = [p.parent.name for p in self.folder.rglob(MANIFEST)]
         return sorted(found, key=lambda name: int(name[8:].partition(".")[0]))
 
-    def file(self, version: str, suffix: str) -> Path:
+    def file(self, version, suffix):
         files = (self.folder / version).iterdir()
         (path,) = (p for p in files if p.name.endswith(suffix) and not p.name.startswith("."))
         return path
 
 
-def flip_bit(path: Path, at: int) -> None:
+def flip_bit(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.unlink()  # the file itself is never modified
     path.write_bytes(data)
 
 
-def end_as_killed(ckpt: Checkpointer, rank: int) -> None:
+def end_as_killed(ckpt, rank):
     """End the threads of a training without anything that its end does, as SIGKILL does."""
     ckpt._tiers.close(is_complete=False)
     ckpt._agreement.close()

@@ -1,7 +1,5 @@
 """Peers in one process, and a proxy between them that does harm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

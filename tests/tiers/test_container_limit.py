@@ -1,12 +1,9 @@
 """Trainings with a memory tier in a real control group with a limit, as in a container."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,7 +33,7 @@ with limpet.Checkpointer(sys.argv[2], state, save=limpet.EverySteps(5), tiers=[t
 
 
 @pytest.fixture
-def group() -> Iterator[Path]:
+def group():
     """A control group for 300 MiB of memory, of version 1 or 2."""
     for parent, limit in ("memory", "memory.limit_in_bytes"), ("", "memory.max"):
         folder = Path("/sys/fs/cgroup", parent, f"limpet-test-{os.getpid()}")
@@ -51,7 +48,7 @@ def group() -> Iterator[Path]:
     pytest.skip("no control group for memory can be created")
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder):
     end = time.monotonic() + 10
     while True:
         try:
@@ -63,14 +60,12 @@ def _remove(folder: Path) -> None:
             return
 
 
-def train(group: Path, folder: Path, memory: str, mib: int) -> subprocess.CompletedProcess[str]:
+def train(group, folder, memory, mib):
     command = [sys.executable, "-c", TRAINING, group, folder / f"run-{mib}", memory, str(mib)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_a_training_fits_into_its_container_or_does_not_start(
-    group: Path, tmp_path: Path, memory: str
-) -> None:
+def test_a_training_fits_into_its_container_or_does_not_start(group, tmp_path, memory):
     done = train(group, tmp_path, memory, 20)
     assert done.returncode == 0, done.stderr
     done = train(group, tmp_path, memory, 90)

@@ -1,14 +1,11 @@
 """The newest state in memory goes to the run after its training has ended."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +16,7 @@ import pytest
 import limpet
 from limpet.cli.verbs import run as run_verb
 from limpet.deadline import Deadline
-from limpet.errors import (
-    DeadlinePassed,
-    FormatError,
-    LimpetError,
-    NoSpace,
-    Preempted,
-    StoreError,
-)
+from limpet.errors import DeadlinePassed, FormatError, LimpetError, NoSpace, Preempted, StoreError
 from limpet.format.names import WRITER_LOCK, Version
 from limpet.format.records import Pin, encode_record
 from limpet.machine import utc_now
@@ -42,22 +32,22 @@ from limpet.tiers.flush import MemoryRecord, flush_recorded, flush_states, recor
 from limpet.tiers.settings import MemoryTier
 from limpet.training.checkpointer import Checkpointer
 from tests.notices.announced import Announced
-from tests.ranks.trainings import TrainingJob, TrainingRank
-from tests.tiers.hosts import Host, flip_bit, train
+from tests.ranks.trainings import TrainingJob
+from tests.tiers.hosts import flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal
 from tests.unreliable_stores import HookedStore
 
 
-def soon(seconds: float = 20) -> Deadline:
+def soon(seconds=20):
     return Deadline.after(seconds, "the flush of a test")
 
 
-def flush(host: Host, seconds: float = 20, is_writer: bool = True) -> Any:
+def flush(host, seconds=20, is_writer=True):
     """Save the newest state in memory, and return the version, or None. It raises the error."""
     return flush_folder(host.folder, Run(host.run), seconds, is_writer)
 
 
-def flush_folder(folder: str | Path, run: Run, seconds: float = 20, is_writer: bool = False) -> Any:
+def flush_folder(folder, run, seconds=20, is_writer=False):
     records = [MemoryRecord(str(folder), run.url)]
     check = WriterLock(run.store).check if is_writer else None
     for result in flush_states(records, run, soon(seconds), check):
@@ -67,7 +57,7 @@ def flush_folder(folder: str | Path, run: Run, seconds: float = 20, is_writer: b
     return None
 
 
-def test_the_newest_state_becomes_a_version(host: Host) -> None:
+def test_the_newest_state_becomes_a_version(host):
     host.train_and_die(77)
     flushed = flush(host)
     assert flushed.step == 70
@@ -81,12 +71,12 @@ def test_the_newest_state_becomes_a_version(host: Host) -> None:
         assert states_equal(state, state_after(70))
 
 
-def test_if_the_last_save_fails_the_newest_captured_state_is_saved(host: Host) -> None:
+def test_if_the_last_save_fails_the_newest_captured_state_is_saved(host):
     """BEHAVIOURS.md, C2: it is better than the version before, and the exit code says that the last
     step is not saved."""
     store, source = HookedStore(MemoryStore()), Announced()
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "put" and key.startswith("version_13/"):
             raise NoSpace("The disk is full")
 
@@ -110,7 +100,7 @@ def test_if_the_last_save_fails_the_newest_captured_state_is_saved(host: Host) -
     assert flushed["weights"][:].tobytes() == state_after(10)["weights"].tobytes()
 
 
-def test_nothing_is_flushed_twice_or_if_a_version_is_newer(host: Host) -> None:
+def test_nothing_is_flushed_twice_or_if_a_version_is_newer(host):
     host.train_and_die(77)
     assert flush(host).step == 70
     assert flush(host) is None
@@ -118,7 +108,7 @@ def test_nothing_is_flushed_twice_or_if_a_version_is_newer(host: Host) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "index.json"])
-def test_damage_in_memory_is_not_saved(host: Host, suffix: str) -> None:
+def test_damage_in_memory_is_not_saved(host, suffix):
     host.train_and_die(77)
     flip_bit(host.file("version_70", suffix), 300)
     with pytest.raises(FormatError):
@@ -126,7 +116,7 @@ def test_damage_in_memory_is_not_saved(host: Host, suffix: str) -> None:
     assert Run(host.run).line() == [Version(50)]
 
 
-def test_another_training_that_writes_to_the_run_prevents_the_flush(host: Host) -> None:
+def test_another_training_that_writes_to_the_run_prevents_the_flush(host):
     host.train_and_die(77)
     state = initial_state()
     with Checkpointer(host.run, state, save=EverySteps(1000)) as ckpt:
@@ -139,7 +129,7 @@ def test_another_training_that_writes_to_the_run_prevents_the_flush(host: Host) 
     assert flush(host, is_writer=False).step == 70
 
 
-def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host: Host) -> None:
+def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host):
     host.train_and_die(77)
     host.file("version_70", "safetensors").unlink()
     with pytest.raises(DeadlinePassed, match="from the host that has it"):
@@ -148,16 +138,14 @@ def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host: Ho
 
 
 @pytest.mark.parametrize("is_writer", [False, True])
-def test_a_training_that_begins_elsewhere_during_the_copy_prevents_the_commit(
-    host: Host, is_writer: bool
-) -> None:
+def test_a_training_that_begins_elsewhere_during_the_copy_prevents_the_commit(host, is_writer):
     host.train_and_die(77)
     store = HookedStore(host.run)
     lock = WriterLock(store)
     if is_writer:
         lock.acquire()
 
-    def begin(method: str, key: str) -> None:
+    def begin(method, key):
         if (method, key.partition("/")[0]) == ("put", "version_70"):
             host.run.delete(WRITER_LOCK)
             host.run.put_if_absent(WRITER_LOCK, encode_record(elsewhere))
@@ -171,11 +159,11 @@ def test_a_training_that_begins_elsewhere_during_the_copy_prevents_the_commit(
     assert Run(host.run).line() == [Version(50)]
 
 
-def test_a_training_that_began_and_ended_during_the_copy_prevents_the_commit(host: Host) -> None:
+def test_a_training_that_began_and_ended_during_the_copy_prevents_the_commit(host):
     host.train_and_die(77)
     store = HookedStore(host.run)
 
-    def train_elsewhere(method: str, key: str) -> None:
+    def train_elsewhere(method, key):
         if (method, key.partition("/")[0]) == ("put", "version_70"):
             state = initial_state()
             with Checkpointer(host.run, state, save=EverySteps(2)) as ckpt:
@@ -190,13 +178,13 @@ def test_a_training_that_began_and_ended_during_the_copy_prevents_the_commit(hos
 
 
 @contextmanager
-def two_hosts(url: str) -> Iterator[list[str]]:
+def two_hosts(url):
     """Return the folders of two hosts with a state of step 5, of which each has one shard."""
     folders = [tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm") for _ in range(2)]
     try:
         with TrainingJob(2, limpet.open_store(folders[0])) as job:
 
-            def work(trainer: TrainingRank) -> None:
+            def work(trainer):
                 with trainer.make_checkpointer(save=EverySteps(5)):
                     trainer.train_steps(5)
 
@@ -214,12 +202,12 @@ def two_hosts(url: str) -> Iterator[list[str]]:
             shutil.rmtree(folder)
 
 
-def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None:
+def test_two_hosts_that_have_a_part_each_commit_together(tmp_path):
     """Each copies its shards, and whoever sees all of them commits."""
     url = str(tmp_path / "run")
     results: list[Any] = []
 
-    def flush_part(folder: str) -> None:
+    def flush_part(folder):
         try:
             results.append(flush_folder(folder, Run(url)))
         except BaseException as e:
@@ -237,8 +225,8 @@ def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None
 
 
 def test_a_host_does_not_wait_long_for_another_one_which_commits_when_it_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """The other host may be lost. If it is only late, it finds the files of this one."""
     monkeypatch.setattr(flush_module, "_WAIT_SECONDS", 0.3)
     url = str(tmp_path / "run")
@@ -252,9 +240,7 @@ def test_a_host_does_not_wait_long_for_another_one_which_commits_when_it_comes(
     assert Run(url).latest().verify().ok
 
 
-def test_records_lead_to_the_memory_and_their_errors_are_returned(
-    host: Host, tmp_path: Path
-) -> None:
+def test_records_lead_to_the_memory_and_their_errors_are_returned(host, tmp_path):
     host.train_and_die(77)
     run = tmp_path / "run"
     for stat in host.run.list(""):
@@ -287,7 +273,7 @@ with limpet.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
 
 
 @pytest.mark.slow
-def test_limpet_run_flushes_what_a_killed_training_has_left(tmp_path: Path) -> None:
+def test_limpet_run_flushes_what_a_killed_training_has_left(tmp_path):
     memory = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     try:
         run = tmp_path / "run"
@@ -306,9 +292,7 @@ def test_limpet_run_flushes_what_a_killed_training_has_left(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(tmp_path):
     """The scheduler kills it soon after the signal, and then there would be no exit code."""
     memory = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     lose_shard = (
@@ -340,8 +324,8 @@ def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(
 
 
 def test_an_older_version_that_was_saved_does_not_count_if_the_newest_state_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Otherwise, exit code 76 would become 75, which is not counted as a failure."""
     (tmp_path / "1.memory").touch()
     older = SimpleNamespace(step=20, url="runs/a/version_20")

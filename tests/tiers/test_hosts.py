@@ -1,19 +1,17 @@
 """Which ranks share a host, and which hosts share a fate."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
 from limpet.tiers.hosts import Hosts, RankFacts, shorten_names
 
 
-def rank_in_pod(pod: str, node: str, domain: str | None = None) -> RankFacts:
+def rank_in_pod(pod, node, domain=None):
     machine = f"{pod} pid:[1] {node}"
     return RankFacts(machine, node, f"{machine} /dev/shm/limpet-0/id", domain, 100)
 
 
-def test_copies_of_pods_of_one_node_are_on_another_node() -> None:
+def test_copies_of_pods_of_one_node_are_on_another_node():
     facts = [rank_in_pod(f"pod-{n}", f"boot-{n // 2}") for n in range(4)]
     for rank in range(4):
         hosts = Hosts(facts, rank, 2)
@@ -24,7 +22,7 @@ def test_copies_of_pods_of_one_node_are_on_another_node() -> None:
 
 
 @pytest.mark.parametrize("label", [None, "rack"])
-def test_each_rank_reads_a_few_bytes_of_each_other_one(label: str | None) -> None:
+def test_each_rank_reads_a_few_bytes_of_each_other_one(label):
     boot = "2f9c1c53-5f5b-4c39-9c0e-0a8c6f1d8f{:02}"
     facts = [
         rank_in_pod(f"pod-{n // 2}", boot.format(n // 4), label and f"{label} {n // 8}")
@@ -42,7 +40,7 @@ def test_each_rank_reads_a_few_bytes_of_each_other_one(label: str | None) -> Non
     assert unknown == RankFacts("1", "", "2", None, 5)
 
 
-def test_the_domain_that_the_user_names_counts() -> None:
+def test_the_domain_that_the_user_names_counts():
     racks = ["rack 1", "rack 1", "rack 2", "rack 2"]
     facts = [rank_in_pod(f"pod-{n}", f"boot-{n}", rack) for n, rack in enumerate(racks)]
     assert [Hosts(facts, rank, 2).peers[0] // 2 for rank in range(4)] == [1, 1, 0, 0]

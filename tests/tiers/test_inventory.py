@@ -1,10 +1,5 @@
 """What hosts tell one another of the states that they hold, and what follows from it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -25,7 +20,7 @@ from tests.test_growth import assert_linear
 FOLDER = "version_30"
 
 
-def make_manifest(ranks: int, writer: str = "test") -> Manifest:
+def make_manifest(ranks, writer="test"):
     """Return the manifest of a state of so many ranks."""
     shards = [
         Shard(
@@ -40,13 +35,13 @@ def make_manifest(ranks: int, writer: str = "test") -> Manifest:
     return Manifest("7f3a9c000000", time, writer, 30, 0, None, 0, shards, None, None)
 
 
-def lengths_of(manifest: Manifest, ranks: Iterable[int]) -> dict[str, int]:
+def lengths_of(manifest, ranks):
     """Return the files of some ranks, with their lengths."""
     files = [*files_of(manifest).items()]
     return dict(pair for rank in ranks for pair in files[2 * rank : 2 * rank + 2])
 
 
-def states_of_hosts(hosts: int, per_host: int) -> list[HostFiles]:
+def states_of_hosts(hosts, per_host):
     """Return what hosts hold: each the files of its ranks, and copies of those of another host."""
     count = hosts * per_host
     manifest = make_manifest(count)
@@ -59,7 +54,7 @@ def states_of_hosts(hosts: int, per_host: int) -> list[HostFiles]:
     return states
 
 
-def test_what_a_host_sends_does_not_grow_with_the_hosts() -> None:
+def test_what_a_host_sends_does_not_grow_with_the_hosts():
     sizes = [
         max(len(msgspec.msgpack.encode(state)) for state in states_of_hosts(hosts, 1))
         for hosts in (16, 256)
@@ -68,17 +63,17 @@ def test_what_a_host_sends_does_not_grow_with_the_hosts() -> None:
     assert sizes[1] < 100
 
 
-def test_what_rank_0_sends_back_grows_by_a_few_bytes_per_host() -> None:
+def test_what_rank_0_sends_back_grows_by_a_few_bytes_per_host():
     (found,) = find_snapshots(states_of_hosts(256, 1), "memory")
     assert found.is_whole
     assert len(msgspec.msgpack.encode(found.sources)) < 256 * 16
 
 
-def test_the_work_of_rank_0_grows_with_the_hosts() -> None:
-    def prepare(hosts: int) -> Callable[[], Any]:
+def test_the_work_of_rank_0_grows_with_the_hosts():
+    def prepare(hosts):
         states = states_of_hosts(hosts, 2)
 
-        def find() -> None:
+        def find():
             (found,) = find_snapshots(states, "memory")
             assert found.is_whole
             assert not find_unclear(states, [found])
@@ -102,14 +97,14 @@ def test_the_work_of_rank_0_grows_with_the_hosts() -> None:
         ([[], []], 0),
     ],
 )
-def test_the_first_file_that_nobody_has(held: Sequence[list[int]], missing: int | None) -> None:
+def test_the_first_file_that_nobody_has(held, missing):
     states = [HostFiles(rank, FOLDER, "d", count=8, held=h) for rank, h in enumerate(held)]
     (found,) = find_snapshots(states, "memory")
     assert found.sources.first_missing == missing
     assert found.is_whole == (missing is None)
 
 
-def store_of(manifest: bytes | None) -> MemoryStore:
+def store_of(manifest):
     store = MemoryStore()
     for name, data in {MANIFEST: manifest, "other": b"x"}.items():
         if data is not None:
@@ -118,7 +113,7 @@ def store_of(manifest: bytes | None) -> MemoryStore:
     return store
 
 
-def test_the_manifest_that_most_hosts_have_counts() -> None:
+def test_the_manifest_that_most_hosts_have_counts():
     """One that is damaged does not, and a host without one may have files."""
     raws = [seal(make_manifest(2, writer))[0] for writer in ("a", "b")]
     digests = [seal(make_manifest(2, writer))[1] for writer in ("a", "b")]

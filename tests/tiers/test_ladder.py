@@ -1,27 +1,17 @@
 """The restore ladder of trainings in one process, which die again and again."""
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import limpet
-from limpet.errors import (
-    Denied,
-    NoProgress,
-    Preempted,
-    SkippedVersion,
-    StoreError,
-    Unavailable,
-)
+from limpet.errors import Denied, NoProgress, Preempted, SkippedVersion, StoreError, Unavailable
 from limpet.format.names import Version
 from limpet.notices import exit_status
 from limpet.notices.exit_status import DONE, GIVE_UP, SAVED, UNSAVED, read_records
@@ -29,14 +19,13 @@ from limpet.notices.notice import Notice
 from limpet.run.policy import AtEnd, EverySteps, Never
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.tiers.restarts import read_restarts
 from limpet.training import response
 from limpet.training import savepoint as step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.preemption import Preemption
 from tests.notices.announced import Announced
-from tests.tiers.hosts import Host, flip_bit
+from tests.tiers.hosts import flip_bit
 from tests.trainings import initial_state, state_after, states_equal, train_step
 from tests.unreliable_stores import HookedStore
 
@@ -44,7 +33,7 @@ Status = Callable[[], list[Any]]
 
 
 @pytest.fixture
-def statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Status:
+def statuses(tmp_path, monkeypatch):
     """Be under ``limpet run``. Returns a function that reads the statuses."""
     folder = tmp_path / "statuses"
     folder.mkdir()
@@ -55,7 +44,7 @@ def statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Status:
 class Job:
     """A training in a run, which is started again and again, and dies at some step."""
 
-    def __init__(self, store: Store | None = None) -> None:
+    def __init__(self, store=None):
         self.store: Any = MemoryStore() if store is None else store
         self.run = Run(self.store)
         self.messages: list[str] = []
@@ -63,12 +52,12 @@ class Job:
         self.state: dict[str, Any] = {}
         self.began: int | None = None
 
-    def start(self, **options: Any) -> Checkpointer:
+    def start(self, **options):
         self.state = initial_state()
         ckpt = Checkpointer(self.store, self.state, save=EverySteps(10) | AtEnd())
         uncounted: list[str] = []
 
-        def collect(name: str, fields: dict[str, Any]) -> None:
+        def collect(name, fields):
             if name == "restarts_uncounted":
                 uncounted.append(fields["error"])
 
@@ -85,12 +74,12 @@ class Job:
         assert states_equal(self.state, state_after(self.began or 0))
         return ckpt
 
-    def train(self, ckpt: Checkpointer, last_step: int) -> None:
+    def train(self, ckpt, last_step):
         while self.state["progress"].step < last_step:
             ckpt.step({"loss": train_step(self.state)})
         ckpt._saver.wait()
 
-    def die_at(self, last_step: int) -> int | None:
+    def die_at(self, last_step):
         """Train until a step, and die as if by SIGKILL. Return the step that it resumed from."""
         ckpt = self.start()
         self.train(ckpt, last_step)
@@ -99,27 +88,25 @@ class Job:
         return self.began
 
     @property
-    def records(self) -> list[str]:
+    def records(self):
         return sorted(s.key for s in self.store.list("") if s.key.startswith("restart-"))
 
 
-def why_it_gives_up(job: Job | Host) -> str:
+def why_it_gives_up(job):
     """Start it, which must raise. Return the reason."""
     with pytest.raises(NoProgress) as left:
         job.start()
     return left.value.reason
 
 
-def rungs(job: Job) -> list[int]:
+def rungs(job):
     return [int(name[8]) for name in job.records]
 
 
 # -- the sequence ----------------------------------------------------------------------------------
 
 
-def test_three_restarts_then_one_version_back_three_times_then_93(
-    statuses: Status, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_restarts_then_one_version_back_three_times_then_93(statuses, capsys):
     job = Job()
     assert job.die_at(25) is None
     assert [job.die_at(27) for _ in range(3)] == [20, 20, 20]
@@ -156,7 +143,7 @@ def test_three_restarts_then_one_version_back_three_times_then_93(
     assert "delete the files restart-*.json in memory://" in e.value.reason
 
 
-def test_the_states_in_memory_are_set_aside_first(statuses: Status, host: Host) -> None:
+def test_the_states_in_memory_are_set_aside_first(statuses, host):
     host.train_and_die(137)
     for _ in range(3):
         host.train_and_die(137)
@@ -178,7 +165,7 @@ def test_the_states_in_memory_are_set_aside_first(statuses: Status, host: Host) 
     assert host.captured, "what is in memory stays"
 
 
-def die_with_nan(host: Host, nan_step: int, last_step: int) -> None:
+def die_with_nan(host, nan_step, last_step):
     """Train until a step, with a loss that is NaN from another one on, and die."""
     state, ckpt = host.start()
     while state["progress"].step < last_step:
@@ -189,9 +176,7 @@ def die_with_nan(host: Host, nan_step: int, last_step: int) -> None:
     ckpt._saver.writer_lock.release()
 
 
-def test_a_nan_soon_after_a_restore_from_memory_leaves_it_out_at_once(
-    statuses: Status, host: Host
-) -> None:
+def test_a_nan_soon_after_a_restore_from_memory_leaves_it_out_at_once(statuses, host):
     host.train_and_die(137)
     die_with_nan(host, 133, 135)
     assert host.resumed.step == 130
@@ -205,9 +190,7 @@ def test_a_nan_soon_after_a_restore_from_memory_leaves_it_out_at_once(
 
 
 @pytest.mark.parametrize(("nan_step", "last_step"), [(151, 155), (133, 147)])
-def test_a_nan_much_later_or_before_a_newer_state_is_no_reason(
-    statuses: Status, host: Host, nan_step: int, last_step: int
-) -> None:
+def test_a_nan_much_later_or_before_a_newer_state_is_no_reason(statuses, host, nan_step, last_step):
     host.train_and_die(137)
     die_with_nan(host, nan_step, last_step)
     host.train_and_die(last_step)
@@ -215,7 +198,7 @@ def test_a_nan_much_later_or_before_a_newer_state_is_no_reason(
     assert host.warnings == []
 
 
-def test_a_nan_after_a_version_of_the_run_is_no_reason(statuses: Status) -> None:
+def test_a_nan_after_a_version_of_the_run_is_no_reason(statuses):
     job = Job()
     job.die_at(27)
     ckpt = job.start()
@@ -228,7 +211,7 @@ def test_a_nan_after_a_version_of_the_run_is_no_reason(statuses: Status) -> None
     assert (job.die_at(27), job.skipped) == (20, [])
 
 
-def test_progress_of_a_restart_without_memory_ends_the_ladder(statuses: Status, host: Host) -> None:
+def test_progress_of_a_restart_without_memory_ends_the_ladder(statuses, host):
     host.train_and_die(77)
     for _ in range(3):
         host.train_and_die(77)
@@ -241,7 +224,7 @@ def test_progress_of_a_restart_without_memory_ends_the_ladder(statuses: Status, 
     assert len(read_restarts(host.run)) == 1
 
 
-def test_memory_that_was_not_used_is_not_set_aside(statuses: Status, host: Host) -> None:
+def test_memory_that_was_not_used_is_not_set_aside(statuses, host):
     """Another rung on which nothing is different would only cost time."""
     host.train_and_die(107, every=1000)
     for _ in range(3):
@@ -251,9 +234,7 @@ def test_memory_that_was_not_used_is_not_set_aside(statuses: Status, host: Host)
     assert "left version_100 behind" in host.warnings[0]
 
 
-def test_without_any_version_it_begins_from_scratch_and_then_gives_up(
-    statuses: Status, host: Host
-) -> None:
+def test_without_any_version_it_begins_from_scratch_and_then_gives_up(statuses, host):
     host.train_and_die(17)
     for _ in range(3):
         host.train_and_die(17)
@@ -265,7 +246,7 @@ def test_without_any_version_it_begins_from_scratch_and_then_gives_up(
     assert "There is no version to go back to" in why_it_gives_up(host)
 
 
-def test_a_training_that_dies_before_its_first_version(statuses: Status) -> None:
+def test_a_training_that_dies_before_its_first_version(statuses):
     job = Job()
     assert [job.die_at(5) for _ in range(3)] == [None] * 3
     reason = why_it_gives_up(job)
@@ -273,7 +254,7 @@ def test_a_training_that_dies_before_its_first_version(statuses: Status) -> None
     assert reason.count(" from an empty run") == 3
 
 
-def test_there_is_only_one_version(statuses: Status) -> None:
+def test_there_is_only_one_version(statuses):
     job = Job()
     job.die_at(15)
     assert [job.die_at(15) for _ in range(3)] == [10] * 3
@@ -283,7 +264,7 @@ def test_there_is_only_one_version(statuses: Status) -> None:
 # -- what ends the ladder --------------------------------------------------------------------------
 
 
-def test_any_newer_version_is_progress(statuses: Status) -> None:
+def test_any_newer_version_is_progress(statuses):
     job = Job()
     for last in (25, 27, 27, 37, 38, 39, 45):
         job.die_at(last)
@@ -293,7 +274,7 @@ def test_any_newer_version_is_progress(statuses: Status) -> None:
     assert rungs(job) == [0]
 
 
-def test_progress_after_going_back(statuses: Status) -> None:
+def test_progress_after_going_back(statuses):
     job = Job()
     for _ in range(4):
         job.die_at(25)
@@ -303,7 +284,7 @@ def test_progress_after_going_back(statuses: Status) -> None:
     assert rungs(job) == [0]
 
 
-def test_a_training_that_completes_removes_its_record(statuses: Status) -> None:
+def test_a_training_that_completes_removes_its_record(statuses):
     job = Job()
     for _ in range(5):
         with job.start() as ckpt:
@@ -317,9 +298,7 @@ def test_a_training_that_completes_removes_its_record(statuses: Status) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), SystemExit()])
-def test_a_person_who_ends_the_training_is_no_failure(
-    statuses: Status, error: BaseException
-) -> None:
+def test_a_person_who_ends_the_training_is_no_failure(statuses, error):
     job = Job()
     with pytest.raises(type(error)), job.start() as ckpt:
         job.train(ckpt, 12)
@@ -329,9 +308,7 @@ def test_a_person_who_ends_the_training_is_no_failure(
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(1), SystemExit("x"), MemoryError()])
 @pytest.mark.parametrize("entered", [True, False])
-def test_a_training_that_raises_leaves_its_record(
-    statuses: Status, error: BaseException, entered: bool
-) -> None:
+def test_a_training_that_raises_leaves_its_record(statuses, error, entered):
     job = Job()
     ckpt = job.start()
     with pytest.raises(type(error)), warnings.catch_warnings():
@@ -350,7 +327,7 @@ def test_a_training_that_raises_leaves_its_record(
     assert rungs(job) == [0], "a second close() does nothing"
 
 
-def leave_after_a_notice(job: Job, last_step: int, **settings: Any) -> Preempted | None:
+def leave_after_a_notice(job, last_step, **settings):
     """Train until a step, where a notice arrives. Return the exception, if the training raises."""
     source = Announced()
     state = initial_state()
@@ -371,9 +348,7 @@ def leave_after_a_notice(job: Job, last_step: int, **settings: Any) -> Preempted
 
 
 @pytest.mark.parametrize("last_step", [12, 9])
-def test_a_training_that_leaves_with_75_removes_its_record(
-    statuses: Status, last_step: int
-) -> None:
+def test_a_training_that_leaves_with_75_removes_its_record(statuses, last_step):
     """Without a ``with`` block too, and even if its last step was saved before."""
     job = Job()
     left = leave_after_a_notice(job, last_step)
@@ -382,9 +357,7 @@ def test_a_training_that_leaves_with_75_removes_its_record(
     assert job.records == []
 
 
-def test_a_training_that_is_ended_in_a_long_step_with_75_removes_its_record(
-    statuses: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_is_ended_in_a_long_step_with_75_removes_its_record(statuses, monkeypatch):
     """The thread of the savepoint has saved the last step, and the exit timer ends the process."""
     ends: list[int] = []
     monkeypatch.setattr(response, "end_process", lambda code, why: ends.append(code))
@@ -412,10 +385,10 @@ def test_a_training_that_is_ended_in_a_long_step_with_75_removes_its_record(
         ckpt._release()
 
 
-def test_a_training_that_leaves_with_76_keeps_its_record(statuses: Status) -> None:
+def test_a_training_that_leaves_with_76_keeps_its_record(statuses):
     job = Job(HookedStore(MemoryStore()))
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "put_if_absent" and key.endswith("manifest.json"):
             raise Denied("No")
 
@@ -426,7 +399,7 @@ def test_a_training_that_leaves_with_76_keeps_its_record(statuses: Status) -> No
     assert rungs(job) == [0]
 
 
-def test_a_training_that_never_saves_is_not_counted(statuses: Status) -> None:
+def test_a_training_that_never_saves_is_not_counted(statuses):
     """Its progress is not visible. An evaluation is such a training."""
     job = Job()
     for _ in range(5):
@@ -437,7 +410,7 @@ def test_a_training_that_never_saves_is_not_counted(statuses: Status) -> None:
             job.store.delete(key)
 
 
-def test_resuming_again_in_one_process_is_no_restart(statuses: Status) -> None:
+def test_resuming_again_in_one_process_is_no_restart(statuses):
     job = Job()
     ckpt = job.start()
     with ckpt:
@@ -453,7 +426,7 @@ def test_resuming_again_in_one_process_is_no_restart(statuses: Status) -> None:
     assert job.records == []
 
 
-def test_resuming_again_in_one_process_does_not_go_back_again(statuses: Status) -> None:
+def test_resuming_again_in_one_process_does_not_go_back_again(statuses):
     job = Job()
     for _ in range(4):
         job.die_at(35)
@@ -472,9 +445,7 @@ def test_resuming_again_in_one_process_does_not_go_back_again(statuses: Status) 
 # -- whose decision it is --------------------------------------------------------------------------
 
 
-def test_a_person_who_starts_it_by_hand_is_not_moved_back(
-    statuses: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_person_who_starts_it_by_hand_is_not_moved_back(statuses, monkeypatch):
     job = Job()
     for _ in range(4):
         job.die_at(25)
@@ -486,9 +457,7 @@ def test_a_person_who_starts_it_by_hand_is_not_moved_back(
 
 
 @pytest.mark.parametrize("under", [True, False])
-def test_to_return_to_the_version_that_was_left_behind(
-    statuses: Status, under: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_to_return_to_the_version_that_was_left_behind(statuses, under, monkeypatch):
     job = Job()
     for _ in range(5):
         job.die_at(25)
@@ -508,7 +477,7 @@ def test_to_return_to_the_version_that_was_left_behind(
 # -- damage and failures ---------------------------------------------------------------------------
 
 
-def test_damaged_records_are_not_counted_and_are_deleted(statuses: Status) -> None:
+def test_damaged_records_are_not_counted_and_are_deleted(statuses):
     job = Job()
     for _ in range(4):
         job.die_at(25)
@@ -520,7 +489,7 @@ def test_damaged_records_are_not_counted_and_are_deleted(statuses: Status) -> No
     assert job.die_at(25) == 10
 
 
-def test_an_older_version_that_is_damaged_too(statuses: Status, tmp_path: Path) -> None:
+def test_an_older_version_that_is_damaged_too(statuses, tmp_path):
     """It falls back further, and gives up if nothing is left."""
     job = Job(limpet.open_store(str(tmp_path / "run")))
     for _ in range(4):
@@ -532,7 +501,7 @@ def test_an_older_version_that_is_damaged_too(statuses: Status, tmp_path: Path) 
     assert job.run.line()[:1] == [Version(10)]
 
 
-def test_all_older_versions_are_damaged(statuses: Status, tmp_path: Path) -> None:
+def test_all_older_versions_are_damaged(statuses, tmp_path):
     job = Job(limpet.open_store(str(tmp_path / "run")))
     for _ in range(4):
         job.die_at(25)
@@ -546,18 +515,18 @@ class Killed(BaseException):
     """The process ends at this moment, as by SIGKILL."""
 
 
-def failing_job(restarts: int = 4, last_step: int = 25) -> Job:
+def failing_job(restarts=4, last_step=25):
     job = Job(HookedStore(MemoryStore()))
     for _ in range(restarts):
         job.die_at(last_step)
     return job
 
 
-def fail_once(job: Job, method: str, beginning: str, error: BaseException) -> list[str]:
+def fail_once(job, method, beginning, error):
     """Make the first call of a method with such a key raise. Return the keys that failed."""
     failed: list[str] = []
 
-    def before(called: str, key: str) -> None:
+    def before(called, key):
         if not failed and called == method and key.startswith(beginning):
             failed.append(key)
             raise error
@@ -567,7 +536,7 @@ def fail_once(job: Job, method: str, beginning: str, error: BaseException) -> li
 
 
 @pytest.mark.parametrize("error", [Unavailable("It is away"), Denied("No"), StoreError("EIO")])
-def test_a_record_that_cannot_be_written_is_reported(statuses: Status, error: StoreError) -> None:
+def test_a_record_that_cannot_be_written_is_reported(statuses, error):
     job = failing_job(1)
     failed = fail_once(job, "put_if_absent", "restart-0", error)
     ckpt = job.start()
@@ -581,10 +550,10 @@ def test_a_record_that_cannot_be_written_is_reported(statuses: Status, error: St
     assert job.records == []
 
 
-def test_a_record_that_was_written_although_the_store_failed_is_removed(statuses: Status) -> None:
+def test_a_record_that_was_written_although_the_store_failed_is_removed(statuses):
     job = failing_job(1)
 
-    def after(method: str, key: str) -> None:
+    def after(method, key):
         if method == "put_if_absent" and key.startswith("restart-"):
             raise Unavailable("The reply is lost")
 
@@ -598,9 +567,7 @@ def test_a_record_that_was_written_although_the_store_failed_is_removed(statuses
 
 @pytest.mark.parametrize("method", ["list", "get"])
 @pytest.mark.parametrize("error", [Unavailable("It is away"), Denied("No")])
-def test_records_that_cannot_be_read_keep_no_training_from_resuming(
-    statuses: Status, method: str, error: StoreError
-) -> None:
+def test_records_that_cannot_be_read_keep_no_training_from_resuming(statuses, method, error):
     job = failing_job()
     failed = fail_once(job, method, "" if method == "list" else "restart-", error)
     ckpt = job.start()
@@ -614,7 +581,7 @@ def test_records_that_cannot_be_read_keep_no_training_from_resuming(
 
 
 @pytest.mark.parametrize("error", [Unavailable("It is away"), Denied("No")])
-def test_it_does_not_go_back_without_a_record_of_it(statuses: Status, error: StoreError) -> None:
+def test_it_does_not_go_back_without_a_record_of_it(statuses, error):
     """It would go back one more version at every restart."""
     job = failing_job(last_step=45)
     fail_once(job, "put_if_absent", "restart-2", error)
@@ -633,12 +600,10 @@ def test_it_does_not_go_back_without_a_record_of_it(statuses: Status, error: Sto
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("key", ["restart-2", "branch-1"])
-def test_a_process_that_dies_while_it_goes_back_goes_back_one_version_only(
-    statuses: Status, key: str, moment: str
-) -> None:
+def test_a_process_that_dies_while_it_goes_back_goes_back_one_version_only(statuses, key, moment):
     job = failing_job(last_step=45)
 
-    def kill(method: str, written: str) -> None:
+    def kill(method, written):
         if method == "put_if_absent" and written.startswith(key):
             raise Killed
 
@@ -652,9 +617,7 @@ def test_a_process_that_dies_while_it_goes_back_goes_back_one_version_only(
 
 
 @pytest.mark.parametrize("error", [Unavailable("It is away"), Denied("No")])
-def test_a_record_that_cannot_be_deleted_at_the_end_is_reported(
-    statuses: Status, error: StoreError, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_that_cannot_be_deleted_at_the_end_is_reported(statuses, error, capsys):
     job = failing_job(0)
     with job.start() as ckpt:
         job.train(ckpt, 12)
@@ -666,9 +629,7 @@ def test_a_record_that_cannot_be_deleted_at_the_end_is_reported(
 # -- the status ------------------------------------------------------------------------------------
 
 
-def test_a_notice_that_came_before_does_not_turn_93_into_0(
-    statuses: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_that_came_before_does_not_turn_93_into_0(statuses, monkeypatch):
     """After a notice, a training that ends leaves the status that it is complete."""
     monkeypatch.delattr(sys, "last_value", raising=False)
     exit_status.leave_code(exit_status.Status(GIVE_UP))

@@ -1,7 +1,5 @@
 """The restore ladder under ``limpet run``, with and without torchrun."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -24,11 +22,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 CREATED = "2026-01-02T03:04:05+00:00"
 
 
-def records(run: Path) -> list[int]:
+def records(run):
     return sorted(int(p.name[8]) for p in run.glob("restart-*.json"))
 
 
-def make_run(folder: Path, restarts: list[int]) -> Run:
+def make_run(folder, restarts):
     """Make a run with the versions 10 and 20, and restarts on these rungs, all of which failed."""
     state = {"weights": np.zeros(4), "progress": limpet.Progress()}
     with limpet.Checkpointer(folder, state, save=EverySteps(10)) as ckpt:
@@ -44,7 +42,7 @@ def make_run(folder: Path, restarts: list[int]) -> Run:
     return run
 
 
-def test_a_training_that_always_dies_at_one_step_ends_with_93(tmp_path: Path) -> None:
+def test_a_training_that_always_dies_at_one_step_ends_with_93(tmp_path):
     run = tmp_path / "run"
     make_run(run, [0, 0, 0, 2, 2])
     result = run_to_end("--", sys.executable, WORKER, run, "always")
@@ -63,7 +61,7 @@ def test_a_training_that_always_dies_at_one_step_ends_with_93(tmp_path: Path) ->
     assert "began at step 20" in by_hand.out, "a person may start it all the same"
 
 
-def test_one_version_back_is_enough_and_the_training_completes(tmp_path: Path) -> None:
+def test_one_version_back_is_enough_and_the_training_completes(tmp_path):
     make_run(tmp_path / "run", [0, 0, 0])
     result = run_to_end("--", sys.executable, WORKER, tmp_path / "run", "from-20")
     assert result.code == 0
@@ -75,7 +73,7 @@ def test_one_version_back_is_enough_and_the_training_completes(tmp_path: Path) -
     assert records(tmp_path / "run") == [], "and step 30 makes the others void"
 
 
-def test_all_workers_of_torchrun_leave_and_it_returns_93(tmp_path: Path) -> None:
+def test_all_workers_of_torchrun_leave_and_it_returns_93(tmp_path):
     make_run(tmp_path / "run", [0, 0, 0, 2, 2, 2])
     command = [*TORCHRUN, "--max-restarts=3", WORKER, tmp_path / "run", "always"]
     result = run_to_end("--json", "--", *command)
@@ -87,7 +85,7 @@ def test_all_workers_of_torchrun_leave_and_it_returns_93(tmp_path: Path) -> None
     assert "exit code 93: rank 0 (and 1 more) gave up" in result.err
 
 
-def test_a_rank_that_fails_under_torchrun_counts(tmp_path: Path) -> None:
+def test_a_rank_that_fails_under_torchrun_counts(tmp_path):
     """Rank 1 fails, and torchrun stops rank 0, which must not take that for a good end."""
     make_run(tmp_path / "run", [0, 0])
     command = [*TORCHRUN, "--max-restarts=0", WORKER, tmp_path / "run", "from-20"]

@@ -1,10 +1,6 @@
 """The restore ladder of several ranks: rank 0 decides, and all ranks do the same."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,13 +11,13 @@ from limpet.notices.exit_status import GIVE_UP, Status
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+from tests.ranks.trainings import TrainingJob, matches_uninterrupted
 
 SIZE = 3
 
 
 @pytest.fixture
-def statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Status]:
+def statuses(tmp_path, monkeypatch):
     """Be under ``limpet run``, with the statuses of ranks that are threads of one process."""
     found: list[Status] = []
     monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
@@ -32,14 +28,14 @@ def statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Status]:
 class Cluster:
     """Ranks that resume, train, and die."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.store = MemoryStore()
         self.messages: list[str] = []
 
-    def die_at(self, last_step: int) -> list[Any]:
+    def die_at(self, last_step):
         """Return the steps that the ranks resumed from, or their exceptions."""
 
-        def work(trainer: TrainingRank) -> Any:
+        def work(trainer):
             ckpt = trainer.make_checkpointer(save=EverySteps(10))
             try:
                 found = ckpt.resume()
@@ -60,13 +56,11 @@ class Cluster:
         return results
 
     @property
-    def rungs(self) -> list[int]:
+    def rungs(self):
         return [int(s.key[8]) for s in self.store.list("") if s.key.startswith("restart-")]
 
 
-def test_all_ranks_go_back_together_and_leave_with_93_together(
-    statuses: list[Status], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_ranks_go_back_together_and_leave_with_93_together(statuses, capsys):
     cluster = Cluster()
     assert cluster.die_at(25) == [0] * SIZE
     for _ in range(3):
@@ -88,7 +82,7 @@ def test_all_ranks_go_back_together_and_leave_with_93_together(
     assert capsys.readouterr().err.count("6 restarts have made no progress beyond step 20") == 1
 
 
-def test_the_record_is_removed_once_all_ranks_have_ended_well(statuses: list[Status]) -> None:
+def test_the_record_is_removed_once_all_ranks_have_ended_well(statuses):
     cluster = Cluster()
     for _ in range(5):
         job = TrainingJob(SIZE, cluster.store)
@@ -98,15 +92,13 @@ def test_the_record_is_removed_once_all_ranks_have_ended_well(statuses: list[Sta
         assert cluster.rungs == []
 
 
-def test_a_record_that_cannot_be_written_when_going_back_fails_on_all_ranks(
-    statuses: list[Status], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_cannot_be_written_when_going_back_fails_on_all_ranks(statuses, monkeypatch):
     cluster = Cluster()
     for _ in range(4):
         cluster.die_at(25)
     put = cluster.store.put_if_absent
 
-    def fail(key: str, data: bytes) -> Any:
+    def fail(key, data):
         if key.startswith("restart-2"):
             raise Unavailable("The store does not answer")
         return put(key, data)

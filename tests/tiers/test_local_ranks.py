@@ -1,13 +1,9 @@
 """Saves of several ranks to the local disks of their hosts, which are folders, and the promotion to
 the run."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +14,7 @@ from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.settings import LocalTier
-from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+from tests.ranks.trainings import TrainingJob, matches_uninterrupted
 from tests.tiers.hosts import end_as_killed
 from tests.tiers.test_memory_ranks import flip_bit
 
@@ -28,33 +24,33 @@ pytestmark = pytest.mark.slow
 class Cluster:
     """Hosts with disks, and a durable store that may be away for shards."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
         self.run = MemoryStore()
         self.resumed: list[Any] = []
         self.warnings: list[str] = []
         self.before_put: Any = lambda rank, key: None
 
-    def folder(self, host: str) -> Path:
+    def folder(self, host):
         folder = self.path / host
         folder.mkdir(exist_ok=True)
         return folder
 
-    def lose(self, host: str) -> None:
+    def lose(self, host):
         shutil.rmtree(self.folder(host))
 
-    def files(self, host: str, suffix: str) -> list[Path]:
+    def files(self, host, suffix):
         found = self.folder(host).rglob(f"*{suffix}")
         return sorted(p for p in found if not p.name.startswith("."))
 
-    def captured(self, host: str) -> list[str]:
+    def captured(self, host):
         return sorted({p.parent.name for p in self.files(host, MANIFEST)})
 
     @property
-    def promoted(self) -> list[Version]:
+    def promoted(self):
         return Run(self.run).line()
 
-    def train_and_die(self, hosts: Sequence[str], last_step: int) -> list[BaseException | None]:
+    def train_and_die(self, hosts, last_step):
         """Resume, check the state, train, wait for all that can be promoted, and die. Return the
         error of each rank."""
         job = TrainingJob(len(hosts), self.run)
@@ -62,13 +58,13 @@ class Cluster:
         errors: list[BaseException | None] = [None] * len(hosts)
         for rank in range(len(hosts)):
 
-            def before(method: str, key: str, rank: int = rank) -> None:
+            def before(method, key, rank=rank):
                 if method == "put" and key.endswith(".safetensors"):
                     self.before_put(rank, key)
 
             job.set_before_call(rank, before)
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             tiers = [LocalTier(folders[trainer.rank])]
             ckpt = trainer.make_checkpointer(save=EverySteps(5), tiers=tiers)
             try:
@@ -95,10 +91,10 @@ class Cluster:
         self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
         return errors
 
-    def capture_only(self, hosts: Sequence[str], last_step: int) -> None:
+    def capture_only(self, hosts, last_step):
         """Train until the version of a step is on the disks, but not in the run."""
 
-        def fail(rank: int, key: str) -> None:
+        def fail(rank, key):
             if key.startswith(f"version_{last_step // 5 * 5}"):
                 raise StoreError("The store is away")
 
@@ -108,22 +104,22 @@ class Cluster:
         self.before_put = lambda rank, key: None
 
     @property
-    def resumed_step(self) -> int:
+    def resumed_step(self):
         (step,) = {0 if s is None else s.step for s in self.resumed}
         return step
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
 @pytest.mark.parametrize("hosts", ["aa", "aabb", "abcd"])
-def test_all_versions_are_promoted_in_order(cluster: Cluster, hosts: str) -> None:
+def test_all_versions_are_promoted_in_order(cluster, hosts):
     job = TrainingJob(len(hosts), cluster.run)
     folders = [cluster.folder(host) for host in hosts]
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tiers = [LocalTier(folders[trainer.rank])]
         with trainer.make_checkpointer(save=EverySteps(3) | AtEnd(), tiers=tiers):
             trainer.train_steps(20)
@@ -136,7 +132,7 @@ def test_all_versions_are_promoted_in_order(cluster: Cluster, hosts: str) -> Non
     assert [cluster.captured(host) for host in set(hosts)] == [[]] * len(set(hosts))
 
 
-def test_the_disks_have_what_the_store_lacks(cluster: Cluster) -> None:
+def test_the_disks_have_what_the_store_lacks(cluster):
     cluster.capture_only("aabb", 17)
     assert cluster.promoted == [Version(5), Version(10)]
     assert cluster.captured("a") == cluster.captured("b") == ["version_10", "version_15"]
@@ -151,15 +147,13 @@ def test_the_disks_have_what_the_store_lacks(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["ab", "ba", "aabbcc", "a"])
-def test_another_number_of_ranks_and_hosts_resumes_from_the_disks(
-    cluster: Cluster, hosts: str
-) -> None:
+def test_another_number_of_ranks_and_hosts_resumes_from_the_disks(cluster, hosts):
     """The ranks read what other hosts hold from there. A host that is gone takes its part along."""
     cluster.capture_only("aabb", 15)
     job = TrainingJob(len(hosts), cluster.run)
     folders = [cluster.folder(host) for host in hosts]
 
-    def work(trainer: TrainingRank) -> tuple[int, str]:
+    def work(trainer):
         tiers = [LocalTier(folders[trainer.rank])]
         with trainer.make_checkpointer(save=EverySteps(20), tiers=tiers) as ckpt:
             found = ckpt.resume()
@@ -186,7 +180,7 @@ def test_another_number_of_ranks_and_hosts_resumes_from_the_disks(
     assert all(s.verify().ok for s in Run(cluster.run).snapshots())
 
 
-def test_a_lost_host_means_the_newest_version_of_the_run(cluster: Cluster) -> None:
+def test_a_lost_host_means_the_newest_version_of_the_run(cluster):
     cluster.capture_only("aabb", 15)
     cluster.lose("b")
     assert cluster.train_and_die("aabb", 16) == [None] * 4
@@ -196,7 +190,7 @@ def test_a_lost_host_means_the_newest_version_of_the_run(cluster: Cluster) -> No
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json"])
-def test_a_flipped_bit_on_one_disk_is_skipped_by_all(cluster: Cluster, suffix: str) -> None:
+def test_a_flipped_bit_on_one_disk_is_skipped_by_all(cluster, suffix):
     cluster.capture_only("aabb", 15)
     newest = [p for p in cluster.files("b", suffix) if p.parent.name == "version_15"]
     flip_bit(newest[0])
@@ -208,8 +202,8 @@ def test_a_flipped_bit_on_one_disk_is_skipped_by_all(cluster: Cluster, suffix: s
 
 
 @pytest.mark.parametrize("failing", [0, 3])
-def test_a_failure_of_one_rank_in_the_promotion_reaches_all(cluster: Cluster, failing: int) -> None:
-    def fail(rank: int, key: str) -> None:
+def test_a_failure_of_one_rank_in_the_promotion_reaches_all(cluster, failing):
+    def fail(rank, key):
         if rank == failing and key.startswith("version_10/"):
             raise StoreError("No space in the durable store")
 
@@ -225,17 +219,17 @@ def test_a_failure_of_one_rank_in_the_promotion_reaches_all(cluster: Cluster, fa
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
-def test_a_save_right_after_a_restart_is_one_on_all_ranks(cluster: Cluster, hosts: str) -> None:
+def test_a_save_right_after_a_restart_is_one_on_all_ranks(cluster, hosts):
     """The step of the leftover itself: all ranks know that the run has it by then, or none does."""
     cluster.capture_only(hosts, 15)
     job = TrainingJob(len(hosts), cluster.run)
     folders = [cluster.folder(host) for host in hosts]
 
-    def work(trainer: TrainingRank) -> Any:
+    def work(trainer):
         tiers = [LocalTier(folders[trainer.rank])]
         with trainer.make_checkpointer(save=EverySteps(5), tiers=tiers) as ckpt:
             ckpt.resume()
-            return ckpt.save({"loss": 1.0}).url, ckpt.wait().url  # type: ignore[union-attr]
+            return ckpt.save({"loss": 1.0}).url, ckpt.wait().url
 
     with job:
         urls = {url for pair in job.run(work) for url in pair}
@@ -243,21 +237,21 @@ def test_a_save_right_after_a_restart_is_one_on_all_ranks(cluster: Cluster, host
     assert cluster.promoted == [Version(5), Version(10), Version(15)]
 
 
-def test_a_failure_on_one_disk_leaves_nothing_on_any(cluster: Cluster) -> None:
+def test_a_failure_on_one_disk_leaves_nothing_on_any(cluster):
     job = TrainingJob(4, cluster.run)
     folders = [cluster.folder(host) for host in "aabb"]
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tiers = [LocalTier(folders[trainer.rank])]
         options = {"save": EverySteps(5), "tiers": tiers, "on_error": "warn"}
         with trainer.make_checkpointer(**options) as ckpt:
             trainer.train_steps(1)
             if trainer.rank == 2:
 
-                def full(key: str, length: int, head: int = 0) -> Any:
+                def full(key, length, head=0):
                     raise StoreError("The disk is full")
 
-                ckpt._tiers.local.store.put = full  # type: ignore[method-assign]
+                ckpt._tiers.local.store.put = full
             trainer.train_steps(17)
 
     with job, warnings.catch_warnings(record=True) as caught:
@@ -268,11 +262,11 @@ def test_a_failure_on_one_disk_leaves_nothing_on_any(cluster: Cluster) -> None:
     assert [p for host in "ab" for p in cluster.folder(host).rglob("*") if p.is_file()] == []
 
 
-def test_a_slow_promotion_delays_no_rank(cluster: Cluster) -> None:
+def test_a_slow_promotion_delays_no_rank(cluster):
     """While one rank copies to the run, all ranks make steps, and save to the disks."""
     seen, reached = threading.Event(), threading.Event()
 
-    def hold(rank: int, key: str) -> None:
+    def hold(rank, key):
         if rank == 1 and key.startswith("version_5/"):
             seen.set()
             assert reached.wait(20)
@@ -283,7 +277,7 @@ def test_a_slow_promotion_delays_no_rank(cluster: Cluster) -> None:
     job = TrainingJob(2, cluster.run)
     job.set_before_call(1, lambda m, key: hold(1, key) if m == "put" else None)
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tiers = [LocalTier(folders[trainer.rank])]
         with trainer.make_checkpointer(save=EverySteps(5), tiers=tiers) as ckpt:
             trainer.train_steps(14)  # of the save of step 10, too
@@ -298,7 +292,7 @@ def test_a_slow_promotion_delays_no_rank(cluster: Cluster) -> None:
     assert cluster.promoted == [Version(5), Version(10)]
 
 
-def test_a_training_that_dies_before_its_first_save_begins_again(cluster: Cluster) -> None:
+def test_a_training_that_dies_before_its_first_save_begins_again(cluster):
     assert cluster.train_and_die("aabb", 3) == [None] * 4
     assert cluster.captured("a") == []
     cluster.train_and_die("aabb", 3)

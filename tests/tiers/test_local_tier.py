@@ -1,13 +1,10 @@
 """Saves to a local disk first, in one process: what is promoted, resumed, and left behind."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ from limpet.format.names import MANIFEST, WRITER_LOCK, Version
 from limpet.format.records import Pin, encode_record
 from limpet.machine import utc_now
 from limpet.notices.notice import Notice
-from limpet.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
+from limpet.run.policy import AtEnd, EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
@@ -64,7 +61,7 @@ DEADLINE = 20.0
 class Disk:
     """A local disk, and a durable store, whose calls a test can hold up or fail."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path / "nvme"
         self.memory = f"/dev/shm/limpet-test-{os.getpid()}-{id(self):x}"
         self.durable = MemoryStore()
@@ -78,7 +75,7 @@ class Disk:
         self.resumed: limpet.Snapshot | None = None
         self.warnings: list[str] = []
 
-    def _before(self, method: str, key: str) -> None:
+    def _before(self, method, key):
         """Promotions write shards; the lock and the pins can always be written."""
         if key.endswith(".safetensors") and method in ("put", "commit"):
             assert self.is_reachable.wait(DEADLINE)
@@ -89,9 +86,7 @@ class Disk:
             if self.fails or is_failing or not key.startswith(self.only):
                 raise StoreError("The store is away")
 
-    def start(
-        self, save: SavePolicy | None = None, resume: bool = True, **options: Any
-    ) -> tuple[dict[str, Any], Checkpointer]:
+    def start(self, save=None, resume=True, **options):
         state = initial_state()
         options.setdefault("tiers", [LocalTier(self.path)])
         options.setdefault("preemption", None)
@@ -103,7 +98,7 @@ class Disk:
         self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
         return state, ckpt
 
-    def die(self, ckpt: Checkpointer) -> None:
+    def die(self, ckpt):
         """End as SIGKILL does: the promotions in flight never commit."""
         self.fails = True
         self.is_reachable.set()
@@ -116,7 +111,7 @@ class Disk:
         forget(ckpt)
         self.fails = False
 
-    def release(self) -> None:
+    def release(self):
         """End the threads of all trainings."""
         self.is_reachable.set()
         self.hanging = ""
@@ -128,40 +123,40 @@ class Disk:
                 ckpt._release()
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         (own,) = self.path.iterdir()
         (folder,) = own.iterdir()
         return folder
 
     @property
-    def captured(self) -> list[int]:
+    def captured(self):
         """The steps of the complete versions on the disk."""
         if not any(p.is_dir() for p in self.path.iterdir() for p in p.iterdir()):
             return []
         return sorted(int(p.parent.name[8:]) for p in self.folder.rglob(MANIFEST))
 
-    def await_captured(self, steps: list[int]) -> None:
+    def await_captured(self, steps):
         end = time.monotonic() + DEADLINE
         while self.captured != steps:
             assert time.monotonic() < end, self.captured
             time.sleep(0.001)
 
     @property
-    def promoted(self) -> list[int]:
+    def promoted(self):
         return [version.step for version in Run(self.durable).listing().versions]
 
-    def file(self, version: str, suffix: str) -> Path:
+    def file(self, version, suffix):
         (path,) = (self.folder / version).glob(f"*{suffix}")
         return path
 
 
-def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
+def train(state, ckpt, last_step):
     while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path):
     disk = Disk(tmp_path)
     os.mkdir(disk.memory)
     yield disk
@@ -169,7 +164,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     shutil.rmtree(disk.memory)
 
 
-def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk: Disk) -> None:
+def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start()
     train(state, ckpt, 10)
@@ -184,7 +179,7 @@ def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk: 
     assert (reader_of(local).digest, local.verify().ok) == (reader_of(snapshot).digest, True)
 
 
-def test_one_save_may_begin_while_the_one_before_is_promoted(disk: Disk) -> None:
+def test_one_save_may_begin_while_the_one_before_is_promoted(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start(busy="skip")
     train(state, ckpt, 10)
@@ -206,7 +201,7 @@ def test_one_save_may_begin_while_the_one_before_is_promoted(disk: Disk) -> None
     assert disk.captured == [20, 31]
 
 
-def test_with_wait_no_version_is_skipped(disk: Disk) -> None:
+def test_with_wait_no_version_is_skipped(disk):
     with disk.start(EverySteps(2) | AtEnd())[1] as ckpt:
         train(ckpt.state, ckpt, 31)
     assert disk.promoted == [*range(2, 31, 2), 31]
@@ -215,7 +210,7 @@ def test_with_wait_no_version_is_skipped(disk: Disk) -> None:
     assert list(disk.path.rglob("*.*")) == []  # all is in the run
 
 
-def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk: Disk) -> None:
+def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start()
     train(state, ckpt, 27)
@@ -237,7 +232,7 @@ def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk:
     assert all(s.verify().ok for s in Run(disk.durable).snapshots())
 
 
-def test_after_a_fast_restart_the_leftover_is_the_parent_of_the_next_version(disk: Disk) -> None:
+def test_after_a_fast_restart_the_leftover_is_the_parent_of_the_next_version(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start()
     train(state, ckpt, 10)
@@ -246,10 +241,10 @@ def test_after_a_fast_restart_the_leftover_is_the_parent_of_the_next_version(dis
     train(state, ckpt, 11)
     ckpt.wait()  # for the leftover
     assert disk.promoted == [10]
-    assert reader_of(ckpt.save()).manifest.parent.version == "version_10"  # type: ignore[union-attr]
+    assert reader_of(ckpt.save()).manifest.parent.version == "version_10"
 
 
-def test_a_promoted_version_is_loaded_from_the_disk_and_not_promoted_again(disk: Disk) -> None:
+def test_a_promoted_version_is_loaded_from_the_disk_and_not_promoted_again(disk):
     state, ckpt = disk.start()
     train(state, ckpt, 10)
     ckpt.wait()
@@ -265,7 +260,7 @@ def test_a_promoted_version_is_loaded_from_the_disk_and_not_promoted_again(disk:
     assert states_equal(state, state_after(11))
 
 
-def test_a_lost_disk_falls_back_to_the_run(disk: Disk, tmp_path: Path) -> None:
+def test_a_lost_disk_falls_back_to_the_run(disk, tmp_path):
     state, ckpt = disk.start()
     train(state, ckpt, 15)
     ckpt.wait()
@@ -276,7 +271,7 @@ def test_a_lost_disk_falls_back_to_the_run(disk: Disk, tmp_path: Path) -> None:
     assert disk.resumed.url == f"{disk.durable.url}/version_10"
 
 
-def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) -> None:
+def test_the_newest_of_memory_disk_and_run_counts(disk, tmp_path):
     memory = MemoryTier(every=EverySteps(4), copies=1, path=disk.memory)
     tiers: list[Any] = [memory, LocalTier(disk.path)]
     for last, found in ((10, "version_10"), (13, "version_12"), (24, "version_24")):
@@ -299,7 +294,7 @@ def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) ->
     ckpt._tiers.memory.keep_only(None)
 
 
-def test_a_state_that_one_tier_still_has_begins_no_branch(disk: Disk) -> None:
+def test_a_state_that_one_tier_still_has_begins_no_branch(disk):
     memory = MemoryTier(every=EverySteps(10), copies=1, path=disk.memory)
     tiers: list[Any] = [memory, LocalTier(disk.path)]
     disk.is_reachable.clear()
@@ -322,7 +317,7 @@ def test_a_state_that_one_tier_still_has_begins_no_branch(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "index.json", "json"])
-def test_flipped_bits_on_the_disk_are_skipped_and_never_promoted(disk: Disk, suffix: str) -> None:
+def test_flipped_bits_on_the_disk_are_skipped_and_never_promoted(disk, suffix):
     state, ckpt = disk.start()
     train(state, ckpt, 10)
     ckpt.wait()
@@ -345,7 +340,7 @@ def test_flipped_bits_on_the_disk_are_skipped_and_never_promoted(disk: Disk, suf
     assert all(s.verify().ok for s in run.snapshots())
 
 
-def test_bits_that_flip_between_the_disk_and_the_run_fail_the_save(disk: Disk) -> None:
+def test_bits_that_flip_between_the_disk_and_the_run_fail_the_save(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start()
     train(state, ckpt, 10)
@@ -358,9 +353,7 @@ def test_bits_that_flip_between_the_disk_and_the_run_fail_the_save(disk: Disk) -
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "no shard"])
-def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(
-    disk: Disk, damage: str
-) -> None:
+def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(disk, damage):
     memory = MemoryTier(every=EverySteps(3), copies=1, path=disk.memory)
     tiers: list[Any] = [memory, LocalTier(disk.path)]
     disk.is_reachable.clear()
@@ -386,7 +379,7 @@ def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(
     assert skipped == ["version_10"] * (damage == "a flipped bit")
 
 
-def test_a_store_that_is_away_is_reported_and_the_disk_has_the_state(disk: Disk) -> None:
+def test_a_store_that_is_away_is_reported_and_the_disk_has_the_state(disk):
     disk.fails = True
     state, ckpt = disk.start()
     train(state, ckpt, 10)
@@ -399,7 +392,7 @@ def test_a_store_that_is_away_is_reported_and_the_disk_has_the_state(disk: Disk)
     assert limpet.open(disk.durable.at("version_10")).verify().ok
 
 
-def test_with_warnings_the_training_bridges_a_time_without_the_store(disk: Disk) -> None:
+def test_with_warnings_the_training_bridges_a_time_without_the_store(disk):
     disk.fails = True
     state, ckpt = disk.start(on_error="warn")
     with pytest.warns(SaveFailed, match="The store is away"):
@@ -414,7 +407,7 @@ def test_with_warnings_the_training_bridges_a_time_without_the_store(disk: Disk)
     assert (disk.promoted, disk.captured) == ([40], [30, 40])
 
 
-def test_retention_counts_promoted_versions_only(disk: Disk) -> None:
+def test_retention_counts_promoted_versions_only(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start(keep=KeepLast(1))
     train(state, ckpt, 20)
@@ -424,7 +417,7 @@ def test_retention_counts_promoted_versions_only(disk: Disk) -> None:
     assert (disk.promoted, disk.captured) == ([20], [10, 20])
 
 
-def test_the_save_before_the_end_of_the_machine_is_written_directly(disk: Disk) -> None:
+def test_the_save_before_the_end_of_the_machine_is_written_directly(disk):
     source = Announced()
     state, ckpt = disk.start(preemption=Preemption(notices=[source]))
     with pytest.raises(Preempted) as left, ckpt:
@@ -436,7 +429,7 @@ def test_the_save_before_the_end_of_the_machine_is_written_directly(disk: Disk) 
     assert left.value.saved_step not in disk.captured
 
 
-def test_a_training_without_resume_refuses_what_an_earlier_one_left(disk: Disk) -> None:
+def test_a_training_without_resume_refuses_what_an_earlier_one_left(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start()
     train(state, ckpt, 10)
@@ -448,7 +441,7 @@ def test_a_training_without_resume_refuses_what_an_earlier_one_left(disk: Disk) 
     ckpt._saver.writer_lock.release()
 
 
-def test_unfinished_files_of_a_killed_process_are_deleted(disk: Disk) -> None:
+def test_unfinished_files_of_a_killed_process_are_deleted(disk):
     state, ckpt = disk.start()
     train(state, ckpt, 10)
     ckpt.wait()
@@ -462,9 +455,7 @@ def test_unfinished_files_of_a_killed_process_are_deleted(disk: Disk) -> None:
     assert not partial.exists()
 
 
-def test_a_disk_that_is_too_small_raises_before_the_training(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_raises_before_the_training(disk, monkeypatch):
     class Small:
         f_bavail, f_frsize = 1, 4096
 
@@ -473,16 +464,16 @@ def test_a_disk_that_is_too_small_raises_before_the_training(
         disk.start()
 
 
-def test_bad_arguments_raise(disk: Disk, tmp_path: Path) -> None:
+def test_bad_arguments_raise(disk, tmp_path):
     with pytest.raises(LimpetError, match="incremental=True"):
         disk.start(incremental=True)
     with pytest.raises(LimpetError, match="Invalid value for tiers="):
         disk.start(tiers=[LocalTier("a"), LocalTier("b")])
     for path in ("", 5, "s3://bucket"):
         with pytest.raises(LimpetError, match="Invalid value for path= of LocalTier"):
-            LocalTier(path)  # type: ignore[arg-type]
+            LocalTier(path)
     with pytest.raises(LimpetError, match="Invalid value for interface="):
-        LocalTier("/local", interface=5)  # type: ignore[arg-type]
+        LocalTier("/local", interface=5)
     run = tmp_path / "run"
     ckpt = Checkpointer(run, initial_state(), tiers=[LocalTier(run / "tier")])
     disk.ckpts.append(ckpt)
@@ -490,9 +481,7 @@ def test_bad_arguments_raise(disk: Disk, tmp_path: Path) -> None:
         ckpt.resume()
 
 
-def test_limpet_run_promotes_what_is_left(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limpet_run_promotes_what_is_left(disk, tmp_path, monkeypatch):
     monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     monkeypatch.setattr(flush, "Run", lambda url: Run(disk.durable))
     disk.is_reachable.clear()
@@ -506,7 +495,7 @@ def test_limpet_run_promotes_what_is_left(
     assert list(flush_recorded(str(tmp_path), 20)) == []
 
 
-def die_with_both_tiers(disk: Disk, status: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+def die_with_both_tiers(disk, status, monkeypatch):
     """Train and end when 10 and 20 are on the disk and 21 in memory, but nothing is in the run."""
     monkeypatch.setenv("LIMPET_STATUS", str(status))
     monkeypatch.setattr(flush, "Run", lambda url: Run(disk.run))
@@ -519,15 +508,15 @@ def die_with_both_tiers(disk: Disk, status: Path, monkeypatch: pytest.MonkeyPatc
     return ckpt
 
 
-def flush_results(status: Path, seconds: float) -> list[Any]:
+def flush_results(status, seconds):
     """Return the step of each version that ``limpet run`` saves, or the type of the error."""
     results = flush_recorded(str(status), seconds)
     return [r.step if isinstance(r, SnapshotReader) else type(r) for r in results]
 
 
 def test_versions_on_the_disk_are_promoted_before_a_state_in_memory_is_saved(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     """The folder in memory is the first one in the order of the names."""
     disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
     assert flush_results(tmp_path, 20) == [10, 20, 21]
@@ -539,8 +528,8 @@ def test_versions_on_the_disk_are_promoted_before_a_state_in_memory_is_saved(
 
 
 def test_a_damaged_version_on_the_disk_does_not_keep_limpet_run_from_saving_newer_ones(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
     flip_bit(disk.file("version_10", "safetensors"), 200)
     error, *steps = flush_results(tmp_path, 20)
@@ -549,8 +538,8 @@ def test_a_damaged_version_on_the_disk_does_not_keep_limpet_run_from_saving_newe
 
 
 def test_a_version_that_waits_for_a_lost_host_leaves_half_of_the_time_to_the_newest_state(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
     disk.file("version_10", "safetensors").unlink()
     began = time.monotonic()
@@ -560,12 +549,12 @@ def test_a_version_that_waits_for_a_lost_host_leaves_half_of_the_time_to_the_new
 
 
 def test_the_copy_of_a_version_before_the_newest_state_ends_after_half_of_the_time(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     """The calls of a local folder do not end by a deadline themselves."""
     disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
 
-    def slow(method: str, key: str) -> None:
+    def slow(method, key):
         if method == "put" and key.startswith("version_10"):
             time.sleep(1.5)
 
@@ -575,8 +564,8 @@ def test_the_copy_of_a_version_before_the_newest_state_ends_after_half_of_the_ti
 
 
 def test_a_training_that_was_taken_over_saves_nothing_more_when_it_must_leave(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     ckpt = die_with_both_tiers(disk, tmp_path, monkeypatch)
     elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
     disk.durable.delete(WRITER_LOCK)
@@ -588,8 +577,8 @@ def test_a_training_that_was_taken_over_saves_nothing_more_when_it_must_leave(
 
 
 def test_limpet_run_saves_into_the_run_of_a_training_that_has_changed_its_folder(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     (tmp_path / "status").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("LIMPET_STATUS", str(tmp_path / "status"))
@@ -605,7 +594,7 @@ def test_limpet_run_saves_into_the_run_of_a_training_that_has_changed_its_folder
 # -- what an attack on the first version of this tier found ----------------------------------------
 
 
-def leave(disk: Disk, last_step: int) -> None:
+def leave(disk, last_step):
     """Train, and die when the versions after that of step 10 are on the disk, but not in the run.
     The newest two stay there."""
     state, ckpt = disk.start()
@@ -617,7 +606,7 @@ def leave(disk: Disk, last_step: int) -> None:
     disk.die(ckpt)
 
 
-def test_a_state_after_a_late_leftover_is_found_by_the_next_training(disk: Disk) -> None:
+def test_a_state_after_a_late_leftover_is_found_by_the_next_training(disk):
     """30 names 10 as its parent, because 20 was still being promoted; another training wrote 20."""
     leave(disk, 20)
     assert disk.promoted == [10]
@@ -639,7 +628,7 @@ def test_a_state_after_a_late_leftover_is_found_by_the_next_training(disk: Disk)
     assert disk.promoted == [10, 20, 30]
 
 
-def test_a_damaged_manifest_in_the_run_does_not_hide_what_the_disk_has(disk: Disk) -> None:
+def test_a_damaged_manifest_in_the_run_does_not_hide_what_the_disk_has(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start()
     train(state, ckpt, 20)
@@ -660,7 +649,7 @@ def test_a_damaged_manifest_in_the_run_does_not_hide_what_the_disk_has(disk: Dis
     assert states_equal(state, state_after(20))
 
 
-def test_the_state_below_a_damaged_one_is_not_lost_by_another_kill(disk: Disk) -> None:
+def test_the_state_below_a_damaged_one_is_not_lost_by_another_kill(disk):
     leave(disk, 30)
     flip_bit(disk.file("version_30", "safetensors"), 500)
     for _ in range(3):  # starts that die before their first step
@@ -675,7 +664,7 @@ def test_the_state_below_a_damaged_one_is_not_lost_by_another_kill(disk: Disk) -
     assert all(s.verify().ok for s in Run(disk.durable).snapshots())
 
 
-def test_a_resume_elsewhere_deletes_nothing_of_a_live_training(disk: Disk) -> None:
+def test_a_resume_elsewhere_deletes_nothing_of_a_live_training(disk):
     state, ckpt = disk.start()
     train(state, ckpt, 10)
     ckpt.wait()
@@ -694,9 +683,7 @@ def test_a_resume_elsewhere_deletes_nothing_of_a_live_training(disk: Disk) -> No
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_the_end_waits_for_all_promotions_and_names_the_one_that_failed(
-    disk: Disk, on_error: Any
-) -> None:
+def test_the_end_waits_for_all_promotions_and_names_the_one_that_failed(disk, on_error):
     disk.failing = "version_10/"
     disk.is_reachable.clear()
     state, ckpt = disk.start(EverySteps(10) | AtEnd(), on_error=on_error)
@@ -714,9 +701,7 @@ def test_the_end_waits_for_all_promotions_and_names_the_one_that_failed(
     assert not ckpt._saver.busy
 
 
-def test_a_notice_does_not_wait_for_a_slow_promotion(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_does_not_wait_for_a_slow_promotion(disk, monkeypatch):
     monkeypatch.setattr(response, "end_process", lambda code, message: None)
     source = Announced()
     state, ckpt = disk.start(preemption=Preemption(notices=[source]))
@@ -736,9 +721,7 @@ def test_a_notice_does_not_wait_for_a_slow_promotion(
     disk.hanging = ""
 
 
-def test_training_that_goes_on_after_a_notice_is_not_ended_because_of_a_slow_promotion(
-    disk: Disk,
-) -> None:
+def test_training_that_goes_on_after_a_notice_is_not_ended_because_of_a_slow_promotion(disk):
     preemption = Preemption(notices=[], exit_fn=lambda: None)
     state, ckpt = disk.start(preemption=preemption)
     train(state, ckpt, 9)
@@ -753,15 +736,13 @@ def test_training_that_goes_on_after_a_notice_is_not_ended_because_of_a_slow_pro
     assert ckpt._preemption._timer._calls == {}
 
 
-def test_a_save_that_fails_on_the_disk_leaves_nothing_there(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_on_the_disk_leaves_nothing_there(disk, monkeypatch):
     state, ckpt = disk.start(on_error="warn")
     train(state, ckpt, 1)
     store = ckpt._tiers.local.store
     real = store.put_if_absent
 
-    def fail(key: str, data: bytes) -> Any:
+    def fail(key, data):
         if key.endswith(MANIFEST):
             raise StoreError("The disk is broken")
         return real(key, data)
@@ -774,7 +755,7 @@ def test_a_save_that_fails_on_the_disk_leaves_nothing_there(
     assert [p for p in disk.path.rglob("*") if p.is_file()] == []
 
 
-def test_a_damaged_copy_of_what_the_run_has_starts_no_branch(disk: Disk) -> None:
+def test_a_damaged_copy_of_what_the_run_has_starts_no_branch(disk):
     state, ckpt = disk.start()
     train(state, ckpt, 10)
     ckpt.wait()
@@ -787,7 +768,7 @@ def test_a_damaged_copy_of_what_the_run_has_starts_no_branch(disk: Disk) -> None
     assert states_equal(state, state_after(10))
 
 
-def test_going_back_still_promotes_what_the_run_lacks(disk: Disk) -> None:
+def test_going_back_still_promotes_what_the_run_lacks(disk):
     leave(disk, 20)
     state, ckpt = disk.start()
     ckpt.resume(at=10)
@@ -796,13 +777,11 @@ def test_going_back_still_promotes_what_the_run_lacks(disk: Disk) -> None:
     run = Run(disk.durable)
     assert run.line() == [Version(10), Version(20, 1)]
     assert [*run.listing().versions] == [Version(10), Version(20), Version(20, 1)]
-    assert reader_of(run.snapshots()[-1]).manifest.parent.version == "version_10"  # type: ignore[union-attr]
+    assert reader_of(run.snapshots()[-1]).manifest.parent.version == "version_10"
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
-def test_a_training_that_goes_back_without_a_restart_begins_a_branch(
-    disk: Disk, is_blocked: bool
-) -> None:
+def test_a_training_that_goes_back_without_a_restart_begins_a_branch(disk, is_blocked):
     memory = MemoryTier(every=EverySteps(4), copies=1, path=disk.memory)
     state, ckpt = disk.start(tiers=[memory, LocalTier(disk.path)])
     with ckpt:
@@ -822,7 +801,7 @@ def test_a_training_that_goes_back_without_a_restart_begins_a_branch(
     assert all(s.verify().ok for s in Run(disk.durable).snapshots())
 
 
-def test_a_leftover_that_the_run_cannot_take_is_skipped(disk: Disk) -> None:
+def test_a_leftover_that_the_run_cannot_take_is_skipped(disk):
     """A shard with its name, but other bytes, is in the run."""
     leave(disk, 20)
     name = disk.file("version_20", "safetensors").name
@@ -836,7 +815,7 @@ def test_a_leftover_that_the_run_cannot_take_is_skipped(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "parent"])
-def test_a_folder_that_cannot_be_used_is_named(disk: Disk, tmp_path: Path, kind: str) -> None:
+def test_a_folder_that_cannot_be_used_is_named(disk, tmp_path, kind):
     path = tmp_path / "bad"
     if kind == "file":
         path.write_text("")
@@ -849,7 +828,7 @@ def test_a_folder_that_cannot_be_used_is_named(disk: Disk, tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("failing", ["run", "disk"])
-def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> None:
+def test_no_failure_of_a_store_loses_a_state(tmp_path, failing):
     """Fail the n-th call of the store during a training, for every n, and resume."""
     number = seen = 0
     while seen >= number:
@@ -857,7 +836,7 @@ def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> No
         disk = Disk(tmp_path / str(number))
         seen = 0
 
-        def fail(method: str, key: str) -> None:
+        def fail(method, key):
             nonlocal seen
             seen += 1
             if seen == number:  # noqa: B023
@@ -867,7 +846,7 @@ def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> No
         local = ckpt._tiers.local
         hooked = HookedStore(local.store)
         (disk.run if failing == "run" else hooked).before = fail
-        local.store = hooked  # type: ignore[assignment]
+        local.store = hooked
         reached = 0
         try:
             while reached < 6:
@@ -893,12 +872,10 @@ def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> No
     assert number > 25
 
 
-def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(
-    disk: Disk, tmp_path: Path
-) -> None:
+def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(disk, tmp_path):
     """30 names 10 as its parent, and 20 lies between them. The run then keeps only 30."""
     run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
-    disk.durable = disk.run.inner = LocalStore(run, direct=False)  # type: ignore[assignment]
+    disk.durable = disk.run.inner = LocalStore(run, direct=False)
     state, ckpt = disk.start()
     train(state, ckpt, 19)
     ckpt.wait()
@@ -919,8 +896,8 @@ def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(
 
 
 def test_the_disk_s_copy_of_a_version_of_the_run_is_not_a_state_that_the_run_lacks(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     """To leave it out would change nothing, so the ladder goes to an older version at once."""
     statuses = tmp_path / "statuses"
     statuses.mkdir()

@@ -1,7 +1,5 @@
 """The memory check against small trees of ``/proc`` and ``/sys``."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

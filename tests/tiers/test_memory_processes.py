@@ -1,7 +1,5 @@
 """The memory tier of a process that is killed: BEHAVIOURS.md, C5."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -31,7 +29,7 @@ with limpet.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
 """
 
 
-def start(run: Path, memory: str, last_step: int, *args: str) -> tuple[int, list[str]]:
+def start(run, memory, last_step, *args):
     """Train until a step in a new process. Return its exit code and what it had resumed."""
     command = [sys.executable, "-c", SCRIPT, str(run), memory, str(last_step), *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -39,7 +37,7 @@ def start(run: Path, memory: str, last_step: int, *args: str) -> tuple[int, list
     return done.returncode, done.stdout.split()
 
 
-def test_sigkill_loses_no_captured_state(tmp_path: Path, memory: str) -> None:
+def test_sigkill_loses_no_captured_state(tmp_path, memory):
     """Each process finds in memory what the one before has left, and the run has no version."""
     run = tmp_path / "run"
     assert start(run, memory, 12, "kill") == (-signal.SIGKILL, ["None", "0", *["0.0"] * 9])
@@ -93,9 +91,7 @@ with limpet.Checkpointer(
 @pytest.mark.parametrize(
     ("error", "code"), [("RankFailed", 76), ("ValueError", 1), ("SystemExit", 76)]
 )
-def test_a_capture_that_hangs_does_not_delay_the_exit_after_a_notice(
-    tmp_path: Path, memory: str, error: str, code: int
-) -> None:
+def test_a_capture_that_hangs_does_not_delay_the_exit_after_a_notice(tmp_path, memory, error, code):
     """A training that an error has ended waits for its capture, whose other ranks may be dead."""
     command = [sys.executable, "-c", HANGING, str(tmp_path / "run"), memory, error]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)

@@ -1,13 +1,10 @@
 """The memory tier of several ranks: in threads, on hosts that are folders in memory."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +19,6 @@ from limpet.format.names import MANIFEST, Version
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.saving import commit
-from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import host_tier, memory_snapshots
@@ -30,12 +26,7 @@ from limpet.tiers.flush import MemoryRecord, flush_states
 from limpet.tiers.peers.client import PeerConnection
 from limpet.tiers.settings import MemoryTier
 from limpet.training import response
-from tests.ranks.trainings import (
-    SHORT_TIMEOUTS,
-    TrainingJob,
-    TrainingRank,
-    matches_uninterrupted,
-)
+from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, matches_uninterrupted
 from tests.tiers.hosts import end_as_killed
 
 pytestmark = pytest.mark.slow
@@ -44,7 +35,7 @@ pytestmark = pytest.mark.slow
 class Cluster:
     """Hosts on which jobs run one after the other. Each job is killed, as if by SIGKILL."""
 
-    def __init__(self, closing: ExitStack) -> None:
+    def __init__(self, closing):
         self.run = MemoryStore()
         self.folders: dict[str, str] = {}
         self.resumed: list[Any] = []
@@ -53,33 +44,31 @@ class Cluster:
         self._closing = closing
         closing.enter_context(limpet.attach(lambda n, f: self.events.append((n, f))))
 
-    def folder(self, host: str) -> str:
+    def folder(self, host):
         if host not in self.folders:
             path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
             self._closing.callback(shutil.rmtree, path, ignore_errors=True)
             self.folders[host] = path
         return self.folders[host]
 
-    def lose(self, host: str) -> None:
+    def lose(self, host):
         """Lose a host with its memory. A new one takes its name."""
         shutil.rmtree(self.folders.pop(host))
 
-    def files(self, host: str, suffix: str) -> list[Path]:
+    def files(self, host, suffix):
         found = Path(self.folders[host]).rglob(f"*{suffix}")
         return sorted(p for p in found if not p.name.startswith("."))
 
-    def captured(self, host: str) -> list[str]:
+    def captured(self, host):
         names = {p.parent.name for p in self.files(host, MANIFEST)}
         return sorted(names, key=lambda name: int(name[8:].partition(".")[0]))
 
-    def train_and_die(
-        self, hosts: Sequence[str], last_step: int, copies: int = 2, save: int = 20
-    ) -> TrainingJob:
+    def train_and_die(self, hosts, last_step, copies=2, save=20):
         """Resume, check the resumed state, train, and die. ``hosts``: the host of each rank."""
         job = TrainingJob(len(hosts), self.run)
         folders = {host: self.folder(host) for host in hosts}  # not in the threads of the ranks
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             folder = folders[hosts[trainer.rank]]
             tier = MemoryTier(every=EverySteps(5), copies=copies, path=folder)
             ckpt = trainer.make_checkpointer(save=EverySteps(save), tiers=[tier])
@@ -102,16 +91,16 @@ class Cluster:
         return job
 
     @property
-    def resumed_step(self) -> int:
+    def resumed_step(self):
         (step,) = {0 if s is None else s.step for s in self.resumed}
         return step
 
-    def events_of(self, name: str) -> list[dict[str, Any]]:
+    def events_of(self, name):
         return [fields for n, fields in self.events if n == name]
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster():
     with ExitStack() as closing:
         yield Cluster(closing)
     end = time.monotonic() + 10
@@ -120,14 +109,14 @@ def cluster() -> Iterator[Cluster]:
         time.sleep(0.01)
 
 
-def flip_bit(path: Path) -> None:
+def flip_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.unlink()
     path.write_bytes(data)
 
 
-def test_ranks_of_one_host_resume_from_its_memory(cluster: Cluster) -> None:
+def test_ranks_of_one_host_resume_from_its_memory(cluster):
     cluster.train_and_die("aaa", 33)
     assert cluster.captured("a") == ["version_25", "version_30"]
     cluster.train_and_die("aaa", 48)
@@ -140,7 +129,7 @@ def test_ranks_of_one_host_resume_from_its_memory(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
-def test_the_shards_of_a_lost_host_come_from_its_peer(cluster: Cluster, lost: str) -> None:
+def test_the_shards_of_a_lost_host_come_from_its_peer(cluster, lost):
     cluster.train_and_die("aabb", 33)
     assert {len(cluster.files(h, ".safetensors")) for h in "ab"} == {8}  # 2 states of 4 ranks
     cluster.lose(lost)
@@ -153,9 +142,7 @@ def test_the_shards_of_a_lost_host_come_from_its_peer(cluster: Cluster, lost: st
 
 
 @pytest.mark.parametrize("host", ["a", "b"])
-def test_a_host_that_lacks_only_the_manifest_has_files_that_count(
-    cluster: Cluster, host: str
-) -> None:
+def test_a_host_that_lacks_only_the_manifest_has_files_that_count(cluster, host):
     """The training was killed while the hosts stored the manifest. No other host has the files."""
     cluster.train_and_die("aabb", 33, copies=1)
     (manifest,) = (p for p in cluster.files(host, MANIFEST) if p.parent.name == "version_30")
@@ -166,7 +153,7 @@ def test_a_host_that_lacks_only_the_manifest_has_files_that_count(
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
-def test_a_peer_saves_the_copies_of_a_lost_host_to_the_run(cluster: Cluster, lost: str) -> None:
+def test_a_peer_saves_the_copies_of_a_lost_host_to_the_run(cluster, lost):
     """BEHAVIOURS.md, C3: nobody else has the shards of the lost host's ranks. ``limpet run`` does
     this on each host that is left, and a training whose other ranks are dead."""
     cluster.train_and_die("aabb", 33)
@@ -187,9 +174,7 @@ def test_a_peer_saves_the_copies_of_a_lost_host_to_the_run(cluster: Cluster, los
     assert cluster.resumed_step == 30
 
 
-def test_without_copies_a_lost_host_means_the_durable_version_on_a_new_branch(
-    cluster: Cluster,
-) -> None:
+def test_without_copies_a_lost_host_means_the_durable_version_on_a_new_branch(cluster):
     cluster.train_and_die("aabb", 33, copies=1)
     assert {len(cluster.files(h, ".safetensors")) for h in "ab"} == {4}
     cluster.lose("b")
@@ -201,7 +186,7 @@ def test_without_copies_a_lost_host_means_the_durable_version_on_a_new_branch(
     assert cluster.captured("a") == cluster.captured("b") == ["version_25.1", "version_30.1"]
 
 
-def test_both_hosts_lost_means_the_durable_version_on_the_same_branch(cluster: Cluster) -> None:
+def test_both_hosts_lost_means_the_durable_version_on_the_same_branch(cluster):
     """Nobody knows of newer states, so nothing is known to be lost."""
     cluster.train_and_die("aabb", 33)
     cluster.lose("a")
@@ -212,9 +197,7 @@ def test_both_hosts_lost_means_the_durable_version_on_the_same_branch(cluster: C
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json"])
-def test_a_flipped_bit_on_one_host_is_found_and_the_older_state_is_loaded_by_all(
-    cluster: Cluster, suffix: str
-) -> None:
+def test_a_flipped_bit_on_one_host_is_found_and_the_older_state_is_loaded_by_all(cluster, suffix):
     cluster.train_and_die("aabb", 33)
     newest = [p for p in cluster.files("a", suffix) if p.parent.name == "version_30"]
     flip_bit(newest[0])
@@ -225,16 +208,14 @@ def test_a_flipped_bit_on_one_host_is_found_and_the_older_state_is_loaded_by_all
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabbcc", "a", "ba", "abcd"])
-def test_another_number_of_ranks_and_hosts_resumes_from_memory(
-    cluster: Cluster, hosts: str
-) -> None:
+def test_another_number_of_ranks_and_hosts_resumes_from_memory(cluster, hosts):
     """The weights are sharded, and the ranks need parts of shards that other hosts hold."""
     cluster.train_and_die("aabb", 33)
     job = TrainingJob(len(hosts), cluster.run)
     for host in hosts:
         cluster.folder(host)
 
-    def work(trainer: TrainingRank) -> int:
+    def work(trainer):
         tier = MemoryTier(every=EverySteps(5), path=cluster.folder(hosts[trainer.rank]))
         with trainer.make_checkpointer(save=EverySteps(20), tiers=[tier]) as ckpt:
             found = ckpt.resume()
@@ -256,16 +237,16 @@ def test_another_number_of_ranks_and_hosts_resumes_from_memory(
 class CountedRanges:
     """The ranges of files that ranks fetch from peers: the rank, the key, and the range of each."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.found: list[tuple[int, str, int, int]] = []
         connect, fetch_range = PeerConnection.__init__, PeerConnection.fetch_range
         ranks = dict[int, int]()
 
-        def note(peer: PeerConnection, address: Any, secret: str, rank: int, *rest: Any) -> None:
+        def note(peer, address, secret, rank, *rest):
             ranks[id(peer)] = rank
             connect(peer, address, secret, rank, *rest)
 
-        def count(peer: PeerConnection, key: str, total: int, at: int, into: memoryview) -> None:
+        def count(peer, key, total, at, into):
             self.found.append((ranks[id(peer)], key, at, len(into)))
             time.sleep(0.05)  # so that the other ranks want it, too
             fetch_range(peer, key, total, at, into)
@@ -273,18 +254,16 @@ class CountedRanges:
         monkeypatch.setattr(PeerConnection, "__init__", note)
         monkeypatch.setattr(PeerConnection, "fetch_range", count)
 
-    def shards(self, rank: int) -> set[int]:
+    def shards(self, rank):
         """The numbers of the shards of which a rank has fetched bytes."""
         keys = {key.rpartition("/")[2] for r, key, _, _ in self.found if r == rank}
         return {int(key[6:11]) for key in keys if key.endswith(".safetensors")}
 
 
-def test_a_resume_fetches_only_what_a_host_reads_and_stores_nothing(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_fetches_only_what_a_host_reads_and_stores_nothing(cluster, monkeypatch):
     """The state of a large job does not fit into the memory of one host."""
 
-    def shards() -> dict[str, set[int]]:
+    def shards():
         found = {h: cluster.files(h, ".safetensors") for h in "abcd"}
         return {
             host: {int(p.name[6:11]) for p in paths if p.parent.name == "version_30"}
@@ -304,15 +283,13 @@ def test_a_resume_fetches_only_what_a_host_reads_and_stores_nothing(
 
 
 @pytest.mark.parametrize("refused", [(), (0,), (1, 2)])
-def test_all_ranks_of_a_host_serve_its_states(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, refused: Sequence[int]
-) -> None:
+def test_all_ranks_of_a_host_serve_its_states(cluster, monkeypatch, refused):
     """The first rank is not the only one, and any of them may be stopped."""
     cluster.train_and_die("aaabbb", 33)
     cluster.lose("b")
     connect, asked = PeerConnection.__init__, set[int]()
 
-    def choose(peer: PeerConnection, address: Any, *rest: Any) -> None:
+    def choose(peer, address, *rest):
         if address.rank in refused:
             raise Unavailable("Cannot connect to the peer")
         asked.add(address.rank)
@@ -324,7 +301,7 @@ def test_all_ranks_of_a_host_serve_its_states(
     assert asked == {0, 1, 2} - {*refused}
 
 
-def test_copies_are_placed_on_other_hosts_only(cluster: Cluster) -> None:
+def test_copies_are_placed_on_other_hosts_only(cluster):
     cluster.train_and_die("aabbccc", 12)
     shards = {h: {p.name[6:11] for p in cluster.files(h, ".safetensors")} for h in "abc"}
     own = {"a": {"00000", "00001"}, "b": {"00002", "00003"}, "c": {"00004", "00005", "00006"}}
@@ -334,25 +311,23 @@ def test_copies_are_placed_on_other_hosts_only(cluster: Cluster) -> None:
         assert sum(rank in held for held in shards.values()) == 2
 
 
-def refuse_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_connections(monkeypatch):
     """Let every connection to a peer fail."""
 
     class Refusing:
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, *_):
             raise Unavailable("Cannot connect to the peer")
 
     monkeypatch.setattr(host_tier, "PeerConnection", Refusing)
 
 
 @pytest.mark.parametrize("refused", [{10, 15}, {15}, {10}])
-def test_the_newest_state_of_which_all_copies_exist_stays(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, refused: set[int]
-) -> None:
+def test_the_newest_state_of_which_all_copies_exist_stays(cluster, monkeypatch, refused):
     """States without copies must not replace those that survive the loss of a host. ``refused``:
     the captures during which the copies of one rank fail."""
     copy = memory_snapshots.MemorySnapshots._copy
 
-    def fail(tier: memory_snapshots.MemorySnapshots, version: Version, *rest: Any) -> None:
+    def fail(tier, version, *rest):
         if version.step in refused and tier.group.rank == 0:
             refuse_connections(monkeypatch)
         copy(tier, version, *rest)
@@ -369,9 +344,7 @@ def test_the_newest_state_of_which_all_copies_exist_stays(
     assert len(cluster.captured("a")) == 2
 
 
-def test_a_peer_that_does_not_answer_costs_no_capture(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_does_not_answer_costs_no_capture(cluster, monkeypatch):
     refuse_connections(monkeypatch)
     cluster.train_and_die("ab", 12)
     assert cluster.events_of("copy_failed")
@@ -382,15 +355,13 @@ def test_a_peer_that_does_not_answer_costs_no_capture(
 
 
 @pytest.mark.parametrize("how", ["close", "notice", "exit"])
-def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(cluster, monkeypatch, how):
     """The peer takes the parts of a large file one after the other, for hours."""
     monkeypatch.setattr(memory_snapshots, "COPY_SECONDS", 0.5 if how == "close" else 60.0)
     monkeypatch.setattr(host_tier, "COPY_SECONDS", 0.5 if how == "exit" else 60.0)
     began = time.monotonic()
 
-    def send_slowly(peer: PeerConnection, store: Any, key: str, advance: Any) -> None:
+    def send_slowly(peer, store, key, advance):
         while time.monotonic() < began + 20:
             peer._channel.renew()
             peer._channel.check_time()
@@ -400,7 +371,7 @@ def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
     monkeypatch.setattr(PeerConnection, "send_file", send_slowly)
     folders = [cluster.folder(host) for host in "ab"]
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
         with trainer.make_checkpointer(save=EverySteps(100), tiers=[tier]) as ckpt:
             trainer.train_steps(6)
@@ -424,13 +395,13 @@ def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_capture_that_fails_on_one_rank_raises_on_all_at_the_same_step(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, on_error: Any
-) -> None:
+    cluster, monkeypatch, on_error
+):
     """Rank 0 has committed, but the other host cannot store the manifest. The other ranks must not
     wait for this rank in the next capture."""
     put = commit._put_same_manifest
 
-    def fail_once(location: Location, raw: bytes) -> None:
+    def fail_once(location, raw):
         if location.folder == "version_5":
             raise CommitError("The manifest cannot be stored")
         put(location, raw)
@@ -438,7 +409,7 @@ def test_a_capture_that_fails_on_one_rank_raises_on_all_at_the_same_step(
     monkeypatch.setattr(commit, "_put_same_manifest", fail_once)
     folders = [cluster.folder(host) for host in "aab"]
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
         options: Any = {"save": EverySteps(100), "on_error": on_error}
         ckpt = trainer.make_checkpointer(tiers=[tier], **options)
@@ -466,15 +437,15 @@ def test_a_capture_that_fails_on_one_rank_raises_on_all_at_the_same_step(
 
 
 def test_a_rank_that_is_ended_because_another_one_has_failed_saves_the_newest_capture(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, monkeypatch
+):
     """BEHAVIOURS.md, C3: it is in a call that does not return. Its host has all copies."""
     ends: list[int] = []
     monkeypatch.setattr(response, "STUCK_SECONDS", 0.3)
     monkeypatch.setattr(response, "end_process", lambda code, why: ends.append(code))
     folders = [cluster.folder(host) for host in "ab"]
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
         with trainer.make_checkpointer(save=EverySteps(100), tiers=[tier]) as ckpt:
             ckpt.resume()
@@ -499,13 +470,13 @@ def test_a_rank_that_is_ended_because_another_one_has_failed_saves_the_newest_ca
     assert flushed.metadata["reason"] == "memory"
 
 
-def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:
+def test_fewer_hosts_than_copies_are_reported_once(cluster):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         job = TrainingJob(4, cluster.run)
         cluster.folder("a"), cluster.folder("b")
 
-        def work(trainer: TrainingRank) -> None:
+        def work(trainer):
             host = "aabb"[trainer.rank]
             tier = MemoryTier(every=EverySteps(5), copies=3, path=cluster.folder(host))
             with trainer.make_checkpointer(save=EverySteps(3), tiers=[tier]):
@@ -518,15 +489,15 @@ def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:
 
 
 def test_the_end_of_the_rank_that_hosts_the_job_store_is_no_error_of_the_others(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, monkeypatch
+):
     """The others would exit with 1 although their last step is saved, or the training complete."""
     from limpet.errors import RankFailed
     from limpet.ranks.kv import KVClient
 
     delete, refused = KVClient.delete, []
 
-    def refuse(kv: KVClient, keys: Sequence[str]) -> None:
+    def refuse(kv, keys):
         if any("/peer/" in key for key in keys):
             refused.append(kv.rank)
             raise RankFailed("The TCPStore that the ranks use to communicate does not respond")

@@ -1,13 +1,9 @@
 """A state whose size changes after ``resume``, as that of an optimizer does at its first step."""
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +15,10 @@ from limpet.run.policy import EverySteps
 from limpet.tiers import host_tier, local_snapshots
 from limpet.tiers.memory_check import MemoryLimit
 from limpet.tiers.settings import LocalTier, MemoryTier
-from limpet.tiers.tiers import Tier
 from limpet.training.checkpointer import Checkpointer
 from limpet.types import MIB
-from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
-from tests.tiers.hosts import Host
-from tests.tiers.test_memory_ranks import Cluster, cluster, refuse_connections
+from tests.ranks.trainings import TrainingJob, initial_state
+from tests.tiers.test_memory_ranks import cluster, refuse_connections
 
 __all__ = ["cluster"]
 
@@ -32,7 +26,7 @@ __all__ = ["cluster"]
 class AdamTraining:
     """A training with 1 MiB of parameters, and 2 MiB of slots from the first step on."""
 
-    def __init__(self, host: Host, *tiers: Tier, save: int = 1000) -> None:
+    def __init__(self, host, *tiers, save=1000):
         self.model = torch.nn.Linear(512, 512, bias=False)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.state = {
@@ -43,22 +37,22 @@ class AdamTraining:
         self.ckpt = Checkpointer(host.run, self.state, save=EverySteps(save), tiers=tiers)
         host.ckpts.append(self.ckpt)
 
-    def change(self) -> None:
+    def change(self):
         self.model(torch.ones(1, 512)).sum().backward()
         self.optimizer.step()
 
-    def train(self, steps: int) -> None:
+    def train(self, steps):
         for _ in range(steps):
             self.change()
             self.ckpt.step()
 
 
-def memory_tier(host: Host, every: int = 2) -> MemoryTier:
+def memory_tier(host, every=2):
     return MemoryTier(every=EverySteps(every), copies=1, path=host.path)
 
 
-def limit_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    def find_limits(_: Any, present: int, **__: Any) -> Iterator[MemoryLimit]:
+def limit_memory(monkeypatch, nbytes):
+    def find_limits(_, present, **__):
         yield MemoryLimit("the test", nbytes, 0, "Make it larger: {docker}")
 
     monkeypatch.setattr("limpet.tiers.memory_check.find_limits", find_limits)
@@ -66,8 +60,8 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 @pytest.mark.parametrize("is_resumed", [True, False])
 def test_the_memory_is_checked_for_the_slots_before_the_first_capture(
-    host: Host, monkeypatch: pytest.MonkeyPatch, is_resumed: bool
-) -> None:
+    host, monkeypatch, is_resumed
+):
     limit_memory(monkeypatch, 8 * MIB)  # 3 states of 1 MiB fit, and 3 of 3 MiB do not
     training = AdamTraining(host, memory_tier(host))
     if is_resumed:
@@ -78,8 +72,8 @@ def test_the_memory_is_checked_for_the_slots_before_the_first_capture(
 
 
 def test_the_memory_is_checked_for_the_slots_if_the_training_starts_before_the_first_step(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    host, monkeypatch
+):
     limit_memory(monkeypatch, 8 * MIB)
     training = AdamTraining(host, memory_tier(host))
     training.ckpt.resume()
@@ -90,9 +84,7 @@ def test_the_memory_is_checked_for_the_slots_if_the_training_starts_before_the_f
     assert host.captured == []
 
 
-def test_what_a_rank_really_writes_is_checked_too(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_really_writes_is_checked_too(host, monkeypatch):
     limit_memory(monkeypatch, 8 * MIB)
     monkeypatch.setattr(host_tier, "shard_bytes", lambda *_: 1000)
     training = AdamTraining(host, memory_tier(host))
@@ -103,9 +95,7 @@ def test_what_a_rank_really_writes_is_checked_too(
         assert used_bytes(host.path) == 0
 
 
-def test_a_state_that_fits_with_its_slots_is_captured(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_fits_with_its_slots_is_captured(host, monkeypatch):
     limit_memory(monkeypatch, 10 * MIB)
     training = AdamTraining(host, memory_tier(host))
     training.ckpt.resume()
@@ -114,7 +104,7 @@ def test_a_state_that_fits_with_its_slots_is_captured(
     assert host.captured == ["version_2"]
 
 
-def test_a_local_disk_is_checked_for_the_slots(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_disk_is_checked_for_the_slots(host, monkeypatch):
     class Small:
         f_bavail, f_frsize = 6, MIB  # 4 versions of 1 MiB fit, and 4 of 3 MiB do not
 
@@ -128,7 +118,7 @@ def test_a_local_disk_is_checked_for_the_slots(host: Host, monkeypatch: pytest.M
 # -- the memory that is in use ---------------------------------------------------------------------
 
 
-def used_bytes(*folders: str) -> int:
+def used_bytes(*folders):
     """Return the allocated bytes of all files, also of spare and of unfinished ones."""
     nbytes = 0
     for path, _, names in (entry for folder in folders for entry in os.walk(folder)):
@@ -138,7 +128,7 @@ def used_bytes(*folders: str) -> int:
     return nbytes
 
 
-def wait_until_allocated() -> None:
+def wait_until_allocated():
     for thread in threading.enumerate():
         if thread.name == "limpet-buffers":
             thread.join()
@@ -149,7 +139,7 @@ MOST_BYTES = 3 * STATE_BYTES + MIB // 2
 """The need of the tier, and what indexes and manifests need."""
 
 
-def test_after_a_resume_three_states_are_in_memory_at_most(host: Host) -> None:
+def test_after_a_resume_three_states_are_in_memory_at_most(host):
     training = AdamTraining(host, memory_tier(host, every=3))
     training.ckpt.resume()
     for _ in range(9):
@@ -179,7 +169,7 @@ def test_after_a_resume_three_states_are_in_memory_at_most(host: Host) -> None:
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-def train_with_slots(cluster: Cluster, last_step: int, slots: int = 50_000) -> list[int]:
+def train_with_slots(cluster, last_step, slots=50_000):
     """Resume and train 2 ranks on 2 hosts. Each has ``slots`` numbers from its first step on.
 
     Returns the bytes in memory after each step.
@@ -187,7 +177,7 @@ def train_with_slots(cluster: Cluster, last_step: int, slots: int = 50_000) -> l
     folders = [cluster.folder(host) for host in "ab"]
     used = []
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
         state = {**initial_state(trainer.rank, 2), "slots": {}}
         with trainer.make_checkpointer(state=state, save=EverySteps(1000), tiers=[tier]) as ckpt:
@@ -205,16 +195,14 @@ def train_with_slots(cluster: Cluster, last_step: int, slots: int = 50_000) -> l
 
 
 @pytest.mark.slow
-def test_with_copies_three_states_are_in_memory_at_most(cluster: Cluster) -> None:
+def test_with_copies_three_states_are_in_memory_at_most(cluster):
     used = train_with_slots(cluster, 33, slots=200_000)
     assert max(used) < 3 * 4 * 1_600_000 + MIB  # 2 states of 2 ranks, each on 2 hosts, and one more
     assert max(used) > 3 * 4 * 1_600_000
 
 
 @pytest.mark.slow
-def test_peers_accept_copies_with_slots_that_did_not_exist_at_the_resume(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_accept_copies_with_slots_that_did_not_exist_at_the_resume(cluster, monkeypatch):
     monkeypatch.setattr(host_tier, "MIB", 1024)  # 64 KiB more than the state are accepted
     train_with_slots(cluster, 12)
     assert cluster.events_of("copy_failed") == []
@@ -223,14 +211,12 @@ def test_peers_accept_copies_with_slots_that_did_not_exist_at_the_resume(
 
 
 @pytest.mark.slow
-def test_peers_accept_copies_of_values_that_exist_on_one_rank_only(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_accept_copies_of_values_that_exist_on_one_rank_only(cluster, monkeypatch):
     """As with pipeline parallelism. Values that all ranks have are divided among them."""
     monkeypatch.setattr(host_tier, "MIB", 1024)
     folders = [cluster.folder(host) for host in "ab"]
 
-    def work(trainer: TrainingRank) -> None:
+    def work(trainer):
         tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
         stages = {f"stage{trainer.rank}": np.ones(50_000)}
         state = {**initial_state(trainer.rank, 2), "stages": stages}
@@ -246,9 +232,7 @@ def test_peers_accept_copies_of_values_that_exist_on_one_rank_only(
 
 
 @pytest.mark.slow
-def test_copies_that_fail_are_reported_to_the_user_once(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_fail_are_reported_to_the_user_once(cluster, monkeypatch):
     refuse_connections(monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

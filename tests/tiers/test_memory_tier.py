@@ -1,14 +1,10 @@
 """A training with a memory tier in one process: what it resumes from, and what stays in memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,11 +21,11 @@ from limpet.tiers.memory_check import MemoryLimit
 from limpet.tiers.run_id import read_or_create_run_id
 from limpet.tiers.settings import MemoryTier
 from limpet.training.checkpointer import Checkpointer
-from tests.tiers.hosts import Host, flip_bit, train
+from tests.tiers.hosts import flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 
-def test_a_killed_training_resumes_from_memory_without_losing_captured_steps(host: Host) -> None:
+def test_a_killed_training_resumes_from_memory_without_losing_captured_steps(host):
     host.train_and_die(77)
     assert host.captured == ["version_60", "version_70"]
     state, ckpt = host.start()
@@ -53,7 +49,7 @@ def test_a_killed_training_resumes_from_memory_without_losing_captured_steps(hos
     }
 
 
-def test_the_newest_two_states_stay_in_memory_and_none_after_the_end(host: Host) -> None:
+def test_the_newest_two_states_stay_in_memory_and_none_after_the_end(host):
     state, ckpt = host.start(every=5)
     with ckpt:
         for last in (5, 10, 15, 20, 25):
@@ -63,9 +59,7 @@ def test_the_newest_two_states_stay_in_memory_and_none_after_the_end(host: Host)
     assert not [p for p in Path(host.path).rglob("*") if p.is_file()]
 
 
-def test_a_state_is_deleted_from_its_manifest_on(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_deleted_from_its_manifest_on(host, monkeypatch):
     """A kill in between leaves files that no manifest names, not a state that lacks files: that
     would be reported as damage, and training would continue on a new branch."""
     deleted: list[str] = []
@@ -77,14 +71,14 @@ def test_a_state_is_deleted_from_its_manifest_on(
     assert len(first) == 3
 
 
-def test_a_state_of_the_same_step_as_the_newest_version_is_preferred(host: Host) -> None:
+def test_a_state_of_the_same_step_as_the_newest_version_is_preferred(host):
     host.train_and_die(50)
     host.start()
     assert host.resumed.step == 50
     assert host.path in host.resumed.url
 
 
-def test_a_newer_durable_version_wins_and_older_states_are_deleted(host: Host) -> None:
+def test_a_newer_durable_version_wins_and_older_states_are_deleted(host):
     host.train_and_die(58, every=20, save=50)
     assert host.captured == ["version_20", "version_40"]
     _, ckpt = host.start()
@@ -97,7 +91,7 @@ def test_a_newer_durable_version_wins_and_older_states_are_deleted(host: Host) -
     assert Run(host.run).branch() == 0
 
 
-def test_without_any_durable_version_the_state_in_memory_counts(host: Host) -> None:
+def test_without_any_durable_version_the_state_in_memory_counts(host):
     host.train_and_die(33, save=1000)
     assert Run(host.run).snapshots() == []
     state, ckpt = host.start(save=1000)
@@ -108,7 +102,7 @@ def test_without_any_durable_version_the_state_in_memory_counts(host: Host) -> N
     assert reader_of(Run(host.run).snapshots()[-1]).manifest.parent is None
 
 
-def test_the_states_of_a_deleted_run_are_not_resumed(host: Host) -> None:
+def test_the_states_of_a_deleted_run_are_not_resumed(host):
     host.train_and_die(33, save=1000)
     for stat in list(host.run.list("")):
         host.run.delete(stat.key)
@@ -118,9 +112,7 @@ def test_the_states_of_a_deleted_run_are_not_resumed(host: Host) -> None:
 
 @pytest.mark.parametrize("file", ["safetensors", "index.json", MANIFEST])
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
-def test_damage_is_skipped_and_reported_and_the_older_state_is_loaded(
-    host: Host, file: str, damage: str
-) -> None:
+def test_damage_is_skipped_and_reported_and_the_older_state_is_loaded(host, file, damage):
     host.train_and_die(77)
     path = host.file("version_70", file)
     if damage == "flip":
@@ -142,7 +134,7 @@ def test_damage_is_skipped_and_reported_and_the_older_state_is_loaded(
     assert states_equal(state, state_after(120))
 
 
-def test_below_a_known_state_a_branch_begins(host: Host) -> None:
+def test_below_a_known_state_a_branch_begins(host):
     host.train_and_die(77)
     for version in ("version_60", "version_70"):
         flip_bit(host.file(version, "safetensors"), 2000)
@@ -158,7 +150,7 @@ def test_below_a_known_state_a_branch_begins(host: Host) -> None:
     assert Run(host.run).line() == [Version(50), Version(100, 1)]
 
 
-def test_going_back_discards_what_is_in_memory(host: Host) -> None:
+def test_going_back_discards_what_is_in_memory(host):
     host.train_and_die(127)
     state, ckpt = host.start()
     ckpt.resume(at=50)
@@ -171,19 +163,19 @@ def test_going_back_discards_what_is_in_memory(host: Host) -> None:
     assert states_equal(state, state_after(75))
 
 
-def test_a_state_that_was_captured_while_the_first_save_was_in_flight_counts(host: Host) -> None:
+def test_a_state_that_was_captured_while_the_first_save_was_in_flight_counts(host):
     """Its parent is older than the newest version, but the same training captured it."""
     state, ckpt = host.start(save=50)
     train(state, ckpt, 49)
     released = threading.Event()
     original = host.run.put_if_absent
 
-    def wait_for_manifest(key: str, data: bytes) -> Any:
+    def wait_for_manifest(key, data):
         if key == f"version_50/{MANIFEST}":
             released.wait(20)
         return original(key, data)
 
-    host.run.put_if_absent = wait_for_manifest  # type: ignore[method-assign]
+    host.run.put_if_absent = wait_for_manifest
     train(state, ckpt, 65)
     released.set()
     ckpt._saver.wait()
@@ -195,7 +187,7 @@ def test_a_state_that_was_captured_while_the_first_save_was_in_flight_counts(hos
     assert states_equal(state, state_after(60))
 
 
-def test_a_state_from_before_another_training_went_on_is_not_resumed(host: Host) -> None:
+def test_a_state_from_before_another_training_went_on_is_not_resumed(host):
     """The host was away while another one continued from the durable version."""
     host.train_and_die(87)
     away = host.path
@@ -214,9 +206,7 @@ def test_a_state_from_before_another_training_went_on_is_not_resumed(host: Host)
     assert host.captured == []
 
 
-def test_a_capture_is_skipped_while_the_one_before_is_in_progress(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_is_skipped_while_the_one_before_is_in_progress(host, monkeypatch):
     """The training never waits for a slow peer."""
     released, skipped = threading.Event(), list[str]()
     monkeypatch.setattr(memory_snapshots.MemorySnapshots, "_copy", lambda *_: released.wait(20))
@@ -235,7 +225,7 @@ def test_a_capture_is_skipped_while_the_one_before_is_in_progress(
         assert host.captured == ["version_5", "version_15"]
 
 
-def test_a_capture_in_progress_at_the_kill_leaves_nothing_that_counts(host: Host) -> None:
+def test_a_capture_in_progress_at_the_kill_leaves_nothing_that_counts(host):
     host.train_and_die(77)
     torn = host.folder / "version_80"
     torn.mkdir()
@@ -249,13 +239,11 @@ def test_a_capture_in_progress_at_the_kill_leaves_nothing_that_counts(host: Host
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_resume_waits_for_the_capture_in_progress(
-    host: Host, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_resume_waits_for_the_capture_in_progress(host, monkeypatch, fails):
     """As in a notebook, if the cell that trains is interrupted, and run again."""
     go = threading.Event()
 
-    def copy(tier: memory_snapshots.MemorySnapshots, version: Version, *_: Any) -> None:
+    def copy(tier, version, *_):
         if version.step == 30 and not go.is_set():
             go.wait(20)
             if fails:
@@ -284,9 +272,7 @@ def test_resume_waits_for_the_capture_in_progress(
     assert Run(host.run).branch() == 0
 
 
-def test_a_wait_that_is_interrupted_leaves_the_capture_in_progress(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_that_is_interrupted_leaves_the_capture_in_progress(host, monkeypatch):
     state, ckpt = host.start(every=5)
     go = threading.Event()
     monkeypatch.setattr(memory_snapshots.MemorySnapshots, "_copy", lambda *_: go.wait(20))
@@ -295,7 +281,7 @@ def test_a_wait_that_is_interrupted_leaves_the_capture_in_progress(
     pending = ckpt._tiers.memory._pending
     assert pending is not None
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -310,10 +296,8 @@ def test_a_wait_that_is_interrupted_leaves_the_capture_in_progress(
 # -- what cannot work ------------------------------------------------------------------------------
 
 
-def test_too_little_memory_is_refused_before_training_starts(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def find_limits(*_: Any, **__: Any) -> Iterator[MemoryLimit]:
+def test_too_little_memory_is_refused_before_training_starts(host, monkeypatch):
+    def find_limits(*_, **__):
         yield MemoryLimit("the file system at /dev/shm", 1000, 0, "Make it larger: {docker}")
 
     monkeypatch.setattr("limpet.tiers.memory_check.find_limits", find_limits)
@@ -321,7 +305,7 @@ def test_too_little_memory_is_refused_before_training_starts(
         host.start()
 
 
-def test_a_folder_on_a_disk_is_refused(host: Host) -> None:
+def test_a_folder_on_a_disk_is_refused(host):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         host.path, path = folder, host.path
         try:
@@ -331,7 +315,7 @@ def test_a_folder_on_a_disk_is_refused(host: Host) -> None:
             host.path = path
 
 
-def test_a_folder_that_is_deleted_during_the_training_is_private_again(host: Host) -> None:
+def test_a_folder_that_is_deleted_during_the_training_is_private_again(host):
     """By a person, or by a login manager that cleans up after its user."""
     state, ckpt = host.start()
     train(state, ckpt, 10)
@@ -342,7 +326,7 @@ def test_a_folder_that_is_deleted_during_the_training_is_private_again(host: Hos
     assert host.resumed.step == 30
 
 
-def test_a_folder_of_another_user_is_refused(host: Host) -> None:
+def test_a_folder_of_another_user_is_refused(host):
     own = Path(host.path) / f"limpet-{os.getuid()}"
     own.mkdir(mode=0o777)
     own.chmod(0o777)
@@ -363,24 +347,22 @@ def test_a_folder_of_another_user_is_refused(host: Host) -> None:
     ],
     ids="".join,
 )
-def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong):
     (name,) = wrong
     with pytest.raises(LimpetError, match=f"Invalid value for {name}= of MemoryTier"):
         MemoryTier(**{"every": EverySteps(10), **wrong})
 
 
 @pytest.mark.parametrize("tiers", ["memory", [3], MemoryTier(every=EverySteps(1))], ids=repr)
-def test_invalid_tiers_are_refused(tiers: Any) -> None:
+def test_invalid_tiers_are_refused(tiers):
     with pytest.raises(LimpetError, match="Invalid value for tiers="):
         Checkpointer(MemoryStore(), initial_state(), tiers=tiers)
 
 
-def test_a_failed_capture_is_raised_and_leaves_no_files(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_capture_is_raised_and_leaves_no_files(host, monkeypatch):
     state, ckpt = host.start(every=5)
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise NoSpace("The memory is full")
 
     with pytest.raises(NoSpace, match="The memory is full"), ckpt:
@@ -396,7 +378,7 @@ def test_a_failed_capture_is_raised_and_leaves_no_files(
 # -- the identity of a run -------------------------------------------------------------------------
 
 
-def test_the_identity_of_a_run_stays_until_it_is_damaged() -> None:
+def test_the_identity_of_a_run_stays_until_it_is_damaged():
     store = MemoryStore()
     first = read_or_create_run_id(store)
     assert read_or_create_run_id(store) == first
@@ -407,8 +389,8 @@ def test_the_identity_of_a_run_stays_until_it_is_damaged() -> None:
     assert read_or_create_run_id(store) == second
 
 
-def test_only_the_copy_of_a_run_gets_another_identity(tmp_path: Path) -> None:
-    def identity(name: str) -> str:
+def test_only_the_copy_of_a_run_gets_another_identity(tmp_path):
+    def identity(name):
         return read_or_create_run_id(LocalStore(tmp_path / name))
 
     first = identity("a")
@@ -424,9 +406,7 @@ def test_only_the_copy_of_a_run_gets_another_identity(tmp_path: Path) -> None:
     assert identity("moved") == first, "the run that began in its old place is another one"
 
 
-def test_a_copied_run_and_its_original_do_not_share_their_states(
-    host: Host, tmp_path: Path
-) -> None:
+def test_a_copied_run_and_its_original_do_not_share_their_states(host, tmp_path):
     host.run = LocalStore(tmp_path / "a")
     host.train_and_die(25, save=20)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -439,7 +419,7 @@ def test_a_copied_run_and_its_original_do_not_share_their_states(
     assert host.resumed.url == str(next(Path(host.path).rglob("version_20")))
 
 
-def test_two_processes_agree_on_the_identity() -> None:
+def test_two_processes_agree_on_the_identity():
     store, found = MemoryStore(), list[str]()
     threads = [
         threading.Thread(target=lambda: found.append(read_or_create_run_id(store)))

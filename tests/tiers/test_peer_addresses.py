@@ -1,13 +1,9 @@
 """Addresses and the secret of a job, through its key-value store."""
 
-from __future__ import annotations
-
 import pytest
 
 from limpet.errors import StoreError
-from limpet.tiers.peers.addresses import (
-    choose_address,
-)
+from limpet.tiers.peers.addresses import choose_address
 
 
 @pytest.mark.parametrize("interface", ["lo", "127.0.0.2", "::1"])

@@ -1,7 +1,5 @@
 """Transfers between processes, one of which is killed or stopped at every point."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -89,11 +87,7 @@ def test_the_receiver_is_killed(folder, at):
                 server.process.wait()
             return data
 
-        with (
-            Proxy(server, kill) as proxy,
-            pytest.raises(Unavailable),
-            connect(proxy) as peer,
-        ):
+        with Proxy(server, kill) as proxy, pytest.raises(Unavailable), connect(proxy) as peer:
             peer.send_file(source, "v1/a")
     store = TmpfsStore(folder)
     store.remove_leftovers()

@@ -1,7 +1,5 @@
 """Transfers of copies between peers: what arrives, and what may go wrong with one connection."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from dataclasses import replace
@@ -35,15 +33,7 @@ from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 from limpet.tiers.peers import server as peer_server
 from limpet.tiers.peers.transfer import Fetch, Offer, Ready
-from tests.tiers.peers import (
-    LIMITS,
-    Proxy,
-    ask,
-    connect,
-    eventually,
-    memory_folder,
-    serving,
-)
+from tests.tiers.peers import LIMITS, Proxy, ask, connect, eventually, memory_folder, serving
 
 SIZE = (3 << 20) + 77
 

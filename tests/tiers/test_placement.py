@@ -1,7 +1,5 @@
 """Placement of copies, as properties of random trainings."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given, settings

@@ -1,11 +1,8 @@
 """The store from which a state of a tier is loaded, with peers that are functions."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,6 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.tiers.inventory import Holder, Sources
 from limpet.tiers.recovery_store import Peers, RecoveryStore
 from tests.tiers.peers import LIMITS, ask, connect, eventually, memory_folder, serving
@@ -30,7 +26,7 @@ MANIFEST_KEY = f"{FOLDER}/{MANIFEST}"
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     with memory_folder() as path:
         yield path
 
@@ -42,7 +38,7 @@ class CapturedState:
     raise. ``nbytes``: the bytes of shards that were fetched.
     """
 
-    def __init__(self, folder: Path, count: int = 1000) -> None:
+    def __init__(self, folder, count=1000):
         self.folder = folder
         self.own = TmpfsStore(folder)
         self.served = MemoryStore()
@@ -56,25 +52,25 @@ class CapturedState:
         self.fetched: list[tuple[int, str]] = []
         self.before_copy: Callable[[int, str], object] = lambda rank, key: None
 
-    def store(self, rank: int = 0, **options: Any) -> RecoveryStore:
+    def store(self, rank=0, **options):
         access = Peers(rank, lambda rank: [rank], lambda rank: nullcontext(Server(self, rank)))
         return RecoveryStore(self.own, FOLDER, served_by(1, 2), access, **options)
 
-    def copy(self, key: str) -> None:
+    def copy(self, key):
         """Give the host a file of the state."""
         put(self.own, key, self.served.get(key, 1 << 30))
 
-    def open(self) -> SnapshotReader:
+    def open(self):
         return SnapshotReader(
             Location(self.store(), FOLDER, is_per_host=True), None, reader_of(self.saved).digest
         )
 
-    def replace(self, key: str, data: bytes) -> None:
+    def replace(self, key, data):
         self.served.delete(key)
         put(self.served, key, data)
 
 
-def served_by(*hosts: int) -> Sources:
+def served_by(*hosts):
     """Return the sources of the state, all of whose files are on each host."""
     return Sources(2, [Holder(host, [0, 2], has_manifest=True) for host in hosts])
 
@@ -82,15 +78,15 @@ def served_by(*hosts: int) -> Sources:
 class Server:
     """The connection to a rank that serves the state."""
 
-    def __init__(self, peers: CapturedState, rank: int) -> None:
+    def __init__(self, peers, rank):
         self._peers, self._rank = peers, rank
 
-    def fetch_file(self, key: str, limit: int) -> bytes:
+    def fetch_file(self, key, limit):
         self._peers.fetched.append((self._rank, key))
         self._peers.before_copy(self._rank, key)
         return self._peers.served.get(key, limit)
 
-    def fetch_range(self, key: str, file_length: int, offset: int, into: memoryview) -> None:
+    def fetch_range(self, key, file_length, offset, into):
         data = self.fetch_file(key, 1 << 30)
         if len(data) != file_length:
             raise StoreError(f"{key} has another length")
@@ -98,18 +94,18 @@ class Server:
         self._peers.nbytes += len(into) * key.endswith(".safetensors")
 
 
-def put(store: Store, key: str, data: bytes) -> None:
+def put(store, key, data):
     with store.put(key, len(data)) as upload:
         upload.write_at(0, memoryview(data))
         upload.commit()
 
 
 @pytest.fixture
-def peers(folder: Path) -> CapturedState:
+def peers(folder):
     return CapturedState(folder)
 
 
-def test_only_the_chunks_that_a_rank_reads_are_fetched(folder: Path) -> None:
+def test_only_the_chunks_that_a_rank_reads_are_fetched(folder):
     """With another number of ranks, each needs a part of a shard: one chunk of seven here."""
     peers = CapturedState(folder, 26 << 17)
     array = Snapshot(peers.open())["w"]
@@ -120,7 +116,7 @@ def test_only_the_chunks_that_a_rank_reads_are_fetched(folder: Path) -> None:
     assert peers.nbytes < 1.25 * length
 
 
-def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: CapturedState) -> None:
+def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers):
     data = bytearray(peers.served.get(peers.shard_key, 1 << 20))
     data[-1] ^= 1
     peers.replace(peers.shard_key, bytes(data))
@@ -130,10 +126,10 @@ def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: CapturedState) -
     assert np.array_equal(state["w"], np.full(1000, 7.0))
 
 
-def test_a_peer_that_has_failed_is_asked_last(peers: CapturedState) -> None:
+def test_a_peer_that_has_failed_is_asked_last(peers):
     """Each try to connect to a host that is gone takes long."""
 
-    def fail(rank: int, key: str) -> None:
+    def fail(rank, key):
         if rank == 1:
             raise Unavailable("Cannot connect to rank 1: timed out")
 
@@ -154,23 +150,23 @@ def test_a_peer_that_has_failed_is_asked_last(peers: CapturedState) -> None:
 class Clock:
     """A clock that only ``sleep`` moves. ``pauses``: what was slept."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
         self.pauses: list[float] = []
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.pauses.append(seconds)
         self.now += seconds
 
 
-def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: CapturedState) -> None:
+def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers):
     clock, found = Clock(), list[Any]()
     peers.copy(MANIFEST_KEY)
 
-    def reset(rank: int, key: str) -> None:
+    def reset(rank, key):
         if len(peers.fetched) <= 10:
             raise Unavailable("Cannot receive from the peer: connection reset")
 
@@ -185,11 +181,11 @@ def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: Capture
     assert found == [("copy_failed", 1), ("copy_failed", 2)]
 
 
-def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: CapturedState) -> None:
+def test_the_time_in_which_peers_are_asked_again_is_bounded(peers):
     clock = Clock()
     peers.copy(MANIFEST_KEY)
 
-    def reset(rank: int, key: str) -> None:
+    def reset(rank, key):
         raise Unavailable(f"Rank {rank} is busy")
 
     peers.before_copy = reset
@@ -201,13 +197,13 @@ def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: CapturedState
     assert len(peers.fetched) >= 30
 
 
-def test_a_server_with_too_many_connections_sends_the_file_later(peers: CapturedState) -> None:
+def test_a_server_with_too_many_connections_sends_the_file_later(peers):
     clock = Clock()
     with serving(None, replace(LIMITS, connections=1), store=peers.served) as server:
         first = connect(server)
         ask(first)
 
-        def sleep(seconds: float) -> None:
+        def sleep(seconds):
             clock.sleep(seconds)
             if len(clock.pauses) == 3:
                 first.close()

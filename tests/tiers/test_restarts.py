@@ -1,21 +1,10 @@
 """The records of restarts: their names, their bytes, and that their number is bounded."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
 import limpet
-from limpet.errors import (
-    Denied,
-    DigestMismatch,
-    FormatError,
-    ManifestInvalid,
-    StoreError,
-    Unavailable,
-)
+from limpet.errors import Denied, DigestMismatch, FormatError, ManifestInvalid, Unavailable
 from limpet.format.names import restart_name
 from limpet.format.sealed import seal
 from limpet.storage.memory import MemoryStore
@@ -34,7 +23,7 @@ RECORD = Restart(0, 50, "version_50", "a" * 32, None, None, "2026-01-02T03:04:05
 BACK = replace(RECORD, rung=2, skipped="version_60.1")
 
 
-def key(rung: int = 0, number: int = 0) -> str:
+def key(rung=0, number=0):
     return restart_name(rung, f"{number:012x}")
 
 
@@ -46,7 +35,7 @@ def key(rung: int = 0, number: int = 0) -> str:
         {"skipped": "version_60"}, {"tier": 1},
     ],
 )  # fmt: skip
-def test_a_record_that_violates_the_format_is_deleted_and_reported(changes: Any) -> None:
+def test_a_record_that_violates_the_format_is_deleted_and_reported(changes):
     store, skipped = MemoryStore(), []
     raw = seal(replace(RECORD, **changes))[0]
     with pytest.raises(ManifestInvalid):
@@ -59,7 +48,7 @@ def test_a_record_that_violates_the_format_is_deleted_and_reported(changes: Any)
     assert [s.key for s in store.list("")] == [key(0, 1)]
 
 
-def test_every_flipped_bit_and_every_length_is_found() -> None:
+def test_every_flipped_bit_and_every_length_is_found():
     raw = seal(RECORD)[0]
     for at in range(len(raw)):
         changed = bytearray(raw)
@@ -70,14 +59,14 @@ def test_every_flipped_bit_and_every_length_is_found() -> None:
             decode_restart(raw[:at], key())
 
 
-def test_a_record_of_a_later_format_is_ignored_and_stays() -> None:
+def test_a_record_of_a_later_format_is_ignored_and_stays():
     store = MemoryStore()
     store.put_if_absent(key(), seal(RECORD, 99)[0])
     assert read_restarts(store) == {}
     assert len(list(store.list(""))) == 1
 
 
-def test_of_ten_thousand_records_few_are_read_and_those_of_the_highest_rung_first() -> None:
+def test_of_ten_thousand_records_few_are_read_and_those_of_the_highest_rung_first():
     inner = MemoryStore()
     for number in range(10_000):
         inner.put_if_absent(key(0, number), b"damaged")
@@ -92,10 +81,10 @@ def test_of_ten_thousand_records_few_are_read_and_those_of_the_highest_rung_firs
 
 
 @pytest.mark.parametrize(("error", "tried"), [(Unavailable("It is away"), 1), (Denied("No"), 5)])
-def test_a_store_that_does_not_answer_is_asked_once(error: StoreError, tried: int) -> None:
+def test_a_store_that_does_not_answer_is_asked_once(error, tried):
     store, calls = HookedStore(MemoryStore()), list[str]()
 
-    def fail(_: str, deleted: str) -> None:
+    def fail(_, deleted):
         calls.append(deleted)
         raise error
 

@@ -1,10 +1,7 @@
 """States in a tier that only seem to be those of a run: of one step, but of another history."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +14,14 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.training.checkpointer import Checkpointer
-from tests.tiers.hosts import Host, flip_bit, train
+from tests.tiers.hosts import flip_bit, train
 from tests.trainings import delete_version, initial_state
 
 
-def test_a_save_after_the_capture_of_the_same_step_counts(host: Host) -> None:
+def test_a_save_after_the_capture_of_the_same_step_counts(host):
     """The end of an epoch: ``step`` captures, then the epoch is counted, and then it is saved."""
 
-    def run_epochs(count: int) -> int:
+    def run_epochs(count):
         state = {"w": np.zeros(1000, "f4"), "progress": limpet.Progress()}
         tier = MemoryTier(every=EverySteps(10), copies=1, path=host.path)
         ckpt = Checkpointer(host.run, state, save=Never(), tiers=[tier], preemption=None)
@@ -45,7 +42,7 @@ def test_a_save_after_the_capture_of_the_same_step_counts(host: Host) -> None:
     assert run_epochs(2) == 40
 
 
-def train_elsewhere(host: Host, last_step: int) -> dict[str, Any]:
+def train_elsewhere(host, last_step):
     """Train in the run on another host, which is lost afterward, with other weights."""
     path = Path(host.path + "-2")
     path.mkdir()
@@ -63,7 +60,7 @@ def train_elsewhere(host: Host, last_step: int) -> dict[str, Any]:
     return state
 
 
-def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(host: Host) -> None:
+def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(host):
     state, ckpt = host.start(save=1000)
     train(state, ckpt, 50)
     ckpt._saver.writer_lock.release()
@@ -76,7 +73,7 @@ def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(host: H
     assert resumed["weights"].tobytes() == trained["weights"].tobytes()
 
 
-def test_a_state_whose_parent_was_replaced_does_not_continue_the_run(host: Host) -> None:
+def test_a_state_whose_parent_was_replaced_does_not_continue_the_run(host):
     host.train_and_die(66)  # version_50 is in the run, and version_60 in memory
     delete_version(host.run, 50)
     trained = train_elsewhere(host, 50)
@@ -86,7 +83,7 @@ def test_a_state_whose_parent_was_replaced_does_not_continue_the_run(host: Host)
     assert host.warnings == []
 
 
-def test_half_of_a_state_of_another_history_begins_no_branch(host: Host) -> None:
+def test_half_of_a_state_of_another_history_begins_no_branch(host):
     state, ckpt = host.start(save=1000)
     train(state, ckpt, 60)
     ckpt._saver.writer_lock.release()
@@ -96,10 +93,10 @@ def test_half_of_a_state_of_another_history_begins_no_branch(host: Host) -> None
     assert (host.resumed.step, host.warnings, Run(host.run).branch()) == (50, [], 0)
 
 
-def test_a_local_disk_with_another_version_of_the_same_step_is_ignored(tmp_path: Path) -> None:
+def test_a_local_disk_with_another_version_of_the_same_step_is_ignored(tmp_path):
     run = MemoryStore()
 
-    def start(disk: str, weights: float, last_step: int) -> tuple[dict[str, Any], Any]:
+    def start(disk, weights, last_step):
         state = initial_state()
         state["weights"] += weights
         tiers = [LocalTier(tmp_path / disk)]
@@ -121,14 +118,14 @@ def test_a_local_disk_with_another_version_of_the_same_step_is_ignored(tmp_path:
 
 @pytest.mark.parametrize("is_supervised", [False, True])
 def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_is_left(
-    host: Host, is_supervised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    host, is_supervised, tmp_path, monkeypatch
+):
     """Otherwise, training would begin at step 0 with parts of the damaged state. Under ``limpet
     run``, the state is left out after three starts: nobody may be there to delete it."""
     if is_supervised:
         monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
 
-    def start() -> tuple[dict[str, Any], Checkpointer]:
+    def start():
         state = {
             "a": np.full(5 << 20, 0.5, np.float32),
             "b": np.full(5 << 20, 0.5, np.float32),

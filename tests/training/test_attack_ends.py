@@ -4,14 +4,11 @@ A state that is partially loaded, partially counted, or interrupted is never sav
 failure never hides the exception that ended the training.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +22,26 @@ from limpet import events, machine
 from limpet.errors import LimpetError, NoSnapshot, SaveFailed, StoreError
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Pin, encode_record
-from limpet.run.policy import (
-    EverySteps,
-    KeepLast,
-    KeepPolicy,
-    OnException,
-    StopWhen,
-)
+from limpet.run.policy import EverySteps, KeepLast, KeepPolicy, OnException, StopWhen
 from limpet.run.run import Run
 from limpet.run.save_request import put_request
 from limpet.saving import pending
 from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
-from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer
 from tests.trainings import flip_bit, initial_state, shard_of, train, train_step, training
 
 State = dict[str, Any]
 
 
-def network(wide: int = 2_500_000) -> tuple[State, Callable[[], None]]:
+def network(wide=2_500_000):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     model.wide = nn.Parameter(torch.zeros(wide))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = {"model": model, "optimizer": optimizer, "progress": limpet.Progress()}
 
-    def step() -> None:
+    def step():
         model.zero_grad()
         model(torch.randn(3, 4)).square().mean().backward()
         model.wide.grad = torch.ones(1).expand(wide)
@@ -60,27 +50,27 @@ def network(wide: int = 2_500_000) -> tuple[State, Callable[[], None]]:
     return state, step
 
 
-def weights(state: State) -> dict[str, torch.Tensor]:
+def weights(state):
     return {k: v.detach().clone() for k, v in state["model"].state_dict().items()}
 
 
-def saved_state_equals(store: MemoryStore, step: int, expected: dict[str, torch.Tensor]) -> bool:
+def saved_state_equals(store, step, expected):
     found = limpet.load(store.at(f"version_{step}"))["model"]
     return all(torch.equal(found[k], v) for k, v in expected.items())
 
 
 class FullDisk(MemoryStore):
-    def put(self, key: str, length: int) -> Any:
+    def put(self, key, length):
         raise StoreError("a full disk")
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gate(monkeypatch):
     """Return an event. Deferred staging continues only while it is set."""
     gate, stage = threading.Event(), DeferredStaging.stage
     gate.set()
 
-    def wait_and_stage(self: DeferredStaging, workers: Workers) -> None:
+    def wait_and_stage(self, workers):
         assert gate.wait(20)
         stage(self, workers)
 
@@ -92,7 +82,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- partially loaded states ---------------------------------------------------------------------
 
 
-def test_steps_and_saves_raise_after_a_failed_resume() -> None:
+def test_steps_and_saves_raise_after_a_failed_resume():
     store = MemoryStore()
     state, step = network(1000)
     ckpt = Checkpointer(store, state, save=EverySteps(2))
@@ -116,7 +106,7 @@ def test_steps_and_saves_raise_after_a_failed_resume() -> None:
 # -- partially counted steps ---------------------------------------------------------------------
 
 
-def test_a_save_after_an_exception_in_step_has_the_step_of_its_state() -> None:
+def test_a_save_after_an_exception_in_step_has_the_step_of_its_state():
     store = MemoryStore()
     sampler = limpet.ElasticSampler(100, 10)
     state = initial_state() | {"sampler": sampler}
@@ -135,7 +125,7 @@ def test_a_save_after_an_exception_in_step_has_the_step_of_its_state() -> None:
 # -- never a new start over existing versions ----------------------------------------------------
 
 
-def test_a_run_with_versions_only_on_another_branch_is_not_empty() -> None:
+def test_a_run_with_versions_only_on_another_branch_is_not_empty():
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -148,11 +138,11 @@ def test_a_run_with_versions_only_on_another_branch_is_not_empty() -> None:
     with training(store, EverySteps(5)) as (state, ckpt):
         with pytest.raises(NoSnapshot, match=r"version_20.*resume\(at="):
             ckpt.resume()
-        assert ckpt.resume(at="20").step == 20  # type: ignore[union-attr]
+        assert ckpt.resume(at="20").step == 20
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
-def test_a_branch_stays_current_if_its_record_is_lost(damage: str) -> None:
+def test_a_branch_stays_current_if_its_record_is_lost(damage):
     """Retention has deleted the first version of the branch, which could replace the record."""
     store = MemoryStore()
     with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
@@ -165,7 +155,7 @@ def test_a_branch_stays_current_if_its_record_is_lost(damage: str) -> None:
     else:
         flip_bit(store, "branch-1.json", -9)
     with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
-        assert ckpt.resume().version == Version(20, 1)  # type: ignore[union-attr]
+        assert ckpt.resume().version == Version(20, 1)
         train(state, ckpt, 22)
     before = Run(store).listing().versions
     swept = Run(store).sweep(abandoned=True, grace=0)
@@ -178,20 +168,20 @@ def test_a_branch_stays_current_if_its_record_is_lost(damage: str) -> None:
 
 
 @pytest.mark.parametrize("failing_call", ["put", "delete"])
-def test_an_earlier_failure_does_not_prevent_the_save_of_the_last_step(failing_call: str) -> None:
+def test_an_earlier_failure_does_not_prevent_the_save_of_the_last_step(failing_call):
     may_write = threading.Event()
     may_write.set()
 
     class SlowStore(MemoryStore):
         broken: str | None = None
 
-        def put(self, key: str, length: int) -> Any:
+        def put(self, key, length):
             assert may_write.wait(20)
             if self.broken == "put":
                 raise StoreError("a temporary error")
             return super().put(key, length)
 
-        def delete(self, key: str) -> None:
+        def delete(self, key):
             if self.broken == "delete" and MANIFEST in key:
                 raise StoreError("a temporary error")
             super().delete(key)
@@ -223,19 +213,17 @@ def test_an_earlier_failure_does_not_prevent_the_save_of_the_last_step(failing_c
 class FailingPolicy(KeepPolicy):
     """A user-defined policy with a bug."""
 
-    def keep(self, records: Any) -> Any:
+    def keep(self, records):
         raise KeyError("in the policy")
 
 
 @pytest.mark.parametrize("source", ["the savepoint", "the background"])
-def test_the_exception_that_ended_the_training_is_not_replaced(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exception_that_ended_the_training_is_not_replaced(source, monkeypatch):
     store = MemoryStore()
     state, step = network(1000)
     keep = FailingPolicy() if source == "the background" else None
 
-    def broken(*args: Any, **options: Any) -> Any:
+    def broken(*args, **options):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     with (
@@ -254,9 +242,7 @@ def test_the_exception_that_ended_the_training_is_not_replaced(
 
 
 @pytest.mark.parametrize("why", ["no thread", "a damaged version of that name"])
-def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(
-    why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(why, monkeypatch):
     store, state = MemoryStore(), initial_state()
     emitted: list[str] = []
     ckpt = Checkpointer(store, state, save=EverySteps(10**6), on_error="warn")
@@ -265,7 +251,7 @@ def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(
     ckpt._watcher.poll()
     start = pending.Thread.start
 
-    def fail_for_saves(self: threading.Thread) -> None:
+    def fail_for_saves(self):
         if self.name == "limpet-save":
             raise RuntimeError("can't start new thread")
         start(self)
@@ -292,11 +278,9 @@ def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(
 
 
 @pytest.mark.parametrize("options", [{"overlap": True}, {"incremental": True}])
-def test_the_save_in_progress_finishes_after_an_interrupted_close(
-    options: dict[str, bool], gate: threading.Event
-) -> None:
+def test_the_save_in_progress_finishes_after_an_interrupted_close(options, gate):
     class GatedStore(MemoryStore):
-        def put_if_absent(self, key: str, data: bytes) -> Any:
+        def put_if_absent(self, key, data):
             if key.startswith("pin-"):
                 assert gate.wait(20)
             return super().put_if_absent(key, data)
@@ -304,7 +288,7 @@ def test_the_save_in_progress_finishes_after_an_interrupted_close(
     store = GatedStore()
     state, step = network()
     state["large"] = torch.randn(3_000_000)
-    ckpt = Checkpointer(store, state, save=EverySteps(2), **options)  # type: ignore[arg-type]
+    ckpt = Checkpointer(store, state, save=EverySteps(2), **options)
     for _ in range(2):
         step()
         ckpt.step()
@@ -318,13 +302,13 @@ def test_the_save_in_progress_finishes_after_an_interrupted_close(
     assert pending_save is not None
     wait = pending_save._ended.wait
 
-    def interrupt(timeout: float | None = None) -> bool:
+    def interrupt(timeout=None):
         raise KeyboardInterrupt
 
-    pending_save._ended.wait = interrupt  # type: ignore[method-assign]
+    pending_save._ended.wait = interrupt
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
-    pending_save._ended.wait = wait  # type: ignore[method-assign]
+    pending_save._ended.wait = wait
     gate.set()
     assert pending_save.wait().step == 4
     assert not ckpt._saver._pool.allocated_bytes
@@ -334,7 +318,7 @@ def test_the_save_in_progress_finishes_after_an_interrupted_close(
 # -- reports of the last save --------------------------------------------------------------------
 
 
-def run_python(script: str) -> subprocess.CompletedProcess[str]:
+def run_python(script):
     command = [sys.executable, "-c", script]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
@@ -370,9 +354,7 @@ def main():
     ],
 )  # fmt: skip
 @pytest.mark.slow
-def test_a_failed_last_save_is_reported_however_the_training_ends(
-    end: str, call: str, code: int, message: str
-) -> None:
+def test_a_failed_last_save_is_reported_however_the_training_ends(end, call, code, message):
     script = END_SCRIPT.format(end=end) + call
     done = run_python(script)
     assert (done.returncode, done.stdout) == (code, "")
@@ -409,9 +391,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "late"), [("fork", True), ("fork", False), ("spawn", True)])
-def test_a_worker_that_does_not_wait_for_its_save_exits_with_1(
-    tmp_path: Path, start: str, late: bool
-) -> None:
+def test_a_worker_that_does_not_wait_for_its_save_exits_with_1(tmp_path, start, late):
     """A forked process does not run atexit functions."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER_SCRIPT.format(start=start, late=late))
@@ -427,7 +407,7 @@ def test_a_worker_that_does_not_wait_for_its_save_exits_with_1(
 
 
 @pytest.mark.slow
-def test_a_failed_save_without_stderr_exits_with_1() -> None:
+def test_a_failed_save_without_stderr_exits_with_1():
     script = END_SCRIPT.format(end="pass").replace("with limpet", "ckpt = limpet")
     script = script.replace(" as ckpt:\n", "; state = ckpt.state\n").replace(
         "state := fresh()", "fresh()"
@@ -440,9 +420,7 @@ def test_a_failed_save_without_stderr_exits_with_1() -> None:
 
 
 @pytest.mark.parametrize("end", [SystemExit(1), GeneratorExit(), ZeroDivisionError()])
-def test_a_failed_last_save_is_reported_although_warnings_are_errors(
-    end: BaseException, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_last_save_is_reported_although_warnings_are_errors(end, capsys):
     """Python prints the notes of errors, but not of SystemExit and GeneratorExit."""
     state = initial_state()
     with (
@@ -459,7 +437,7 @@ def test_a_failed_last_save_is_reported_although_warnings_are_errors(
 
 
 @pytest.mark.parametrize("policy", [EverySteps(2), EverySteps(2) | OnException(), OnException()])
-def test_on_error_warn_also_applies_to_sys_exit(policy: Any) -> None:
+def test_on_error_warn_also_applies_to_sys_exit(policy):
     state, step = network(1000)
     with (
         pytest.warns(SaveFailed, match="a full disk"),
@@ -472,11 +450,11 @@ def test_on_error_warn_also_applies_to_sys_exit(policy: Any) -> None:
         raise SystemExit
 
 
-def test_sys_exit_raises_an_earlier_failure_unless_the_last_save_succeeds() -> None:
+def test_sys_exit_raises_an_earlier_failure_unless_the_last_save_succeeds():
     class FlakyStore(MemoryStore):
         broken = True
 
-        def put(self, key: str, length: int) -> Any:
+        def put(self, key, length):
             if self.broken:
                 raise StoreError("a full disk")
             return super().put(key, length)
@@ -510,12 +488,12 @@ def test_sys_exit_raises_an_earlier_failure_unless_the_last_save_succeeds() -> N
 # -- rejected calls ------------------------------------------------------------------------------
 
 
-def files(store: MemoryStore) -> list[str]:
+def files(store):
     return [s.key for s in store.list("")]
 
 
 @pytest.mark.parametrize("why", ["no resume", "another writer", "partially loaded"])
-def test_a_rejected_training_saves_and_deletes_nothing(why: str, tmp_path: Path) -> None:
+def test_a_rejected_training_saves_and_deletes_nothing(why, tmp_path):
     """OnException must not save into the run of another training, nor apply retention to it."""
     store = MemoryStore()
     state, step = network(1000)
@@ -555,12 +533,12 @@ def test_a_rejected_training_saves_and_deletes_nothing(why: str, tmp_path: Path)
     assert files(store) == before
 
 
-def test_a_sink_that_waits_for_its_own_save_raises() -> None:
+def test_a_sink_that_waits_for_its_own_save_raises():
     state = initial_state()
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1))
     emitted: list[LimpetError] = []
 
-    def wait(name: str, fields: dict[str, Any]) -> None:
+    def wait(name, fields):
         if name == "saved":
             with pytest.raises(LimpetError, match="cannot wait for itself") as e:
                 ckpt.wait()
@@ -571,7 +549,7 @@ def test_a_sink_that_waits_for_its_own_save_raises() -> None:
     assert len(emitted) == 2
 
 
-def test_on_exception_without_a_with_block_raises_at_the_first_step() -> None:
+def test_on_exception_without_a_with_block_raises_at_the_first_step():
     state, step = network(1000)
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(2) | OnException())
     ckpt.resume()
@@ -585,7 +563,7 @@ def test_on_exception_without_a_with_block_raises_at_the_first_step() -> None:
 # -- metrics -------------------------------------------------------------------------------------
 
 
-def test_a_step_with_an_invalid_metric_is_counted() -> None:
+def test_a_step_with_an_invalid_metric_is_counted():
     """The optimizer has stepped, so the state belongs to this step, and OnException can save it."""
     store = MemoryStore()
     state, step = network(1000)
@@ -601,14 +579,11 @@ def test_a_step_with_an_invalid_metric_is_counted() -> None:
     assert Run(store).metrics(3) == {}
 
 
-def test_metrics_are_copied_when_they_are_given() -> None:
+def test_metrics_are_copied_when_they_are_given():
     store = MemoryStore()
     state, step = network(1000)
     loss, array = torch.ones((), requires_grad=True) * 2, np.array([3.0])
-    with (
-        pytest.raises(ZeroDivisionError),
-        Checkpointer(store, state, save=OnException()) as ckpt,
-    ):
+    with pytest.raises(ZeroDivisionError), Checkpointer(store, state, save=OnException()) as ckpt:
         step()
         ckpt.step({"loss": loss, "array": array})
         with torch.no_grad():
@@ -632,7 +607,7 @@ class CustomFloat(float):
         ("emoji \U0001f600", 1, True),
     ],
 )
-def test_every_metric_that_step_accepts_can_be_saved(name: str, value: Any, is_valid: bool) -> None:
+def test_every_metric_that_step_accepts_can_be_saved(name, value, is_valid):
     state = initial_state()
     with Checkpointer(MemoryStore(), state) as ckpt:
         if is_valid:
@@ -643,7 +618,7 @@ def test_every_metric_that_step_accepts_can_be_saved(name: str, value: Any, is_v
                 ckpt.step({name: value})
 
 
-def test_a_repeated_step_counts_again_for_early_stopping() -> None:
+def test_a_repeated_step_counts_again_for_early_stopping():
     state = initial_state()
     with Checkpointer(MemoryStore(), state, save=EverySteps(1), stop=StopWhen("val", 2)) as ckpt:
         for val in (1.0, 2.0):

@@ -3,8 +3,6 @@
 A save after an exception is compared with a save at that moment.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -12,7 +10,6 @@ import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,6 @@ from limpet.run.policy import EverySteps, KeepLast, OnException
 from limpet.run.run import Run
 from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
-from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer
 from tests.trainings import initial_state, state_after, train_step
 
@@ -35,7 +31,7 @@ Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
 """A state, a step, and what happens before the exception."""
 
 
-def in_order(*calls: Callable[[], object]) -> Callable[[], object]:
+def in_order(*calls):
     """Return a function that makes these calls in order."""
     return lambda: [call() for call in calls]
 
@@ -43,22 +39,22 @@ def in_order(*calls: Callable[[], object]) -> Callable[[], object]:
 # -- the state before the step that raised, bit for bit ------------------------------------------
 
 
-def trained(model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any) -> Case:
+def trained(model, optimizer=torch.optim.AdamW, **options):
     built = optimizer(model.parameters(), lr=0.1, **options)
     state = {"model": model, "optimizer": built, "rng": limpet.RNG()}
 
-    def forward_backward() -> None:
+    def forward_backward():
         built.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()
 
-    def step() -> None:
+    def step():
         forward_backward()
         built.step()
 
     return state, step, forward_backward
 
 
-def scheduled(kind: Any, *args: Any, **options: Any) -> Case:
+def scheduled(kind, *args, **options):
     state, step, forward_backward = trained(nn.Linear(6, 6), torch.optim.SGD, momentum=0.9)
     state["schedule"] = schedule = kind(state["optimizer"], *args, **options)
     arguments = (1.0,) if kind is torch.optim.lr_scheduler.ReduceLROnPlateau else ()
@@ -72,18 +68,18 @@ def scheduled(kind: Any, *args: Any, **options: Any) -> Case:
 class ExtraStateModule(nn.Module):
     """A module whose forward pass changes its extra state in place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.seen: list[Any] = [1, {"sum": np.zeros(2)}]
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return {"seen": self.seen}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.seen = state["seen"]
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         self.seen[1]["sum"] += 1
         self.seen.append(2)
         return self.linear(x)
@@ -92,19 +88,19 @@ class ExtraStateModule(nn.Module):
 class LiveReferences:
     """An object whose state dict contains live references to its attributes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.array = np.zeros(3)
         self.lists: list[Any] = [[1], {"x": torch.zeros(2)}]
         self.raw = bytearray(b"abc" * 2000)
         self.deep: dict[str, list[Any]] = {"deep": [{"q": {1, 2}}]}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self.__dict__
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.__dict__.update(state)
 
-    def change_state(self) -> None:
+    def change_state(self):
         self.array += 1
         self.lists[0].append(3)
         self.lists[1]["x"] += 1
@@ -113,7 +109,7 @@ class LiveReferences:
         self.deep["deep"].append({})
 
 
-def live_references() -> Case:
+def live_references():
     state, step, forward_backward = trained(nn.Linear(6, 6))
     live = LiveReferences()
     values: dict[str, Any] = {
@@ -125,7 +121,7 @@ def live_references() -> Case:
     }
     state.update(values)
 
-    def change_state() -> None:
+    def change_state():
         forward_backward()
         live.change_state()
         state["nested"][0]["a"] += 1
@@ -142,7 +138,7 @@ def live_references() -> Case:
     return state, step, change_state
 
 
-def averaged() -> Case:
+def averaged():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     state, step, forward_backward = trained(model)
     state["ema"] = ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
@@ -153,15 +149,15 @@ def averaged() -> Case:
     )
 
 
-def partly_owned() -> Case:
+def partly_owned():
     """The optimizer of the second layer is not in the state. It steps before the exception."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
     first, second = (torch.optim.Adam(model[i].parameters()) for i in (0, 2))
 
-    def forward_backward() -> None:
+    def forward_backward():
         model(torch.randn(3, 6)).sum().backward()
 
-    def step() -> None:
+    def step():
         forward_backward()
         first.step()
         second.step()
@@ -170,12 +166,12 @@ def partly_owned() -> Case:
     return state, step, in_order(forward_backward, second.step)
 
 
-def scaled_to_infinity() -> Case:
+def scaled_to_infinity():
     """A scaler that finds infinities skips the step of the optimizer and changes its own scale."""
     state, _, _ = trained(nn.Linear(6, 6))
     state["scaler"] = scaler = torch.amp.GradScaler("cpu")
 
-    def step(factor: float = 1.0) -> None:
+    def step(factor=1.0):
         state["optimizer"].zero_grad()
         scaler.scale(state["model"](torch.randn(2, 6)).sum() * factor).backward()
         scaler.step(state["optimizer"])
@@ -184,7 +180,7 @@ def scaled_to_infinity() -> Case:
     return state, step, lambda: step(float("inf"))
 
 
-def arrays() -> Case:
+def arrays():
     a = np.arange(24.0).reshape(4, 6)
     state: dict[str, Any] = {
         "a": a,
@@ -199,7 +195,7 @@ def arrays() -> Case:
         "scalar": np.float32(3),
     }
 
-    def change_state() -> None:
+    def change_state():
         np.multiply(a, 2, out=a)
         state["fields"]["x"] += 1
         state["swapped"] += 1
@@ -209,13 +205,13 @@ def arrays() -> Case:
     return state, lambda: np.add(a, 1, out=a), change_state
 
 
-def options_in_place() -> Case:
+def options_in_place():
     model = nn.Linear(6, 6)
     state, step, forward_backward = trained(model, lr_decay=0.1, optimizer=torch.optim.Adagrad)
     group = state["optimizer"].param_groups[0]
     group["custom"] = [1, {"a": np.zeros(2)}]
 
-    def change_state() -> None:
+    def change_state():
         forward_backward()
         group["custom"][1]["a"] += 1
         group["lr"] = 9.0
@@ -245,7 +241,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def bits(snapshot: limpet.Snapshot) -> dict[str, Any]:
+def bits(snapshot):
     values = {key: snapshot[key] for key in snapshot}
     return {
         key: np.asarray(v[...]).tobytes() if hasattr(v, "shape") else v for key, v in values.items()
@@ -254,14 +250,11 @@ def bits(snapshot: limpet.Snapshot) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_a_save_after_an_exception_equals_a_save_at_the_last_step(name: str) -> None:
+def test_a_save_after_an_exception_equals_a_save_at_the_last_step(name):
     torch.manual_seed(0)
     state, step, change_state = CASES[name]()
     store, expected = MemoryStore(), {}
-    with (
-        pytest.raises(ZeroDivisionError),
-        Checkpointer(store, state, save=OnException()) as ckpt,
-    ):
+    with pytest.raises(ZeroDivisionError), Checkpointer(store, state, save=OnException()) as ckpt:
         for _ in range(3):
             step()
             ckpt.step()
@@ -276,13 +269,13 @@ def test_a_save_after_an_exception_equals_a_save_at_the_last_step(name: str) -> 
 # -- Ctrl-C --------------------------------------------------------------------------------------
 
 
-def wide() -> Case:
+def wide():
     """Return a model with a parameter of several pieces, staged in the background, and a buffer."""
     model = nn.BatchNorm1d(6)
     model.register_parameter("wide", nn.Parameter(torch.zeros(2_500_000)))
     state, _, step = trained(model, torch.optim.SGD)
 
-    def full_step() -> None:
+    def full_step():
         step()
         model.wide.grad = model.weight[:1].detach().expand(2_500_000)
         state["optimizer"].step()
@@ -296,30 +289,30 @@ def wide() -> Case:
 class RandomlyFailingStore(MemoryStore):
     """A store whose calls fail at random while ``is_failing``."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__()
         self.rng = random.Random(seed)
         self.is_failing = False
 
-    def _fail(self, probability: float) -> None:
+    def _fail(self, probability):
         if self.is_failing and self.rng.random() < probability:
             raise StoreError("not this time")
 
-    def put(self, key: str, length: int) -> Any:
+    def put(self, key, length):
         self._fail(0.3)
         return super().put(key, length)
 
-    def put_if_absent(self, key: str, data: bytes) -> Any:
+    def put_if_absent(self, key, data):
         self._fail(0.1)
         return super().put_if_absent(key, data)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key):
         self._fail(0.1)
         super().delete(key)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_counters_are_consistent_and_every_version_is_correct(seed: int) -> None:
+def test_counters_are_consistent_and_every_version_is_correct(seed):
     store, state, emitted = RandomlyFailingStore(seed), initial_state(), Counter[str]()
     ckpt = Checkpointer(
         store,
@@ -353,9 +346,7 @@ def test_counters_are_consistent_and_every_version_is_correct(seed: int) -> None
 # -- forks and early stopping --------------------------------------------------------------------
 
 
-def test_a_fork_during_a_save_affects_neither_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_during_a_save_affects_neither_process(tmp_path, monkeypatch):
     gate, stage = threading.Event(), DeferredStaging.stage
     torch.manual_seed(0)
     state, step, _ = wide()
@@ -365,7 +356,7 @@ def test_a_fork_during_a_save_affects_neither_process(
     ckpt.step()
     ckpt.wait()
 
-    def wait_and_stage(self: DeferredStaging, workers: Workers) -> None:
+    def wait_and_stage(self, workers):
         assert gate.wait(20)
         stage(self, workers)
 
@@ -373,7 +364,7 @@ def test_a_fork_during_a_save_affects_neither_process(
     step()
     expected = state["model"].wide.detach().clone()
     ckpt.step()
-    assert not ckpt._saver.pending._staged.is_set()  # type: ignore[union-attr]
+    assert not ckpt._saver.pending._staged.is_set()
     child = os.fork()
     if child == 0:
         raised = 0

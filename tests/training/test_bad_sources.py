@@ -1,13 +1,9 @@
 """A source of notices that fails: the training ends as without it, and then the error is raised."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,19 +22,19 @@ class Broken:
     interval = 0.01
     polls = 0
 
-    def poll(self) -> Any:
+    def poll(self):
         self.polls += 1
         return True
 
 
 class Training:
-    def __init__(self, store: Any, save: Any = None) -> None:
+    def __init__(self, store, save=None):
         self.good, self.bad, self.state = Announced(), Broken(), initial_state()
         save = EverySteps(10**9) if save is None else save
         sources = Preemption(notices=[self.good, self.bad])
         self.ckpt = Checkpointer(store, self.state, save=save, preemption=sources)
 
-    def train(self, steps: int = 2) -> None:
+    def train(self, steps=2):
         self.ckpt.resume()
         for _ in range(steps):
             train_step(self.state)
@@ -46,14 +42,14 @@ class Training:
         wait_for_poll(self.bad)
 
 
-def wait_for_poll(source: Broken) -> None:
+def wait_for_poll(source):
     end = time.monotonic() + 20
     while not source.polls:
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def train_on(store: Any) -> int:
+def train_on(store):
     """Train as another process would: the run must be free. Return the first step."""
     state = initial_state()
     with Checkpointer(store, state, save=AtEnd()) as ckpt:
@@ -64,9 +60,7 @@ def train_on(store: Any) -> int:
     return first
 
 
-def test_preempted_is_raised_with_the_error_as_a_note(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_preempted_is_raised_with_the_error_as_a_note(capsys):
     store, notes = MemoryStore(), "a source of notices failed: LimpetError: A source of notices"
     training = Training(store)
     with pytest.raises(Preempted) as left, training.ckpt:
@@ -81,7 +75,7 @@ def test_preempted_is_raised_with_the_error_as_a_note(
     assert train_on(store) == Run(store).snapshots()[0].step
 
 
-def test_the_error_of_a_source_is_raised_when_all_is_saved_and_closed() -> None:
+def test_the_error_of_a_source_is_raised_when_all_is_saved_and_closed():
     store = MemoryStore()
     training = Training(store, AtEnd())
     with pytest.raises(LimpetError, match="something else than a notice"), training.ckpt:
@@ -92,11 +86,11 @@ def test_the_error_of_a_source_is_raised_when_all_is_saved_and_closed() -> None:
 
 
 @pytest.mark.parametrize("way", ["with", "finally"])
-def test_an_error_of_the_training_is_raised_with_the_other_one_as_a_note(way: str) -> None:
+def test_an_error_of_the_training_is_raised_with_the_other_one_as_a_note(way):
     store = MemoryStore()
     training = Training(store)
 
-    def train() -> None:
+    def train():
         if way == "with":
             with training.ckpt:
                 fail()
@@ -105,7 +99,7 @@ def test_an_error_of_the_training_is_raised_with_the_other_one_as_a_note(way: st
         finally:
             training.ckpt.close()
 
-    def fail() -> None:
+    def fail():
         training.train()
         raise ZeroDivisionError
 
@@ -141,7 +135,7 @@ with limpet.Checkpointer(
 
 
 @pytest.mark.slow
-def test_sigterm_after_a_source_has_failed_saves_and_exits_with_75(tmp_path: Path) -> None:
+def test_sigterm_after_a_source_has_failed_saves_and_exits_with_75(tmp_path):
     command, pipe = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")], subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None

@@ -1,9 +1,6 @@
 """``Checkpointer``: resume is exact, failures are never silent, and one save runs at a time."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 
@@ -36,7 +33,7 @@ from tests.trainings import (
 )
 
 
-def test_an_empty_run_resumes_to_none_and_trains() -> None:
+def test_an_empty_run_resumes_to_none_and_trains():
     store = MemoryStore()
     with training(store, EverySteps(20), KeepLast(3)) as (state, ckpt):
         assert ckpt.resume() is None
@@ -54,7 +51,7 @@ def test_an_empty_run_resumes_to_none_and_trains() -> None:
     ("run", "what"),
     [("", "does not name a folder"), (None, "is not a store"), (["runs/a"], "is not a store")],
 )
-def test_a_run_without_a_folder_is_refused_at_once(run: Any, what: str) -> None:
+def test_a_run_without_a_folder_is_refused_at_once(run, what):
     """BEHAVIOURS.md, A27: by an error of Limpet's own tree, which is no ``ValueError``."""
     with pytest.raises(StoreError, match=what) as raised:
         limpet.Checkpointer(run, initial_state())
@@ -62,7 +59,7 @@ def test_a_run_without_a_folder_is_refused_at_once(run: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("killed_at", range(1, 45))
-def test_a_run_stopped_at_any_step_ends_with_the_same_state(killed_at: int) -> None:
+def test_a_run_stopped_at_any_step_ends_with_the_same_state(killed_at):
     store = MemoryStore()
     with training(store, EverySteps(7), KeepLast(2)) as (state, ckpt):
         train(state, ckpt, killed_at)
@@ -73,7 +70,7 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_state(killed_at: int) -> N
     assert states_equal(state, state_after(45))
 
 
-def test_resume_after_damage_continues_on_a_branch_from_the_previous_version() -> None:
+def test_resume_after_damage_continues_on_a_branch_from_the_previous_version():
     """Version 120 is damaged. The training resumes from 100 and reaches 120 again on branch 1."""
     store = MemoryStore()
     with training(store, EverySteps(20)) as (state, ckpt):
@@ -100,7 +97,7 @@ def test_resume_after_damage_continues_on_a_branch_from_the_previous_version() -
 
 
 @pytest.mark.parametrize("damage", ["manifest", "shard", "index", "missing", "truncated"])
-def test_every_kind_of_damage_is_skipped(damage: str) -> None:
+def test_every_kind_of_damage_is_skipped(damage):
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -123,7 +120,7 @@ def test_every_kind_of_damage_is_skipped(damage: str) -> None:
     assert states_equal(state, state_after(10))
 
 
-def test_a_run_with_only_damaged_versions_never_starts_from_scratch() -> None:
+def test_a_run_with_only_damaged_versions_never_starts_from_scratch():
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -139,7 +136,7 @@ def test_a_run_with_only_damaged_versions_never_starts_from_scratch() -> None:
     assert {s.key for s in store.list("")} == before  # nothing was written
 
 
-def test_resume_at_an_older_version_starts_a_branch() -> None:
+def test_resume_at_an_older_version_starts_a_branch():
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 40)
@@ -154,7 +151,7 @@ def test_resume_at_an_older_version_starts_a_branch() -> None:
         ckpt.resume(at=40)  # on the abandoned branch
 
 
-def test_starting_from_scratch_in_a_run_with_versions_is_an_error() -> None:
+def test_starting_from_scratch_in_a_run_with_versions_is_an_error():
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
@@ -165,7 +162,7 @@ def test_starting_from_scratch_in_a_run_with_versions_is_an_error() -> None:
             ckpt.save()
 
 
-def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version() -> None:
+def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version():
     store = MemoryStore()
     with training(store, EverySteps(1000)) as (state, ckpt):
         train(state, ckpt, 3)
@@ -182,7 +179,7 @@ def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version() -> 
         assert ckpt.save() == resumed
 
 
-def test_without_progress_the_checkpointer_counts() -> None:
+def test_without_progress_the_checkpointer_counts():
     store = MemoryStore()
     state = {"x": initial_state()["weights"]}
     with limpet.Checkpointer(store, state, save=EverySteps(3)) as ckpt:
@@ -194,7 +191,7 @@ def test_without_progress_the_checkpointer_counts() -> None:
         assert ckpt.current_step == 6
 
 
-def test_every_seconds_uses_a_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_seconds_uses_a_monotonic_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("limpet.training.cadence.time.monotonic", lambda: now[0])
     store = MemoryStore()
@@ -210,14 +207,14 @@ class FailingStore(MemoryStore):
 
     broken = False
 
-    def put(self, key: str, length: int) -> Any:
+    def put(self, key, length):
         if self.broken:
             raise StoreError(f"no write of {key}", key=key, store=self.url)
         return super().put(key, length)
 
 
 @pytest.mark.parametrize("call", ["step", "save", "wait", "close", "resume"])
-def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
+def test_a_background_failure_raises_at_the_next_call(call):
     store = FailingStore()
     state = initial_state()
     ckpt = limpet.Checkpointer(store, state, save=EverySteps(5))
@@ -240,7 +237,7 @@ def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
         assert [s.step for s in Run(store).snapshots()] == [5]
 
 
-def test_an_exception_of_the_training_finishes_the_save_and_is_raised() -> None:
+def test_an_exception_of_the_training_finishes_the_save_and_is_raised():
     store = FailingStore()
     with pytest.raises(ZeroDivisionError) as e, training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
@@ -258,11 +255,11 @@ def test_an_exception_of_the_training_finishes_the_save_and_is_raised() -> None:
     assert "no write" in "".join(e.value.__notes__)
 
 
-def test_the_state_may_change_as_soon_as_step_returns() -> None:
+def test_the_state_may_change_as_soon_as_step_returns():
     store = MemoryStore()
     gate = threading.Event()
     put = store.put
-    store.put = lambda *a: (gate.wait(5), put(*a))[1]  # type: ignore[method-assign]
+    store.put = lambda *a: (gate.wait(5), put(*a))[1]
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
         state["weights"][:] = -1
@@ -271,7 +268,7 @@ def test_the_state_may_change_as_soon_as_step_returns() -> None:
     assert (limpet.load(store.at("version_5"))["weights"] == state_after(5)["weights"]).all()
 
 
-def test_a_state_with_other_structure_raises_and_is_not_skipped() -> None:
+def test_a_state_with_other_structure_raises_and_is_not_skipped():
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 10)
@@ -284,7 +281,7 @@ def test_a_state_with_other_structure_raises_and_is_not_skipped() -> None:
     assert Run(store).branch() == 0
 
 
-def test_an_unsupported_value_raises_at_the_step() -> None:
+def test_an_unsupported_value_raises_at_the_step():
     store = MemoryStore()
     state = initial_state() | {"unsupported": object()}
     ckpt = limpet.Checkpointer(store, state, save=EverySteps(1))
@@ -294,7 +291,7 @@ def test_an_unsupported_value_raises_at_the_step() -> None:
     ckpt.close()
 
 
-def test_a_closed_checkpointer_raises() -> None:
+def test_a_closed_checkpointer_raises():
     ckpt = limpet.Checkpointer(MemoryStore(), initial_state())
     ckpt.close()
     ckpt.close()
@@ -308,13 +305,13 @@ class UnreadableFolderStore(MemoryStore):
     error: StoreError | None = None
     folder = "version_20"
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+    def get_range(self, key, offset, length, into):
         if self.error is not None and key.startswith(self.folder):
             raise self.error
         super().get_range(key, offset, length, into)
 
 
-def test_a_version_that_the_disk_cannot_read_is_skipped() -> None:
+def test_a_version_that_the_disk_cannot_read_is_skipped():
     store = UnreadableFolderStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -325,7 +322,7 @@ def test_a_version_that_the_disk_cannot_read_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("kind", [Denied, Unavailable])
-def test_an_unavailable_store_raises_and_skips_no_version(kind: type[StoreError]) -> None:
+def test_an_unavailable_store_raises_and_skips_no_version(kind):
     store = UnreadableFolderStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)

@@ -1,15 +1,11 @@
 """Calls of a Checkpointer during another call, by a signal handler or by a second thread."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +37,7 @@ METHODS: dict[str, Callable[[Checkpointer], object]] = {
 }
 
 
-def check_run(store: MemoryStore, steps: list[int]) -> None:
+def check_run(store, steps):
     """Check that the run has exactly these versions, each as without an interruption."""
     snapshots = Run(store).snapshots()
     assert [s.step for s in snapshots] == steps
@@ -64,12 +60,12 @@ class Handler:
     Like a signal handler, it runs in the thread of the call. It catches the errors.
     """
 
-    def __init__(self, ckpt: Checkpointer, call: Callable[[Checkpointer], object]) -> None:
+    def __init__(self, ckpt, call):
         self.ckpt = ckpt
         self.call = call
         self.messages: list[str] = []
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+    def __call__(self, frame, event, _):
         if not self.ckpt._lifecycle.running or not frame.f_code.co_filename.startswith(SOURCE):
             return
         if frame.f_code.co_name == "call" and event in ("call", "return", "c_call", "c_return"):
@@ -83,12 +79,12 @@ class Handler:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name: str) -> None:
+def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name):
     store = MemoryStore()
     messages: list[str] = []
     with training(store, EverySteps(3) | OnException()) as (state, ckpt):
 
-        def attack(call: Callable[[], object]) -> None:
+        def attack(call):
             handler = Handler(ckpt, METHODS[name])
             sys.setprofile(handler)
             try:
@@ -118,15 +114,15 @@ def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name: st
 class LeavesOpen:
     """Its ``state_dict`` leaves an isolation open, as an exception of a signal handler may do."""
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         generators.Isolation("call").__enter__()
         raise KeyboardInterrupt
 
-    def load_state_dict(self, state: object) -> None:
+    def load_state_dict(self, state):
         """Load nothing."""
 
 
-def test_an_isolation_that_an_interrupt_left_open_ends_with_the_call() -> None:
+def test_an_isolation_that_an_interrupt_left_open_ends_with_the_call():
     """Otherwise, each later version would have the random numbers of that moment."""
     torch.manual_seed(7)
     store, rng = MemoryStore(), limpet.RNG()
@@ -149,9 +145,7 @@ def test_an_isolation_that_an_interrupt_left_open_ends_with_the_call() -> None:
 # CPython may print that the save's thread did not start, if the handler raises while it starts
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(3))
-def test_a_real_signal_during_steps_changes_nothing(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_signal_during_steps_changes_nothing(seed, monkeypatch):
     """The handler does not catch the error, so that it ends the call in progress."""
     store, state = MemoryStore(), initial_state()
     errors: list[LimpetError] = []
@@ -160,7 +154,7 @@ def test_a_real_signal_during_steps_changes_nothing(
     with Checkpointer(store, state, save=EverySteps(2), quiet=True) as ckpt:
         ckpt.step({"loss": train_step(state)})
 
-        def handler(number: int, frame: FrameType | None) -> None:
+        def handler(number, frame):
             if ckpt._lifecycle.running:
                 ckpt.save()
 
@@ -205,7 +199,7 @@ def test_a_real_signal_during_steps_changes_nothing(
 
 
 @pytest.fixture
-def tiny_switch_interval() -> Iterator[None]:
+def tiny_switch_interval():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -214,7 +208,7 @@ def tiny_switch_interval() -> Iterator[None]:
 
 @pytest.mark.usefixtures("tiny_switch_interval")
 @pytest.mark.parametrize("policy", [EverySteps(7), EverySteps(1) | OnException()])
-def test_of_concurrent_calls_all_but_one_raise(policy: Any) -> None:
+def test_of_concurrent_calls_all_but_one_raise(policy):
     store, state = MemoryStore(), initial_state()
     counted: list[int] = []
     others: list[BaseException] = []
@@ -222,13 +216,13 @@ def test_of_concurrent_calls_all_but_one_raise(policy: Any) -> None:
     with Checkpointer(store, state, save=policy) as ckpt:
         ckpt.step()
 
-        def work(number: int) -> None:
+        def work(number):
             name = ("step", "step", "save", "wait")[number % 4]
             for _ in range(60):
                 try:
                     METHODS[name](ckpt)
                 except LimpetError as e:
-                    (refused if "was called while" in str(e) else others).append(str(e))  # type: ignore[arg-type]
+                    (refused if "was called while" in str(e) else others).append(str(e))
                 except BaseException as e:
                     others.append(e)
                 else:
@@ -249,10 +243,10 @@ def test_of_concurrent_calls_all_but_one_raise(policy: Any) -> None:
     assert ckpt.statistics()["saves"] == len(Run(store).snapshots())
 
 
-def in_thread(call: Callable[[], object]) -> None:
+def in_thread(call):
     errors: list[BaseException] = []
 
-    def run() -> None:
+    def run():
         try:
             call()
         except BaseException as e:
@@ -266,7 +260,7 @@ def in_thread(call: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def test_a_training_may_move_from_thread_to_thread() -> None:
+def test_a_training_may_move_from_thread_to_thread():
     store, state = MemoryStore(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(2) | OnException())
     in_thread(ckpt.__enter__)
@@ -278,10 +272,10 @@ def test_a_training_may_move_from_thread_to_thread() -> None:
     check_run(store, [2, 4, 6])
 
 
-def test_a_generator_may_hold_the_block() -> None:
+def test_a_generator_may_hold_the_block():
     store = MemoryStore()
 
-    def steps() -> Iterator[tuple[dict[str, Any], Checkpointer]]:
+    def steps():
         with training(store, EverySteps(2) | OnException()) as (state, ckpt):
             for _ in range(10):
                 ckpt.step({"loss": train_step(state)})
@@ -302,11 +296,11 @@ def test_a_generator_may_hold_the_block() -> None:
 class BlockingStore(MemoryStore):
     """A store in which a save waits until the test lets it continue."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocked, self.go = threading.Event(), threading.Event()
 
-    def put_if_absent(self, key: str, data: Any) -> Any:
+    def put_if_absent(self, key, data):
         if key.endswith("manifest.json"):
             self.blocked.set()
             assert self.go.wait(30)
@@ -314,7 +308,7 @@ class BlockingStore(MemoryStore):
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(3), ValueError("loss is NaN")])
-def test_leaving_the_block_during_a_call_of_another_thread_is_refused(error: Any) -> None:
+def test_leaving_the_block_during_a_call_of_another_thread_is_refused(error):
     """An exception that leaves the block is not replaced."""
     store, state = BlockingStore(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(100) | OnException())

@@ -3,16 +3,12 @@
 These tests are skipped on machines without a CUDA device.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 class Transformer(torch.nn.Module):
     """Embeddings, attention, dropout, layer and batch norm, convolution, and a tied output."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(97, 32)
         self.block = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
@@ -44,12 +40,12 @@ class Transformer(torch.nn.Module):
         self.out = torch.nn.Linear(32, 97, bias=False)
         self.out.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         hidden = self.block(self.embed(ids)).transpose(1, 2)
         return self.out(self.norm(self.conv(hidden)).transpose(1, 2))
 
 
-def build(seed: int, name: str = "AdamW", options: dict[str, Any] | None = None) -> dict[str, Any]:
+def build(seed, name="AdamW", options=None):
     torch.manual_seed(seed)
     model = Transformer().cuda()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **(options or {}))
@@ -63,11 +59,11 @@ def build(seed: int, name: str = "AdamW", options: dict[str, Any] | None = None)
     }
 
 
-def train_step(state: dict[str, Any], *, half: bool = False) -> float:
+def train_step(state, *, half=False):
     model, optimizer, scaler = state["model"], state["optimizer"], state["scaler"]
     ids = torch.randint(97, (4, 16), device="cuda")
 
-    def loss() -> torch.Tensor:
+    def loss():
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16, enabled=half):
             value = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
@@ -88,7 +84,7 @@ def train_step(state: dict[str, Any], *, half: bool = False) -> float:
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
+def deterministic():
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     yield
@@ -96,7 +92,7 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_the_losses_after_a_load_equal_those_of_an_undisturbed_training(name: str) -> None:
+def test_the_losses_after_a_load_equal_those_of_an_undisturbed_training(name):
     state = build(0, name, OPTIMIZERS[name])
     for _ in range(3):
         train_step(state)
@@ -109,7 +105,7 @@ def test_the_losses_after_a_load_equal_those_of_an_undisturbed_training(name: st
 
 
 @pytest.mark.parametrize("to", ["compiled", "cpu and back"])
-def test_a_training_in_mixed_precision_continues_exactly(to: str) -> None:
+def test_a_training_in_mixed_precision_continues_exactly(to):
     state = build(0)
     for _ in range(3):
         train_step(state, half=True)
@@ -127,7 +123,7 @@ def test_a_training_in_mixed_precision_continues_exactly(to: str) -> None:
     assert [train_step(other, half=True) for _ in range(4)] == expected
 
 
-def snapshot_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def snapshot_of(state):
     slots = {
         f"{i}/{name}": value
         for i, group in state["optimizer"].state_dict()["state"].items()
@@ -139,9 +135,7 @@ def snapshot_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("save_every", [1, 3])
-def test_each_version_has_the_state_of_its_step(
-    tmp_path: Path, overlap: bool, save_every: int
-) -> None:
+def test_each_version_has_the_state_of_its_step(tmp_path, overlap, save_every):
     state, expected = build(0), {}
     # large enough that copies are still in progress when step() returns
     state["model"].register_parameter("big", torch.nn.Parameter(torch.zeros(48 * MIB // 4)))
@@ -171,7 +165,7 @@ def test_each_version_has_the_state_of_its_step(
         assert not different, (step, different)
 
 
-def test_a_copy_waits_for_the_work_that_its_stream_still_has_to_do(tmp_path: Path) -> None:
+def test_a_copy_waits_for_the_work_that_its_stream_still_has_to_do(tmp_path):
     weights = torch.zeros(4 * MIB, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -184,7 +178,7 @@ def test_a_copy_waits_for_the_work_that_its_stream_still_has_to_do(tmp_path: Pat
         assert limpet.load(tmp_path / str(value))["weights"].eq(value).all()
 
 
-def test_buffers_are_page_locked_for_their_lifetime() -> None:
+def test_buffers_are_page_locked_for_their_lifetime():
     pool = BufferPool(64 * MIB, 16 * MIB, page_lock)
     buffers = [pool.acquire() for _ in range(2)]
     for buffer in buffers:
@@ -201,8 +195,8 @@ def test_buffers_are_page_locked_for_their_lifetime() -> None:
     assert torch.frombuffer(again.acquire().view, dtype=torch.uint8).is_pinned()
 
 
-def test_a_training_resumes_from_memory(tmp_path: Path, memory: str) -> None:
-    def start(state: dict[str, Any]) -> limpet.Checkpointer:
+def test_a_training_resumes_from_memory(tmp_path, memory):
+    def start(state):
         tier = limpet.MemoryTier(every=limpet.EverySteps(2), copies=1, path=memory)
         return limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(100), tiers=[tier])
 
@@ -224,7 +218,7 @@ def test_a_training_resumes_from_memory(tmp_path: Path, memory: str) -> None:
     assert all(torch.equal(v, found[k]) for k, v in expected.items())
 
 
-def test_a_notice_saves_the_state_of_the_device(tmp_path: Path) -> None:
+def test_a_notice_saves_the_state_of_the_device(tmp_path):
     state = build(0)
     with (
         pytest.raises(SystemExit) as ended,
@@ -244,7 +238,7 @@ def test_a_notice_saves_the_state_of_the_device(tmp_path: Path) -> None:
     assert all(torch.equal(v, found[k]) for k, v in snapshot_of(state).items())
 
 
-def test_a_cuda_graph_replays_with_the_loaded_state() -> None:
+def test_a_cuda_graph_replays_with_the_loaded_state():
     state = {"weights": torch.zeros(1 << 16, device="cuda"), "note": "x"}
     graph, result = torch.cuda.CUDAGraph(), torch.zeros((), device="cuda")
     with torch.cuda.graph(graph):
@@ -301,7 +295,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_model_that_fsdp_shards_under_nccl_continues_exactly(tmp_path: Path) -> None:
+def test_a_model_that_fsdp_shards_under_nccl_continues_exactly(tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]

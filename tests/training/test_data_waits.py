@@ -1,10 +1,7 @@
 """A notice while the training thread waits for a batch: BEHAVIOURS.md, C1."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ WAITS_AT = 3
 
 
 @pytest.fixture(autouse=True)
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def ends(monkeypatch):
     """Record the ends of the process instead of ending pytest."""
     ends: list[int] = []
     monkeypatch.setattr(step_savepoint, "SHARE", 1e9)  # the steps of these tests are short
@@ -37,13 +34,13 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Items(Dataset[int]):
     """The numbers from 0. ``wait`` is called before each of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.wait: Callable[[], object] = lambda: None
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ITEMS
 
-    def __getitem__(self, number: int) -> int:
+    def __getitem__(self, number):
         self.wait()
         return number
 
@@ -51,7 +48,7 @@ class Items(Dataset[int]):
 class Training:
     """A training that adds up the items of each batch."""
 
-    def __init__(self, store: Any, save: Any) -> None:
+    def __init__(self, store, save):
         self.items = Items()
         sampler = limpet.ElasticSampler(ITEMS, batch_size=4, seed=1)
         self.loader = DataLoader(self.items, batch_sampler=sampler)
@@ -59,14 +56,14 @@ class Training:
         state = {"sums": self.sums, "progress": limpet.Progress(), "sampler": sampler}
         self.ckpt = limpet.Checkpointer(store, state, save=save, preemption=Preemption(notices=[]))
 
-    def train(self) -> None:
+    def train(self):
         with self.ckpt:
             self.ckpt.resume()
             for batch in self.loader:
                 self.sums[self.ckpt.current_step] += batch.sum().item()
                 self.ckpt.step()
 
-    def wait_until_saved(self) -> None:
+    def wait_until_saved(self):
         """In the loader: get a notice, and return no item before a thread has saved the state."""
         if self.ckpt.current_step == WAITS_AT:
             preemption = self.ckpt._preemption
@@ -79,7 +76,7 @@ class Training:
                 time.sleep(0.005)
 
 
-def test_a_data_loader_that_blocks_does_not_keep_the_training(ends: list[int]) -> None:
+def test_a_data_loader_that_blocks_does_not_keep_the_training(ends):
     """No gate can stop a thread that waits for a batch. The restart trains on that batch, once."""
     store = MemoryStore()
     training = Training(store, EverySteps(10**9))

@@ -1,13 +1,9 @@
 """Early stopping by scores that a separate job records while the training goes on."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from math import nan
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,20 +12,10 @@ from hypothesis import strategies as st
 from limpet.errors import Denied, SaveFailed, StoreError, Unavailable
 from limpet.format.names import MANIFEST, EvaluationFile, Version, lease_name
 from limpet.format.records import Evaluation, encode_record
-from limpet.run.policy import (
-    EverySteps,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    Never,
-    SavePolicy,
-    StopState,
-    StopWhen,
-)
+from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, Never, StopState, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.early_stop import ScoreHistory
 from tests.training.test_life import record_events
@@ -42,12 +28,7 @@ STOP = StopWhen("val_loss", patience=3)
 
 
 @contextmanager
-def training(
-    store: Store | None = None,
-    save: SavePolicy | None = None,
-    stop: StopWhen = STOP,
-    **options: Any,
-) -> Iterator[tuple[dict[str, Any], Checkpointer, Run]]:
+def training(store=None, save=None, stop=STOP, **options):
     """A training that saves every step, and the run as another process sees it."""
     store, state = MemoryStore() if store is None else store, initial_state()
     save = EverySteps(1) if save is None else save
@@ -56,7 +37,7 @@ def training(
         yield state, ckpt, Run(getattr(store, "inner", store))
 
 
-def save_next(state: dict[str, Any], ckpt: Checkpointer, count: int = 1) -> int:
+def save_next(state, ckpt, count=1):
     """Make steps, each one saved, and wait for what follows the save. Return the last step."""
     for _ in range(count):
         train(state, ckpt, state["progress"].step + 1)
@@ -64,13 +45,13 @@ def save_next(state: dict[str, Any], ckpt: Checkpointer, count: int = 1) -> int:
     return int(state["progress"].step)
 
 
-def record(run: Run, **scores: float) -> None:
+def record(run, **scores):
     """Record scores: ``v3=0.5`` is the score of version 3."""
     for version, score in scores.items():
         run.add_metrics(int(version[1:]), {"val_loss": score})
 
 
-def copy_of(store: MemoryStore) -> MemoryStore:
+def copy_of(store):
     """Return what a store holds if the process dies now."""
     copied = MemoryStore()
     for stat in list(store.list("")):
@@ -82,7 +63,7 @@ def copy_of(store: MemoryStore) -> MemoryStore:
 # -- scores of a separate job --------------------------------------------------------------------
 
 
-def test_four_worsening_scores_of_a_separate_job_stop_the_training() -> None:
+def test_four_worsening_scores_of_a_separate_job_stop_the_training():
     with training(keep=KeepLast(3)) as (state, ckpt, run):
         for step in range(1, 7):
             save_next(state, ckpt)
@@ -93,7 +74,7 @@ def test_four_worsening_scores_of_a_separate_job_stop_the_training() -> None:
         assert state["progress"].step == 6
 
 
-def test_a_score_that_comes_when_no_save_is_near_stops_the_training() -> None:
+def test_a_score_that_comes_when_no_save_is_near_stops_the_training():
     with training(save=Never(), stop=StopWhen("val_loss", patience=1)) as (state, ckpt, run):
         for step in (1, 2):
             train(state, ckpt, step)
@@ -106,7 +87,7 @@ def test_a_score_that_comes_when_no_save_is_near_stops_the_training() -> None:
         assert ckpt.should_stop
 
 
-def test_a_step_never_reads_the_store() -> None:
+def test_a_step_never_reads_the_store():
     store, calls = HookedStore(MemoryStore()), list[tuple[str, str]]()
     with training(store, Never(), keep=KeepLast(2)) as (state, ckpt, run):
         train(state, ckpt, 1)
@@ -126,7 +107,7 @@ def test_a_step_never_reads_the_store() -> None:
 # -- the order of reads --------------------------------------------------------------------------
 
 
-def test_what_an_evaluator_records_before_it_unpins_counts() -> None:
+def test_what_an_evaluator_records_before_it_unpins_counts():
     """It records its score, and then removes its pin, just before retention reads the pins."""
     store = HookedStore(MemoryStore())
     with training(store, keep=KeepLast(1), stop=StopWhen("val_loss", patience=9)) as (
@@ -139,7 +120,7 @@ def test_what_an_evaluator_records_before_it_unpins_counts() -> None:
         save_next(state, ckpt)
         assert run.line() == [Version(1), Version(2)], "a pinned version is not deleted"
 
-        def record_and_unpin(method: str, key: str) -> None:
+        def record_and_unpin(method, key):
             if (method, key) == ("list", "") and threading.current_thread().name == "limpet-save":
                 store.before = lambda method, key: None
                 record(run, v1=0.5)
@@ -153,14 +134,12 @@ def test_what_an_evaluator_records_before_it_unpins_counts() -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(width=16)), max_size=12), st.data())
-def test_no_version_is_deleted_before_another_one_stores_its_score(
-    scores: list[tuple[int, float]], data: st.DataObject
-) -> None:
+def test_no_version_is_deleted_before_another_one_stores_its_score(scores, data):
     """A process that dies at any deletion loses no score: the next one counts all of them."""
     store, stop = HookedStore(MemoryStore()), StopWhen("val_loss", patience=100)
     seen: dict[int, float] = {}
 
-    def check(method: str, key: str) -> None:
+    def check(method, key):
         version = key.removesuffix(f"/{MANIFEST}")
         step = int(version[8:]) if method == "delete" and key.endswith(MANIFEST) else None
         if step in seen:
@@ -192,7 +171,7 @@ def test_no_version_is_deleted_before_another_one_stores_its_score(
             assert all(again.covers(step, score) for step, score in seen.items())
 
 
-def test_retention_deletes_at_the_next_save_what_it_kept_for_its_score() -> None:
+def test_retention_deletes_at_the_next_save_what_it_kept_for_its_score():
     store = HookedStore(MemoryStore())
     with training(store, keep=KeepLast(2)) as (state, ckpt, run):
         save_next(state, ckpt, 2)
@@ -213,7 +192,7 @@ def test_retention_deletes_at_the_next_save_what_it_kept_for_its_score() -> None
 # -- late scores ---------------------------------------------------------------------------------
 
 
-def test_a_late_score_recomputes_the_result_until_the_training_has_decided() -> None:
+def test_a_late_score_recomputes_the_result_until_the_training_has_decided():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 5)
         record(run, v1=1.0, v3=1.1, v4=1.2)
@@ -238,7 +217,7 @@ def test_a_late_score_recomputes_the_result_until_the_training_has_decided() -> 
         assert ckpt.should_stop, "a better score after the decision changes nothing"
 
 
-def test_scores_that_come_while_the_training_is_down_count() -> None:
+def test_scores_that_come_while_the_training_is_down_count():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 4)
         record(run, v1=1.0, v2=1.5)
@@ -257,14 +236,12 @@ def test_scores_that_come_while_the_training_is_down_count() -> None:
     assert (fields["step"], fields["best"]) == (6, 1.0)
 
 
-def test_the_newest_record_of_a_step_counts_whatever_the_clocks_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_newest_record_of_a_step_counts_whatever_the_clocks_say(monkeypatch):
     class Clock(datetime):
         hours = 0
 
         @classmethod
-        def now(cls, tz: Any = None) -> Any:
+        def now(cls, tz=None):
             return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=cls.hours)
 
     monkeypatch.setattr("limpet.run.records.datetime", Clock)
@@ -283,7 +260,7 @@ def test_the_newest_record_of_a_step_counts_whatever_the_clocks_say(
         assert history.state == StopState(6.0, 0)
 
 
-def test_nan_counts_as_a_miss_and_version_0_counts() -> None:
+def test_nan_counts_as_a_miss_and_version_0_counts():
     with training(save=Never()) as (state, ckpt, run):
         ckpt.save()
         for step in (1, 2, 3):
@@ -299,7 +276,7 @@ def test_nan_counts_as_a_miss_and_version_0_counts() -> None:
 # -- branches ------------------------------------------------------------------------------------
 
 
-def test_scores_off_the_lineage_do_not_count() -> None:
+def test_scores_off_the_lineage_do_not_count():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 5)
         record(run, v1=1.0, v2=2.0, v4=3.0, v5=4.0)
@@ -314,14 +291,14 @@ def test_scores_off_the_lineage_do_not_count() -> None:
         assert ckpt._early_stop._history.state == StopState(1.0, 2)
 
 
-def test_a_poll_that_began_before_a_resume_changes_nothing() -> None:
+def test_a_poll_that_began_before_a_resume_changes_nothing():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 4)
         record(run, v1=1.0, v4=2.0)
         evaluations, resumed = ckpt.run.catalog.evaluations, list[bool]()
         read = evaluations._entries
 
-        def resume_meanwhile(version: Version) -> Any:
+        def resume_meanwhile(version):
             if not resumed:
                 resumed.append(True)
                 ckpt.resume(at=2)
@@ -337,12 +314,12 @@ def test_a_poll_that_began_before_a_resume_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("choice", ["raise", "warn"])
-def test_a_store_that_fails_while_records_are_read_is_reported(choice: Any) -> None:
+def test_a_store_that_fails_while_records_are_read_is_reported(choice):
     """The version is committed, and nothing is deleted."""
     inner = MemoryStore()
     store = HookedStore(inner)
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "list" and key.startswith("version_"):
             raise Denied(f"Cannot list {key}")
 
@@ -351,7 +328,7 @@ def test_a_store_that_fails_while_records_are_read_is_reported(choice: Any) -> N
         record(run, v1=1.0)
         store.before = fail
         train(state, ckpt, 2)
-        ckpt._saver.pending.wait()  # type: ignore[union-attr]
+        ckpt._saver.pending.wait()
         told = "version_2 was saved, but the scores of evaluations could not be read"
         if choice == "warn":
             with pytest.warns(SaveFailed, match=told):
@@ -369,7 +346,7 @@ def test_a_store_that_fails_while_records_are_read_is_reported(choice: Any) -> N
         assert ckpt._early_stop._history.state == StopState(1.0)
 
 
-def test_a_poll_that_fails_is_reported_once_and_repeated() -> None:
+def test_a_poll_that_fails_is_reported_once_and_repeated():
     store = HookedStore(MemoryStore())
     emitted, attached = record_events()
     with attached, training(store, Never()) as (state, ckpt, run):
@@ -377,7 +354,7 @@ def test_a_poll_that_fails_is_reported_once_and_repeated() -> None:
         ckpt.save()
         record(run, v1=1.0)
 
-        def fail(method: str, key: str) -> None:
+        def fail(method, key):
             raise Unavailable("down")
 
         store.before = fail
@@ -390,12 +367,12 @@ def test_a_poll_that_fails_is_reported_once_and_repeated() -> None:
     assert [name for name, _ in emitted].count("request_unseen") == 1
 
 
-def test_a_resume_that_cannot_read_the_records_raises() -> None:
+def test_a_resume_that_cannot_read_the_records_raises():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 2)
     store = HookedStore(run.store)
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "list" and key.startswith("version_"):
             raise Denied(f"Cannot list {key}")
 
@@ -407,7 +384,7 @@ def test_a_resume_that_cannot_read_the_records_raises() -> None:
         assert ckpt.resume() is not None
 
 
-def test_a_damaged_record_is_skipped_and_reported() -> None:
+def test_a_damaged_record_is_skipped_and_reported():
     emitted, attached = record_events()
     with attached, training() as (state, ckpt, run):
         save_next(state, ckpt, 2)
@@ -428,9 +405,7 @@ def test_a_damaged_record_is_skipped_and_reported() -> None:
 
 
 @pytest.mark.parametrize("sign", ["lease", "record", "nothing"])
-def test_a_metric_that_no_evaluation_has_recorded_is_missing_unless_one_is_at_work(
-    sign: str,
-) -> None:
+def test_a_metric_that_no_evaluation_has_recorded_is_missing_unless_one_is_at_work(sign):
     keep = KeepLast(9) | KeepBest(1, "val_loss")
     with missing_metrics() as reported, training(keep=keep) as (state, ckpt, run):
         save_next(state, ckpt)
@@ -444,7 +419,7 @@ def test_a_metric_that_no_evaluation_has_recorded_is_missing_unless_one_is_at_wo
     assert reported == ([] if sign == "lease" else [(["val_loss"], found)])
 
 
-def test_scores_that_come_after_three_saves_are_not_missing() -> None:
+def test_scores_that_come_after_three_saves_are_not_missing():
     keep = KeepEvery(1) | KeepBest(1, "val_loss")
     with missing_metrics() as reported, training(keep=keep) as (state, ckpt, run):
         save_next(state, ckpt, 2)
@@ -455,7 +430,7 @@ def test_scores_that_come_after_three_saves_are_not_missing() -> None:
     assert not reported
 
 
-def test_a_training_that_an_exception_ends_has_no_such_event() -> None:
+def test_a_training_that_an_exception_ends_has_no_such_event():
     with missing_metrics() as reported, pytest.raises(ValueError, match="diverged"):  # noqa: SIM117
         with training(keep=KeepBest(1, "val_loss")) as (state, ckpt, _):
             save_next(state, ckpt)

@@ -1,30 +1,19 @@
 """The end of a training: what ``AtEnd`` saves, and which warning names the steps that are lost."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from limpet import events
 from limpet.errors import LimpetError, NoSpace, SaveFailed, StoreError, UnsavedSteps
-from limpet.run.policy import (
-    AtEnd,
-    EverySeconds,
-    EverySteps,
-    Never,
-    OnException,
-    SavePolicy,
-)
+from limpet.run.policy import AtEnd, EverySeconds, EverySteps, Never, OnException, SavePolicy
 from limpet.run.run import Run
 from limpet.run.save_request import put_request
 from limpet.storage.memory import MemoryStore
@@ -34,7 +23,7 @@ from tests.trainings import initial_state, state_after, states_equal, train, tra
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def saved(store: Any) -> list[tuple[int, str]]:
+def saved(store):
     """Return the step and the reason of each version."""
     return [(s.step or 0, s.metadata["reason"]) for s in Run(store).snapshots()]
 
@@ -42,14 +31,14 @@ def saved(store: Any) -> list[tuple[int, str]]:
 class FailingStore(MemoryStore):
     """A store whose next writes of shards raise the ``errors``, and which waits for ``open``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.errors: list[BaseException] = []
         self.open = threading.Event()
         self.open.set()
         self.reached = threading.Event()
 
-    def put(self, key: str, length: int) -> Any:
+    def put(self, key, length):
         self.reached.set()
         assert self.open.wait(20)
         if self.errors:
@@ -57,14 +46,14 @@ class FailingStore(MemoryStore):
         return super().put(key, length)
 
 
-def no_space() -> NoSpace:
+def no_space():
     return NoSpace("Cannot write: No space left on device")
 
 
 # -- what is saved -------------------------------------------------------------------------------
 
 
-def test_the_default_saves_the_last_step() -> None:
+def test_the_default_saves_the_last_step():
     """25 steps end long before the ten minutes of the default are over."""
     store = MemoryStore()
     with Checkpointer(store, state := initial_state()) as ckpt:
@@ -87,7 +76,7 @@ def test_the_default_saves_the_last_step() -> None:
         (OnException() | AtEnd(), [(7, "end")]),
     ],
 )
-def test_at_end_combines_with_other_policies(policy: SavePolicy, expected: Any) -> None:
+def test_at_end_combines_with_other_policies(policy, expected):
     store = MemoryStore()
     with training(store, policy) as (state, ckpt):
         train(state, ckpt, 7)
@@ -95,7 +84,7 @@ def test_at_end_combines_with_other_policies(policy: SavePolicy, expected: Any) 
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_nothing_is_saved_twice(steps: int) -> None:
+def test_nothing_is_saved_twice(steps):
     store = MemoryStore()
     with training(store, AtEnd()) as (state, ckpt):
         train(state, ckpt, steps)
@@ -103,7 +92,7 @@ def test_nothing_is_saved_twice(steps: int) -> None:
     assert saved(store) == [(steps, "request")]
 
 
-def test_a_training_without_a_step_saves_nothing() -> None:
+def test_a_training_without_a_step_saves_nothing():
     store = MemoryStore()
     with training(store, AtEnd()):
         pass
@@ -112,7 +101,7 @@ def test_a_training_without_a_step_saves_nothing() -> None:
     assert not list(store.list(""))
 
 
-def test_a_training_that_goes_back_saves_its_last_step_on_the_branch() -> None:
+def test_a_training_that_goes_back_saves_its_last_step_on_the_branch():
     store = MemoryStore()
     with training(store, EverySteps(2) | AtEnd()) as (state, ckpt):
         train(state, ckpt, 5)
@@ -122,7 +111,7 @@ def test_a_training_that_goes_back_saves_its_last_step_on_the_branch() -> None:
     assert [str(v) for v in Run(store).line()] == ["version_2", "version_4.1"]
 
 
-def test_the_save_waits_for_the_one_in_flight_also_with_skip() -> None:
+def test_the_save_waits_for_the_one_in_flight_also_with_skip():
     store = FailingStore()
     state = initial_state()
     with Checkpointer(store, state, save=EverySteps(2) | AtEnd(), busy="skip") as ckpt:
@@ -134,7 +123,7 @@ def test_the_save_waits_for_the_one_in_flight_also_with_skip() -> None:
     assert saved(store) == [(2, "cadence"), (4, "cadence"), (7, "end")]
 
 
-def test_a_pending_request_is_answered_by_the_last_save() -> None:
+def test_a_pending_request_is_answered_by_the_last_save():
     store = MemoryStore()
     with training(store, AtEnd()) as (state, ckpt):
         train(state, ckpt, 3)
@@ -146,7 +135,7 @@ def test_a_pending_request_is_answered_by_the_last_save() -> None:
 # -- failures ------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_at_the_end_with_warn_warns_once() -> None:
+def test_a_full_disk_at_the_end_with_warn_warns_once():
     store = FailingStore()
     state = initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(2) | AtEnd(), on_error="warn")
@@ -159,14 +148,11 @@ def test_a_full_disk_at_the_end_with_warn_warns_once() -> None:
     assert saved(store) == [(2, "cadence")]
 
 
-def test_the_last_state_is_saved_although_the_save_before_failed() -> None:
+def test_the_last_state_is_saved_although_the_save_before_failed():
     store = FailingStore()
     with (
         pytest.raises(StoreError, match="temporary"),
-        training(store, EverySteps(2) | AtEnd()) as (
-            state,
-            ckpt,
-        ),
+        training(store, EverySteps(2) | AtEnd()) as (state, ckpt),
     ):
         train(state, ckpt, 2)
         ckpt.wait()
@@ -177,15 +163,12 @@ def test_the_last_state_is_saved_although_the_save_before_failed() -> None:
     assert saved(store) == [(2, "cadence"), (5, "end")]
 
 
-def test_a_state_from_before_a_resume_is_not_saved_after_an_exception() -> None:
+def test_a_state_from_before_a_resume_is_not_saved_after_an_exception():
     """The training has gone back. A version of the later step would undo that."""
     store = MemoryStore()
     with (
         pytest.raises(ValueError, match="NaN"),
-        training(store, EverySteps(3) | OnException()) as (
-            state,
-            ckpt,
-        ),
+        training(store, EverySteps(3) | OnException()) as (state, ckpt),
     ):
         train(state, ckpt, 5)
         snapshot = ckpt.resume()
@@ -195,7 +178,7 @@ def test_a_state_from_before_a_resume_is_not_saved_after_an_exception() -> None:
     assert saved(store) == [(3, "cadence")]
 
 
-def test_an_interrupt_during_the_last_save_releases_everything() -> None:
+def test_an_interrupt_during_the_last_save_releases_everything():
     """The save still completes."""
     store = FailingStore()
     ckpt = Checkpointer(store, state := initial_state(), save=AtEnd())
@@ -205,12 +188,12 @@ def test_an_interrupt_during_the_last_save_releases_everything() -> None:
 
     main, stopped = threading.get_ident(), threading.Event()
 
-    def interrupt_once(number: int, frame: object) -> None:
+    def interrupt_once(number, frame):
         if not stopped.is_set():
             stopped.set()
             raise KeyboardInterrupt
 
-    def interrupt() -> None:
+    def interrupt():
         store.reached.wait(20)
         # A signal that arrives right before the wait blocks has no effect until the next signal.
         while not stopped.wait(0.05):
@@ -237,7 +220,7 @@ def test_an_interrupt_during_the_last_save_releases_everything() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
-def test_nothing_is_saved_after_an_exception(kind: type[BaseException]) -> None:
+def test_nothing_is_saved_after_an_exception(kind):
     """The state may belong to no step."""
     store = MemoryStore()
     with pytest.raises(kind), training(store, EverySteps(2) | AtEnd()) as (state, ckpt):
@@ -247,19 +230,19 @@ def test_nothing_is_saved_after_an_exception(kind: type[BaseException]) -> None:
     assert saved(store) == [(2, "cadence")]
 
 
-def raise_in_finally(ckpt: Checkpointer) -> None:
+def raise_in_finally(ckpt):
     try:
         raise ValueError("NaN")
     finally:
         ckpt.close()
 
 
-def raise_in_closing(ckpt: Checkpointer) -> None:
+def raise_in_closing(ckpt):
     with closing(ckpt):
         raise ValueError("NaN")
 
 
-def close_in_handler(ckpt: Checkpointer) -> None:
+def close_in_handler(ckpt):
     try:
         raise ValueError("NaN")
     except ValueError:
@@ -267,9 +250,7 @@ def close_in_handler(ckpt: Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("end", [raise_in_finally, raise_in_closing, close_in_handler])
-def test_close_during_an_exception_saves_nothing_and_warns(
-    end: Callable[[Checkpointer], None],
-) -> None:
+def test_close_during_an_exception_saves_nothing_and_warns(end):
     store = MemoryStore()
     ckpt = Checkpointer(store, state := initial_state(), save=EverySteps(2) | AtEnd())
     train(state, ckpt, 3)
@@ -285,7 +266,7 @@ def test_close_during_an_exception_saves_nothing_and_warns(
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_a_training_inside_an_exception_handler_saves_its_last_step(block: bool) -> None:
+def test_a_training_inside_an_exception_handler_saves_its_last_step(block):
     """As in a loop that tries again with a smaller batch after a failure."""
     store = MemoryStore()
     try:
@@ -302,7 +283,7 @@ def test_a_training_inside_an_exception_handler_saves_its_last_step(block: bool)
 
 
 @pytest.mark.parametrize("code", [None, 0, 3])
-def test_an_exit_that_reports_success_does_not_hide_lost_steps(code: int | None) -> None:
+def test_an_exit_that_reports_success_does_not_hide_lost_steps(code):
     store = MemoryStore()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -318,7 +299,7 @@ def test_an_exit_that_reports_success_does_not_hide_lost_steps(code: int | None)
 # -- the warning ---------------------------------------------------------------------------------
 
 
-def unsaved_warnings(policy: SavePolicy | None, steps: int, **options: Any) -> list[str]:
+def unsaved_warnings(policy, steps, **options):
     """Return the warnings of a training that ends normally."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -331,7 +312,7 @@ def unsaved_warnings(policy: SavePolicy | None, steps: int, **options: Any) -> l
 
 
 @pytest.mark.parametrize("policy", [EverySteps(5), EverySeconds(600) | EverySteps(5), SavePolicy()])
-def test_a_policy_without_at_end_warns_of_unsaved_steps(policy: SavePolicy) -> None:
+def test_a_policy_without_at_end_warns_of_unsaved_steps(policy):
     [message] = unsaved_warnings(policy, 8)
     first = 1 if policy == SavePolicy() else 6
     assert message.startswith(f"Steps {first} to 8 are not in any version of memory://")
@@ -343,7 +324,7 @@ def test_a_policy_without_at_end_warns_of_unsaved_steps(policy: SavePolicy) -> N
     ("policy", "steps"),
     [(EverySteps(4), 8), (None, 8), (AtEnd(), 8), (Never(), 8), (EverySteps(5), 0)],
 )
-def test_nothing_is_warned_of_if_nothing_is_lost(policy: SavePolicy | None, steps: int) -> None:
+def test_nothing_is_warned_of_if_nothing_is_lost(policy, steps):
     assert unsaved_warnings(policy, steps) == []
 
 
@@ -363,7 +344,7 @@ ckpt = main()
 """
 
 
-def run_script(folder: Path, arguments: str, end: str) -> subprocess.CompletedProcess[str]:
+def run_script(folder, arguments, end):
     command = [sys.executable, "-c", UNCLOSED.format(arguments=arguments, end=end), str(folder)]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
@@ -378,9 +359,7 @@ def run_script(folder: Path, arguments: str, end: str) -> subprocess.CompletedPr
         (", save=hf.EverySteps(3)", "", ""),  # the save in flight is completed first
     ],
 )
-def test_the_end_of_the_process_only_warns(
-    arguments: str, end: str, expected: str, tmp_path: Path
-) -> None:
+def test_the_end_of_the_process_only_warns(arguments, end, expected, tmp_path):
     """At that time, other libraries may have shut down, and no thread can be started."""
     done = run_script(tmp_path / "run", arguments, end)
     assert done.returncode == 0, done.stderr
@@ -391,7 +370,7 @@ def test_the_end_of_the_process_only_warns(
     assert "end" not in reasons
 
 
-def test_a_checkpointer_that_is_garbage_collected_warns_once() -> None:
+def test_a_checkpointer_that_is_garbage_collected_warns_once():
     """A cell of a notebook that is run again replaces the Checkpointer."""
     store, emitted = MemoryStore(), list[str]()
     ckpt: Checkpointer | None = Checkpointer(store, state := initial_state())
@@ -418,7 +397,7 @@ def test_a_checkpointer_that_is_garbage_collected_warns_once() -> None:
 # -- Never, and combinations ---------------------------------------------------------------------
 
 
-def test_never_saves_only_on_request() -> None:
+def test_never_saves_only_on_request():
     store = MemoryStore()
     with training(store, Never()) as (state, ckpt):
         train(state, ckpt, 3)
@@ -442,6 +421,6 @@ def test_never_saves_only_on_request() -> None:
         lambda: Never() | Never(),
     ],
 )
-def test_never_cannot_be_combined(combine: Callable[[], SavePolicy]) -> None:
+def test_never_cannot_be_combined(combine):
     with pytest.raises(LimpetError, match=r"Never\(\) cannot be combined.*Use Never\(\) alone"):
         combine()

@@ -1,11 +1,7 @@
 """``end_epoch`` ends an epoch of any loader, and ``step`` counts several steps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import limpet
-from limpet.errors import (
-    LimpetError,
-    PlanError,
-    Preempted,
-    SaveFailed,
-    Unavailable,
-)
+from limpet.errors import LimpetError, PlanError, Preempted, SaveFailed, Unavailable
 from limpet.preemption import Preemption, PreemptionGuard
 from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never
 from limpet.run.run import Run
@@ -38,9 +28,7 @@ SAMPLES = 16
 class Training:
     """A training that resumes, and loops over epochs as the documents say."""
 
-    def __init__(
-        self, store: Any, save: Any, *, sampler: bool, skip_empty: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, store, save, *, sampler, skip_empty=False, **options):
         self.state = initial_state()
         self.progress: limpet.Progress = self.state["progress"]
         self.sampler: limpet.ElasticSampler | None = None
@@ -51,7 +39,7 @@ class Training:
         self.ckpt = limpet.Checkpointer(store, self.state, save=save, **options)
         self.resumed = self.ckpt.resume()
 
-    def epoch(self, stop_after: int | None = None) -> None:
+    def epoch(self, stop_after=None):
         """Make one pass, or only its first steps."""
         batches: Iterator[list[int]] = (
             iter([[n] for n in range(BATCHES)]) if self.sampler is None else iter(self.sampler)
@@ -62,15 +50,15 @@ class Training:
             if number == stop_after:
                 return
 
-    def metrics(self, step: int) -> dict[str, float]:
+    def metrics(self, step):
         return Run(self.ckpt.run.store).metrics(Run(self.ckpt.run.store).find(step))
 
-    def versions(self) -> list[int]:
+    def versions(self):
         self.ckpt.wait()
         return [v.step for v in Run(self.ckpt.run.store).line()]
 
 
-def load(store: MemoryStore, step: int) -> Any:
+def load(store, step):
     return limpet.load(store.at(f"version_{step}"))
 
 
@@ -78,9 +66,7 @@ def load(store: MemoryStore, step: int) -> Any:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [4, 8, 12]), (2, [8]), (3, [12])])
-def test_every_epoch_saves_at_the_end_of_an_epoch_of_any_loader(
-    every: int, expected: list[int]
-) -> None:
+def test_every_epoch_saves_at_the_end_of_an_epoch_of_any_loader(every, expected):
     store = MemoryStore()
     training = Training(store, EveryEpoch(every), sampler=False)
     for number in range(3):
@@ -95,7 +81,7 @@ def test_every_epoch_saves_at_the_end_of_an_epoch_of_any_loader(
     training.ckpt.close()
 
 
-def test_the_count_of_epochs_continues_after_a_restart() -> None:
+def test_the_count_of_epochs_continues_after_a_restart():
     """``EveryEpoch(2)`` saves after epochs 2 and 4, also if the process restarts after epoch 3."""
     store = MemoryStore()
     first = Training(store, EveryEpoch(2) | EverySteps(6), sampler=False)
@@ -113,7 +99,7 @@ def test_the_count_of_epochs_continues_after_a_restart() -> None:
     second.ckpt.close()
 
 
-def test_a_step_that_is_saved_gets_the_metrics_of_its_epoch_and_no_second_version() -> None:
+def test_a_step_that_is_saved_gets_the_metrics_of_its_epoch_and_no_second_version():
     store = MemoryStore()
     with Training(store, EverySteps(4) | EveryEpoch(), sampler=False).ckpt as ckpt:
         training = Training.__new__(Training)
@@ -128,7 +114,7 @@ def test_a_step_that_is_saved_gets_the_metrics_of_its_epoch_and_no_second_versio
         assert training.versions() == [4]
 
 
-def test_metrics_of_a_step_that_is_not_saved_are_those_of_a_later_save_of_it() -> None:
+def test_metrics_of_a_step_that_is_not_saved_are_those_of_a_later_save_of_it():
     store = MemoryStore()
     training = Training(store, EverySteps(100) | AtEnd(), sampler=False)
     training.epoch()
@@ -144,10 +130,10 @@ def test_metrics_of_a_step_that_is_not_saved_are_those_of_a_later_save_of_it() -
 
 @pytest.mark.parametrize("stop_after", range(1, BATCHES + 1))
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after: int, ended: bool) -> None:
+def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after, ended):
     """The version is saved within an epoch, at its last step, or after ``end_epoch``."""
 
-    def loop(training: Training) -> None:
+    def loop(training):
         while training.progress.epoch < 3:
             training.epoch()
             training.ckpt.end_epoch()
@@ -168,7 +154,7 @@ def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after: int, e
     assert first.seen + second.seen == expected.seen
 
 
-def test_an_epoch_that_ends_early_counts_and_the_sampler_continues() -> None:
+def test_an_epoch_that_ends_early_counts_and_the_sampler_continues():
     store = MemoryStore()
     training = Training(store, EveryEpoch(), sampler=True)
     training.epoch(3)
@@ -182,7 +168,7 @@ def test_an_epoch_that_ends_early_counts_and_the_sampler_continues() -> None:
     training.ckpt.close()
 
 
-def test_end_epoch_before_the_empty_pass_of_a_resume_begins_the_next_epoch() -> None:
+def test_end_epoch_before_the_empty_pass_of_a_resume_begins_the_next_epoch():
     store = MemoryStore()
     training = Training(store, EveryEpoch(), sampler=True)
     training.epoch()
@@ -195,7 +181,7 @@ def test_end_epoch_before_the_empty_pass_of_a_resume_begins_the_next_epoch() -> 
 
 
 @pytest.mark.parametrize("leftover", [0, 1])
-def test_end_epoch_with_accumulated_gradients(leftover: int) -> None:
+def test_end_epoch_with_accumulated_gradients(leftover):
     """A step of three batches begins in one epoch, and ends in the next."""
     sampler = limpet.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
     progress = limpet.Progress()
@@ -222,10 +208,10 @@ def test_end_epoch_with_accumulated_gradients(leftover: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, BATCHES + 1))
-def test_a_sampler_never_resumes_into_an_empty_pass(at: int) -> None:
+def test_a_sampler_never_resumes_into_an_empty_pass(at):
     """The loop ends at an empty epoch, and counts epochs itself, as Transformers' Trainer does."""
 
-    def loop(training: Training, last_step: int) -> None:
+    def loop(training, last_step):
         while training.progress.step < last_step:
             before = training.progress.step
             for batch in training.sampler or ():
@@ -257,7 +243,7 @@ class RandomTraining:
     ``skip_empty``: its loop counts steps, not epochs, and must not get an epoch without a step.
     """
 
-    def __init__(self, store: Any, skip_empty: bool) -> None:
+    def __init__(self, store, skip_empty):
         torch.manual_seed(1)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -269,7 +255,7 @@ class RandomTraining:
         members = (self.model, self.optimizer, self.progress, self.sampler, limpet.RNG())
         self.ckpt = limpet.Checkpointer(store, dict(zip("mopsr", members)), save=Never())
 
-    def train(self, last: tuple[int, int]) -> tuple[list[float], float, int]:
+    def train(self, last):
         """Train until a step and an epoch, and save. Return what the training has come to."""
         with self.ckpt as ckpt:
             ckpt.resume()
@@ -293,7 +279,7 @@ class RandomTraining:
 
 
 @pytest.mark.parametrize("skip_empty", [False, True])
-def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(skip_empty: bool) -> None:
+def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(skip_empty):
     last = (12, 0) if skip_empty else (12, 3)
     expected = RandomTraining(MemoryStore(), skip_empty).train(last)
     for step in range(1, 12):
@@ -306,7 +292,7 @@ def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(skip_empty: b
 # -- several steps at once -----------------------------------------------------------------------
 
 
-def test_batches_are_as_many_as_steps() -> None:
+def test_batches_are_as_many_as_steps():
     sampler, state = limpet.ElasticSampler(12, 1), initial_state()
     with limpet.Checkpointer(MemoryStore(), {**state, "s": sampler}, save=Never()) as ckpt:
         batches = iter(sampler)
@@ -324,7 +310,7 @@ def test_batches_are_as_many_as_steps() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2", None])
-def test_an_invalid_number_of_steps_counts_nothing(steps: Any) -> None:
+def test_an_invalid_number_of_steps_counts_nothing(steps):
     with limpet.Checkpointer(MemoryStore(), initial_state(), save=Never()) as ckpt:
         with pytest.raises(LimpetError, match="steps= must be"):
             ckpt.step(steps=steps)
@@ -338,9 +324,7 @@ def test_an_invalid_number_of_steps_counts_nothing(steps: Any) -> None:
     st.integers(1, 7),
 )
 @settings(derandomize=True, max_examples=60, deadline=None)
-def test_any_sequence_of_steps_and_epochs_saves_what_is_due(
-    calls: list[tuple[int, bool]], every: int
-) -> None:
+def test_any_sequence_of_steps_and_epochs_saves_what_is_due(calls, every):
     store, progress = MemoryStore(), limpet.Progress()
     state = {"progress": progress, "x": [0.0]}
     expected, last, epochs, began = [], 0, 0, 0
@@ -368,13 +352,13 @@ class BrokenStore(MemoryStore):
 
     broken = False
 
-    def put(self, key: str, length: int) -> Any:
+    def put(self, key, length):
         if self.broken:
             raise Unavailable("The server does not answer")
         return super().put(key, length)
 
 
-def test_metrics_of_an_epoch_whose_save_failed_are_stored_by_the_next_save_of_the_step() -> None:
+def test_metrics_of_an_epoch_whose_save_failed_are_stored_by_the_next_save_of_the_step():
     store = BrokenStore()
     training = Training(store, EverySteps(4) | AtEnd(), sampler=False, on_error="warn")
     store.broken = True
@@ -389,7 +373,7 @@ def test_metrics_of_an_epoch_whose_save_failed_are_stored_by_the_next_save_of_th
     assert load(store, 4)["progress"]["epoch"] == 1
 
 
-def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted() -> None:
+def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted():
     store = BrokenStore()
     training = Training(store, EverySteps(4), sampler=True)
     store.broken = True
@@ -408,7 +392,7 @@ def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted() -> None
 
 
 @pytest.mark.parametrize("name", ["epoch", "step"])
-def test_a_count_of_the_checkpointer_cannot_be_set(name: str) -> None:
+def test_a_count_of_the_checkpointer_cannot_be_set(name):
     training = Training(MemoryStore(), Never(), sampler=False)
     setattr(training.progress, name, 2)  # before the first step, as after an import
     training.epoch()
@@ -422,7 +406,7 @@ def test_a_count_of_the_checkpointer_cannot_be_set(name: str) -> None:
 
 @pytest.mark.parametrize("count", [-1, 1.0, True, "2", None, 10**17])
 @pytest.mark.parametrize("name", ["epoch", "step"])
-def test_an_invalid_count_is_refused(name: str, count: Any) -> None:
+def test_an_invalid_count_is_refused(name, count):
     progress = limpet.Progress()
     with pytest.raises(LimpetError, match=f"progress.{name} must be an int of 0 or more"):
         setattr(progress, name, count)
@@ -431,7 +415,7 @@ def test_an_invalid_count_is_refused(name: str, count: Any) -> None:
     assert (progress.epoch, progress.step) == (0, 0)
 
 
-def test_without_a_progress_the_checkpointer_keeps_the_epoch() -> None:
+def test_without_a_progress_the_checkpointer_keeps_the_epoch():
     store = MemoryStore()
     for epochs in (2, 3):
         with limpet.Checkpointer(store, {"x": [1.0]}, save=EveryEpoch(), preemption=None) as ckpt:
@@ -446,7 +430,7 @@ def test_without_a_progress_the_checkpointer_keeps_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("metrics", [{"val": "x"}, [1], {1: 2.0}])
-def test_invalid_metrics_change_nothing(metrics: Any) -> None:
+def test_invalid_metrics_change_nothing(metrics):
     training = Training(MemoryStore(), EveryEpoch(), sampler=True)
     training.epoch()
     with pytest.raises(PlanError):
@@ -461,7 +445,7 @@ def test_invalid_metrics_change_nothing(metrics: Any) -> None:
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved: bool) -> None:
+def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved):
     """The metrics of the epoch are recorded in both cases, and no epoch is lost."""
     store, source = MemoryStore(), Announced()
     save = EverySteps(BATCHES if is_saved else 100)
@@ -484,13 +468,13 @@ def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved: bool) -> Non
     again.ckpt.close()
 
 
-def test_a_guarded_call_may_end_epochs() -> None:
+def test_a_guarded_call_may_end_epochs():
     """The call is saved as a whole, at its end, with the epoch that it has ended."""
     store = MemoryStore()
     training = Training(store, EveryEpoch(), sampler=False)
     guard = PreemptionGuard(training.ckpt)
 
-    def run_epoch() -> None:
+    def run_epoch():
         training.epoch()
         training.ckpt.end_epoch({"val": 0.5})
 
@@ -502,7 +486,7 @@ def test_a_guarded_call_may_end_epochs() -> None:
     training.ckpt.close()
 
 
-def test_an_exception_after_end_epoch_saves_the_new_epoch(tmp_path: Path) -> None:
+def test_an_exception_after_end_epoch_saves_the_new_epoch(tmp_path):
     url = str(tmp_path / "run")
     with (
         pytest.raises(ValueError, match="stop"),
@@ -522,7 +506,7 @@ def test_an_exception_after_end_epoch_saves_the_new_epoch(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("epoch", "expected"), [(0, 7), (3, 0)])
-def test_a_progress_of_an_earlier_release_loads(epoch: int, expected: int) -> None:
+def test_a_progress_of_an_earlier_release_loads(epoch, expected):
     progress = limpet.Progress()
     store = MemoryStore()
     limpet.save(store, {"progress": {"epoch": epoch, "step": 7, "samples": 1}})
@@ -538,7 +522,7 @@ def test_a_progress_of_an_earlier_release_loads(epoch: int, expected: int) -> No
     assert again.step_in_epoch == 1
 
 
-def test_an_evaluation_before_the_last_step_of_an_epoch_is_not_repeated() -> None:
+def test_an_evaluation_before_the_last_step_of_an_epoch_is_not_repeated():
     """A finished training that is started again evaluates nothing, as docs/resume.md says."""
     store, evaluated = MemoryStore(), list[int]()
     for _ in range(2):
@@ -563,7 +547,7 @@ def test_an_evaluation_before_the_last_step_of_an_epoch_is_not_repeated() -> Non
 # -- the metric of a keep policy -------------------------------------------------------------------
 
 
-def find_missing(save: Any, epochs: int, name: str = "val", **options: Any) -> list[Any]:
+def find_missing(save, epochs, name="val", **options):
     """Train with a metric at the ends of epochs, and return what ``metric_missing`` reports."""
     options = {"keep": KeepLast(9) | KeepBest(1, "val"), "sampler": False, **options}
     with missing_metrics() as reported:
@@ -577,6 +561,6 @@ def find_missing(save: Any, epochs: int, name: str = "val", **options: Any) -> l
     return reported
 
 
-def test_a_metric_of_epochs_that_are_not_saved_is_reported_at_the_end() -> None:
+def test_a_metric_of_epochs_that_are_not_saved_is_reported_at_the_end():
     assert find_missing(EverySteps(3), 2) == [(["val"], ["loss"])]
     assert find_missing(EverySteps(3) | EveryEpoch(), 2) == []

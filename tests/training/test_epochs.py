@@ -1,9 +1,6 @@
 """``ckpt.epochs`` yields the epochs that remain, and ends each one."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +28,7 @@ class Killed(BaseException):
 class Training:
     """A training in a new process, as the documents write it. ``log``: what it has done."""
 
-    def __init__(self, *, sampler: bool = True, progress: bool = True) -> None:
+    def __init__(self, *, sampler=True, progress=True):
         self.log: list[Any] = []
         self.state: dict[str, Any] = {"weights": np.zeros(1000, "f4")}
         if progress:
@@ -40,15 +37,7 @@ class Training:
         if self.sampler is not None:
             self.state["sampler"] = self.sampler
 
-    def run(
-        self,
-        store: Any,
-        count: int = EPOCHS,
-        kill: Callable[[str, int], object] = lambda place, step: None,
-        *,
-        save: Any = None,
-        **options: Any,
-    ) -> limpet.Checkpointer:
+    def run(self, store, count=EPOCHS, kill=lambda place, step: None, *, save=None, **options):
         save = EverySteps(1) if save is None else save
         ckpt = limpet.Checkpointer(store, self.state, save=save, **options)
         try:
@@ -67,12 +56,12 @@ class Training:
         return ckpt
 
 
-def versions(store: MemoryStore) -> list[int]:
+def versions(store):
     return [v.step for v in Run(store).line()]
 
 
-def kill_at(place: str, step: int) -> Callable[[str, int], object]:
-    def kill(at: str, now: int) -> None:
+def kill_at(place, step):
+    def kill(at, now):
         if (at, now) == (place, step):
             raise Killed
 
@@ -85,7 +74,7 @@ UNINTERRUPTED.run(MemoryStore())
 
 @pytest.mark.parametrize("place", ["step", "evaluation"])
 @pytest.mark.parametrize("step", range(1, EPOCHS * BATCHES + 1))
-def test_a_killed_training_continues_in_the_epoch(place: str, step: int) -> None:
+def test_a_killed_training_continues_in_the_epoch(place, step):
     """Only the interrupted evaluation is repeated, because each step is saved."""
     if place == "evaluation" and step % BATCHES:
         return
@@ -100,7 +89,7 @@ def test_a_killed_training_continues_in_the_epoch(place: str, step: int) -> None
 @pytest.mark.parametrize("progress", [True, False])
 @pytest.mark.parametrize("sampler", [True, False])
 @pytest.mark.parametrize("save", [EveryEpoch(), EverySteps(BATCHES), AtEnd(), EverySteps(1)])
-def test_a_finished_training_yields_nothing(sampler: bool, progress: bool, save: Any) -> None:
+def test_a_finished_training_yields_nothing(sampler, progress, save):
     """Also if the last step was saved before its epoch ended, and without a ``Progress``."""
     store = MemoryStore()
     Training(sampler=sampler, progress=progress).run(store, save=save)
@@ -114,7 +103,7 @@ def test_a_finished_training_yields_nothing(sampler: bool, progress: bool, save:
 
 
 @pytest.mark.parametrize("save", [EveryEpoch(), EverySteps(BATCHES), AtEnd()])
-def test_more_epochs_continue_where_fewer_ended(save: Any) -> None:
+def test_more_epochs_continue_where_fewer_ended(save):
     """An evaluation is repeated if its step was saved before the epoch ended."""
     store, first, second = MemoryStore(), Training(), Training()
     first.run(store, 1, save=save)
@@ -124,7 +113,7 @@ def test_more_epochs_continue_where_fewer_ended(save: Any) -> None:
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_every_epoch_saves_with_the_metrics_of_the_epoch(progress: bool) -> None:
+def test_every_epoch_saves_with_the_metrics_of_the_epoch(progress):
     store = MemoryStore()
     Training(progress=progress).run(store, save=EveryEpoch())
     run = Run(store)
@@ -139,7 +128,7 @@ def test_every_epoch_saves_with_the_metrics_of_the_epoch(progress: bool) -> None
         ]
 
 
-def test_metrics_between_the_steps_of_an_epoch_belong_to_the_last_step() -> None:
+def test_metrics_between_the_steps_of_an_epoch_belong_to_the_last_step():
     store = MemoryStore()
     with limpet.Checkpointer(store, initial_state(), save=EverySteps(2)) as ckpt:
         ckpt.metrics({"before": 0.0})  # of no step
@@ -153,7 +142,7 @@ def test_metrics_between_the_steps_of_an_epoch_belong_to_the_last_step() -> None
     assert Run(store).metrics(2) == {"loss": 2.0, "a": 2.0, "b": 3.0}
 
 
-def test_an_epoch_ends_with_continue_but_not_with_break() -> None:
+def test_an_epoch_ends_with_continue_but_not_with_break():
     store, state = MemoryStore(), initial_state()
     progress = state["progress"]
     with limpet.Checkpointer(store, state, save=EveryEpoch()) as ckpt:
@@ -168,17 +157,17 @@ def test_an_epoch_ends_with_continue_but_not_with_break() -> None:
     assert versions(store) == [1, 2, 4]
 
 
-def take(epochs: Iterator[int], ckpt: limpet.Checkpointer) -> Iterator[int]:
+def take(epochs, ckpt):
     for epoch in epochs:
         ckpt.step()
         yield epoch
 
 
 @pytest.mark.parametrize("how", ["error", "return"])
-def test_an_epoch_does_not_end_with_an_error_or_a_return(how: str) -> None:
+def test_an_epoch_does_not_end_with_an_error_or_a_return(how):
     store, state = MemoryStore(), initial_state()
 
-    def train() -> None:
+    def train():
         with limpet.Checkpointer(store, state, save=OnException() | AtEnd()) as ckpt:
             for epoch in ckpt.epochs(3):
                 ckpt.step()
@@ -199,7 +188,7 @@ def test_an_epoch_does_not_end_with_an_error_or_a_return(how: str) -> None:
         assert ckpt.current_step == 2
 
 
-def test_no_epoch_begins_after_an_early_stop() -> None:
+def test_no_epoch_begins_after_an_early_stop():
     store = MemoryStore()
     stop = StopWhen("val", patience=2, mode="max")  # and val gets smaller
     first = Training()
@@ -211,7 +200,7 @@ def test_no_epoch_begins_after_an_early_stop() -> None:
     assert again.log == []
 
 
-def test_a_loop_that_has_resumed_does_not_resume_again() -> None:
+def test_a_loop_that_has_resumed_does_not_resume_again():
     store, state = MemoryStore(), Training(sampler=False).state
     Training(sampler=False).run(store, 1, save=EveryEpoch())
     with limpet.Checkpointer(store, state, save=Never()) as ckpt:
@@ -221,7 +210,7 @@ def test_a_loop_that_has_resumed_does_not_resume_again() -> None:
         assert state["weights"][0] == 7
 
 
-def test_a_notice_leaves_at_the_end_of_the_epoch() -> None:
+def test_a_notice_leaves_at_the_end_of_the_epoch():
     store, source, state = MemoryStore(), Announced(), initial_state()
     preemption = Preemption(notices=[source])
     with (
@@ -241,13 +230,13 @@ def test_a_notice_leaves_at_the_end_of_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True, "3", None])
-def test_an_invalid_number_of_epochs_is_refused_at_the_call(count: Any) -> None:
+def test_an_invalid_number_of_epochs_is_refused_at_the_call(count):
     ckpt = limpet.Checkpointer(MemoryStore(), initial_state(), save=Never())
     with ckpt, pytest.raises(LimpetError, match=r"epochs\(\) takes an int of 0 or more"):
         ckpt.epochs(count)
 
 
-def test_an_epoch_that_the_body_has_ended_or_left_is_not_ended_again() -> None:
+def test_an_epoch_that_the_body_has_ended_or_left_is_not_ended_again():
     state = Training(sampler=False).state
     with limpet.Checkpointer(MemoryStore(), state, save=EveryEpoch()) as ckpt:
         seen: list[Any] = []

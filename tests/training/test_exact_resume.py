@@ -4,14 +4,10 @@ Each stop is simulated in this process: all objects are dropped, created again w
 numbers, and resumed. ``tests/crash`` kills real processes.
 """
 
-from __future__ import annotations
-
 import gc
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +20,6 @@ import limpet
 from limpet.errors import LimpetError, PlanError
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
-from limpet.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -44,7 +39,7 @@ class Options:
     noisy: bool = False
     epochs: int = 3
 
-    def __str__(self) -> str:
+    def __str__(self):
         plain = Options()
         return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(plain, k))
 
@@ -52,12 +47,12 @@ class Options:
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """A data set. With ``noisy``, samples use random numbers of the global generators."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options):
         g = torch.Generator().manual_seed(7)
         self.x = torch.randn(options.length, 4, generator=g)
         self.noisy = options.noisy
 
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, i):
         x = self.x[i]
         noise = torch.randn(4) + random.random() + np.random.normal() if self.noisy else 0.0
         return x + noise, x.sum()
@@ -71,7 +66,7 @@ class Training:
     fail_at: int = -1
     fail_late: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         o = self.options
         self.model = nn.Sequential(
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1)
@@ -103,7 +98,7 @@ class Training:
             "rng": limpet.RNG(),
         }
 
-    def backward(self, batch: list[torch.Tensor]) -> float:
+    def backward(self, batch):
         x, y = batch
         if self.batches == self.fail_at and not self.fail_late:
             raise ZeroDivisionError
@@ -115,7 +110,7 @@ class Training:
             raise ZeroDivisionError
         return loss.item()
 
-    def run(self, ckpt: limpet.Checkpointer, stop: int = 1 << 30) -> None:
+    def run(self, ckpt, stop=1 << 30):
         window: list[float] = []
         while self.progress.epoch < self.options.epochs:
             for batch in self.loader:
@@ -133,13 +128,13 @@ class Training:
                     return
             ckpt.end_epoch()
 
-    def digest(self) -> str:
+    def digest(self):
         """Return a digest of everything that determines the rest of the training."""
         parts = [*self.model.state_dict().values(), torch.get_rng_state()]
         for slots in self.optimizer.state_dict()["state"].values():
             parts += [v for v in slots.values() if isinstance(v, torch.Tensor)]
         digest = sha256(b"".join(p.numpy().tobytes() for p in parts))
-        generator_states = (random.getstate(), np.random.get_state()[1].tobytes())  # type: ignore[union-attr]
+        generator_states = (random.getstate(), np.random.get_state()[1].tobytes())
         plain_states = (
             self.scheduler.state_dict(),
             self.progress.state_dict(),
@@ -149,13 +144,13 @@ class Training:
         return digest.hexdigest()
 
 
-def seed_all(seed: int) -> None:
+def seed_all(seed):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def run_uninterrupted(options: Options) -> Training:
+def run_uninterrupted(options):
     seed_all(0)
     training = Training(options)
     with limpet.Checkpointer(MemoryStore(), training.state) as ckpt:
@@ -163,7 +158,7 @@ def run_uninterrupted(options: Options) -> Training:
     return training
 
 
-def run_until_stop(options: Options, store: Store, every: int, stop: int) -> Training:
+def run_until_stop(options, store, every, stop):
     seed_all(0)
     training = Training(options)
     with limpet.Checkpointer(store, training.state, save=limpet.EverySteps(every)) as ckpt:
@@ -171,7 +166,7 @@ def run_until_stop(options: Options, store: Store, every: int, stop: int) -> Tra
     return training
 
 
-def resume_and_finish(options: Options, store: Store) -> tuple[Training, int]:
+def resume_and_finish(options, store):
     """Resume and finish a training. Return it, and the step at which it resumed."""
     seed_all(99)  # a new process has different random numbers
     training = Training(options)
@@ -201,7 +196,7 @@ WITH_WORKERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [*WITHOUT_WORKERS, *WITH_WORKERS], ids=str)
-def test_a_stop_at_any_step_ends_with_the_same_bits(options: Options) -> None:
+def test_a_stop_at_any_step_ends_with_the_same_bits(options):
     reference = run_uninterrupted(options)
     expected = reference.digest()
     assert len(set(reference.losses)) == len(reference.losses)
@@ -221,7 +216,7 @@ def test_a_stop_at_any_step_ends_with_the_same_bits(options: Options) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [Options(), Options(per_step=2, noisy=True)], ids=str)
 @pytest.mark.parametrize("late", [False, True])
-def test_an_exception_in_any_step_ends_with_the_same_bits(options: Options, late: bool) -> None:
+def test_an_exception_in_any_step_ends_with_the_same_bits(options, late):
     """The state before the step is saved, whatever the loop and the loader have done since.
 
     ``late``: the exception occurs within the step, after the backward pass.
@@ -259,19 +254,19 @@ LOADERS: list[dict[str, Any]] = [
 class IndexDataset(Dataset[int]):
     """A data set of pairs: the index, and the seed of the worker."""
 
-    def __getitem__(self, i: int) -> tuple[int, int]:
+    def __getitem__(self, i):
         worker = torch.utils.data.get_worker_info()
         return i, -1 if worker is None else worker.seed - worker.id
 
 
-def generators() -> str:
+def generators():
     state = limpet.RNG().state_dict()
     return repr((state["python"], state["numpy"][1].tolist(), state["torch"].tolist()))
 
 
 @pytest.mark.parametrize("options", LOADERS, ids=["0", "1", "2", "persistent", "own generator"])
 @pytest.mark.parametrize("steps", [1, 3, 4, 5])
-def test_the_first_batch_finds_the_restored_generators(options: dict[str, Any], steps: int) -> None:
+def test_the_first_batch_finds_the_restored_generators(options, steps):
     sampler = limpet.ElasticSampler(8, 2)
     for _ in range(steps):
         if sampler.left in (0, 4):
@@ -290,7 +285,7 @@ def test_the_first_batch_finds_the_restored_generators(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_that_starts_an_epoch_draws_a_seed(workers: int) -> None:
+def test_a_pass_that_starts_an_epoch_draws_a_seed(workers):
     """Otherwise the seeds of the workers would be the same in every epoch."""
     sampler = limpet.ElasticSampler(8, 2)
     other = limpet.ElasticSampler(8, 2)
@@ -310,7 +305,7 @@ def test_a_pass_that_starts_an_epoch_draws_a_seed(workers: int) -> None:
     assert generators() == states[0]
 
 
-def test_draws_between_the_loader_and_its_first_batch_are_undone() -> None:
+def test_draws_between_the_loader_and_its_first_batch_are_undone():
     """An uninterrupted run does not draw these numbers within an epoch."""
     sampler = limpet.ElasticSampler(8, 2)
     next(iter(sampler))
@@ -327,7 +322,7 @@ def test_draws_between_the_loader_and_its_first_batch_are_undone() -> None:
 # -- mistakes and changes -------------------------------------------------------------------------
 
 
-def make_state(length: int = 8, lr: float = 0.1) -> dict[str, Any]:
+def make_state(length=8, lr=0.1):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return {
@@ -340,7 +335,7 @@ def make_state(length: int = 8, lr: float = 0.1) -> dict[str, Any]:
     }
 
 
-def save_version(store: Store, step: int) -> None:
+def save_version(store, step):
     """Save the version of a step in an epoch of four steps."""
     state = make_state()
     with limpet.Checkpointer(store, state, save=limpet.EverySteps(step)) as ckpt:
@@ -350,7 +345,7 @@ def save_version(store: Store, step: int) -> None:
                 return
 
 
-def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch() -> None:
+def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch():
     state = make_state()
     sampler = state.pop("sampler")
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
@@ -363,7 +358,7 @@ def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch() -> None:
             next(iter(sampler))
 
 
-def test_a_sampler_used_for_evaluation_raises() -> None:
+def test_a_sampler_used_for_evaluation_raises():
     state, evaluation = make_state(), limpet.ElasticSampler(6, 2)
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in ckpt.epochs(2):
@@ -381,7 +376,7 @@ def test_a_sampler_used_for_evaluation_raises() -> None:
             ckpt.step()
 
 
-def test_calling_step_twice_for_a_batch_raises() -> None:
+def test_calling_step_twice_for_a_batch_raises():
     state = make_state()
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         next(iter(state["sampler"]))
@@ -390,7 +385,7 @@ def test_calling_step_twice_for_a_batch_raises() -> None:
             ckpt.step()
 
 
-def test_a_data_set_can_grow_between_two_epochs() -> None:
+def test_a_data_set_can_grow_between_two_epochs():
     """The version belongs to the last step of an epoch."""
     store = MemoryStore()
     save_version(store, 4)
@@ -407,7 +402,7 @@ def test_a_data_set_can_grow_between_two_epochs() -> None:
         assert ckpt.current_step == 10
 
 
-def test_a_data_set_that_grew_within_an_epoch_needs_a_new_run(tmp_path: Path) -> None:
+def test_a_data_set_that_grew_within_an_epoch_needs_a_new_run(tmp_path):
     """The advice of the error works."""
     store = open_store(tmp_path / "a")
     save_version(store, 3)
@@ -426,7 +421,7 @@ def test_a_data_set_that_grew_within_an_epoch_needs_a_new_run(tmp_path: Path) ->
         assert len(list(state["sampler"])) == 6
 
 
-def test_optimizer_options_come_from_the_version_and_can_be_changed_afterwards() -> None:
+def test_optimizer_options_come_from_the_version_and_can_be_changed_afterwards():
     store = MemoryStore()
     save_version(store, 4)
     state = make_state(lr=0.5)
@@ -450,11 +445,11 @@ def test_optimizer_options_come_from_the_version_and_can_be_changed_afterwards()
 class Stream(IterableDataset[torch.Tensor]):
     """A stream of numbers that keeps its position and its own random noise."""
 
-    def __init__(self, length: int = 10) -> None:
+    def __init__(self, length=10):
         self.length, self.at, self.loaded = length, 0, False
         self.generator = torch.Generator().manual_seed(1)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         if self.at == self.length and not self.loaded:
             self.at = 0  # not at the end, because a state saved there resumes as an empty pass
         self.loaded = False
@@ -462,13 +457,13 @@ class Stream(IterableDataset[torch.Tensor]):
             self.at += 1
             yield self.at + torch.rand((), generator=self.generator)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         noise = self.generator.get_state()
         # all kinds of plain values, as in existing data sets
         values = [None, [1, (2.5, {"deep": b"\x00\xff", "none": [None]})], {3: "three"}, True]
         return {"at": self.at, "noise": noise, "bytes": bytes(range(256)), "values": values}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.at, self.loaded = state["at"], True
         self.generator.set_state(state["noise"])
         assert state["bytes"] == bytes(range(256))
@@ -478,7 +473,7 @@ class Stream(IterableDataset[torch.Tensor]):
 class RestartingStream(Stream):
     """A stream that is at its beginning after each pass, like the data sets of torchdata."""
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         yield from super().__iter__()
         self.at = 0
 
@@ -491,7 +486,7 @@ class ReadingLoop:
     loader: Any
     seen: list[tuple[list[float], float]] = field(default_factory=list)
 
-    def run(self, store: Store, stop: int = 1 << 30) -> list[tuple[list[float], float]]:
+    def run(self, store, stop=1 << 30):
         progress = limpet.Progress()
         state = {**self.parts, "progress": progress, "rng": limpet.RNG()}
         with limpet.Checkpointer(store, state, save=limpet.EverySteps(1)) as ckpt:
@@ -506,7 +501,7 @@ class ReadingLoop:
         return self.seen
 
 
-def check_exact_resume(make: Any) -> None:
+def check_exact_resume(make):
     seed_all(0)
     reference = make().run(MemoryStore())
     for stop in range(1, len(reference) + 1):
@@ -517,8 +512,8 @@ def check_exact_resume(make: Any) -> None:
         assert first + make().run(store) == reference, f"stopped at step {stop}"
 
 
-def test_an_iterable_data_set_resumes_from_its_own_state() -> None:
-    def make() -> ReadingLoop:
+def test_an_iterable_data_set_resumes_from_its_own_state():
+    def make():
         data = Stream()
         loader = DataLoader(data, batch_size=4, generator=torch.Generator())
         return ReadingLoop({"data": data}, loader)
@@ -526,16 +521,16 @@ def test_an_iterable_data_set_resumes_from_its_own_state() -> None:
     check_exact_resume(make)
 
 
-def plain() -> dict[str, Any]:
+def plain():
     return {"loader": DataLoader(list(map(float, range(10))), batch_size=4, shuffle=True)}
 
 
-def streamed() -> dict[str, Any]:
+def streamed():
     data = Stream()
     return {"data": data, "loader": DataLoader(data, batch_size=4, generator=torch.Generator())}
 
 
-def stateful() -> dict[str, Any]:
+def stateful():
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     data = list(map(float, range(10)))
     order = torchdata.sampler.RandomSampler(data, generator=torch.Generator().manual_seed(1))
@@ -551,12 +546,10 @@ def stateful() -> dict[str, Any]:
     [(plain, True), (streamed, False), (stateful, True)],
     ids=["plain", "streamed", "stateful"],
 )
-def test_a_save_between_two_epochs_resumes_exactly(
-    make: Any, saved_after_count: bool, late: bool
-) -> None:
+def test_a_save_between_two_epochs_resumes_exactly(make, saved_after_count, late):
     """Plain and stateful loaders need the save after the epoch is counted, streams before it."""
 
-    def run(store: Store, epochs: int) -> list[list[float]]:
+    def run(store, epochs):
         parts, progress, seen = make(), limpet.Progress(), []
         loader = parts.pop("loader")
         state = {**parts, "progress": progress, "rng": limpet.RNG()}
@@ -582,10 +575,10 @@ def test_a_save_between_two_epochs_resumes_exactly(
     assert (first + run(store, 3) == reference) is (saved_after_count is late)
 
 
-def test_a_plain_loader_without_its_own_generator_draws_once_more() -> None:
+def test_a_plain_loader_without_its_own_generator_draws_once_more():
     """If this test fails, the advice in the documentation about the generator can go."""
 
-    def make() -> ReadingLoop:
+    def make():
         data = Stream()
         return ReadingLoop({"data": data}, DataLoader(data, batch_size=4))
 
@@ -597,15 +590,13 @@ def test_a_plain_loader_without_its_own_generator_draws_once_more() -> None:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_a_stateful_loader_resumes_from_its_own_state(
-    monkeypatch: pytest.MonkeyPatch, kind: str, workers: int
-) -> None:
+def test_a_stateful_loader_resumes_from_its_own_state(monkeypatch, kind, workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     # otherwise, a stopped worker is detected only after 5 s
     for module in (torch.utils.data._utils, stateful.worker):
         monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.05)
 
-    def make() -> ReadingLoop:
+    def make():
         options: dict[str, Any] = {"num_workers": workers, "generator": torch.Generator()}
         if kind == "stream":
             # Only full batches, because torchdata 0.11 miscounts a partial one.
@@ -625,16 +616,16 @@ def test_a_stateful_loader_resumes_from_its_own_state(
 # -- several samplers in one state ---------------------------------------------------------------
 
 
-def forever(loader: Any) -> Iterator[torch.Tensor]:
+def forever(loader):
     while True:
         yield from loader
 
 
-def zipped(first: Any, second: Any) -> Iterator[Any]:
+def zipped(first, second):
     return zip(first, second)
 
 
-def with_next(first: Any, second: Any) -> Iterator[Any]:
+def with_next(first, second):
     second_batches = iter(second)
     for one in first:
         yield one, next(second_batches)
@@ -659,19 +650,19 @@ class Pair:
     epochs: int = 3
     draws: bool = True
 
-    def __str__(self) -> str:
+    def __str__(self):
         plain = Pair()
         changed = [k for k, v in vars(self).items() if v != getattr(plain, k)]
         return ",".join(f"{k}={getattr(self, k)}".replace(" ", "")[:25] for k in changed)
 
-    def run(self, store: Store, stop: int = -1, stop_at_epoch: int = -1) -> Seen:
+    def run(self, store, stop=-1, stop_at_epoch=-1):
         samplers = [limpet.ElasticSampler(n, 2, seed=i) for i, n in enumerate(self.lengths)]
         first, second = (
             DataLoader(IndexDataset(), batch_sampler=s, num_workers=w)
             for s, w in zip(samplers, self.workers)
         )
         if self.endless:
-            second = forever(second)  # type: ignore[assignment]
+            second = forever(second)
         progress, seen = limpet.Progress(), []
         state: dict[str, Any] = {"samplers": samplers, "rng": limpet.RNG(), "progress": progress}
         policy = limpet.EverySteps(1000 if stop < 0 else stop)
@@ -694,7 +685,7 @@ class Pair:
                     return seen
         return seen
 
-    def check_exact_resume(self) -> None:
+    def check_exact_resume(self):
         seed_all(0)
         reference = self.run(MemoryStore())
         for stop in range(1, len(reference)):
@@ -724,7 +715,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_two_samplers_resume_exactly(pair: Pair) -> None:
+def test_two_samplers_resume_exactly(pair):
     """The loop ends a pass when one sampler ends, possibly before the other has yielded a batch.
 
     Both loaders draw a seed before the first batch.
@@ -734,7 +725,7 @@ def test_two_samplers_resume_exactly(pair: Pair) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [(2, 2), (0, 2), (2, 0)], ids=str)
-def test_two_samplers_with_workers_resume_exactly(workers: tuple[int, int]) -> None:
+def test_two_samplers_with_workers_resume_exactly(workers):
     """If only the first loader has workers, the second draws once more, as documented.
 
     A loader with workers has requested all batches when the iteration of the other begins.
@@ -749,7 +740,7 @@ def test_two_samplers_with_workers_resume_exactly(workers: tuple[int, int]) -> N
     pair.check_exact_resume()
 
 
-def test_a_step_that_one_sampler_cannot_count_advances_none() -> None:
+def test_a_step_that_one_sampler_cannot_count_advances_none():
     samplers = [limpet.ElasticSampler(8, 2), limpet.ElasticSampler(8, 2)]
     with limpet.Checkpointer(MemoryStore(), {"samplers": samplers}) as ckpt:
         passes = [iter(s) for s in samplers]

@@ -1,7 +1,5 @@
 """A position that another object counts, such as that of a framework."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,22 +30,22 @@ class Trainer:
     step: Any = 0
     epoch: Any = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.step, self.epoch = state["step"], state["epoch"]
 
 
-def make(trainer: Any, **members: Any) -> dict[str, Any]:
+def make(trainer, **members):
     return {"weights": np.zeros(4), "trainer": trainer, "progress": Progress(trainer), **members}
 
 
-def versions(store: Any) -> list[int]:
+def versions(store):
     return [s.step for s in limpet.Run(store).snapshots()]
 
 
-def run_steps(ckpt: Checkpointer, trainer: Trainer, *steps: int) -> None:
+def run_steps(ckpt, trainer, *steps):
     for step in steps:
         trainer.step = step
         ckpt.step()
@@ -67,9 +65,7 @@ JUMPS = 40, 95, 130, 199, 200, 201, 530, 599
 )
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_policy_fires_once_if_a_multiple_lies_in_the_jump(
-    save: Any, expected: list[int], is_late: bool, resumes: bool
-) -> None:
+def test_a_policy_fires_once_if_a_multiple_lies_in_the_jump(save, expected, is_late, resumes):
     store, trainer = MemoryStore(), Trainer()
     state: Any = (lambda: make(trainer)) if is_late else make(trainer)
     with Checkpointer(store, state, save=save) as ckpt:
@@ -84,7 +80,7 @@ def test_a_policy_fires_once_if_a_multiple_lies_in_the_jump(
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_the_intervals_begin_where_the_owner_does(is_late: bool) -> None:
+def test_the_intervals_begin_where_the_owner_does(is_late):
     store, trainer = MemoryStore(), Trainer(150)
     state: Any = (lambda: make(trainer)) if is_late else make(trainer)
     with Checkpointer(store, state, save=EverySteps(100)) as ckpt:
@@ -93,7 +89,7 @@ def test_the_intervals_begin_where_the_owner_does(is_late: bool) -> None:
     assert versions(store) == [205]
 
 
-def test_retention_keeps_the_first_version_of_each_interval() -> None:
+def test_retention_keeps_the_first_version_of_each_interval():
     store, trainer = MemoryStore(), Trainer()
     policies = {"save": EverySteps(1), "keep": KeepEvery(100) | limpet.KeepLast(1)}
     with Checkpointer(store, make(trainer), **policies) as ckpt:
@@ -101,7 +97,7 @@ def test_retention_keeps_the_first_version_of_each_interval() -> None:
     assert versions(store) == [130, 200, 530, 599]
 
 
-def test_the_memory_tier_follows_the_jumps() -> None:
+def test_the_memory_tier_follows_the_jumps():
     store, trainer = MemoryStore(), Trainer()
     tiers = [MemoryTier(every=EverySteps(100), copies=1)]
     with pytest.raises(KeyError), Checkpointer(store, make(trainer), tiers=tiers) as ckpt:
@@ -114,7 +110,7 @@ def test_the_memory_tier_follows_the_jumps() -> None:
 
 
 @pytest.mark.parametrize("number", [np.int64, torch.tensor])
-def test_numbers_of_libraries_are_accepted(number: Any) -> None:
+def test_numbers_of_libraries_are_accepted(number):
     store, trainer = MemoryStore(), Trainer(epoch=number(3))
     with Checkpointer(store, make(trainer) | {"trainer": 0}, save=EverySteps(2)) as ckpt:
         run_steps(ckpt, trainer, number(1), number(2))
@@ -125,7 +121,7 @@ def test_numbers_of_libraries_are_accepted(number: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 95])
-def test_a_position_that_stands_still_raises(start: int) -> None:
+def test_a_position_that_stands_still_raises(start):
     store, trainer = MemoryStore(), Trainer(start)
     with Checkpointer(store, make(trainer), save=EverySteps(1)) as ckpt:
         assert ckpt.current_step == start
@@ -141,7 +137,7 @@ def test_a_position_that_stands_still_raises(start: int) -> None:
 
 @pytest.mark.parametrize("call", ["step", "save", "end_epoch", "metrics"])
 @pytest.mark.parametrize("name", ["step", "epoch"])
-def test_a_position_that_goes_back_raises(name: str, call: str) -> None:
+def test_a_position_that_goes_back_raises(name, call):
     store, trainer = MemoryStore(), Trainer(epoch=5)
     with Checkpointer(store, make(trainer), save=EverySteps(1)) as ckpt:
         run_steps(ckpt, trainer, 50)
@@ -159,7 +155,7 @@ def test_a_position_that_goes_back_raises(name: str, call: str) -> None:
 
 @pytest.mark.parametrize("number", [-1, 1.5, "7", None, True, 10**18])
 @pytest.mark.parametrize("name", ["step", "epoch"])
-def test_a_position_that_is_no_count_raises(name: str, number: Any) -> None:
+def test_a_position_that_is_no_count_raises(name, number):
     message = rf"The {name} of Trainer must be an int of 0 or more, not"
     with pytest.raises(LimpetError, match=message):
         Checkpointer(MemoryStore(), make(Trainer(**{name: number})))
@@ -174,7 +170,7 @@ def test_a_position_that_is_no_count_raises(name: str, number: Any) -> None:
         run_steps(ckpt, trainer, 3)
 
 
-def test_only_the_owner_counts() -> None:
+def test_only_the_owner_counts():
     trainer = Trainer()
     with Checkpointer(MemoryStore(), state := make(trainer)) as ckpt:
         run_steps(ckpt, trainer, 7)
@@ -191,7 +187,7 @@ def test_only_the_owner_counts() -> None:
 # -- saves besides those of steps ------------------------------------------------------------------
 
 
-def test_a_save_has_the_number_of_the_moment() -> None:
+def test_a_save_has_the_number_of_the_moment():
     store, trainer = MemoryStore(), Trainer(120)
     with Checkpointer(store, make(trainer), save=AtEnd()) as ckpt:
         assert ckpt.save().step == 120
@@ -206,7 +202,7 @@ def test_a_save_has_the_number_of_the_moment() -> None:
         assert again.step == ckpt.current_step == 138
 
 
-def test_epochs_are_those_of_the_owner() -> None:
+def test_epochs_are_those_of_the_owner():
     store, trainer = MemoryStore(), Trainer()
     state, seen = make(trainer), []
     with Checkpointer(store, state, save=EveryEpoch(2)) as ckpt:
@@ -228,7 +224,7 @@ def test_epochs_are_those_of_the_owner() -> None:
         assert (again, next(ckpt.epochs(6))) == (Trainer(80, 4), 4)
 
 
-def test_a_sampler_advances_by_the_growth_of_the_number() -> None:
+def test_a_sampler_advances_by_the_growth_of_the_number():
     sampler = limpet.ElasticSampler(100, batch_size=5, seed=0)
     trainer = Trainer()
     with Checkpointer(MemoryStore(), make(trainer, sampler=sampler)) as ckpt:
@@ -247,7 +243,7 @@ def test_a_sampler_advances_by_the_growth_of_the_number() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_the_framework_restores_its_own_object(is_late: bool) -> None:
+def test_the_framework_restores_its_own_object(is_late):
     store = MemoryStore()
     trainer = Trainer(epoch=2)
     with Checkpointer(store, make(trainer), save=EverySteps(100)) as ckpt:
@@ -271,7 +267,7 @@ def test_the_framework_restores_its_own_object(is_late: bool) -> None:
     ("position", "found"),
     [((0, 0), "step 0, epoch 0"), ((530, 3), "step 530, epoch 3"), ((531, 2), "step 531, ")],
 )
-def test_an_object_that_is_not_restored_is_an_error(position: tuple[int, int], found: str) -> None:
+def test_an_object_that_is_not_restored_is_an_error(position, found):
     """Nothing is trained after it, unless a later resume finds both equal."""
     store, trainer = MemoryStore(), Trainer(epoch=2)
     with Checkpointer(store, make(trainer) | {"trainer": 0}, save=EverySteps(100)) as ckpt:
@@ -290,7 +286,7 @@ def test_an_object_that_is_not_restored_is_an_error(position: tuple[int, int], f
     assert versions(store) == [130, 200, 530, 600]
 
 
-def test_a_run_may_change_between_its_own_count_and_that_of_an_owner() -> None:
+def test_a_run_may_change_between_its_own_count_and_that_of_an_owner():
     store = MemoryStore()
     state = {"weights": np.zeros(4), "progress": Progress()}
     with Checkpointer(store, state, save=AtEnd()) as ckpt:
@@ -308,9 +304,7 @@ def test_a_run_may_change_between_its_own_count_and_that_of_an_owner() -> None:
 
 
 @pytest.mark.parametrize("keys", [None, ["weights"]])
-def test_a_start_from_another_run_has_the_position_of_what_was_loaded(
-    keys: list[str] | None,
-) -> None:
+def test_a_start_from_another_run_has_the_position_of_what_was_loaded(keys):
     first, second, trainer = MemoryStore(), MemoryStore(), Trainer()
     with Checkpointer(first, make(trainer), save=AtEnd()) as ckpt:
         run_steps(ckpt, trainer, 30)
@@ -322,8 +316,8 @@ def test_a_start_from_another_run_has_the_position_of_what_was_loaded(
     assert versions(second) == [50]
 
 
-def test_several_ranks_read_the_same_number(tmp_path: Any) -> None:
-    def work(rank: int) -> int:
+def test_several_ranks_read_the_same_number(tmp_path):
+    def work(rank):
         trainer = Trainer()
         state = lambda: make(trainer)  # noqa: E731
         ckpt = Checkpointer(tmp_path / "run", state, save=EverySteps(100), preemption=None)
@@ -338,8 +332,8 @@ def test_several_ranks_read_the_same_number(tmp_path: Any) -> None:
     assert versions(tmp_path / "run") == [130, 225]
 
 
-def test_ranks_with_different_numbers_are_refused(tmp_path: Any) -> None:
-    def work(rank: int) -> None:
+def test_ranks_with_different_numbers_are_refused(tmp_path):
+    def work(rank):
         trainer = Trainer()
         with Checkpointer(tmp_path / "run", make(trainer), preemption=None) as ckpt:
             run_steps(ckpt, trainer, 10 + rank)

@@ -1,10 +1,7 @@
 """Fine-tuning as users do it: an empty run starts from a version of a model that has changed."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from limpet.errors import DTypeMismatch, LimpetError, PlanError, ShapeMismatch
 from limpet.training.checkpointer import Checkpointer
 
 
-def training(classes: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def training(classes, dtype=torch.float32):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, classes)).to(dtype)
     optimizer = optim.AdamW(model.parameters(), lr=0.1)
     schedule = optim.lr_scheduler.StepLR(optimizer, 2)
@@ -23,7 +20,7 @@ def training(classes: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]
     return {"optimizer": optimizer, "model": model, "schedule": schedule, "progress": progress}
 
 
-def train(state: dict[str, Any], ckpt: Checkpointer, steps: int) -> None:
+def train(state, ckpt, steps):
     dtype = state["model"][0].weight.dtype
     for _ in range(steps):
         state["optimizer"].zero_grad()
@@ -34,16 +31,14 @@ def train(state: dict[str, Any], ckpt: Checkpointer, steps: int) -> None:
 
 
 @pytest.fixture
-def pretrained(tmp_path: Any) -> tuple[str, dict[str, Any]]:
+def pretrained(tmp_path):
     state = training(1000)
     with Checkpointer(tmp_path / "pretrained", state) as ckpt:
         train(state, ckpt, 3)
     return f"{tmp_path}/pretrained@latest", state
 
 
-def test_a_resized_head_starts_anew_and_its_run_restarts_strictly(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
-) -> None:
+def test_a_resized_head_starts_anew_and_its_run_restarts_strictly(pretrained, tmp_path):
     (start, old), run = pretrained, tmp_path / "tuned"
     for attempt in range(3):
         state = training(10)
@@ -68,9 +63,7 @@ def test_a_resized_head_starts_anew_and_its_run_restarts_strictly(
         ckpt.resume(start=start, mismatched="keep")
 
 
-def test_steps_begin_at_0_if_only_the_weights_are_taken(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
-) -> None:
+def test_steps_begin_at_0_if_only_the_weights_are_taken(pretrained, tmp_path):
     state = training(10)
     with Checkpointer(tmp_path / "weights", state) as ckpt:
         ckpt.resume(start=pretrained[0], keys="model", mismatched="keep")
@@ -79,9 +72,7 @@ def test_steps_begin_at_0_if_only_the_weights_are_taken(
         train(state, ckpt, 1)
 
 
-def test_a_start_with_cast_is_complete(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
-) -> None:
+def test_a_start_with_cast_is_complete(pretrained, tmp_path):
     """Only dtypes change, so steps continue also without a Progress in the state."""
     start, old = pretrained
     with (
@@ -111,7 +102,7 @@ def test_a_start_with_cast_is_complete(
 
 
 @pytest.mark.parametrize("option", [{"mismatched": "keep"}, {"mismatched": "cast"}])
-def test_the_options_need_a_start(tmp_path: Any, option: dict[str, Any]) -> None:
+def test_the_options_need_a_start(tmp_path, option):
     with (
         Checkpointer(tmp_path / "run", {"a": 1}) as ckpt,
         pytest.raises(LimpetError, match="only together with start="),
@@ -120,9 +111,7 @@ def test_the_options_need_a_start(tmp_path: Any, option: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-def test_lora_of_peft_starts_from_the_plain_model(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
-) -> None:
+def test_lora_of_peft_starts_from_the_plain_model(pretrained, tmp_path):
     peft = pytest.importorskip("peft")
     start, old = pretrained
     config = peft.LoraConfig(target_modules=["0"], r=2)
@@ -145,12 +134,12 @@ def test_lora_of_peft_starts_from_the_plain_model(
 
 
 class Wrap(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         super().__init__()
         self.net = net
 
 
-def resume_as_advised(run: Any, state: dict[str, Any], **options: Any) -> tuple[str, Any]:
+def resume_as_advised(run, state, **options):
     """Return the message of an error of ``resume``, and the report of the call that it advises."""
     with Checkpointer(run, state) as ckpt, pytest.raises(PlanError) as e:
         ckpt.resume(**options)
@@ -162,8 +151,8 @@ def resume_as_advised(run: Any, state: dict[str, Any], **options: Any) -> tuple[
 
 
 @pytest.mark.parametrize("layers", [1, 8])
-def test_a_model_that_was_wrapped_continues_as_advised(tmp_path: Any, layers: int) -> None:
-    def make(is_wrapped: bool) -> dict[str, Any]:
+def test_a_model_that_was_wrapped_continues_as_advised(tmp_path, layers):
+    def make(is_wrapped):
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
         optimizer = optim.AdamW(model.parameters(), lr=0.1)
         schedule = optim.lr_scheduler.StepLR(optimizer, 2)
@@ -189,9 +178,7 @@ def test_a_model_that_was_wrapped_continues_as_advised(tmp_path: Any, layers: in
         assert ckpt.resume() is not None
 
 
-def test_the_error_of_a_start_advises_no_argument_that_resume_lacks(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
-) -> None:
+def test_the_error_of_a_start_advises_no_argument_that_resume_lacks(pretrained, tmp_path):
     state = training(1000)
     state["model"] = Wrap(state["model"])
     advice = r"use options as needed: rename=(\{.*?\})\.$"
@@ -205,8 +192,8 @@ def test_the_error_of_a_start_advises_no_argument_that_resume_lacks(
         assert ckpt.start_report.is_complete
 
 
-def test_a_renamed_layer_of_the_own_run_keeps_its_values_as_advised(tmp_path: Any) -> None:
-    def make(head: str) -> dict[str, Any]:
+def test_a_renamed_layer_of_the_own_run_keeps_its_values_as_advised(tmp_path):
+    def make(head):
         model = nn.Sequential(OrderedDict({"0": nn.Linear(4, 4), head: nn.Linear(4, 2)}))
         optimizer = optim.AdamW(model.parameters(), lr=0.1)
         schedule = optim.lr_scheduler.StepLR(optimizer, 2)
@@ -222,9 +209,7 @@ def test_a_renamed_layer_of_the_own_run_keeps_its_values_as_advised(tmp_path: An
     assert state["optimizer"].state[state["model"].head.weight]["step"] == 3
 
 
-def test_a_model_without_a_counterpart_gets_no_advice_that_keeps_it_random(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
-) -> None:
+def test_a_model_without_a_counterpart_gets_no_advice_that_keeps_it_random(pretrained, tmp_path):
     state = training(1000)
     state["model"] = nn.ModuleDict({"a": training(1000)["model"], "b": training(1000)["model"]})
     state["optimizer"] = optim.AdamW(state["model"].parameters())

@@ -1,10 +1,6 @@
 """Ctrl-C, or an exception of a signal handler, at every line that starts or ends a save."""
 
-from __future__ import annotations
-
 import sys
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -27,10 +23,10 @@ START = finish_in_background.__code__
 class InterruptLine:
     """A trace function that raises an error at the n-th line of these files."""
 
-    def __init__(self, at: int, error: type[BaseException]) -> None:
+    def __init__(self, at, error):
         self.remaining, self.seen, self.error = at, 0, error
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+    def __call__(self, frame, event, _):
         if frame.f_code.co_filename not in FILES and frame.f_code is not START:
             return None
         if event == "line":
@@ -43,7 +39,7 @@ class InterruptLine:
 class Training:
     """A training of which one step or save is interrupted at a line."""
 
-    def __init__(self, overlap: bool, raises: bool) -> None:
+    def __init__(self, overlap, raises):
         torch.manual_seed(0)
         self.model = nn.Linear(64, 64)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -56,14 +52,14 @@ class Training:
         self.overlap, self.raises = overlap, raises
         self.weights: dict[int, torch.Tensor] = {}
 
-    def step_model(self) -> None:
+    def step_model(self):
         self.optimizer.zero_grad()
         self.model(torch.ones(1, 64)).square().mean().backward()
         self.optimizer.step()
         step = self.state["progress"].step + 1
         self.weights[step] = self.model.weight.detach().clone()
 
-    def run(self, call: str, interrupt: InterruptLine) -> None:
+    def run(self, call, interrupt):
         policy = EverySteps(2) | OnException()
         with Checkpointer(self.store, self.state, save=policy, overlap=self.overlap) as ckpt:
             for _ in range(3):
@@ -86,7 +82,7 @@ class Training:
                 ckpt.step()
             ckpt.save()
 
-    def check(self, error: BaseException | None) -> None:
+    def check(self, error):
         assert not threads_of_trainings()
         assert not self.optimizer._optimizer_step_pre_hooks
         snapshots = Run(self.store).snapshots()
@@ -112,9 +108,7 @@ class Training:
         ("save", True, True, KeyboardInterrupt),
     ],
 )
-def test_an_interrupt_at_any_line_of_a_saving_call_loses_nothing(
-    call: str, raises: bool, overlap: bool, error: type[BaseException]
-) -> None:
+def test_an_interrupt_at_any_line_of_a_saving_call_loses_nothing(call, raises, overlap, error):
     """If the training continues, later saves succeed. If it ends, the last step is saved."""
     at = 0
     while True:

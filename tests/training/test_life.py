@@ -1,11 +1,8 @@
 """A run over its lifetime: store failures, requests, going back, early stopping, statistics."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +14,6 @@ import torch
 
 import limpet
 from limpet import events, machine
-from limpet.deadline import Deadline
 from limpet.errors import (
     Denied,
     FormatTooNew,
@@ -32,22 +28,10 @@ from limpet.errors import (
 )
 from limpet.format.names import Version
 from limpet.format.records import Pin, encode_record
-from limpet.run.policy import (
-    EverySteps,
-    KeepBest,
-    KeepLast,
-    Never,
-    OnException,
-    StopWhen,
-)
+from limpet.run.policy import EverySteps, KeepBest, KeepLast, Never, OnException, StopWhen
 from limpet.run.run import Run
-from limpet.run.save_request import (
-    RequestedSave,
-    RequestWatcher,
-    request_and_wait,
-)
+from limpet.run.save_request import RequestedSave, RequestWatcher, request_and_wait
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Stat
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.goodput import Goodput
 from tests.forging import seal, sealed_content
@@ -67,20 +51,20 @@ from tests.unreliable_stores import HookedStore
 class GatedStore(MemoryStore):
     """A store that writes shards only while ``open`` is set, and raises ``broken`` if not None."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.open = threading.Event()
         self.open.set()
         self.broken: StoreError | None = None
 
-    def put(self, key: str, length: int) -> Any:
+    def put(self, key, length):
         assert self.open.wait(20)
         if self.broken is not None:
             raise self.broken
         return super().put(key, length)
 
 
-def record_events() -> tuple[list[tuple[str, dict[str, Any]]], Any]:
+def record_events():
     emitted: list[tuple[str, dict[str, Any]]] = []
     return emitted, events.attach(lambda name, fields: emitted.append((name, fields)))
 
@@ -88,7 +72,7 @@ def record_events() -> tuple[list[tuple[str, dict[str, Any]]], Any]:
 # -- one save at a time --------------------------------------------------------------------------
 
 
-def test_a_due_save_waits_for_the_pending_one_and_emits_an_event() -> None:
+def test_a_due_save_waits_for_the_pending_one_and_emits_an_event():
     store = GatedStore()
     emitted, attached = record_events()
     with attached, training(store, EverySteps(2)) as (state, ckpt):
@@ -109,11 +93,11 @@ def test_a_due_save_waits_for_the_pending_one_and_emits_an_event() -> None:
 # -- store failures ------------------------------------------------------------------------------
 
 
-def no_space() -> NoSpace:
+def no_space():
     return NoSpace("Cannot write: No space left on device")
 
 
-def test_an_explicit_save_raises_despite_warn() -> None:
+def test_an_explicit_save_raises_despite_warn():
     store = GatedStore()
     state = initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(100), on_error="warn")
@@ -129,9 +113,9 @@ def test_an_explicit_save_raises_despite_warn() -> None:
         ckpt.close()
 
 
-def test_a_read_only_folder_raises_at_the_first_step() -> None:
+def test_a_read_only_folder_raises_at_the_first_step():
     class ReadOnly(MemoryStore):
-        def put_if_absent(self, key: str, data: bytes) -> Any:
+        def put_if_absent(self, key, data):
             raise Denied(f"Cannot write {key}: Read-only file system")
 
     ckpt = Checkpointer(ReadOnly(), initial_state(), save=EverySteps(1000))
@@ -150,7 +134,7 @@ def test_a_read_only_folder_raises_at_the_first_step() -> None:
         ({"incremental": 2.5}, "incremental"),
     ],
 )
-def test_invalid_choices(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_choices(arguments, message):
     with pytest.raises(LimpetError, match=message):
         Checkpointer(MemoryStore(), initial_state(), **arguments)
 
@@ -172,7 +156,7 @@ def test_invalid_choices(arguments: dict[str, Any], message: str) -> None:
         ({"overlap": 1}, "overlap="),
     ],
 )
-def test_arguments_of_wrong_types(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_of_wrong_types(arguments, message):
     with pytest.raises(LimpetError, match=message):
         Checkpointer(MemoryStore(), arguments.pop("state", initial_state()), **arguments)
 
@@ -196,7 +180,7 @@ def test_arguments_of_wrong_types(arguments: dict[str, Any], message: str) -> No
         ({3: 1.0}, "3 is not a number"),
     ],
 )
-def test_invalid_metrics_raise_at_once(metrics: Any, message: str) -> None:
+def test_invalid_metrics_raise_at_once(metrics, message):
     with training(MemoryStore(), EverySteps(10**6)) as (_, ckpt):
         with pytest.raises(PlanError, match=message):
             ckpt.step(metrics)
@@ -207,7 +191,7 @@ def test_invalid_metrics_raise_at_once(metrics: Any, message: str) -> None:
         ckpt.step({"g": float("nan")})
 
 
-def test_the_result_of_state_dict_is_rejected() -> None:
+def test_the_result_of_state_dict_is_rejected():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -218,7 +202,7 @@ def test_the_result_of_state_dict_is_rejected() -> None:
     Checkpointer(MemoryStore(), state).close()
 
 
-def test_a_version_is_not_a_run(tmp_path: Any) -> None:
+def test_a_version_is_not_a_run(tmp_path):
     for name in ("version_8", "version_8.1"):
         with pytest.raises(LimpetError, match=r"is not a run.*resume\(start="):
             Checkpointer(tmp_path / name, initial_state())
@@ -226,7 +210,7 @@ def test_a_version_is_not_a_run(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["a@latest", "a@8", "a@8.1"])
-def test_the_address_of_a_version_is_not_a_run(tmp_path: Any, name: str) -> None:
+def test_the_address_of_a_version_is_not_a_run(tmp_path, name):
     for call in ("step", "resume"):  # an ordinary name if no such run exists
         with Checkpointer(tmp_path / call / name, initial_state(), save=Never()) as ckpt:
             getattr(ckpt, call)()
@@ -238,7 +222,7 @@ def test_the_address_of_a_version_is_not_a_run(tmp_path: Any, name: str) -> None
         ckpt.close()
 
 
-def test_a_snapshot_is_not_a_run(tmp_path: Any) -> None:
+def test_a_snapshot_is_not_a_run(tmp_path):
     limpet.save(tmp_path / "snapshot", initial_state())
     for call in ("step", "resume", "save"):
         ckpt = Checkpointer(tmp_path / "snapshot", initial_state())
@@ -247,7 +231,7 @@ def test_a_snapshot_is_not_a_run(tmp_path: Any) -> None:
         ckpt.close()
 
 
-def test_a_save_right_after_a_step_has_its_metrics() -> None:
+def test_a_save_right_after_a_step_has_its_metrics():
     with training(MemoryStore(), EverySteps(10**6)) as (state, ckpt):
         train(state, ckpt, 3)
         assert ckpt.save().metadata["metrics"] == {"loss": state["history"][-1]}
@@ -257,7 +241,7 @@ def test_a_save_right_after_a_step_has_its_metrics() -> None:
         assert ckpt.save({"other": 1.0}).metadata["metrics"] == {"loss": 2.0, "other": 1.0}
 
 
-def test_events_of_the_start_and_of_unsaved_steps() -> None:
+def test_events_of_the_start_and_of_unsaved_steps():
     store = MemoryStore()
     emitted, attached = record_events()
     with attached:
@@ -298,7 +282,7 @@ ckpt.close()
 
 
 @pytest.mark.slow
-def test_a_second_training_raises_while_the_first_runs(tmp_path: Any) -> None:
+def test_a_second_training_raises_while_the_first_runs(tmp_path):
     command = [sys.executable, "-c", OTHER_TRAINING, str(tmp_path / "a")]
     first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert first.stdin is not None
@@ -306,7 +290,7 @@ def test_a_second_training_raises_while_the_first_runs(tmp_path: Any) -> None:
     assert first.stdout.readline() == "training\n"
     state: dict[str, Any] = {"x": [0.0], "progress": limpet.Progress()}
     for choice in ("raise", "warn"):
-        ckpt = Checkpointer(tmp_path / "a", state, on_error=choice)  # type: ignore[arg-type]
+        ckpt = Checkpointer(tmp_path / "a", state, on_error=choice)
         ckpt.resume()
         with pytest.raises(LimpetError, match=rf"Another training.*process {first.pid} on"):
             ckpt.step()
@@ -324,7 +308,7 @@ def test_a_second_training_raises_while_the_first_runs(tmp_path: Any) -> None:
     assert not (tmp_path / "a" / "writer.json").exists()
 
 
-def test_a_replaced_training_saves_nothing_more() -> None:
+def test_a_replaced_training_saves_nothing_more():
     """For example, a node that was believed dead returns, while its successor runs elsewhere."""
     store = MemoryStore()
     old_store = HookedStore(store)  # as on another machine: this process does not see the same run
@@ -347,9 +331,7 @@ DEAD = (machine.process_identity()[0], "an earlier boot", "7:1")
 
 
 @pytest.mark.parametrize("died", [ELSEWHERE, DEAD], ids=["elsewhere", "dead"])
-def test_a_successor_removes_only_the_pins_of_its_predecessor(
-    died: tuple[str, str, str],
-) -> None:
+def test_a_successor_removes_only_the_pins_of_its_predecessor(died):
     """For example, a machine disappears during a save.
 
     Its pins would protect versions for a week, because other machines cannot see that it is dead.
@@ -376,11 +358,11 @@ def test_a_successor_removes_only_the_pins_of_its_predecessor(
     assert Run(store).line() == [Version(2), Version(3), Version(4)]
 
 
-def test_a_failure_to_remove_old_pins_does_not_stop_the_training() -> None:
+def test_a_failure_to_remove_old_pins_does_not_stop_the_training():
     """The pins expire after a week anyway."""
 
     class FailingDeleteStore(MemoryStore):
-        def delete(self, key: str) -> None:
+        def delete(self, key):
             if key.startswith("pin-00"):
                 raise Unavailable("a temporary error")
             super().delete(key)
@@ -393,7 +375,7 @@ def test_a_failure_to_remove_old_pins_does_not_stop_the_training() -> None:
     assert Run(store).line() == [Version(1), Version(2)]
 
 
-def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one() -> None:
+def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one():
     store = MemoryStore()
     own_pin = Pin("0" * 12, None, machine.utc_now(), *machine.process_identity())
     for key in ("pin-000000000000.json", "writer.json"):
@@ -403,7 +385,7 @@ def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one() ->
     assert Run(store).listing().process_pins == ["pin-000000000000.json"]
 
 
-def test_a_writer_in_a_newer_format_is_not_ignored() -> None:
+def test_a_writer_in_a_newer_format_is_not_ignored():
     store = MemoryStore()
     with training(HookedStore(store), EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
@@ -421,7 +403,7 @@ def test_a_writer_in_a_newer_format_is_not_ignored() -> None:
     assert Run(store).line() == [Version(1)]
 
 
-def test_a_writer_lock_removed_by_hand_is_restored() -> None:
+def test_a_writer_lock_removed_by_hand_is_restored():
     store = MemoryStore()
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
@@ -435,18 +417,18 @@ def test_a_writer_lock_removed_by_hand_is_restored() -> None:
     assert "writer.json" not in [s.key for s in store.list("")]
 
 
-def test_a_writer_lock_that_cannot_be_restored_leaves_nothing_unknown() -> None:
+def test_a_writer_lock_that_cannot_be_restored_leaves_nothing_unknown():
     """The save looks at the lock in the time of the save, before it commits."""
 
     class Server(MemoryStore):
         has_deadline = False
 
-        def within(self, deadline: Deadline) -> Server:
+        def within(self, deadline):
             view = copy(self)
             view.has_deadline = True
             return view
 
-        def put_if_absent(self, key: str, data: bytes) -> Stat:
+        def put_if_absent(self, key, data):
             if key == "writer.json" and lost:
                 lost.append(self.has_deadline)
                 raise Unavailable("no reply", key=key, outcome="unknown")
@@ -470,9 +452,7 @@ def test_a_writer_lock_that_cannot_be_restored_leaves_nothing_unknown() -> None:
 # -- the state before the step that raised -------------------------------------------------------
 
 
-def network(
-    seed: int = 0, kind: type[BaseException] = ZeroDivisionError
-) -> tuple[dict[str, Any], Callable[[], float]]:
+def network(seed=0, kind=ZeroDivisionError):
     """Return a model with buffers and dropout, and its step, which can raise ``kind``."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -488,7 +468,7 @@ def network(
         "rng": limpet.RNG(),
     }
 
-    def step(where: str | None = None) -> float:
+    def step(where=None):
         loss = model(torch.randn(16, 4)).square().mean()
         if where == "forward":
             raise kind
@@ -505,7 +485,7 @@ def network(
     return state, step
 
 
-def test_nothing_is_saved_after_the_optimizer_has_stepped() -> None:
+def test_nothing_is_saved_after_the_optimizer_has_stepped():
     store = MemoryStore()
     state, step = network()
     with (
@@ -521,7 +501,7 @@ def test_nothing_is_saved_after_the_optimizer_has_stepped() -> None:
     assert [s.step for s in Run(store).snapshots()] == [4]
 
 
-def test_an_exception_right_after_a_save_saves_nothing_more() -> None:
+def test_an_exception_right_after_a_save_saves_nothing_more():
     store = MemoryStore()
     state, step = network()
     with (
@@ -539,15 +519,14 @@ def test_an_exception_right_after_a_save_saves_nothing_more() -> None:
 
 
 @pytest.fixture
-def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def poll_often(monkeypatch):
     """Poll for requests without delay."""
     monkeypatch.setattr(
-        "limpet.training.checkpointer.RequestWatcher",
-        partial(RequestWatcher, interval=0.002),
+        "limpet.training.checkpointer.RequestWatcher", partial(RequestWatcher, interval=0.002)
     )
 
 
-def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, poll_often: None) -> None:
+def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path, poll_often):
     url, state, answers = tmp_path / "a", initial_state(), list[RequestedSave]()
     with Checkpointer(url, state, save=EverySteps(10**6)) as ckpt:
         train(state, ckpt, 1)  # requests are possible before the first save
@@ -568,7 +547,7 @@ def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, poll_of
 # -- going back, and starting from another run ---------------------------------------------------
 
 
-def test_resume_from_an_abandoned_branch() -> None:
+def test_resume_from_an_abandoned_branch():
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 40)
@@ -588,7 +567,7 @@ def test_resume_from_an_abandoned_branch() -> None:
         assert snapshot.version == Version(30, 1)
 
 
-def test_a_resume_waits_for_the_pending_save() -> None:
+def test_a_resume_waits_for_the_pending_save():
     store, state = GatedStore(), initial_state()
     with Checkpointer(store, state, save=EverySteps(5)) as ckpt:
         store.open.clear()
@@ -600,7 +579,7 @@ def test_a_resume_waits_for_the_pending_save() -> None:
         assert states_equal(state, state_after(5))
 
 
-def test_a_warm_start_loads_matching_keys_and_counts_from_zero() -> None:
+def test_a_warm_start_loads_matching_keys_and_counts_from_zero():
     url = "memory://life-warm"
     limpet.save(
         f"{url}/version_70",
@@ -630,7 +609,7 @@ def test_a_warm_start_loads_matching_keys_and_counts_from_zero() -> None:
 
 
 @pytest.mark.parametrize("at", [20, 0, "20", "20.1"])
-def test_start_cannot_be_combined_with_at(at: Any) -> None:
+def test_start_cannot_be_combined_with_at(at):
     for store in (MemoryStore(), trained_run()):
         with (
             training(store, EverySteps(1)) as (state, ckpt),
@@ -640,7 +619,7 @@ def test_start_cannot_be_combined_with_at(at: Any) -> None:
         assert states_equal(state, initial_state())
 
 
-def test_the_error_for_another_training_lists_all_differences() -> None:
+def test_the_error_for_another_training_lists_all_differences():
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
@@ -653,7 +632,7 @@ def test_the_error_for_another_training_lists_all_differences() -> None:
     assert "new run" in str(e.value)  # with the advice
 
 
-def test_a_changed_structure_is_saved_and_reported() -> None:
+def test_a_changed_structure_is_saved_and_reported():
     store = MemoryStore()
     emitted, attached = record_events()
     with attached, training(store, EverySteps(5)) as (state, ckpt):
@@ -685,9 +664,7 @@ BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
     "arguments", [{"keep": BEST}, {"stop": STOP}, {"keep": BEST, "stop": STOP}]
 )
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_metric_that_is_never_given_causes_one_event(
-    arguments: dict[str, Any], steps: int
-) -> None:
+def test_a_metric_that_is_never_given_causes_one_event(arguments, steps):
     """The event comes at the end of the training."""
     store, state = MemoryStore(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(1), **arguments)
@@ -701,7 +678,7 @@ def test_a_metric_that_is_never_given_causes_one_event(
 # -- statistics ----------------------------------------------------------------------------------
 
 
-def test_the_saved_event() -> None:
+def test_the_saved_event():
     store = MemoryStore()
     emitted, attached = record_events()
     with attached, training(store, EverySteps(5), KeepLast(1)) as (state, ckpt):
@@ -721,12 +698,12 @@ def test_the_saved_event() -> None:
     assert 0 < statistics["goodput"] <= 1
 
 
-def test_the_slowdown_of_steps_is_the_ratio_of_medians() -> None:
+def test_the_slowdown_of_steps_is_the_ratio_of_medians():
     now, save = [0.0], SimpleNamespace(done=True)
     goodput = Goodput(lambda: now[0], lambda: now[0])
-    goodput.pending = save  # type: ignore[assignment]
+    goodput.pending = save
 
-    def step(seconds: float, during_save: bool) -> None:
+    def step(seconds, during_save):
         with goodput.paused():
             save.done = not during_save
         save.done = True  # the save ends within the step
@@ -747,7 +724,7 @@ def test_the_slowdown_of_steps_is_the_ratio_of_medians() -> None:
     assert goodput.statistics()["step_slowdown"] == 3.0
 
 
-def test_goodput_counts_the_saved_steps_of_all_processes() -> None:
+def test_goodput_counts_the_saved_steps_of_all_processes():
     now = [1000.0]
     first = Goodput(lambda: now[0], lambda: now[0])
     now[0] += 10  # ten seconds of steps

@@ -1,8 +1,6 @@
 """Members of a state that a save accepts, but no load restores: they are refused or reported at the
 first step, and not when it is too late."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

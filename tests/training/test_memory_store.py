@@ -1,7 +1,5 @@
 """A training whose run is in memory: its files take turns, and every version is intact."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

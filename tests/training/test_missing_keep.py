@@ -1,8 +1,5 @@
 """``resume(missing="keep")``: new members in the state of an existing run."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import limpet
 from limpet.errors import LimpetError, MissingLeaf, UnexpectedLeaf
 
 
-def train(folder: Path, state: dict[str, Any], steps: int = 1, **options: Any) -> Any:
+def train(folder, state, steps=1, **options):
     """Resume, make some steps, and return the newest version."""
     with limpet.Checkpointer(folder, state) as ckpt:
         ckpt.resume(**options)
@@ -21,7 +18,7 @@ def train(folder: Path, state: dict[str, Any], steps: int = 1, **options: Any) -
     return limpet.Run(folder).latest()
 
 
-def test_new_members_are_kept_and_named(tmp_path: Path) -> None:
+def test_new_members_are_kept_and_named(tmp_path):
     run = tmp_path / "run"
     train(run, {"weights": torch.ones(3)}, steps=3)
     state = {"weights": torch.zeros(3), "rng": limpet.RNG(), "ema": torch.full((3,), 7.0)}
@@ -38,8 +35,8 @@ def test_new_members_are_kept_and_named(tmp_path: Path) -> None:
     assert version.step == 4
 
 
-def test_a_new_layer_of_a_model_is_kept_with_its_slots(tmp_path: Path) -> None:
-    def make() -> tuple[torch.nn.Module, dict[str, Any]]:
+def test_a_new_layer_of_a_model_is_kept_with_its_slots(tmp_path):
+    def make():
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         return model, {"model": model, "progress": limpet.Progress()}
 
@@ -52,7 +49,7 @@ def test_a_new_layer_of_a_model_is_kept_with_its_slots(tmp_path: Path) -> None:
     assert state["progress"].step == 3
 
 
-def test_nothing_else_is_tolerated_in_the_own_versions(tmp_path: Path) -> None:
+def test_nothing_else_is_tolerated_in_the_own_versions(tmp_path):
     run = tmp_path / "run"
     train(run, {"a": torch.ones(3), "b": torch.ones(3)})
     with pytest.raises(UnexpectedLeaf):
@@ -66,7 +63,7 @@ def test_nothing_else_is_tolerated_in_the_own_versions(tmp_path: Path) -> None:
             train(run, {"a": torch.zeros(3)}, **option)
 
 
-def test_the_leniency_of_a_start_does_not_apply_to_restarts(tmp_path: Path) -> None:
+def test_the_leniency_of_a_start_does_not_apply_to_restarts(tmp_path):
     train(tmp_path / "base", {"weights": torch.ones(3)})
     options: dict[str, Any] = {"start": f"{tmp_path / 'base'}@latest", "missing": "keep"}
     run, state = tmp_path / "run", {"weights": torch.zeros(3), "head": torch.zeros(2)}

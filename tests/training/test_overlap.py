@@ -1,10 +1,6 @@
 """Deferred staging: a version has the state of its step, whatever the next step changes."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +12,11 @@ from limpet.run.run import Run
 from limpet.saving import staging
 from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
-from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer
 from limpet.types import BLOCK_SIZE
 
 
-def network(outputs: int = 4000) -> dict[str, Any]:
+def network(outputs=4000):
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, outputs)
@@ -35,25 +30,25 @@ def network(outputs: int = 4000) -> dict[str, Any]:
     }
 
 
-def forward_backward(state: dict[str, Any]) -> None:
+def forward_backward(state):
     state["scale"].mul_(1.5)
     loss = state["model"](torch.randn(8, 64)).square().mean()
     state["optimizer"].zero_grad()
     loss.backward()
 
 
-def train_step(state: dict[str, Any]) -> None:
+def train_step(state):
     forward_backward(state)
     state["optimizer"].step()
 
 
-def saved_values(store: MemoryStore, step: int) -> dict[str, Any]:
+def saved_values(store, step):
     """Return the values of a version in comparable form."""
     loaded = limpet.load(store.at(f"version_{step}"))
     return {k: v for k, v in loaded.items() if k != "rng"} | {"rng": str(loaded["rng"])}
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a, b):
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list):
@@ -62,11 +57,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def gate(monkeypatch):
     """Return an event. While it is cleared, deferred staging waits."""
     gate, stage = threading.Event(), DeferredStaging.stage
 
-    def wait_and_stage(self: DeferredStaging, workers: Workers) -> list[str]:
+    def wait_and_stage(self, workers):
         assert gate.wait(20)
         return stage(self, workers)
 
@@ -76,7 +71,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-def test_versions_are_equal_with_and_without_overlap() -> None:
+def test_versions_are_equal_with_and_without_overlap():
     stores = [MemoryStore(), MemoryStore()]
     for store, overlaps in zip(stores, (False, True), strict=True):
         state = network()
@@ -88,7 +83,7 @@ def test_versions_are_equal_with_and_without_overlap() -> None:
         assert same(saved_values(stores[0], step), saved_values(stores[1], step))
 
 
-def test_only_the_optimizer_waits_for_the_copies(gate: threading.Event) -> None:
+def test_only_the_optimizer_waits_for_the_copies(gate):
     store, state = MemoryStore(), network()
     with Checkpointer(store, state, save=EverySteps(2), overlap=True) as ckpt:
         for _ in range(2):
@@ -113,15 +108,13 @@ def test_only_the_optimizer_waits_for_the_copies(gate: threading.Event) -> None:
     assert torch.equal(saved["scale"], scale)
 
 
-def test_a_failed_copy_does_not_block_the_optimizer_and_raises_at_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_copy_does_not_block_the_optimizer_and_raises_at_the_next_step(monkeypatch):
     store, state = MemoryStore(), network()
     ckpt = Checkpointer(store, state, save=EverySteps(2), overlap=True)
     train_step(state)
     ckpt.step()
 
-    def fail(*args: Any) -> None:
+    def fail(*args):
         raise NoSpace("no memory")
 
     monkeypatch.setattr(staging, "stage_pieces", fail)
@@ -143,16 +136,16 @@ WIDE = 2 * BLOCK_SIZE // 1200
 class Wrapper(torch.optim.Optimizer):
     """An optimizer that calls another one."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner):
         super().__init__(inner.param_groups[0]["params"], {})
         self.inner = inner
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return self.inner.step(closure)
 
 
 @pytest.mark.parametrize("kind", ["outside", "replaced", "wrapped"])
-def test_an_optimizer_outside_the_state_waits_too(kind: str, gate: threading.Event) -> None:
+def test_an_optimizer_outside_the_state_waits_too(kind, gate):
     store, state = MemoryStore(), network(WIDE)
     other = torch.optim.SGD(state["model"].parameters(), lr=1.0)
     if kind == "wrapped":
@@ -175,28 +168,26 @@ def test_an_optimizer_outside_the_state_waits_too(kind: str, gate: threading.Eve
     assert same(limpet.load(store.at("version_1"))["model"], before)
 
 
-def add(state: dict[str, Any]) -> None:
+def add(state):
     with torch.no_grad():
         state["model"][2].weight.add_(1)
 
 
-def load(state: dict[str, Any]) -> None:
+def load(state):
     state["model"].load_state_dict(state["model"].state_dict())
 
 
-def change_optimizer_state(state: dict[str, Any]) -> None:
+def change_optimizer_state(state):
     state["optimizer"].state[state["model"][2].weight]["exp_avg"].zero_()
 
 
-def replace_storage(state: dict[str, Any]) -> None:
+def replace_storage(state):
     moment = state["optimizer"].state[state["model"][2].weight]["exp_avg"]
     moment.data = torch.zeros_like(moment)
 
 
 @pytest.mark.parametrize("change", [add, load, change_optimizer_state, replace_storage])
-def test_a_state_changed_during_the_copy_is_not_committed(
-    change: Callable[[Any], None], gate: threading.Event
-) -> None:
+def test_a_state_changed_during_the_copy_is_not_committed(change, gate):
     store, state = MemoryStore(), network(WIDE)
     ckpt = Checkpointer(store, state, save=EverySteps(1), overlap=True)
     train_step(state)
@@ -216,9 +207,7 @@ def test_a_state_changed_during_the_copy_is_not_committed(
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_an_embedding_changed_by_its_forward_pass_is_copied_first(
-    layer: Any, gate: threading.Event
-) -> None:
+def test_an_embedding_changed_by_its_forward_pass_is_copied_first(layer, gate):
     embedding = layer(3000, 8, max_norm=1.0)
     state = {"e": embedding, "o": torch.optim.SGD(embedding.parameters(), lr=5.0)}
     store, all_rows = MemoryStore(), torch.arange(3000).reshape(1, -1)
@@ -235,9 +224,7 @@ def test_an_embedding_changed_by_its_forward_pass_is_copied_first(
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_interrupt_while_the_thread_starts(
-    begun: bool, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_the_thread_starts(begun, gate, monkeypatch):
     """Either the thread runs and the optimizer waits for its copies, or the thread does nothing."""
     store, state = MemoryStore(), network()
     ckpt = Checkpointer(store, state, save=EverySteps(1), overlap=True)
@@ -245,7 +232,7 @@ def test_an_interrupt_while_the_thread_starts(
     threads: list[threading.Thread] = []
     start = threading.Thread.start
 
-    def interrupted(self: threading.Thread) -> None:
+    def interrupted(self):
         if self.name == "limpet-save":
             threads.append(self)
             if begun:

@@ -4,8 +4,6 @@ The numbers in the docstrings are those of BEHAVIOURS.md, section A: what Tensor
 ``PreemptionCheckpointHandler`` does.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -14,21 +12,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from limpet.deadline import Deadline
 from limpet.errors import LimpetError, NoSpace, Preempted, Unavailable
 from limpet.notices.exit_status import forget_done, read_records
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
 from limpet.ranks.agreement import RoundDeadline
-from limpet.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
+from limpet.run.policy import AtEnd, EverySteps, Never, OnException
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -48,7 +42,7 @@ EVERY_STEP = 0.002
 class Training:
     """A training that gets notices from ``source``."""
 
-    def __init__(self, store: Any, save: SavePolicy | None = None, **settings: Any) -> None:
+    def __init__(self, store, save=None, **settings):
         self.source = Announced()
         self.state = initial_state()
         preemption = Preemption(**{"notices": [self.source], **settings})
@@ -56,10 +50,10 @@ class Training:
         self.ckpt = Checkpointer(store, self.state, save=save, preemption=preemption)
 
     @property
-    def step(self) -> int:
+    def step(self):
         return self.ckpt.current_step
 
-    def train(self, last_step: int, at: dict[int, Callable[[], object]] | None = None) -> None:
+    def train(self, last_step, at=None):
         """Train until ``last_step``. ``at``: what to call after a step."""
         while self.step < last_step and not self.ckpt.should_stop:
             self.ckpt.step({"loss": train_step(self.state)})
@@ -68,11 +62,11 @@ class Training:
             time.sleep(EVERY_STEP)
 
 
-def reasons(store: Any) -> list[str]:
+def reasons(store):
     return [s.metadata["reason"] for s in Run(store).snapshots()]
 
 
-def leave(training: Training, last_step: int = 10_000, **at: Any) -> Preempted:
+def leave(training, last_step=10_000, **at):
     with pytest.raises(SystemExit) as left, training.ckpt:
         training.ckpt.resume()
         training.train(last_step, **at)
@@ -84,13 +78,13 @@ _earlier_threads: set[threading.Thread] = set()
 
 
 @pytest.fixture(autouse=True)
-def _know_earlier_threads() -> None:
+def _know_earlier_threads():
     """A test of a save that hangs leaves a timer, which ends at its deadline."""
     _earlier_threads.clear()
     _earlier_threads.update(threading.enumerate())
 
 
-def no_threads() -> bool:
+def no_threads():
     end = time.monotonic() + 5
     while threads := [
         t
@@ -102,21 +96,21 @@ def no_threads() -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def hooked(before: Callable[[str, str], object]) -> HookedStore:
+def hooked(before):
     store = HookedStore(MemoryStore())
     store.before = before
     return store
 
 
 @pytest.fixture(autouse=True)
-def the_process_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+def the_process_is_not_ended(monkeypatch):
     """Record the ends of the process instead of ending pytest."""
     ends: list[tuple[int, str]] = []
     monkeypatch.setattr(response, "end_process", lambda code, why: ends.append((code, why)))
@@ -127,7 +121,7 @@ def the_process_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("grace", [None, 0])
-def test_a_notice_saves_once_and_raises_system_exit(grace: float | None) -> None:
+def test_a_notice_saves_once_and_raises_system_exit(grace):
     """3, 10, 26, 39"""
     store = MemoryStore()
     training = Training(store, grace=grace)
@@ -141,7 +135,7 @@ def test_a_notice_saves_once_and_raises_system_exit(grace: float | None) -> None
 
 
 @pytest.mark.slow
-def test_a_grace_period_saves_twice_and_trains_in_between() -> None:
+def test_a_grace_period_saves_twice_and_trains_in_between():
     """4, 5, 6"""
     store = MemoryStore()
     training = Training(store, grace=4)
@@ -155,7 +149,7 @@ def test_a_grace_period_saves_twice_and_trains_in_between() -> None:
     assert reasons(store) == ["preemption"] * 2
 
 
-def test_the_same_process_can_resume_after_the_exit_and_finish() -> None:
+def test_the_same_process_can_resume_after_the_exit_and_finish():
     """2, 7, 11: no step is lost or repeated."""
     store = MemoryStore()
     step = 0
@@ -173,7 +167,7 @@ def test_the_same_process_can_resume_after_the_exit_and_finish() -> None:
     assert Run(store).line()[-1].step == step + 20
 
 
-def test_a_training_that_ends_first_does_not_leave() -> None:
+def test_a_training_that_ends_first_does_not_leave():
     """14"""
     store = MemoryStore()
     training = Training(store, AtEnd(), grace=600)
@@ -185,7 +179,7 @@ def test_a_training_that_ends_first_does_not_leave() -> None:
     assert no_threads()
 
 
-def test_a_notice_before_the_first_step_saves_one_of_the_first_two() -> None:
+def test_a_notice_before_the_first_step_saves_one_of_the_first_two():
     store = MemoryStore()
     training = Training(store)
     with pytest.raises(Preempted) as left, training.ckpt:
@@ -198,7 +192,7 @@ def test_a_notice_before_the_first_step_saves_one_of_the_first_two() -> None:
     assert [s.step for s in Run(store).snapshots()] == [left.value.step]
 
 
-def test_a_notice_of_a_risk_before_the_first_step_saves_and_goes_on() -> None:
+def test_a_notice_of_a_risk_before_the_first_step_saves_and_goes_on():
     """A source reports a risk only once."""
     store = MemoryStore()
     training = Training(store)
@@ -210,21 +204,21 @@ def test_a_notice_of_a_risk_before_the_first_step_saves_and_goes_on() -> None:
     assert snapshots[0].step <= 2
 
 
-def test_a_training_leaves_in_time_for_a_notice_of_a_rank_that_has_died_since() -> None:
+def test_a_training_leaves_in_time_for_a_notice_of_a_rank_that_has_died_since():
     """D: that rank would have proposed to leave when the grace period is nearly over."""
     store = MemoryStore()
     training = Training(store, grace=10)
     with pytest.raises(Preempted) as left, training.ckpt:
         training.train(3)
         answer = training.ckpt._preemption
-        answer._exit_seconds = lambda: 9.7  # type: ignore[method-assign]
+        answer._exit_seconds = lambda: 9.7
         answer.on_deadline(RoundDeadline(time.monotonic() + 10, "a notice of rank 1"))
         training.train(3000)
     assert (left.value.code, left.value.step) == (75, left.value.saved_step)
     assert "because of a notice of rank 1" in left.value.reason
 
 
-def test_a_later_notice_never_gives_more_time() -> None:
+def test_a_later_notice_never_gives_more_time():
     """32: the process will be stopped at the earlier time all the same."""
     training = Training(MemoryStore(), grace=3600)
     with training.ckpt:
@@ -241,7 +235,7 @@ def test_a_later_notice_never_gives_more_time() -> None:
 
 @pytest.mark.parametrize("save", [EverySteps(7), OnException(), AtEnd(), None])
 @pytest.mark.parametrize("block", [True, False])
-def test_any_policy_saves_when_preempted(save: SavePolicy | None, block: bool) -> None:
+def test_any_policy_saves_when_preempted(save, block):
     if not block and save is not None and save.on_exception:
         return
     store = MemoryStore()
@@ -260,7 +254,7 @@ def test_any_policy_saves_when_preempted(save: SavePolicy | None, block: bool) -
     assert no_threads()
 
 
-def test_never_saves_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_never_saves_nothing_and_says_so(capsys):
     store = MemoryStore()
     training = Training(store, Never())
     left = leave(training, at={5: training.source.announce})
@@ -270,18 +264,18 @@ def test_never_saves_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
     assert "the newest version is of step 0" in capsys.readouterr().err
 
 
-def test_preemption_can_be_turned_off() -> None:
+def test_preemption_can_be_turned_off():
     before = signal.getsignal(signal.SIGTERM)
     with Checkpointer(MemoryStore(), initial_state(), preemption=None) as ckpt:
         ckpt.step()
         assert signal.getsignal(signal.SIGTERM) == before
         assert not [t for t in threading.enumerate() if t.name == "limpet-notices"]
     with pytest.raises(LimpetError, match="Invalid value for preemption="):
-        Checkpointer(MemoryStore(), initial_state(), preemption=True)  # type: ignore[arg-type]
+        Checkpointer(MemoryStore(), initial_state(), preemption=True)
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_nothing_is_saved_in_a_signal_handler(stops: bool) -> None:
+def test_nothing_is_saved_in_a_signal_handler(stops):
     """C4: the signal comes in the middle of a step, when the state is that of no step. While the
     handler runs, and until the step ends, nothing is written. The end of the step saves."""
     written: list[tuple[str, str]] = []
@@ -309,9 +303,7 @@ def test_nothing_is_saved_in_a_signal_handler(stops: bool) -> None:
 
 
 @pytest.mark.parametrize("source", ["platform", "SIGTERM"])
-def test_without_settings_the_notices_of_the_platform_and_sigterm_count(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_settings_the_notices_of_the_platform_and_sigterm_count(source, monkeypatch):
     """18, 38: nothing but the environment says that the training runs on Google Cloud."""
     store, state = MemoryStore(), initial_state()
     with GcpServer() as server:
@@ -334,11 +326,11 @@ def test_without_settings_the_notices_of_the_platform_and_sigterm_count(
     assert no_threads()
 
 
-def test_the_last_save_follows_the_one_in_flight() -> None:
+def test_the_last_save_follows_the_one_in_flight():
     """D: the version of the last step names the one before as its parent, so it waits for it."""
     begun = threading.Event()
 
-    def slow(method: str, key: str) -> None:
+    def slow(method, key):
         if (method, key) == ("put_if_absent", "version_5/manifest.json"):
             begun.set()
             time.sleep(0.3)
@@ -357,9 +349,7 @@ def test_the_last_save_follows_the_one_in_flight() -> None:
     assert reader_of(last).manifest.parent.version == "version_5"
 
 
-def test_a_training_announces_itself_to_limpet_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_announces_itself_to_limpet_run(tmp_path, monkeypatch):
     """C4: otherwise, a worker that is killed before it has said anything would not be missed."""
     monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     training = Training(MemoryStore())
@@ -373,7 +363,7 @@ def test_a_training_announces_itself_to_limpet_run(
 # -- hooks of the user ---------------------------------------------------------------------------
 
 
-def test_an_exit_function_that_returns_lets_the_training_end_itself() -> None:
+def test_an_exit_function_that_returns_lets_the_training_end_itself():
     """34"""
     store, calls = MemoryStore(), list[int]()
     training = Training(store, AtEnd(), exit_fn=lambda: calls.append(1))
@@ -388,7 +378,7 @@ def test_an_exit_function_that_returns_lets_the_training_end_itself() -> None:
     assert no_threads()
 
 
-def test_an_exit_function_may_exit_with_its_own_code() -> None:
+def test_an_exit_function_may_exit_with_its_own_code():
     """33"""
     training = Training(MemoryStore(), exit_fn=lambda: sys.exit(42))
     with pytest.raises(SystemExit) as left, training.ckpt:
@@ -397,7 +387,7 @@ def test_an_exit_function_may_exit_with_its_own_code() -> None:
     assert Run(training.ckpt.run.store).line()[-1].step == training.step
 
 
-def test_a_save_function_replaces_the_save() -> None:
+def test_a_save_function_replaces_the_save():
     """17"""
     store, calls = MemoryStore(), list[int]()
     training = Training(store, save_fn=lambda: calls.append(training.step))
@@ -407,7 +397,7 @@ def test_a_save_function_replaces_the_save() -> None:
     assert Run(store).snapshots() == []
 
 
-def test_an_error_of_a_save_function_is_raised() -> None:
+def test_an_error_of_a_save_function_is_raised():
     training = Training(MemoryStore(), save_fn=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError), training.ckpt:
         training.train(10_000, at={5: training.source.announce})
@@ -416,8 +406,8 @@ def test_an_error_of_a_save_function_is_raised() -> None:
 # -- what goes wrong -----------------------------------------------------------------------------
 
 
-def test_a_save_that_fails_leaves_with_76_in_time(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(method: str, key: str) -> None:
+def test_a_save_that_fails_leaves_with_76_in_time(capsys):
+    def fail(method, key):
         if method == "put":
             raise NoSpace("The disk is full")
 
@@ -429,10 +419,10 @@ def test_a_save_that_fails_leaves_with_76_in_time(capsys: pytest.CaptureFixture[
     assert no_threads()
 
 
-def test_an_earlier_save_that_failed_does_not_prevent_the_last_one() -> None:
+def test_an_earlier_save_that_failed_does_not_prevent_the_last_one():
     failures = [NoSpace("The disk is full")]
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "put" and failures:
             raise failures.pop()
 
@@ -451,13 +441,11 @@ def test_an_earlier_save_that_failed_does_not_prevent_the_last_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_hangs_does_not_keep_the_training(
-    the_process_is_not_ended: list[tuple[int, str]],
-) -> None:
+def test_a_store_that_hangs_does_not_keep_the_training(the_process_is_not_ended):
     """The save cannot end, so the timer ends the process before the deadline."""
     released = threading.Event()
 
-    def hang(method: str, key: str) -> None:
+    def hang(method, key):
         if method == "put":
             released.wait(60)
 
@@ -480,23 +468,23 @@ def test_a_store_that_hangs_does_not_keep_the_training(
 class LimitedStore(MemoryStore):
     """Records the time that each deletion of the writer lock has."""
 
-    def __init__(self, deadline: Deadline | None = None) -> None:
+    def __init__(self, deadline=None):
         super().__init__()
         self.deadline, self.seconds = deadline, list[float]()
 
-    def within(self, deadline: Deadline) -> MemoryStore:
+    def within(self, deadline):
         view = copy(self)
         view.deadline = deadline
         return view
 
-    def delete(self, key: str) -> None:
+    def delete(self, key):
         if key == "writer.json":
             assert self.deadline is not None, "it may wait for as long as the store does"
             self.seconds.append(self.deadline.seconds_left)
         super().delete(key)
 
 
-def test_the_writer_lock_is_released_in_the_time_that_is_left() -> None:
+def test_the_writer_lock_is_released_in_the_time_that_is_left():
     """A store that does not answer after the last save would keep the process until it is killed.
     After an exit function has returned, nobody kills it."""
     store = LimitedStore()
@@ -514,9 +502,7 @@ def test_the_writer_lock_is_released_in_the_time_that_is_left() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_takes_too_long_ends_the_process_in_time(
-    the_process_is_not_ended: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_takes_too_long_ends_the_process_in_time(the_process_is_not_ended, monkeypatch):
     """The state was too expensive to be captured after its last step."""
     monkeypatch.setattr(step_savepoint, "SHARE", 0.0)
     training = Training(MemoryStore())
@@ -532,10 +518,10 @@ def test_a_step_that_takes_too_long_ends_the_process_in_time(
     assert "Its last step is 3, and the newest version is that of step 0" in why
 
 
-def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart() -> None:
+def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart():
     """The deadline budget: a step takes 20 ms here, and a save 0.3 s."""
 
-    def slow(method: str, key: str) -> None:
+    def slow(method, key):
         if method == "put_if_absent" and "manifest" in key:
             time.sleep(0.3)
 
@@ -575,7 +561,7 @@ with limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(10**6)) as c
 """
 
 
-def run_until_sigterm(folder: Path, *args: str) -> tuple[int, str, str]:
+def run_until_sigterm(folder, *args):
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
@@ -589,7 +575,7 @@ def run_until_sigterm(folder: Path, *args: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_with_75_and_a_restart_goes_on(tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_with_75_and_a_restart_goes_on(tmp_path):
     """1, 10, 7"""
     code, _, err = run_until_sigterm(tmp_path / "run")
     assert code == 75

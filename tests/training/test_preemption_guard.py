@@ -1,7 +1,5 @@
 """``PreemptionGuard`` in one process. The numbers are those of BEHAVIOURS.md, section A."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ STEPS_PER_EPOCH = 7
 
 
 @pytest.fixture(autouse=True)
-def process_ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def process_ends(monkeypatch):
     """Record the exit codes of the process instead of ending pytest."""
     ends: list[int] = []
     monkeypatch.setattr(response, "end_process", lambda code, why: ends.append(code))
@@ -33,7 +31,7 @@ def process_ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class GuardedTraining:
     """A training whose loop calls ``guard.run``."""
 
-    def __init__(self, store: Any, save: Any = None, **settings: Any) -> None:
+    def __init__(self, store, save=None, **settings):
         self.source = Announced()
         self.state = initial_state()
         self.ckpt = limpet.Checkpointer(
@@ -44,16 +42,16 @@ class GuardedTraining:
         )
         self.guard = PreemptionGuard(self.ckpt)
 
-    def train_step(self) -> float:
+    def train_step(self):
         return train_step(self.state)
 
-    def train_steps(self, count: int) -> int:
+    def train_steps(self, count):
         """Make several steps in one call."""
         for _ in range(count):
             self.ckpt.step({"loss": self.train_step()})
         return self.ckpt.current_step
 
-    def announce(self, seconds: float | None = None) -> None:
+    def announce(self, seconds=None):
         """Announce a stop, and wait until the watcher has proposed to leave."""
         self.source.announce(seconds)
         end = time.monotonic() + 10
@@ -65,7 +63,7 @@ class GuardedTraining:
 # -- run -------------------------------------------------------------------------------------------
 
 
-def test_run_passes_arguments_and_the_result_and_counts_one_step() -> None:
+def test_run_passes_arguments_and_the_result_and_counts_one_step():
     """12, 29"""
     training = GuardedTraining(MemoryStore())
     with training.ckpt:
@@ -78,7 +76,7 @@ def test_run_passes_arguments_and_the_result_and_counts_one_step() -> None:
         assert training.ckpt.current_step == training.guard.total_run_calls == 3
 
 
-def test_run_saves_and_leaves_after_a_notice() -> None:
+def test_run_saves_and_leaves_after_a_notice():
     """3, 10, 12"""
     store = MemoryStore()
     training = GuardedTraining(store)
@@ -92,7 +90,7 @@ def test_run_saves_and_leaves_after_a_notice() -> None:
     assert [(s.step, s.metadata["reason"]) for s in Run(store).snapshots()] == [(6, "preemption")]
 
 
-def test_a_restart_continues_in_the_same_epoch_and_step() -> None:
+def test_a_restart_continues_in_the_same_epoch_and_step():
     """2, 7, 11: ``total_run_calls`` gives the epoch and the step within it."""
     store, seen = MemoryStore(), list[tuple[int, int]]()
     for life in range(4):
@@ -111,7 +109,7 @@ def test_a_restart_continues_in_the_same_epoch_and_step() -> None:
 
 
 @pytest.mark.parametrize("save", [EverySteps(2), EverySteps(10**9)])
-def test_a_function_of_many_steps_is_not_left_before_its_end(save: EverySteps) -> None:
+def test_a_function_of_many_steps_is_not_left_before_its_end(save):
     """All steps count. Saves and notices take effect at the end of a call, so that the number of
     calls in a version is exact."""
     store = MemoryStore()
@@ -129,7 +127,7 @@ def test_a_function_of_many_steps_is_not_left_before_its_end(save: EverySteps) -
     assert states_equal(resumed.state, state_after(10))
 
 
-def test_the_time_of_a_call_is_that_of_a_step_in_the_deadline_budget() -> None:
+def test_the_time_of_a_call_is_that_of_a_step_in_the_deadline_budget():
     store = MemoryStore()
     training = GuardedTraining(store, AtEnd())
     with training.ckpt:
@@ -142,11 +140,11 @@ def test_the_time_of_a_call_is_that_of_a_step_in_the_deadline_budget() -> None:
         assert resumed.ckpt._goodput.usual_seconds[0] >= 0.2
 
 
-def test_an_exception_of_the_function_is_raised_and_training_may_go_on() -> None:
+def test_an_exception_of_the_function_is_raised_and_training_may_go_on():
     store = MemoryStore()
     training = GuardedTraining(store, AtEnd())
 
-    def fail() -> None:
+    def fail():
         raise ValueError("a bad batch")
 
     with training.ckpt:
@@ -160,7 +158,7 @@ def test_an_exception_of_the_function_is_raised_and_training_may_go_on() -> None
     assert [s.step for s in Run(store).snapshots()] == [2]
 
 
-def test_on_exception_stores_the_calls_before_the_failed_one() -> None:
+def test_on_exception_stores_the_calls_before_the_failed_one():
     store = MemoryStore()
     training = GuardedTraining(store, OnException())
     with pytest.raises(ZeroDivisionError), training.ckpt:
@@ -173,7 +171,7 @@ def test_on_exception_stores_the_calls_before_the_failed_one() -> None:
         assert (resumed.ckpt.current_step, resumed.guard.total_run_calls) == (3, 3)
 
 
-def test_a_run_that_other_versions_occupy_is_refused_before_the_first_call() -> None:
+def test_a_run_that_other_versions_occupy_is_refused_before_the_first_call():
     store = MemoryStore()
     with GuardedTraining(store, AtEnd()).ckpt as ckpt:
         ckpt.step()
@@ -183,10 +181,10 @@ def test_a_run_that_other_versions_occupy_is_refused_before_the_first_call() -> 
     assert calls == []
 
 
-def test_a_nested_call_leaves_at_the_end_of_the_outer_one() -> None:
+def test_a_nested_call_leaves_at_the_end_of_the_outer_one():
     training = GuardedTraining(MemoryStore())
 
-    def outer() -> None:
+    def outer():
         training.announce()
         for _ in range(3):
             training.guard.run(training.train_step)
@@ -196,7 +194,7 @@ def test_a_nested_call_leaves_at_the_end_of_the_outer_one() -> None:
     assert left.value.step == 3
 
 
-def test_without_preemption_a_guard_only_counts() -> None:
+def test_without_preemption_a_guard_only_counts():
     store = MemoryStore()
     ckpt = limpet.Checkpointer(store, initial_state(), save=AtEnd(), preemption=None)
     with ckpt, PreemptionGuard(ckpt).watch_scope():
@@ -208,7 +206,7 @@ def test_without_preemption_a_guard_only_counts() -> None:
 # -- save_if_preempted -----------------------------------------------------------------------------
 
 
-def test_save_if_preempted_counts_a_step_saves_and_leaves() -> None:
+def test_save_if_preempted_counts_a_step_saves_and_leaves():
     """13, 30: without a save function, the arguments are those of ``ckpt.step``."""
     store = MemoryStore()
     training = GuardedTraining(store)
@@ -222,11 +220,11 @@ def test_save_if_preempted_counts_a_step_saves_and_leaves() -> None:
     assert Run(store).snapshots()[0].metadata["metrics"] == {"loss": 4.0}
 
 
-def test_save_if_preempted_passes_its_arguments_to_the_save_function() -> None:
+def test_save_if_preempted_passes_its_arguments_to_the_save_function():
     """17, 30"""
     store, calls = MemoryStore(), list[Any]()
 
-    def save(*args: Any, **kwargs: Any) -> None:
+    def save(*args, **kwargs):
         calls.append((args, kwargs))
 
     training = GuardedTraining(store, save_fn=save)
@@ -242,12 +240,12 @@ def test_save_if_preempted_passes_its_arguments_to_the_save_function() -> None:
 # -- watch_scope -----------------------------------------------------------------------------------
 
 
-def test_a_scope_notes_the_notice_and_leaves_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scope_notes_the_notice_and_leaves_at_its_end(monkeypatch):
     store, order = MemoryStore(), list[str]()
     training = GuardedTraining(store)
     monkeypatch.setattr(guard, "synchronize_device", lambda: order.append("synchronized"))
 
-    def scope() -> None:
+    def scope():
         with training.guard.watch_scope():
             for step in range(10):
                 if training.ckpt.should_stop:
@@ -264,12 +262,12 @@ def test_a_scope_notes_the_notice_and_leaves_at_its_end(monkeypatch: pytest.Monk
     assert left.value.saved_step == 3
 
 
-def test_a_scope_that_does_not_end_is_left_in_time(process_ends: list[int]) -> None:
+def test_a_scope_that_does_not_end_is_left_in_time(process_ends):
     training = GuardedTraining(MemoryStore())
     with pytest.raises(Preempted) as left, training.ckpt, training.guard.watch_scope():
         training.announce(0.0)  # in the past: 5 s are left
         began = time.monotonic()
-        training.ckpt._preemption._exit_seconds = lambda: 4.8  # type: ignore[method-assign]
+        training.ckpt._preemption._exit_seconds = lambda: 4.8
         while True:
             training.guard.run(training.train_step)
             time.sleep(0.001)
@@ -278,7 +276,7 @@ def test_a_scope_that_does_not_end_is_left_in_time(process_ends: list[int]) -> N
     assert process_ends == []
 
 
-def test_an_exit_function_that_returns_lets_the_training_go_on_after_a_scope() -> None:
+def test_an_exit_function_that_returns_lets_the_training_go_on_after_a_scope():
     """34"""
     store, calls = MemoryStore(), list[int]()
     training = GuardedTraining(store, AtEnd(), exit_fn=lambda: calls.append(1))
@@ -294,14 +292,12 @@ def test_an_exit_function_that_returns_lets_the_training_go_on_after_a_scope() -
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_an_error_of_the_device_is_raised_and_nothing_is_saved(
-    guarded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_device_is_raised_and_nothing_is_saved(guarded, monkeypatch):
     """The error of an operation that the device runs asynchronously appears at the end."""
     store = MemoryStore()
     training = GuardedTraining(store)
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=fail)

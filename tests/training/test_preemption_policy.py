@@ -1,9 +1,6 @@
 """What follows from a notice."""
 
-from __future__ import annotations
-
 from math import inf, nan
-from typing import Any
 
 import pytest
 
@@ -40,9 +37,7 @@ from limpet.training.preemption import Plan, Preemption
         (None, 2.0, 0.1, Plan(5, 0)),
     ],
 )
-def test_a_plan(
-    grace: float | None, notice_seconds: float | None, exit_seconds: float, plan: Plan
-) -> None:
+def test_a_plan(grace, notice_seconds, exit_seconds, plan):
     notice = Notice("a test", notice_seconds)
     assert Preemption(grace=grace).plan(notice, exit_seconds) == plan
 
@@ -57,9 +52,7 @@ def test_a_plan(
         (None, 20.0, 12.0, Plan(20, 0)),
     ],
 )
-def test_an_unknown_time_counts_from_when_the_notice_came(
-    grace: float | None, seconds: float | None, age: float, plan: Plan
-) -> None:
+def test_an_unknown_time_counts_from_when_the_notice_came(grace, seconds, age, plan):
     assert Preemption(grace=grace).plan(Notice("a test", seconds, age=age), 3.0) == plan
 
 
@@ -76,19 +69,13 @@ def test_an_unknown_time_counts_from_when_the_notice_came(
         ("25", None, 120.0, Plan(120, 0)),
     ],
 )
-def test_limpet_run_says_how_much_time_is_left(
-    run_grace: str,
-    grace: float | None,
-    notice_seconds: float | None,
-    plan: Plan,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limpet_run_says_how_much_time_is_left(run_grace, grace, notice_seconds, plan, monkeypatch):
     monkeypatch.setenv("LIMPET_GRACE", run_grace)
     notice = Notice("a test", notice_seconds)
     assert Preemption(grace=grace).plan(notice, 3.0) == plan
 
 
-def test_a_notice_that_does_not_stop_has_no_deadline() -> None:
+def test_a_notice_that_does_not_stop_has_no_deadline():
     notice = Notice("AWS rebalance", 60.0, stops=False)
     assert Preemption(grace=0).plan(notice, 3.0) == Plan(inf, inf)
 
@@ -110,7 +97,7 @@ def test_a_notice_that_does_not_stop_has_no_deadline() -> None:
     ],
     ids="".join,
 )
-def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong):
     (name,) = wrong
     with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Preemption"):
         Preemption(**wrong)

@@ -4,10 +4,8 @@ A save, a load, and a step call code of the user, which may draw from the global
 place: in ``state_dict``, in ``load_state_dict``, in hooks, in properties.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count, permutations
 from typing import Any
 
@@ -26,13 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
-def _generators() -> Iterator[None]:
+def _generators():
     before = capture_states()
     yield
     restore_states(before)
 
 
-def draw() -> list[float]:
+def draw():
     """Draw from every generator, also the numbers that it caches."""
     return [
         random.random(),
@@ -44,14 +42,14 @@ def draw() -> list[float]:
     ]
 
 
-def seed_all(number: int) -> None:
+def seed_all(number):
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
     draw()  # caches a second normal number
 
 
-def upcoming() -> list[float]:
+def upcoming():
     """The numbers that the training would draw next."""
     states = capture_states()
     try:
@@ -65,7 +63,7 @@ def upcoming() -> list[float]:
 drawn = count()
 
 
-def draw_here() -> None:
+def draw_here():
     next(drawn)
     draw()
 
@@ -73,20 +71,20 @@ def draw_here() -> None:
 class Methods:
     """An object whose methods draw."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         draw_here()
         return {"a": 1, "t": torch.ones(2)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         draw_here()
 
 
 class CheckedMethods(Methods):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         draw_here()
         return {"a": 1}
 
-    def check_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state_dict(self, state):
         draw_here()
 
 
@@ -94,57 +92,57 @@ class Properties:
     """An object that draws when its attributes are read."""
 
     @property
-    def keeps_per_rank(self) -> bool:
+    def keeps_per_rank(self):
         draw_here()
         return False
 
     @property
-    def state_dict(self) -> Callable[[], dict[str, int]]:
+    def state_dict(self):
         draw_here()
         return lambda: {"a": 1}
 
     @property
-    def load_state_dict(self) -> Callable[[Any], None]:
+    def load_state_dict(self):
         draw_here()
         return lambda state: None
 
 
 class ExtraState(nn.Linear):
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         draw_here()
         return {"n": 1}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         draw_here()
 
 
 class OwnMethods(nn.Linear):
-    def _save_to_state_dict(self, *args: Any) -> None:
+    def _save_to_state_dict(self, *args):
         draw_here()
         super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args):
         draw_here()
         super()._load_from_state_dict(*args)
 
 
 class OwnOptimizer(torch.optim.SGD):
-    def state_dict(self) -> Any:
+    def state_dict(self):
         draw_here()
         return super().state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         draw_here()
         super().load_state_dict(state)
 
 
 class Noisy(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         draw_here()
         return x
 
 
-def module_with_hooks() -> nn.Module:
+def module_with_hooks():
     module = nn.Linear(2, 2)
     module.register_state_dict_pre_hook(lambda *args: draw_here())
     module.register_state_dict_post_hook(lambda *args: draw_here())
@@ -153,13 +151,13 @@ def module_with_hooks() -> nn.Module:
     return module
 
 
-def module_with_parametrization() -> nn.Module:
+def module_with_parametrization():
     module = module_with_hooks()
     nn.utils.parametrize.register_parametrization(module, "weight", Noisy())
     return module
 
 
-def optimizer_with_hooks() -> torch.optim.Optimizer:
+def optimizer_with_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.register_state_dict_pre_hook(lambda *args: draw_here())
     optimizer.register_state_dict_post_hook(lambda *args: draw_here())
@@ -190,7 +188,7 @@ drawing = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def unchanged() -> Iterator[None]:
+def unchanged():
     """Assert that the test draws in user code, and that this does not change the generators."""
     seed_all(1)
     before, expected = next(drawn), upcoming()
@@ -201,7 +199,7 @@ def unchanged() -> Iterator[None]:
 
 @drawing
 @pytest.mark.usefixtures("unchanged")
-def test_a_save_and_a_load(make: Callable[[], Any]) -> None:
+def test_a_save_and_a_load(make):
     store, state = MemoryStore(), {"x": make(), "y": torch.ones(2)}
     expected = upcoming()
     limpet.save(store, state)
@@ -230,7 +228,7 @@ def test_a_save_and_a_load(make: Callable[[], Any]) -> None:
     ],
     ids=["plain", "overlap", "incremental", "on exception"],
 )
-def test_every_call_of_a_checkpointer(make: Callable[[], Any], options: Any) -> None:
+def test_every_call_of_a_checkpointer(make, options):
     store, state, expected = MemoryStore(), {"x": make(), "rng": limpet.RNG()}, upcoming()
     with limpet.Checkpointer(store, state, **options) as ckpt:
         assert ckpt.resume() is None
@@ -250,7 +248,7 @@ def test_every_call_of_a_checkpointer(make: Callable[[], Any], options: Any) -> 
 
 
 @drawing
-def test_a_save_after_an_exception(make: Callable[[], Any]) -> None:
+def test_a_save_after_an_exception(make):
     store, state = MemoryStore(), {"x": make(), "rng": limpet.RNG()}
     ckpt = limpet.Checkpointer(store, state, save=limpet.OnException())
     with pytest.raises(ZeroDivisionError), ckpt:
@@ -268,7 +266,7 @@ def test_a_save_after_an_exception(make: Callable[[], Any]) -> None:
 # -- the order of the state ----------------------------------------------------------------------
 
 
-def states_with_rng() -> Iterator[dict[str, Any]]:
+def states_with_rng():
     for order in permutations(("x", "rng", "z")):
         members = {"x": Methods(), "rng": limpet.RNG(), "z": CheckedMethods()}
         yield {name: members[name] for name in order}
@@ -284,22 +282,22 @@ def states_with_rng() -> Iterator[dict[str, Any]]:
 class Trainer:
     """An object that contains an ``RNG``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rng = limpet.RNG()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         draw_here()
         state = {"rng": self.rng.state_dict(), "n": 1}
         draw_here()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         draw_here()
         self.rng.load_state_dict(state["rng"])
         draw_here()
 
 
-def reversed_order(value: Any) -> Any:
+def reversed_order(value):
     if isinstance(value, dict):
         return {name: reversed_order(value[name]) for name in reversed(value)}
     return value
@@ -307,7 +305,7 @@ def reversed_order(value: Any) -> Any:
 
 @pytest.mark.parametrize("state", list(states_with_rng()), ids="-".join)
 @pytest.mark.parametrize("reorder", [False, True])
-def test_the_generators_are_restored_last(state: dict[str, Any], reorder: bool) -> None:
+def test_the_generators_are_restored_last(state, reorder):
     """The order of the state at the load need not be that at the save."""
     store = MemoryStore()
     seed_all(2)
@@ -328,7 +326,7 @@ def test_the_generators_are_restored_last(state: dict[str, Any], reorder: bool) 
         assert draw() == expected
 
 
-def test_a_part_without_the_rng_changes_no_generator_and_a_part_with_it_restores_them() -> None:
+def test_a_part_without_the_rng_changes_no_generator_and_a_part_with_it_restores_them():
     store, state = MemoryStore(), {"rng": limpet.RNG(), "x": Methods(), "y": Methods()}
     seed_all(5)
     saved = upcoming()
@@ -346,17 +344,17 @@ def test_a_part_without_the_rng_changes_no_generator_and_a_part_with_it_restores
 
 @pytest.mark.parametrize("form", ["torch", "tuples", "numpy dict"])
 @pytest.mark.parametrize("thread", [False, True])
-def test_an_object_may_restore_the_generators_itself(form: str, thread: bool) -> None:
+def test_an_object_may_restore_the_generators_itself(form, thread):
     """As the ``RNGState`` of torchsnapshot does. Loads used to support that."""
 
     class OwnState:
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             if form == "torch":
                 return {"rng_state": torch.get_rng_state()}
             numpy_state = np.random.get_state(legacy=form != "numpy dict")
             return {"all": [random.getstate(), {"np": numpy_state}]}
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
+        def load_state_dict(self, state):
             if form == "torch":
                 torch.set_rng_state(state["rng_state"])
             else:
@@ -386,7 +384,7 @@ def test_an_object_may_restore_the_generators_itself(form: str, thread: bool) ->
         assert upcoming() == expected
 
 
-def run_in_thread(work: Callable[[], object], thread: bool) -> None:
+def run_in_thread(work, thread):
     from threading import Thread
 
     if not thread:
@@ -398,16 +396,16 @@ def run_in_thread(work: Callable[[], object], thread: bool) -> None:
     assert not runner.is_alive()
 
 
-def test_a_save_or_load_in_another_thread_does_not_rewind_the_training() -> None:
+def test_a_save_or_load_in_another_thread_does_not_rewind_the_training():
     """The main thread may draw meanwhile. Restoring would repeat its random numbers."""
     store = MemoryStore()
 
     class Meanwhile:
-        def state_dict(self) -> dict[str, int]:
+        def state_dict(self):
             seed_all(13)  # in the place of draws by the main thread
             return {"n": 1}
 
-        def load_state_dict(self, state: dict[str, int]) -> None:
+        def load_state_dict(self, state):
             seed_all(14)
 
     run_in_thread(lambda: limpet.save(store, {"x": Meanwhile()}), True)
@@ -423,7 +421,7 @@ def test_a_save_or_load_in_another_thread_does_not_rewind_the_training() -> None
 # -- blocks and the training ---------------------------------------------------------------------
 
 
-def test_resume_in_a_block_is_refused() -> None:
+def test_resume_in_a_block_is_refused():
     store, state = MemoryStore(), {"rng": limpet.RNG()}
     with limpet.Checkpointer(store, state) as ckpt:
         with (
@@ -434,7 +432,7 @@ def test_resume_in_a_block_is_refused() -> None:
         assert ckpt.resume() is None
 
 
-def test_training_in_a_block_is_refused_at_its_second_step() -> None:
+def test_training_in_a_block_is_refused_at_its_second_step():
     state = {"rng": limpet.RNG()}
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in range(3):
@@ -455,10 +453,10 @@ def test_training_in_a_block_is_refused_at_its_second_step() -> None:
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, i):
         x = torch.arange(4.0) * (i + 1) / 6
         return x + torch.rand(4) + random.random(), x.sum()
 
@@ -466,7 +464,7 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Training:
     """Four steps. ``place``: the loop evaluates before and after a step ("both"), or around it."""
 
-    def __init__(self, place: str, workers: int, every: int, isolated: bool = True) -> None:
+    def __init__(self, place, workers, every, isolated=True):
         self.place, self.every, self.isolated = place, every, isolated
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -483,8 +481,8 @@ class Training:
         }
         self.history: dict[int, list[Any]] = {}
 
-    def evaluate(self) -> float:
-        def run() -> float:
+    def evaluate(self):
+        def run():
             with torch.no_grad():  # in training mode: dropout draws too
                 losses = [self.loss(x, y).item() for x, y in self.validation]
             return sum(losses) + sum(draw())
@@ -494,11 +492,11 @@ class Training:
         with limpet.isolated_rng():
             return run()
 
-    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, x, y):
         noisy = x + random.gauss(0, 0.1) + np.random.normal() * 0.1
         return (self.model(noisy).squeeze(1) - y).square().mean()
 
-    def run(self, ckpt: limpet.Checkpointer, last: int) -> None:
+    def run(self, ckpt, last):
         while self.progress.epoch < 2:
             for x, y in self.loader:
                 loss = self.loss(x, y)
@@ -510,7 +508,7 @@ class Training:
                     return
             ckpt.end_epoch()
 
-    def step(self, ckpt: limpet.Checkpointer, loss: float) -> None:
+    def step(self, ckpt, loss):
         number = self.progress.step + 1
         record = self.history[number] = [loss]
         due = number % self.every == 0
@@ -528,9 +526,7 @@ class Training:
         record.append(upcoming())
 
 
-def train(
-    store: MemoryStore, last: int, *arguments: Any, save: int = 100, isolated: bool = True
-) -> Training:
+def train(store, last, *arguments, save=100, isolated=True):
     training = Training(*arguments, isolated=isolated)
     options: Any = {"save": limpet.EverySteps(save)}
     with limpet.Checkpointer(store, training.state, **options) as ckpt:
@@ -543,7 +539,7 @@ def train(
 @pytest.mark.parametrize("place", ["both", "around"])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_loop_that_evaluates_resumes_exactly(place: str, workers: int, every: int) -> None:
+def test_a_loop_that_evaluates_resumes_exactly(place, workers, every):
     """Interrupted after each step, at which a version is saved or not."""
     seed_all(20)
     expected = train(MemoryStore(), 4, place, workers, every).history
@@ -563,7 +559,7 @@ def test_a_loop_that_evaluates_resumes_exactly(place: str, workers: int, every: 
         assert second == {step: expected[step] for step in range(resumed_at + 1, 5)}
 
 
-def test_an_evaluation_without_isolation_is_not_repeated_by_the_resumed_run() -> None:
+def test_an_evaluation_without_isolation_is_not_repeated_by_the_resumed_run():
     """The reason for ``isolated_rng``, and the proof that the test above can fail."""
     seed_all(20)
     expected = train(MemoryStore(), 4, "after", 0, 1, isolated=False).history
@@ -574,7 +570,7 @@ def test_an_evaluation_without_isolation_is_not_repeated_by_the_resumed_run() ->
     assert train(store, 4, "after", 0, 1, isolated=False).history[3] != expected[3]
 
 
-def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training() -> None:
+def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training():
     store, state = MemoryStore(), {"rng": limpet.RNG()}
     ckpt = limpet.Checkpointer(store, state, save=limpet.OnException())
     seed_all(22)
@@ -593,11 +589,11 @@ def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training() ->
         assert draw() == expected
 
 
-def test_a_failed_save_inside_of_a_save_leaves_the_outer_isolation_open() -> None:
+def test_a_failed_save_inside_of_a_save_leaves_the_outer_isolation_open():
     """An object may have a Checkpointer of its own, whose save fails."""
 
     class SavesInside(Methods):
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             state: dict[str, Any] = {"x": 1}
             with limpet.Checkpointer(MemoryStore(), state, save=limpet.Never()) as inner:
                 inner.step()

@@ -1,10 +1,5 @@
 """If the state does not match the version, the error of ``resume`` has advice that works."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn, optim
@@ -18,9 +13,9 @@ from tests.trainings import training
 Kind = type[optim.Optimizer]
 
 
-def network(width: int = 2, layers: int = 1, kind: Kind = optim.AdamW, lr: float = 0.1) -> Any:
+def network(width=2, layers=1, kind=optim.AdamW, lr=0.1):
     model = nn.Sequential(nn.Linear(3, width), *(nn.Linear(width, width) for _ in range(1, layers)))
-    optimizer = kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
+    optimizer = kind(model.parameters(), lr=lr)
     return {
         "model": model,
         "optimizer": optimizer,
@@ -30,7 +25,7 @@ def network(width: int = 2, layers: int = 1, kind: Kind = optim.AdamW, lr: float
     }
 
 
-def train(state: Any, ckpt: Checkpointer, steps: int) -> None:
+def train(state, ckpt, steps):
     for _ in range(steps):
         state["model"](torch.randn(4, 3)).square().mean().backward()
         state["optimizer"].step()
@@ -38,7 +33,7 @@ def train(state: Any, ckpt: Checkpointer, steps: int) -> None:
         ckpt.step()
 
 
-def make_run(url: str) -> str:
+def make_run(url):
     """Save a run of five steps. Return its URL."""
     state = network()
     with Checkpointer(url, state, save=limpet.EverySteps(5)) as ckpt:
@@ -54,9 +49,7 @@ def make_run(url: str) -> str:
         ({"width": 4, "layers": 2}, PlanError, {"missing": "keep", "mismatched": "keep"}),
     ],
 )
-def test_the_advice_matches_the_difference_and_works(
-    changed: dict[str, Any], kind: type[PlanError], expected: dict[str, Any]
-) -> None:
+def test_the_advice_matches_the_difference_and_works(changed, kind, expected):
     url = make_run(f"memory://advice-{'-'.join(changed)}")
     state = network(**changed, lr=0.5)
     with Checkpointer(url, state) as ckpt, pytest.raises(kind) as e:
@@ -75,7 +68,7 @@ def test_the_advice_matches_the_difference_and_works(
 
 
 @pytest.mark.parametrize("at", ["latest", "runs/q@100"])
-def test_the_error_for_an_address_says_how_to_resume(at: Any) -> None:
+def test_the_error_for_an_address_says_how_to_resume(at):
     message = r'at= must be a step, or the name of a version such as "91\.1", not'
     with (
         training(MemoryStore(), limpet.EverySteps(1)) as (_, ckpt),
@@ -85,16 +78,16 @@ def test_the_error_for_an_address_says_how_to_resume(at: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [3, True, 2.5, ["runs/a"], b"runs/a"])
-def test_start_must_be_an_address(start: Any) -> None:
+def test_start_must_be_an_address(start):
     with training(MemoryStore(), limpet.EverySteps(1)) as (_, ckpt):
         with pytest.raises(LimpetError, match=r'Invalid value for start=.*"RUN@120".*at=120'):
             ckpt.resume(start=start)
         ckpt.resume()
 
 
-def test_start_can_be_a_path(tmp_path: Path) -> None:
+def test_start_can_be_a_path(tmp_path):
     make_run(str(tmp_path / "a"))
     state = network()
     with Checkpointer(MemoryStore(), state) as ckpt:
-        ckpt.resume(start=tmp_path / "a" / "version_5")  # type: ignore[arg-type]
+        ckpt.resume(start=tmp_path / "a" / "version_5")
         assert ckpt.current_step == 5

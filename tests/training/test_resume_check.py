@@ -1,8 +1,5 @@
 """The comparison of the next batch, and on request of the live state, with the version."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ from limpet.training import checkpointer, resume_check
 Event = tuple[str, dict[str, Any]]
 
 
-def make_state(**more: Any) -> dict[str, Any]:
+def make_state(**more):
     model = nn.Sequential(nn.Linear(8, 300), nn.Dropout(0.1), nn.Linear(300, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
@@ -40,11 +37,11 @@ def make_state(**more: Any) -> dict[str, Any]:
     }
 
 
-def resume(folder: Path, state: dict[str, Any], **options: Any) -> list[Event]:
+def resume(folder, state, **options):
     """Resume, and return the events about the comparison."""
     found: list[Event] = []
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         if name.startswith("resume_"):
             found.append((name, fields))
 
@@ -55,7 +52,7 @@ def resume(folder: Path, state: dict[str, Any], **options: Any) -> list[Event]:
     return found
 
 
-def save_run(folder: Path, state: dict[str, Any], steps: int = 2, **options: Any) -> None:
+def save_run(folder, state, steps=2, **options):
     save = limpet.EverySteps(1)
     with limpet.Checkpointer(folder, state, save=save, preemption=None, **options) as ckpt:
         ckpt.resume()
@@ -65,9 +62,7 @@ def save_run(folder: Path, state: dict[str, Any], steps: int = 2, **options: Any
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_an_exact_resume_is_reported_with_the_bytes_of_all_leaves(
-    incremental: bool, tmp_path: Path
-) -> None:
+def test_an_exact_resume_is_reported_with_the_bytes_of_all_leaves(incremental, tmp_path):
     save_run(tmp_path, make_state(), incremental=incremental)
     ((name, fields),) = resume(tmp_path, make_state())
     assert (name, fields["run"]) == ("resume_checked", limpet.Run(tmp_path).url)
@@ -80,19 +75,17 @@ def test_an_exact_resume_is_reported_with_the_bytes_of_all_leaves(
     assert fields["bytes"] == nbytes > 10_000
 
 
-def test_the_state_is_not_compared_by_default(tmp_path: Path) -> None:
+def test_the_state_is_not_compared_by_default(tmp_path):
     save_run(tmp_path, make_state(object=Forgetful("tensor")))
     assert resume(tmp_path, make_state(object=Forgetful("tensor")), check=False) == []
 
 
 @pytest.mark.parametrize("budget", [16, 96, 1 << 20])
-def test_tensors_are_compared_in_parts(
-    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_compared_in_parts(budget, tmp_path, monkeypatch):
     """Also of a version that refers to another one, and of tensors that are not contiguous."""
     monkeypatch.setattr(resume_check, "_BATCH", budget)
 
-    def make() -> dict[str, Any]:
+    def make():
         weights = torch.arange(30.0, dtype=torch.float64).reshape(5, 6)
         numbers = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
         return {"w": weights.T, "n": numbers[:, ::2], "c": torch.ones(3, dtype=torch.complex64)}
@@ -102,7 +95,7 @@ def test_tensors_are_compared_in_parts(
     assert (name, fields["bytes"]) == ("resume_checked", 240 + 32 + 24)
     check = checkpointer.check_whole_state
 
-    def change(run: str, snapshot: Any, state: dict[str, Any], group: Any) -> None:
+    def change(run, snapshot, state, group):
         state["n"][1, 1, 3] = state["w"][5, 4] = 77
         check(run, snapshot, state, group)
 
@@ -114,23 +107,21 @@ def test_tensors_are_compared_in_parts(
 class Forgetful:
     """An object that does not restore what it saved, in one of several ways."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         self.how, self.loads = how, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         value = torch.full((3,), float(self.loads if self.how == "tensor" else 0))
         return {"value": value, "count": self.loads if self.how == "number" else 0}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.loads += 1
 
 
 @pytest.mark.parametrize(
     ("how", "key"), [("tensor", "object/value"), ("number", "object/count"), ("", "")]
 )
-def test_an_object_that_does_not_restore_itself_is_named(
-    how: str, key: str, tmp_path: Path
-) -> None:
+def test_an_object_that_does_not_restore_itself_is_named(how, key, tmp_path):
     save_run(tmp_path, make_state(object=Forgetful(how)))
     ((name, fields),) = resume(tmp_path, make_state(object=Forgetful(how)))
     assert fields.get("differing", []) == [key] * bool(key)
@@ -140,29 +131,29 @@ def test_an_object_that_does_not_restore_itself_is_named(
 class Changed:
     """An object whose ``state_dict()`` is another one after a load."""
 
-    def __init__(self, after: Any) -> None:
+    def __init__(self, after):
         self.current: Any = {"value": torch.ones(3), "flag": True, "zero": 0.0}
         self.after = after
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         if isinstance(self.current, Exception):
             raise self.current
         return dict(self.current)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.current = self.after if isinstance(self.after, Exception) else state | self.after
         if self.after == {}:
             self.current = {}
 
 
-def test_an_object_that_loses_values_in_a_load_is_named(tmp_path: Path) -> None:
+def test_an_object_that_loses_values_in_a_load_is_named(tmp_path):
     save_run(tmp_path, make_state(object=Changed({})))
     ((name, fields),) = resume(tmp_path, make_state(object=Changed({})))
     assert name == "resume_differs"
     assert fields["differing"] == ["object/flag", "object/value", "object/zero"]
 
 
-def test_a_value_of_another_type_differs(tmp_path: Path) -> None:
+def test_a_value_of_another_type_differs(tmp_path):
     save_run(tmp_path, make_state(object=Changed({"flag": 1, "zero": -0.0})))
     ((name, fields),) = resume(tmp_path, make_state(object=Changed({"flag": 1, "zero": -0.0})))
     assert name == "resume_differs"
@@ -170,9 +161,7 @@ def test_a_value_of_another_type_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [RuntimeError("boom"), {"new": object()}], ids=["raises", "new"])
-def test_a_state_that_cannot_be_compared_is_reported_and_ends_no_resume(
-    after: Any, tmp_path: Path
-) -> None:
+def test_a_state_that_cannot_be_compared_is_reported_and_ends_no_resume(after, tmp_path):
     save_run(tmp_path, make_state(object=Changed(after)))
     state = make_state(object=Changed(after))
     ((name, fields),) = resume(tmp_path, state)
@@ -182,16 +171,16 @@ def test_a_state_that_cannot_be_compared_is_reported_and_ends_no_resume(
     assert state["progress"].step == 2
 
 
-def test_each_part_of_a_state_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_of_a_state_is_compared(tmp_path, monkeypatch):
     """Change one live object after the load; it alone must be named."""
     save_run(tmp_path, make_state())
     check = checkpointer.check_whole_state
 
-    def change_model(state: dict[str, Any]) -> None:
+    def change_model(state):
         with torch.no_grad():
             state["model"][2].weight[3, 299] += 1
 
-    def change_slot(state: dict[str, Any]) -> None:
+    def change_slot(state):
         state["optimizer"].state[state["model"][0].bias]["exp_avg"][7] = 9
 
     changes: dict[str, Any] = {
@@ -205,9 +194,7 @@ def test_each_part_of_a_state_is_compared(tmp_path: Path, monkeypatch: pytest.Mo
     }
     for key, change in changes.items():
 
-        def changed_check(
-            run: str, snapshot: Any, state: dict[str, Any], group: Any, change: Any = change
-        ) -> None:
+        def changed_check(run, snapshot, state, group, change=change):
             change(state)
             check(run, snapshot, state, group)
 
@@ -218,7 +205,7 @@ def test_each_part_of_a_state_is_compared(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(fields["differing"]) == 1, fields["differing"]
 
 
-def test_a_start_is_compared_if_it_is_complete(tmp_path: Path) -> None:
+def test_a_start_is_compared_if_it_is_complete(tmp_path):
     save_run(tmp_path / "a", make_state())
     start = f"{tmp_path / 'a'}@latest"
     ((name, _),) = resume(tmp_path / "b", make_state(), start=start)
@@ -226,7 +213,7 @@ def test_a_start_is_compared_if_it_is_complete(tmp_path: Path) -> None:
     assert resume(tmp_path / "c", make_state(), start=start, keys="model") == []
 
 
-def test_a_state_in_memory_is_compared(tmp_path: Path, memory: str) -> None:
+def test_a_state_in_memory_is_compared(tmp_path, memory):
     tier = limpet.MemoryTier(every=limpet.EverySteps(1), copies=1, path=memory)
     found: list[Event] = []
     for number in range(2):
@@ -249,11 +236,11 @@ def test_a_state_in_memory_is_compared(tmp_path: Path, memory: str) -> None:
 # -- the next batch --------------------------------------------------------------------------------
 
 
-def make_sampler(**options: Any) -> limpet.ElasticSampler:
+def make_sampler(**options):
     return limpet.ElasticSampler(**{"length": 40, "batch_size": 4, "seed": 1, **options})
 
 
-def test_a_version_records_the_next_batch(tmp_path: Path) -> None:
+def test_a_version_records_the_next_batch(tmp_path):
     sampler = make_sampler()
     save_run(tmp_path, make_state(sampler=sampler), steps=3)
     snapshot = limpet.Run(tmp_path).latest()
@@ -270,7 +257,7 @@ def test_a_version_records_the_next_batch(tmp_path: Path) -> None:
     assert "resume_differs" not in dict(found)
 
 
-def test_another_next_batch_is_reported(tmp_path: Path) -> None:
+def test_another_next_batch_is_reported(tmp_path):
     save_run(tmp_path, make_state(sampler=make_sampler()), steps=3)
     ((name, fields),) = resume(
         tmp_path, make_state(sampler=make_sampler(batch_size=8)), check=False
@@ -286,8 +273,8 @@ def test_another_next_batch_is_reported(tmp_path: Path) -> None:
     drop_last=st.booleans(),
 )
 def test_the_next_batch_is_the_one_that_the_sampler_yields_after_a_resume(
-    length: int, batch_size: int, steps: int, shuffle: bool, drop_last: bool
-) -> None:
+    length, batch_size, steps, shuffle, drop_last
+):
     if drop_last and length < batch_size:
         return
     options = {"length": length, "batch_size": batch_size}

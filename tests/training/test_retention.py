@@ -1,24 +1,13 @@
 """Retention of a training with many versions follows some of the saves, and the end."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 
 from limpet.buffers import shared_pool
 from limpet.errors import Denied, SaveFailed
 from limpet.format.names import MANIFEST, Version
-from limpet.run.policy import (
-    AtSteps,
-    EverySteps,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepSteps,
-    Never,
-)
+from limpet.run.policy import AtSteps, EverySteps, KeepBest, KeepEvery, KeepLast, KeepSteps, Never
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
 from limpet.saving.commit import VersionMetadata
@@ -36,21 +25,19 @@ class UndeletableStore(MemoryStore):
     broken = False
     refused = 0
 
-    def delete(self, key: str) -> None:
+    def delete(self, key):
         if self.broken and key.startswith("version_"):
             self.refused += 1
             raise Denied(f"Cannot delete {key}")
         super().delete(key)
 
 
-def count_versions(store: MemoryStore) -> int:
+def count_versions(store):
     return len(Run(store).listing().folders)
 
 
 @pytest.mark.parametrize("kept", [1, 2 * VERSIONS_PER_SAVE - 1, 4 * VERSIONS_PER_SAVE + 7])
-def test_a_run_has_at_most_two_percent_more_versions_and_exactly_those_at_the_end(
-    kept: int,
-) -> None:
+def test_a_run_has_at_most_two_percent_more_versions_and_exactly_those_at_the_end(kept):
     store, most = MemoryStore(), 0
     with training(store, EverySteps(1), KeepLast(kept)) as (state, ckpt):
         for step in range(1, kept + 25):
@@ -61,7 +48,7 @@ def test_a_run_has_at_most_two_percent_more_versions_and_exactly_those_at_the_en
     assert Run(store).line() == [Version(s) for s in range(25, kept + 25)]
 
 
-def test_after_an_exception_the_first_retention_of_the_next_training_is_exact() -> None:
+def test_after_an_exception_the_first_retention_of_the_next_training_is_exact():
     store, kept = MemoryStore(), 4 * VERSIONS_PER_SAVE
     with (
         pytest.raises(ZeroDivisionError),
@@ -78,7 +65,7 @@ def test_after_an_exception_the_first_retention_of_the_next_training_is_exact() 
 
 
 @pytest.mark.parametrize("choice", ["raise", "warn"])
-def test_an_error_of_the_last_retention_says_that_the_save_succeeded(choice: Any) -> None:
+def test_an_error_of_the_last_retention_says_that_the_save_succeeded(choice):
     store, state, kept = UndeletableStore(), initial_state(), 2 * VERSIONS_PER_SAVE
     ckpt = Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(kept), on_error=choice)
     train(state, ckpt, kept + 1)
@@ -94,7 +81,7 @@ def test_an_error_of_the_last_retention_says_that_the_save_succeeded(choice: Any
     assert count_versions(store) == kept + 1
 
 
-def test_a_retention_that_failed_is_repeated_after_the_next_save() -> None:
+def test_a_retention_that_failed_is_repeated_after_the_next_save():
     store, state, kept = UndeletableStore(), initial_state(), 4 * VERSIONS_PER_SAVE
     with Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(kept)) as ckpt:
         train(state, ckpt, kept)
@@ -110,7 +97,7 @@ def test_a_retention_that_failed_is_repeated_after_the_next_save() -> None:
         assert count_versions(store) == kept
 
 
-def test_only_explicit_saves_are_followed_by_retention_with_never() -> None:
+def test_only_explicit_saves_are_followed_by_retention_with_never():
     store, state = MemoryStore(), initial_state()
     with Checkpointer(store, state, save=Never(), keep=KeepLast(1)) as ckpt:
         for step in range(1, 4):
@@ -120,12 +107,12 @@ def test_only_explicit_saves_are_followed_by_retention_with_never() -> None:
 
 
 @pytest.mark.parametrize("change", ["damaged", "replaced", "deleted"])
-def test_a_manifest_that_changes_right_after_its_commit_is_not_relied_on(change: str) -> None:
+def test_a_manifest_that_changes_right_after_its_commit_is_not_relied_on(change):
     """Another process or a failing disk changes the newest version before retention begins."""
     inner = MemoryStore()
     store = HookedStore(inner)
 
-    def after(method: str, key: str) -> None:
+    def after(method, key):
         if (method, key) != ("put_if_absent", f"version_2/{MANIFEST}"):
             return
         if change == "damaged":
@@ -158,7 +145,7 @@ def test_a_manifest_that_changes_right_after_its_commit_is_not_relied_on(change:
 # -- policies of steps, of time, and of versions without a score ---------------------------------
 
 
-def test_listed_steps_are_saved_and_kept_also_if_they_are_passed_over() -> None:
+def test_listed_steps_are_saved_and_kept_also_if_they_are_passed_over():
     store = MemoryStore()
     save, keep = EverySteps(4) | AtSteps([10, 15]), KeepSteps([10, 15, 100])
     with Checkpointer(store, initial_state(), save=save, keep=keep) as ckpt:
@@ -168,12 +155,12 @@ def test_listed_steps_are_saved_and_kept_also_if_they_are_passed_over() -> None:
     assert [v.step for v in Run(store).line()] == [10, 16, 24]  # 24 is the newest
 
 
-def test_versions_are_kept_by_the_seconds_of_training_across_restarts() -> None:
+def test_versions_are_kept_by_the_seconds_of_training_across_restarts():
     """A step takes a second. The time between the two processes does not count, nor does the
     clock that ``created`` shows."""
     store, now = MemoryStore(), [0.0]
 
-    def train_to(last_step: int) -> None:
+    def train_to(last_step):
         keep = KeepEvery(seconds=5)
         with Checkpointer(store, initial_state(), save=EverySteps(2), keep=keep) as ckpt:
             ckpt._goodput._clock = lambda: now[0]
@@ -193,7 +180,7 @@ def test_versions_are_kept_by_the_seconds_of_training_across_restarts() -> None:
     assert [r.trained_seconds for r in Run(store).records()] == [6, 10, 16, 20, 24]
 
 
-def test_versions_wait_for_their_score() -> None:
+def test_versions_wait_for_their_score():
     """The newest two without a score stay until an evaluation adds one, or newer ones come."""
     store, keep = MemoryStore(), KeepBest(1, "val", unscored=2)
     with Checkpointer(store, initial_state(), save=EverySteps(1), keep=keep) as ckpt:

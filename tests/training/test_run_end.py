@@ -1,9 +1,5 @@
 """The end of a run is recorded, so that nobody waits for more versions."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from limpet.errors import Denied, Preempted, SaveFailed
@@ -23,17 +19,17 @@ STOP = StopWhen("val_loss", patience=2)
 STOPPED = f"stopped by {STOP}"
 
 
-def ends(store: Any) -> list[str]:
+def ends(store):
     return [s.key for s in store.list("") if s.key.endswith(".ended.json")]
 
 
-def evaluate(store: Any, **scores: float) -> None:
+def evaluate(store, **scores):
     for version, score in scores.items():
         Run(store).add_metrics(int(version[1:]), {"val_loss": score})
 
 
 @pytest.mark.parametrize("save", [EverySteps(1), EverySteps(2) | AtEnd(), AtEnd()])
-def test_a_normal_end_is_recorded_and_counts_until_there_is_a_newer_version(save: Any) -> None:
+def test_a_normal_end_is_recorded_and_counts_until_there_is_a_newer_version(save):
     store = MemoryStore()
     run = Run(store)
     assert run.ended() is None
@@ -52,7 +48,7 @@ def test_a_normal_end_is_recorded_and_counts_until_there_is_a_newer_version(save
     assert Run(store).ended() == "finished"
 
 
-def test_the_end_is_recorded_once() -> None:
+def test_the_end_is_recorded_once():
     store = MemoryStore()
     for _ in range(3):
         with training(store, Never()) as (state, ckpt):
@@ -63,7 +59,7 @@ def test_the_end_is_recorded_once() -> None:
     assert Run(store).metrics(0) == {}
 
 
-def test_a_restart_without_a_step_records_nothing() -> None:
+def test_a_restart_without_a_step_records_nothing():
     store = MemoryStore()
     with pytest.raises(ZeroDivisionError), training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 2)
@@ -75,7 +71,7 @@ def test_a_restart_without_a_step_records_nothing() -> None:
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), SystemExit(1)])
 @pytest.mark.filterwarnings("ignore::limpet.errors.UnsavedSteps")
-def test_an_exception_is_not_an_end(error: BaseException) -> None:
+def test_an_exception_is_not_an_end(error):
     store = MemoryStore()
     with pytest.raises(type(error)), training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 2)
@@ -92,7 +88,7 @@ def test_an_exception_is_not_an_end(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_a_preemption_is_not_an_end(returns: bool) -> None:
+def test_a_preemption_is_not_an_end(returns):
     store = MemoryStore()
     leaving = Training(store, AtEnd(), **({"exit_fn": lambda: None} if returns else {}))
     try:
@@ -108,7 +104,7 @@ def test_a_preemption_is_not_an_end(returns: bool) -> None:
 # -- early stopping ------------------------------------------------------------------------------
 
 
-def test_a_stopped_run_says_so_and_a_restart_stops_at_once() -> None:
+def test_a_stopped_run_says_so_and_a_restart_stops_at_once():
     """The last version is committed before its score comes, so it cannot store the stop."""
     store, state = MemoryStore(), initial_state()
     with Checkpointer(store, state, save=EverySteps(1), stop=STOP) as ckpt:
@@ -136,7 +132,7 @@ def test_a_stopped_run_says_so_and_a_restart_stops_at_once() -> None:
         assert not ckpt.should_stop, "the end of version 4 does not count any more"
 
 
-def test_going_back_to_a_version_at_which_the_training_ended_is_not_an_end() -> None:
+def test_going_back_to_a_version_at_which_the_training_ended_is_not_an_end():
     store, state = MemoryStore(), initial_state()
     with Checkpointer(store, state, save=EverySteps(1), stop=STOP) as ckpt:
         train(state, ckpt, 3)
@@ -160,10 +156,10 @@ def test_going_back_to_a_version_at_which_the_training_ended_is_not_an_end() -> 
 
 
 @pytest.mark.parametrize("choice", ["raise", "warn"])
-def test_an_end_that_cannot_be_recorded_is_reported(choice: Any) -> None:
+def test_an_end_that_cannot_be_recorded_is_reported(choice):
     store = HookedStore(MemoryStore())
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if method == "put_if_absent" and key.endswith(".ended.json"):
             raise Denied(f"Cannot create {key}")
 
@@ -180,7 +176,7 @@ def test_an_end_that_cannot_be_recorded_is_reported(choice: Any) -> None:
     assert Run(store.inner).line() == [Version(1), Version(2)]
 
 
-def test_a_damaged_record_of_the_end_is_no_end() -> None:
+def test_a_damaged_record_of_the_end_is_no_end():
     store = MemoryStore()
     with training(store, AtEnd()) as (state, ckpt):
         train(state, ckpt, 1)

@@ -1,11 +1,8 @@
 """After a notice, the threads of all ranks save the savepoint of one step, or none does."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,37 +28,35 @@ class Training:
     saved_step = begun_step = 0
     invalid_reason = None
 
-    def __init__(self, step: int, last: int = 5) -> None:
+    def __init__(self, step, last=5):
         self.step, self.last = step, last
         self.is_held = False
         self.saved: list[tuple[int, Any]] = []
         self._lock = threading.Lock()
 
     @property
-    def label(self) -> SaveSpec:
+    def label(self):
         return SaveSpec(Version(self.step), "exception", {}, {}, {})
 
-    def hold(self) -> bool:
+    def hold(self):
         with self._lock:
             self.is_held = True
         return True
 
-    def release(self) -> None:
+    def release(self):
         with self._lock:
             self.is_held = False
 
-    def prepare_flush(self) -> None: ...
+    def prepare_flush(self): ...
 
-    def flatten(self, rank: int) -> Any:
+    def flatten(self, rank):
         return SimpleNamespace(step=self.step)
 
-    def save_savepoint(
-        self, flat: Any, label: Any, deadline: Any, group: Any, end_staging: Any
-    ) -> None:
+    def save_savepoint(self, flat, label, deadline, group, end_staging):
         steps = group.collective("a save").gather(label.version.step, int)
         self.saved.append((label.version.step, steps))
 
-    def train(self) -> None:
+    def train(self):
         """Make the steps up to ``last``, each unless the savepoint is held."""
         end = time.monotonic() + 10
         while self.step < self.last and time.monotonic() < end:
@@ -71,15 +66,15 @@ class Training:
 
 
 @pytest.fixture
-def group() -> Iterator[FakeGroup]:
+def group():
     with FakeGroup(RANKS) as group:
         yield group
 
 
-def save_on(group: FakeGroup, trainings: dict[int, Any], seconds: float) -> dict[int, int | None]:
+def save_on(group, trainings, seconds):
     """Let the threads of the ranks save. Return the steps that they have saved."""
 
-    def run(rank: int) -> int | None:
+    def run(rank):
         if rank not in trainings:
             return None
         training = trainings[rank]
@@ -98,7 +93,7 @@ def save_on(group: FakeGroup, trainings: dict[int, Any], seconds: float) -> dict
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_ranks_at_different_steps_catch_up_with_the_latest(group: FakeGroup, seed: int) -> None:
+def test_ranks_at_different_steps_catch_up_with_the_latest(group, seed):
     random.seed(seed)
     trainings = {rank: Training(random.randint(1, 5)) for rank in range(RANKS)}
     trainings[seed].step = 5
@@ -108,7 +103,7 @@ def test_ranks_at_different_steps_catch_up_with_the_latest(group: FakeGroup, see
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_nothing_is_saved_without_a_rank_that_does_not_respond(group: FakeGroup, dead: int) -> None:
+def test_nothing_is_saved_without_a_rank_that_does_not_respond(group, dead):
     trainings = {rank: Training(5) for rank in range(RANKS) if rank != dead}
     began = time.monotonic()
     assert save_on(group, trainings, 3.0) == dict.fromkeys(trainings)
@@ -116,16 +111,14 @@ def test_nothing_is_saved_without_a_rank_that_does_not_respond(group: FakeGroup,
     assert not any(t.saved or t.is_held for t in trainings.values())
 
 
-def test_a_save_in_flight_of_the_same_step_is_not_made_again(group: FakeGroup) -> None:
+def test_a_save_in_flight_of_the_same_step_is_not_made_again(group):
     trainings = {rank: Training(5) for rank in range(RANKS)}
     trainings[2].begun_step = 5
     assert save_on(group, trainings, 10.0) == dict.fromkeys(range(RANKS))
     assert not any(t.saved for t in trainings.values())
 
 
-def test_a_rank_that_stays_behind_keeps_the_others_only_until_a_save_must_begin(
-    group: FakeGroup,
-) -> None:
+def test_a_rank_that_stays_behind_keeps_the_others_only_until_a_save_must_begin(group):
     trainings = {rank: Training(5) for rank in range(RANKS)}
     trainings[1] = Training(4, last=4)
     began = time.monotonic()

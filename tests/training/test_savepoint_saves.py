@@ -1,10 +1,7 @@
 """After a notice, a thread saves the state after the last step if the training does not."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from limpet.errors import Preempted
 from limpet.notices.notice import Notice
 from limpet.preemption import PreemptionGuard
 from limpet.run.catalog import read_training_metadata
-from limpet.run.policy import EverySteps, Never, SavePolicy
+from limpet.run.policy import EverySteps, Never
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -33,7 +30,7 @@ Ends = list[tuple[int, str]]
 
 
 @pytest.fixture(autouse=True)
-def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+def ends(monkeypatch):
     """Record the ends of the process instead of ending pytest."""
     ends: Ends = []
     monkeypatch.setattr(step_savepoint, "SHARE", 1e9)  # the steps of these tests are short
@@ -44,7 +41,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
 class TorchTraining:
     """A training of a small model with BatchNorm, and an average of its weights."""
 
-    def __init__(self, store: Any, save: SavePolicy | None = None, **settings: Any) -> None:
+    def __init__(self, store, save=None, **settings):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -59,25 +56,25 @@ class TorchTraining:
         preemption = Preemption(**{"notices": [], **settings})
         self.ckpt = Checkpointer(store, self.state, save=save, preemption=preemption, tiers=tiers)
 
-    def forward_and_backward(self) -> None:
+    def forward_and_backward(self):
         self.optimizer.zero_grad()
         self.model(torch.randn(4, 8)).square().sum().backward()
 
-    def step(self) -> None:
+    def step(self):
         self.forward_and_backward()
         self.optimizer.step()
         self.ckpt.step()
 
-    def notice(self, seconds: float) -> None:
+    def notice(self, seconds):
         self.ckpt._preemption.on_notice(Notice("a test", seconds))
 
-    def copy(self) -> dict[str, Any]:
+    def copy(self):
         return {k: v.clone() for k, v in self.model.state_dict().items()}
 
-    def saved_step(self) -> int | None:
+    def saved_step(self):
         return self.ckpt._preemption._savepoint_saver.saved_step
 
-    def await_save(self, seconds: float = 10.0) -> int:
+    def await_save(self, seconds=10.0):
         end = time.monotonic() + seconds
         while (step := self.saved_step()) is None:
             assert time.monotonic() < end, "nothing was saved"
@@ -85,7 +82,7 @@ class TorchTraining:
         return step
 
 
-def assert_holds(store: Any, step: int, expected: dict[str, Any]) -> None:
+def assert_holds(store, step, expected):
     """The run has one version, with the parameters and buffers of ``expected``, bit for bit."""
     (snapshot,) = Run(store).snapshots()
     assert (snapshot.step, snapshot.metadata["reason"]) == (step, "preemption")
@@ -93,7 +90,7 @@ def assert_holds(store: Any, step: int, expected: dict[str, Any]) -> None:
         assert torch.equal(snapshot[f"model/{key}"].read(), value), key
 
 
-def test_a_step_longer_than_the_grace_period_leaves_the_state_before_it(ends: Ends) -> None:
+def test_a_step_longer_than_the_grace_period_leaves_the_state_before_it(ends):
     """The forward pass changes buffers, the training then leaves at the end of the step."""
     store = MemoryStore()
     training = TorchTraining(store)
@@ -111,7 +108,7 @@ def test_a_step_longer_than_the_grace_period_leaves_the_state_before_it(ends: En
     assert ends == []
 
 
-def test_a_training_that_never_comes_back_is_ended_with_75(ends: Ends) -> None:
+def test_a_training_that_never_comes_back_is_ended_with_75(ends):
     store = MemoryStore()
     training = TorchTraining(store)
     with training.ckpt:
@@ -126,7 +123,7 @@ def test_a_training_that_never_comes_back_is_ended_with_75(ends: Ends) -> None:
     assert_holds(store, 1, expected)
 
 
-def test_swapped_weights_are_not_saved_until_the_next_step() -> None:
+def test_swapped_weights_are_not_saved_until_the_next_step():
     """An evaluation with an average of the weights changes the parameters outside of a step."""
     store = MemoryStore()
     training = TorchTraining(store)
@@ -150,19 +147,17 @@ POINTS = ["begin", "staging", "put", "commit", "put_if_absent index", "put_if_ab
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_an_optimizer_that_begins_its_step_during_the_save_never_tears_it(
-    monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_an_optimizer_that_begins_its_step_during_the_save_never_tears_it(monkeypatch, point):
     """It waits until the state is copied, and not for longer."""
     reached, stepped = threading.Event(), threading.Event()
 
-    def at(name: str) -> None:
+    def at(name):
         if name == point:
             reached.set()
             is_copied = name not in ("begin", "staging")
             assert stepped.wait(2 if is_copied else 0.2) == is_copied
 
-    def before(method: str, key: str) -> None:
+    def before(method, key):
         kind = "index" if "index" in key else "manifest" if "manifest" in key else ""
         at(f"{method} {kind}".strip())
 
@@ -188,15 +183,13 @@ def test_an_optimizer_that_begins_its_step_during_the_save_never_tears_it(
     assert_holds(store.inner, 3, expected)
 
 
-def test_a_change_of_parameters_during_the_copy_commits_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_change_of_parameters_during_the_copy_commits_nothing(monkeypatch):
     store = MemoryStore()
     training = TorchTraining(store)
     savepoint = training.ckpt._savepoint
     flatten = savepoint.flatten
 
-    def flatten_and_swap(rank: int) -> Any:
+    def flatten_and_swap(rank):
         flat = flatten(rank)
         with torch.no_grad():
             training.model[0].weight.add_(1)
@@ -213,13 +206,13 @@ def test_a_change_of_parameters_during_the_copy_commits_nothing(
     assert (left.value.code, left.value.saved_step) == (75, 2)
 
 
-def test_a_part_of_a_call_of_a_guard_is_not_saved() -> None:
+def test_a_part_of_a_call_of_a_guard_is_not_saved():
     """A version counts complete calls. A restart would repeat the steps of the part."""
     store = MemoryStore()
     training = TorchTraining(store)
     guard = PreemptionGuard(training.ckpt)
 
-    def make_two_steps() -> None:
+    def make_two_steps():
         training.step()
         for _ in range(100):
             training.ckpt._goodput.step_durations.add(60.0)  # so the thread waits for none
@@ -238,7 +231,7 @@ def test_a_part_of_a_call_of_a_guard_is_not_saved() -> None:
     assert read_training_metadata(reader_of(snapshot))["run_calls"] == 2
 
 
-def test_a_step_that_is_known_to_be_too_long_is_not_awaited() -> None:
+def test_a_step_that_is_known_to_be_too_long_is_not_awaited():
     store = MemoryStore()
     training = TorchTraining(store)
     with training.ckpt:
@@ -252,20 +245,20 @@ def test_a_step_that_is_known_to_be_too_long_is_not_awaited() -> None:
         assert [s.step for s in Run(store).snapshots()] == [1]
 
 
-def test_the_savepoint_of_a_step_that_is_saved_is_not_saved_again(ends: Ends) -> None:
+def test_the_savepoint_of_a_step_that_is_saved_is_not_saved_again(ends):
     store = MemoryStore()
     training = TorchTraining(store, EverySteps(3))
     with training.ckpt:
         for _ in range(3):
             training.step()
-        training.ckpt._saver.pending.wait()  # type: ignore[union-attr]
+        training.ckpt._saver.pending.wait()
         training.notice(5.0)
         assert training.await_save() == 3
     assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]
 
 
 @pytest.mark.parametrize("save", [Never(), None])
-def test_nothing_is_captured_if_nothing_would_be_saved(save: SavePolicy | None) -> None:
+def test_nothing_is_captured_if_nothing_would_be_saved(save):
     settings = {} if save is not None else {"save_fn": lambda: None}
     training = TorchTraining(MemoryStore(), save, **settings)
     with pytest.raises(Preempted), training.ckpt:
@@ -276,14 +269,14 @@ def test_nothing_is_captured_if_nothing_would_be_saved(save: SavePolicy | None) 
         assert training.ckpt._savepoint.label is None
 
 
-def test_a_state_that_cannot_be_captured_does_not_end_the_training() -> None:
+def test_a_state_that_cannot_be_captured_does_not_end_the_training():
     class Failing:
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             if armed:
                 raise OSError("no state")
             return {}
 
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+        def load_state_dict(self, state): ...
 
     armed: list[int] = []
     events: list[str] = []
@@ -298,7 +291,7 @@ def test_a_state_that_cannot_be_captured_does_not_end_the_training() -> None:
     assert events.count("savepoint_failed") == 1
 
 
-def test_a_capture_that_needs_much_memory_is_made_only_after_a_notice() -> None:
+def test_a_capture_that_needs_much_memory_is_made_only_after_a_notice():
     training = TorchTraining(MemoryStore())
     training.state["average"] = torch.zeros(step_savepoint.MAX_BYTES // 4 + 1)
     with training.ckpt:
@@ -311,13 +304,13 @@ def test_a_capture_that_needs_much_memory_is_made_only_after_a_notice() -> None:
         assert training.ckpt._savepoint.invalid_reason is None
 
 
-def _far_deadline() -> Any:
+def _far_deadline():
     return Deadline.after(1000, "a test")
 
 
 def test_without_a_savepoint_the_newest_captured_state_is_saved_and_the_step_may_still_end(
-    tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch, ends: Ends
-) -> None:
+    tmp_path, memory, monkeypatch, ends
+):
     monkeypatch.setattr(step_savepoint, "SHARE", 0.0)
     monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", 1e-9)
     tier = limpet.MemoryTier(every=EverySteps(3), copies=1, path=memory)
@@ -343,8 +336,8 @@ def test_without_a_savepoint_the_newest_captured_state_is_saved_and_the_step_may
 
 @pytest.mark.parametrize("share", [0.0, 1e9], ids=["without captures", "with captures"])
 def test_after_a_step_the_parameters_are_sharded_whether_they_are_captured_or_not(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    share, monkeypatch
+):
     """Otherwise, the next forward pass after an evaluation would gather them on some ranks only."""
     monkeypatch.setattr(step_savepoint, "SHARE", share)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

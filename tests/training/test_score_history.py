@@ -1,9 +1,6 @@
 """The scores of early stopping: every order of arrival gives the result of a scan in step order."""
 
-from __future__ import annotations
-
 from math import inf, nan
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +19,7 @@ POLICIES = st.builds(
 )
 
 
-def scan(stop: StopWhen, scores: dict[int, float]) -> StopState:
+def scan(stop, scores):
     """Return the result of the scores in the order of the steps, until they stop the training."""
     state = StopState()
     for _, score in sorted(scores.items()):
@@ -32,14 +29,12 @@ def scan(stop: StopWhen, scores: dict[int, float]) -> StopState:
     return state
 
 
-def restart(history: ScoreHistory, stop: StopWhen) -> ScoreHistory:
+def restart(history, stop):
     return ScoreHistory.from_plain(stop, history.to_plain())
 
 
 @given(POLICIES, st.dictionaries(st.integers(0, 60), SCORES, max_size=30), st.data())
-def test_every_order_of_arrival_gives_the_result_of_a_scan(
-    stop: StopWhen, scores: dict[int, float], data: st.DataObject
-) -> None:
+def test_every_order_of_arrival_gives_the_result_of_a_scan(stop, scores, data):
     """Also with scores that come twice, with ones that are replaced, and with restarts."""
     history = ScoreHistory(stop)
     for step in data.draw(st.permutations(sorted(scores))):
@@ -68,7 +63,7 @@ def test_every_order_of_arrival_gives_the_result_of_a_scan(
     ],
     ids=range(13),
 )  # fmt: skip
-def test_damaged_scores_begin_anew(edit: dict[str, Any]) -> None:
+def test_damaged_scores_begin_anew(edit):
     stop = StopWhen("v", patience=3)
     history = ScoreHistory(stop)
     history.record(1, 0.5)
@@ -79,7 +74,7 @@ def test_damaged_scores_begin_anew(edit: dict[str, Any]) -> None:
     assert damaged.state == StopState(0.7)
 
 
-def test_a_changed_patience_is_applied_to_a_stored_history() -> None:
+def test_a_changed_patience_is_applied_to_a_stored_history():
     history = ScoreHistory(StopWhen("v", patience=2))
     for step in range(3):
         history.record(step, 1.0)

@@ -1,10 +1,6 @@
 """Options of optimizers that the script has changed, and a resume replaces."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,29 +15,20 @@ from limpet.training import state_check
 Optimizer = torch.optim.Optimizer
 
 
-def adam(**options: Any) -> Optimizer:
+def adam(**options):
     return torch.optim.Adam(nn.Linear(2, 1).parameters(), **options)
 
 
-def train(
-    folder: Path,
-    optimizer: Optimizer,
-    after_step: Callable[[], object] = lambda: None,
-    is_resumed: bool = True,
-    **more: Any,
-) -> list[str]:
+def train(folder, optimizer, after_step=lambda: None, is_resumed=True, **more):
     """Resume, and train two steps. Return the texts of the event about options."""
     start, found = more.pop("start", None), list[str]()
     state = {"optimizer": optimizer, "progress": limpet.Progress(), **more}
 
-    def sink(name: str, fields: dict[str, Any]) -> None:
+    def sink(name, fields):
         if name == "options_replaced":
             found.extend(fields["options"])
 
-    with (
-        limpet.attach(sink),
-        limpet.Checkpointer(folder, state, save=limpet.EverySteps(1)) as ckpt,
-    ):
+    with limpet.attach(sink), limpet.Checkpointer(folder, state, save=limpet.EverySteps(1)) as ckpt:
         if is_resumed:
             ckpt.resume(start=start)
         for _ in range(2):
@@ -54,7 +41,7 @@ def train(
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])
-def test_a_changed_option_is_named_at_the_next_start(is_resumed: bool, tmp_path: Path) -> None:
+def test_a_changed_option_is_named_at_the_next_start(is_resumed, tmp_path):
     """Every version records the options, also in a process that never calls ``resume``."""
     train(tmp_path, adam(lr=0.001, weight_decay=0.1), is_resumed=is_resumed)
     optimizer = adam(lr=0.0001, weight_decay=0.1, betas=(0.8, 0.9))
@@ -67,7 +54,7 @@ def test_a_changed_option_is_named_at_the_next_start(is_resumed: bool, tmp_path:
     assert train(tmp_path, adam(lr=0.0001, weight_decay=0.1, betas=(0.8, 0.9))) == []
 
 
-def test_options_that_the_training_changes_are_not_reported(tmp_path: Path) -> None:
+def test_options_that_the_training_changes_are_not_reported(tmp_path):
     for _ in range(3):
         optimizer = adam(lr=0.1)
         scheduler = ExponentialLR(optimizer, 0.5)
@@ -78,12 +65,12 @@ def test_options_that_the_training_changes_are_not_reported(tmp_path: Path) -> N
     assert found[0] == "lr: the script has 0.3, had 0.1; the version's 0.0015625 is in use"
 
 
-def test_the_options_of_each_group_and_optimizer_are_compared(tmp_path: Path) -> None:
-    def grouped(*rates: float) -> Optimizer:
+def test_the_options_of_each_group_and_optimizer_are_compared(tmp_path):
+    def grouped(*rates):
         groups: Any = [{"params": nn.Linear(2, 1).parameters(), "lr": rate} for rate in rates]
         return torch.optim.AdamW(groups)
 
-    def run(*rates: float, own: float = 0.1) -> list[str]:
+    def run(*rates, own=0.1):
         return train(tmp_path, grouped(*rates), own=limpet.PerRank([adam(lr=own)]))
 
     assert run(0.1, 0.2, 0.2) == []
@@ -94,7 +81,7 @@ def test_the_options_of_each_group_and_optimizer_are_compared(tmp_path: Path) ->
     assert text.startswith("own/0/lr: the script has 0.3, had 0.1")
 
 
-def test_a_start_from_another_run_replaces_options_too(tmp_path: Path) -> None:
+def test_a_start_from_another_run_replaces_options_too(tmp_path):
     train(tmp_path / "a", adam(lr=0.1))
     (text,) = train(tmp_path / "b", adam(lr=0.3), start=f"{tmp_path / 'a'}@latest")
     assert text.startswith("lr: the script has 0.3, had 0.1")
@@ -103,18 +90,18 @@ def test_a_start_from_another_run_replaces_options_too(tmp_path: Path) -> None:
 class Composite(torch.optim.SGD):
     """Has its own kind of groups."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(2, 1).parameters(), lr=0.1)
-        self.param_groups = [{"lr": 0.1, 7: 3}, 3]  # type: ignore[list-item]
+        self.param_groups = [{"lr": 0.1, 7: 3}, 3]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"n": 1}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         pass
 
 
-def test_only_a_bounded_number_of_plain_options_is_recorded(tmp_path: Path) -> None:
+def test_only_a_bounded_number_of_plain_options_is_recorded(tmp_path):
     optimizer = adam(lr=np.float64(0.1))
     odd = [float("inf"), torch.tensor(1.0), "a" * 1000, [1] * 1000, object(), (0.5, object())]
     optimizer.param_groups[0] |= {f"odd {i}": value for i, value in enumerate(odd)}

@@ -1,15 +1,11 @@
 """SIGTERM and SIGHUP to a training of PyTorch in a real process, and a restart that goes on
 exactly."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -44,18 +40,18 @@ print(progress.step, model.weight.tolist(), torch.rand(1).item(), flush=True)
 """
 
 
-def start(folder: Path, *args: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start(folder, *args, before=()):
     command = [*before, sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
 
-def saved_steps(run: Path) -> list[tuple[int | None, object]]:
+def saved_steps(run):
     return [(s.step, s.metadata["reason"]) for s in Run(run).snapshots()]
 
 
 @pytest.mark.slow
-def test_the_end_of_the_terminal_saves_the_step(tmp_path: Path) -> None:
+def test_the_end_of_the_terminal_saves_the_step(tmp_path):
     pid, terminal = pty.fork()
     if pid == 0:
         command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), "stop"]
@@ -69,7 +65,7 @@ def test_the_end_of_the_terminal_saves_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sighup_under_nohup_stays_ignored(tmp_path: Path) -> None:
+def test_sighup_under_nohup_stays_ignored(tmp_path):
     with start(tmp_path, "ignore", before=["nohup"]) as training:
         assert training.stdout is not None
         assert training.stdout.readline() == "in a step\n"
@@ -80,7 +76,7 @@ def test_sighup_under_nohup_stays_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path: Path) -> None:
+def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path):
     with (
         start(tmp_path / "undisturbed") as undisturbed,
         start(tmp_path / "run", "stop") as training,

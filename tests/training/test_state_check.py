@@ -1,12 +1,7 @@
 """The warning about what the state lacks for an exact resume."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,22 +12,17 @@ from limpet.errors import InexactResume
 from limpet.preemption import PreemptionGuard
 
 
-def adam(*modules: nn.Module) -> torch.optim.Optimizer:
+def adam(*modules):
     return torch.optim.Adam([p for module in modules for p in module.parameters()])
 
 
-def model(*layers: nn.Module) -> nn.Sequential:
+def model(*layers):
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1), *layers)
 
 
 def warnings_of(
-    folder: Path,
-    state: dict[str, Any],
-    trained: nn.Module | None = None,
-    before_step: Callable[[int], object] = lambda step: None,
-    optimizers: tuple[torch.optim.Optimizer, ...] = (),
-    **options: Any,
-) -> list[str]:
+    folder, state, trained=None, before_step=lambda step: None, optimizers=(), **options
+):
     """Make three steps of the modules and optimizers of a state, and return the warnings."""
     own = [v for v in state.values() if isinstance(v, nn.Module)]
     modules = own if trained is None else [trained]
@@ -59,9 +49,7 @@ def warnings_of(
 @pytest.mark.parametrize(
     "layer", [nn.Dropout(0.1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.RReLU(-1.0, 1.0)]
 )
-def test_a_module_that_draws_without_an_rng_is_reported_once(
-    layer: nn.Module, tmp_path: Path
-) -> None:
+def test_a_module_that_draws_without_an_rng_is_reported_once(layer, tmp_path):
     with torch.no_grad():
         net = model(layer)
         net[2].bias.fill_(-100.0)  # RReLU draws for negative values only
@@ -73,14 +61,14 @@ def test_a_module_that_draws_without_an_rng_is_reported_once(
 class Own:
     """An object of the user, which may save whatever seems to be missing."""
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": 0}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         pass
 
 
-def without_gaps() -> dict[str, tuple[nn.Sequential, dict[str, Any]]]:
+def without_gaps():
     dropout = nn.Dropout(0.5)
     return {
         "an RNG": (model(dropout), {"rng": limpet.RNG()}),
@@ -94,40 +82,40 @@ def without_gaps() -> dict[str, tuple[nn.Sequential, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", without_gaps())
-def test_a_state_without_a_gap_of_random_numbers(name: str, tmp_path: Path) -> None:
+def test_a_state_without_a_gap_of_random_numbers(name, tmp_path):
     net, more = without_gaps()[name]
     assert warnings_of(tmp_path, {"model": net, "optimizer": adam(net), **more}) == []
 
 
-def test_a_dropout_that_is_not_called_is_no_gap(tmp_path: Path) -> None:
+def test_a_dropout_that_is_not_called_is_no_gap(tmp_path):
     net = nn.ModuleDict({"used": model(), "unused": nn.Dropout(0.5)})
     state = {"net": net, "optimizer": adam(net)}
     assert warnings_of(tmp_path, state, trained=net["used"]) == []
 
 
-def test_a_loop_that_seeds_each_step_needs_no_rng(tmp_path: Path) -> None:
+def test_a_loop_that_seeds_each_step_needs_no_rng(tmp_path):
     net = model(nn.Dropout(0.5))
     state = {"model": net, "optimizer": adam(net)}
     assert warnings_of(tmp_path, state, before_step=torch.manual_seed) == []
 
 
-def test_a_loop_that_seeds_each_step_in_a_block_needs_no_rng(tmp_path: Path) -> None:
+def test_a_loop_that_seeds_each_step_in_a_block_needs_no_rng(tmp_path):
     class Forked(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net, self.calls = model(nn.Dropout(0.5)), 0
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             with torch.random.fork_rng():
                 torch.manual_seed(self.calls)
                 self.calls += 1
-                return self.net(x)  # type: ignore[no-any-return]
+                return self.net(x)
 
     net = Forked()
     assert warnings_of(tmp_path, {"model": net, "optimizer": adam(net)}) == []
 
 
-def test_the_steps_of_a_guarded_call_are_checked(tmp_path: Path) -> None:
+def test_the_steps_of_a_guarded_call_are_checked(tmp_path):
     net = model(nn.Dropout(0.5))
     with (
         limpet.Checkpointer(tmp_path, {"model": net}) as ckpt,
@@ -138,7 +126,7 @@ def test_the_steps_of_a_guarded_call_are_checked(tmp_path: Path) -> None:
             guard.run(lambda: (net(torch.ones(4, 2)), ckpt.step()))
 
 
-def test_a_training_that_saves_nothing_is_not_checked(tmp_path: Path) -> None:
+def test_a_training_that_saves_nothing_is_not_checked(tmp_path):
     net = model(nn.Dropout(0.5))
     state = {"model": net, "optimizer": adam(model())}
     assert warnings_of(tmp_path, state, save=limpet.Never()) == []
@@ -147,7 +135,7 @@ def test_a_training_that_saves_nothing_is_not_checked(tmp_path: Path) -> None:
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def test_a_head_that_was_replaced_is_reported_once(tmp_path: Path) -> None:
+def test_a_head_that_was_replaced_is_reported_once(tmp_path):
     net = model()
     optimizer = adam(net)
     net(torch.ones(4, 2)).sum().backward()
@@ -156,7 +144,7 @@ def test_a_head_that_was_replaced_is_reported_once(tmp_path: Path) -> None:
     assert "2 parameters of optimizer ([1, 3], [1]): no module in the state has them" in warning
 
 
-def test_a_copy_of_the_model_is_reported(tmp_path: Path) -> None:
+def test_a_copy_of_the_model_is_reported(tmp_path):
     net = model()
     state = {"model": copy.deepcopy(net), "own": limpet.PerRank(adam(net))}
     (warning,) = warnings_of(tmp_path, state, net, optimizers=(state["own"].value,))
@@ -167,23 +155,23 @@ def test_a_copy_of_the_model_is_reported(tmp_path: Path) -> None:
 class WithExtraState(nn.Linear):
     """Saves a parameter of another object."""
 
-    def __init__(self, other: torch.Tensor) -> None:
+    def __init__(self, other):
         super().__init__(2, 1)
         self.others = [other]
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self):
         return self.others[0].detach()
 
-    def set_extra_state(self, state: torch.Tensor) -> None:
+    def set_extra_state(self, state):
         self.others[0].data.copy_(state)
 
 
-def complete_states() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+def complete_states():
     net, other = model(), model()
     free = nn.Parameter(torch.ones(3))
 
     class Scaled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return net(x) * free
 
     scaled, sgd = Scaled(), torch.optim.SGD([free], lr=0.1)
@@ -207,10 +195,10 @@ def complete_states() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", complete_states())
-def test_a_complete_state_is_not_reported(name: str, tmp_path: Path) -> None:
+def test_a_complete_state_is_not_reported(name, tmp_path):
     trained, state = complete_states()[name]
     if name == "a frozen backbone":
-        trained[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+        trained[0].requires_grad_(requires_grad=False)
     assert warnings_of(tmp_path, state, trained) == []
 
 
@@ -218,19 +206,19 @@ def test_a_complete_state_is_not_reported(name: str, tmp_path: Path) -> None:
 
 
 class Mean(nn.Module):
-    def __init__(self, is_constant: bool = False, persistent: bool = False) -> None:
+    def __init__(self, is_constant=False, persistent=False):
         super().__init__()
         self.register_buffer("count", torch.tensor(float("nan")), persistent=persistent)
         self.register_buffer("flag", torch.zeros(2, 3, dtype=torch.bool).T, persistent=persistent)
         self.is_constant = is_constant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if not self.is_constant:
             self.count = torch.nan_to_num(self.count) + 1
         return x
 
 
-def test_a_module_that_saves_nothing_is_reported(tmp_path: Path) -> None:
+def test_a_module_that_saves_nothing_is_reported(tmp_path):
     found = []
     state = {"metrics": [Mean()], "one": Mean(), "own": Own()}
     with limpet.attach(lambda name, fields: name == "members_unsaved" and found.append(fields)):
@@ -242,5 +230,5 @@ def test_a_module_that_saves_nothing_is_reported(tmp_path: Path) -> None:
     "module",
     [Mean(is_constant=True), Mean(persistent=True), nn.Sequential(nn.Linear(2, 2), Mean())],
 )
-def test_modules_that_lose_nothing(module: nn.Module, tmp_path: Path) -> None:
+def test_modules_that_lose_nothing(module, tmp_path):
     assert warnings_of(tmp_path, {"one": module}) == []

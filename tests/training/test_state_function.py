@@ -1,7 +1,5 @@
 """A Checkpointer whose state is given as a function, because the state does not exist yet."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -23,20 +21,20 @@ from tests.trainings import initial_state, state_after, states_equal, train_step
 class Late:
     """A function that returns a new state, and counts its calls."""
 
-    def __init__(self, make: Callable[[], dict[str, Any]] = initial_state) -> None:
+    def __init__(self, make=initial_state):
         self.make, self.calls, self.state = make, 0, dict[str, Any]()
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self):
         self.calls += 1
         self.state = self.make()
         return self.state
 
 
-def versions(store: Any) -> list[int]:
+def versions(store):
     return [s.step for s in limpet.Run(store).snapshots()]
 
 
-def test_a_training_resumes_into_the_state_that_the_function_returns() -> None:
+def test_a_training_resumes_into_the_state_that_the_function_returns():
     store = MemoryStore()
     for last in (5, 12):
         late = Late()
@@ -52,7 +50,7 @@ def test_a_training_resumes_into_the_state_that_the_function_returns() -> None:
 
 
 @pytest.mark.parametrize("first", ["step", "save", "metrics", "end_epoch", "epochs"])
-def test_the_first_call_that_needs_the_state_calls_the_function_once(first: str) -> None:
+def test_the_first_call_that_needs_the_state_calls_the_function_once(first):
     store, late = MemoryStore(), Late()
     policy = EverySteps(1) | EveryEpoch() | OnException()
     with Checkpointer(store, late, save=policy) as ckpt:
@@ -71,7 +69,7 @@ def test_the_first_call_that_needs_the_state_calls_the_function_once(first: str)
     assert versions(store)[-1] == ckpt.current_step == late.state["progress"].step
 
 
-def test_before_the_state_exists_everything_else_works() -> None:
+def test_before_the_state_exists_everything_else_works():
     store, late = MemoryStore(), Late()
     ckpt = Checkpointer(store, late, save=EverySteps(1) | AtEnd())
     assert repr(ckpt) == f"<Checkpointer {store.url} at step 0>"
@@ -88,7 +86,7 @@ def test_before_the_state_exists_everything_else_works() -> None:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_a_notice_before_the_state_exists_is_followed_after_the_first_steps(resumes: bool) -> None:
+def test_a_notice_before_the_state_exists_is_followed_after_the_first_steps(resumes):
     store, late = MemoryStore(), Late()
     with pytest.raises(Preempted) as left, Checkpointer(store, late, save=EverySteps(100)) as ckpt:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -101,7 +99,7 @@ def test_a_notice_before_the_state_exists_is_followed_after_the_first_steps(resu
     assert versions(store) == [ckpt.current_step] == [late.state["progress"].step]
 
 
-def test_a_notice_without_any_step_ends_nothing() -> None:
+def test_a_notice_without_any_step_ends_nothing():
     """As with a state that exists."""
     store, late = MemoryStore(), Late()
     with Checkpointer(store, late):
@@ -122,9 +120,7 @@ def test_a_notice_without_any_step_ends_nothing() -> None:
     ],
 )
 @pytest.mark.parametrize("call", ["resume", "step", "save"])
-def test_an_invalid_state_raises_when_the_function_has_returned_it(
-    made: Callable[[], Any], message: str, call: str
-) -> None:
+def test_an_invalid_state_raises_when_the_function_has_returned_it(made, message, call):
     results = [made, initial_state]
     with Checkpointer(MemoryStore(), lambda: results.pop(0)()) as ckpt:  # noqa: PLW0108
         with pytest.raises(LimpetError, match=message):
@@ -134,8 +130,8 @@ def test_an_invalid_state_raises_when_the_function_has_returned_it(
         assert ckpt.state.keys() == initial_state().keys()
 
 
-def test_an_error_of_the_function_is_raised_and_the_step_is_not_counted() -> None:
-    def fail() -> dict[str, Any]:
+def test_an_error_of_the_function_is_raised_and_the_step_is_not_counted():
+    def fail():
         raise ValueError("no optimizer yet")
 
     with Checkpointer(MemoryStore(), fail) as ckpt:
@@ -145,36 +141,36 @@ def test_an_error_of_the_function_is_raised_and_the_step_is_not_counted() -> Non
         assert ckpt.current_step == 0
 
 
-def test_the_function_cannot_call_the_checkpointer() -> None:
+def test_the_function_cannot_call_the_checkpointer():
     ckpt: Any = Checkpointer(MemoryStore(), lambda: {"step": ckpt.save().step})
     with ckpt, pytest.raises(LimpetError, match=r"save\(\) was called while resume\(\)"):
         ckpt.resume()
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_an_optimizer_and_a_loader_may_be_created_late(resumes: bool) -> None:
+def test_an_optimizer_and_a_loader_may_be_created_late(resumes):
     """As frameworks do: the Checkpointer exists first, then the model, then the optimizer."""
 
     class Loop:
-        def __init__(self) -> None:
+        def __init__(self):
             self.ckpt = Checkpointer(store, self.state, save=EverySteps(2), overlap=True)
             torch.manual_seed(0)
             self.model = torch.nn.Linear(4, 1)
             self.sampler = limpet.ElasticSampler(12, batch_size=4, seed=0)
             self.progress = limpet.Progress()
 
-        def state(self) -> dict[str, Any]:
+        def state(self):
             names = "model", "optimizer", "sampler", "progress"
             return {name: getattr(self, name) for name in names}
 
-        def run(self, last: int, resumes: bool) -> torch.Tensor:
+        def run(self, last, resumes):
             data = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
             with self.ckpt as ckpt:
                 self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
                 if resumes:
                     ckpt.resume()
                 while True:
-                    for batch in DataLoader(data, batch_sampler=self.sampler):  # type: ignore[arg-type]
+                    for batch in DataLoader(data, batch_sampler=self.sampler):
                         if self.progress.step == last:
                             return self.model.weight.detach().clone()
                         self.optimizer.zero_grad()
@@ -193,10 +189,10 @@ def test_an_optimizer_and_a_loader_may_be_created_late(resumes: bool) -> None:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_steps_that_the_script_has_set_cause_no_save(resumes: bool) -> None:
-    def make() -> dict[str, Any]:
+def test_steps_that_the_script_has_set_cause_no_save(resumes):
+    def make():
         state = {"weights": np.zeros(3), "progress": limpet.Progress()}
-        state["progress"].step = 1000  # type: ignore[union-attr]
+        state["progress"].step = 1000
         return state
 
     store = MemoryStore()
@@ -208,8 +204,8 @@ def test_steps_that_the_script_has_set_cause_no_save(resumes: bool) -> None:
     assert versions(store) == [1100]
 
 
-def test_several_ranks_save_and_resume(tmp_path: Any) -> None:
-    def work(rank: int) -> tuple[bool, int]:
+def test_several_ranks_save_and_resume(tmp_path):
+    def work(rank):
         late = Late()
         ckpt = Checkpointer(tmp_path / "run", late, save=EverySteps(3), preemption=None)
         with ckpt:
@@ -225,7 +221,7 @@ def test_several_ranks_save_and_resume(tmp_path: Any) -> None:
     assert versions(tmp_path / "run") == [3, 6]
 
 
-def test_a_version_that_does_not_fit_the_state_raises_at_the_resume() -> None:
+def test_a_version_that_does_not_fit_the_state_raises_at_the_resume():
     store = MemoryStore()
     with Checkpointer(store, initial_state(), save=AtEnd()) as ckpt:
         ckpt.step()

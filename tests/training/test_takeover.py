@@ -1,15 +1,11 @@
 """A cell of a notebook that creates a Checkpointer is run again."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +34,7 @@ for _ in range(6):
 """
 
 
-def start(store: Any, last_step: int, **options: Any) -> Checkpointer:
+def start(store, last_step, **options):
     """Do what the cell does: create a Checkpointer, resume, and train."""
     state = initial_state()
     ckpt = Checkpointer(store, state, **{"save": EverySteps(4), **options})
@@ -47,9 +43,7 @@ def start(store: Any, last_step: int, **options: Any) -> Checkpointer:
     return ckpt
 
 
-def run_interpreter(
-    folder: Path, source: str, *arguments: str, code: int = 0
-) -> subprocess.CompletedProcess[str]:
+def run_interpreter(folder, source, *arguments, code=0):
     done = subprocess.run(
         [sys.executable, *arguments],
         input=source,
@@ -68,7 +62,7 @@ def run_interpreter(
 
 
 @pytest.mark.slow
-def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path: Path) -> None:
+def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path):
     cell = CELL.replace("SAVE", "limpet.EverySteps(4)")
     done = run_interpreter(tmp_path, cell * 3 + "old = ckpt\nprint(ckpt.current_step)\n", "-i")
     assert done.stdout.split("\n")[:4] == [
@@ -88,7 +82,7 @@ def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_end_of_the_process_shows_no_traceback(tmp_path: Path) -> None:
+def test_the_end_of_the_process_shows_no_traceback(tmp_path):
     """Neither for unsaved steps nor for a save that is in flight, with warnings as errors."""
     source, flags = CELL.replace("SAVE", "limpet.EverySteps(3)"), ("-W", "error", "-c")
     done = run_interpreter(tmp_path, "", *flags, source.replace("range(6)", "range(7)"))
@@ -99,7 +93,7 @@ def test_the_end_of_the_process_shows_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path: Path) -> None:
+def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path):
     source = CELL.replace("SAVE", "limpet.EverySteps(6)")
     fail = (
         "import limpet.run.writer as writer\n"
@@ -114,36 +108,34 @@ def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path: Path)
 # -- the same run --------------------------------------------------------------------------------
 
 
-def as_text(path: Path) -> Any:
+def as_text(path):
     return str(path)
 
 
-def as_relative(path: Path) -> Any:
+def as_relative(path):
     return os.path.relpath(path)
 
 
-def as_link(path: Path) -> Any:
+def as_link(path):
     link = path.with_name("link")
     link.symlink_to(path, target_is_directory=True)
     return link
 
 
-def as_store(path: Path) -> Any:
+def as_store(path):
     return limpet.open_store(str(path))
 
 
-def as_url(path: Path) -> Any:
+def as_url(path):
     return path.as_uri()
 
 
-def with_slash(path: Path) -> Any:
+def with_slash(path):
     return f"{path.parent}//{path.name}/"
 
 
 @pytest.mark.parametrize("spell", [as_text, as_relative, as_link, as_store, as_url, with_slash])
-def test_the_same_run_may_be_spelled_differently(
-    tmp_path: Path, spell: Callable[[Path], Any]
-) -> None:
+def test_the_same_run_may_be_spelled_differently(tmp_path, spell):
     path = tmp_path / "run"
     old = start(path, 6)
     with pytest.warns(UnsavedSteps, match=r"^Steps 5 to 6 are not .* continue from step 4"):
@@ -154,7 +146,7 @@ def test_the_same_run_may_be_spelled_differently(
     new.close()
 
 
-def test_views_of_one_store_in_memory_are_one_run() -> None:
+def test_views_of_one_store_in_memory_are_one_run():
     store = MemoryStore()
     old = start(store.at("a"), 6)
     with start(store.at("b"), 3) as other:  # another run
@@ -168,12 +160,12 @@ def test_views_of_one_store_in_memory_are_one_run() -> None:
 # -- what happens to the earlier one -------------------------------------------------------------
 
 
-def gated_store() -> tuple[MemoryStore, HookedStore, threading.Event]:
+def gated_store():
     """Return a store, its front in which the commit of step 4 waits for an event, and the event."""
     memory, gate = MemoryStore(), threading.Event()
     store = HookedStore(memory)
 
-    def before(method: str, key: str) -> None:
+    def before(method, key):
         if key.endswith("version_4/manifest.json") and method == "put_if_absent":
             gate.wait(30)
 
@@ -181,18 +173,18 @@ def gated_store() -> tuple[MemoryStore, HookedStore, threading.Event]:
     return memory, store, gate
 
 
-def test_the_save_in_flight_completes() -> None:
+def test_the_save_in_flight_completes():
     memory, store, gate = gated_store()
     old = start(store, 5)
     threading.Timer(0.05, gate.set).start()
     with pytest.warns(UnsavedSteps, match="Step 5 is not in any version"):
         new = start(store, 6)
-    assert old.wait().step == 4  # type: ignore[union-attr]
+    assert old.wait().step == 4
     assert [s.step for s in Run(memory).snapshots()] == [4]
     new.close()
 
 
-def test_nothing_that_may_belong_to_no_step_is_saved() -> None:
+def test_nothing_that_may_belong_to_no_step_is_saved():
     """Although the policy has ``AtEnd``: a cell may be interrupted in the middle of a step."""
     store = MemoryStore()
     start(store, 6, save=EverySteps(4) | AtEnd())
@@ -202,18 +194,18 @@ def test_nothing_that_may_belong_to_no_step_is_saved() -> None:
     assert not Run(store).ended()
 
 
-def test_what_an_exception_would_save_is_saved() -> None:
+def test_what_an_exception_would_save_is_saved():
     """In a ``with`` block that is still open, such as that of another thread."""
     store, state = MemoryStore(), initial_state()
     with Checkpointer(store, state, save=EverySteps(4) | OnException()) as old:
         train(state, old, 6)
         state["weights"] += 1  # a half step
         new = Checkpointer(store, initial_state())
-        assert new.resume().step == 6  # type: ignore[union-attr]
+        assert new.resume().step == 6
     new.close()
 
 
-def test_a_training_without_unsaved_steps_ends_silently() -> None:
+def test_a_training_without_unsaved_steps_ends_silently():
     store, seen = MemoryStore(), list[Any]()
     old = start(store, 4)
     with events.attach(lambda name, fields: seen.append((name, fields))):
@@ -226,7 +218,7 @@ def test_a_training_without_unsaved_steps_ends_silently() -> None:
     Checkpointer(never.run.store, initial_state()).close()
 
 
-def test_a_notice_is_shown_each_time() -> None:
+def test_a_notice_is_shown_each_time():
     """By default, Python shows a warning with the same text only once per line."""
     store = MemoryStore()
     with warnings.catch_warnings(record=True) as shown:
@@ -237,10 +229,10 @@ def test_a_notice_is_shown_each_time() -> None:
     kept[-1].close()
 
 
-def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_one() -> None:
+def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_one():
     store = HookedStore(MemoryStore())
 
-    def before(method: str, key: str) -> None:
+    def before(method, key):
         if key.endswith("version_4/manifest.json") and method == "put_if_absent":
             raise NoSpace("The disk is full")
 
@@ -257,7 +249,7 @@ def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_
     old.close()
 
 
-def test_a_discarded_checkpointer_still_completes_its_save() -> None:
+def test_a_discarded_checkpointer_still_completes_its_save():
     memory, store, gate = gated_store()
     start(store, 4)  # nothing refers to it anymore
     gc.collect()
@@ -269,19 +261,19 @@ def test_a_discarded_checkpointer_still_completes_its_save() -> None:
     new.close()
 
 
-def test_an_invalid_new_one_leaves_the_earlier_one_open(tmp_path: Path) -> None:
+def test_an_invalid_new_one_leaves_the_earlier_one_open(tmp_path):
     old = start(tmp_path / "a", 2)
     with pytest.raises(LimpetError, match="Invalid value"):
-        Checkpointer(tmp_path / "a", initial_state(), busy="later")  # type: ignore[arg-type]
+        Checkpointer(tmp_path / "a", initial_state(), busy="later")
     assert old.save().step == 2
     old.close()
 
 
-def test_an_interrupt_in_the_middle_of_a_step_is_taken_over_from() -> None:
+def test_an_interrupt_in_the_middle_of_a_step_is_taken_over_from():
     store, state = HookedStore(MemoryStore()), initial_state()
     old = Checkpointer(store, state, save=EverySteps(2))
 
-    def interrupt(method: str, key: str) -> None:
+    def interrupt(method, key):
         if key == "writer.json":
             raise KeyboardInterrupt
 
@@ -303,12 +295,12 @@ def test_an_interrupt_in_the_middle_of_a_step_is_taken_over_from() -> None:
 # -- other threads, ranks, and processes ---------------------------------------------------------
 
 
-def test_a_training_of_another_thread_is_not_closed() -> None:
+def test_a_training_of_another_thread_is_not_closed():
     """The error names it. Its own thread may close it, and then there is no error."""
     store, state = MemoryStore(), initial_state()
     begun, go_on = threading.Event(), threading.Event()
 
-    def work() -> None:
+    def work():
         with Checkpointer(store, state, save=EverySteps(4)) as ckpt:
             train(state, ckpt, 5)
             begun.set()
@@ -326,12 +318,12 @@ def test_a_training_of_another_thread_is_not_closed() -> None:
     start(store, 9, save=Never()).close()
 
 
-def test_a_call_in_another_thread_is_not_ended() -> None:
+def test_a_call_in_another_thread_is_not_ended():
     memory, gate, reached = MemoryStore(), threading.Event(), threading.Event()
     store, state = HookedStore(memory), initial_state()
     old = Checkpointer(store, state, save=EverySteps(9))
 
-    def before(method: str, key: str) -> None:
+    def before(method, key):
         if threading.current_thread() is thread and method == "put_if_absent":
             reached.set()
             gate.wait(30)
@@ -348,10 +340,10 @@ def test_a_call_in_another_thread_is_not_ended() -> None:
     old.close()
 
 
-def test_a_sink_cannot_replace_the_training_that_called_it() -> None:
+def test_a_sink_cannot_replace_the_training_that_called_it():
     store, found = MemoryStore(), list[LimpetError]()
 
-    def sink(name: str, fields: object) -> None:
+    def sink(name, fields):
         if name == "began":
             with pytest.raises(LimpetError, match=r"call of resume\(\) in this thread") as e:
                 Checkpointer(store, initial_state())
@@ -364,10 +356,10 @@ def test_a_sink_cannot_replace_the_training_that_called_it() -> None:
     old.close()
 
 
-def test_each_rank_of_a_job_takes_over_from_itself_only(tmp_path: Path) -> None:
+def test_each_rank_of_a_job_takes_over_from_itself_only(tmp_path):
     """The ranks of one job may share a process."""
 
-    def work(rank: int) -> list[int]:
+    def work(rank):
         steps = []
         for last_step in (4, 5, 7):  # the cell runs three times
             ckpt = start(tmp_path / "run", last_step, save=EverySteps(2))
@@ -386,7 +378,7 @@ def test_each_rank_of_a_job_takes_over_from_itself_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_process_does_not_close_the_training_of_its_parent(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_close_the_training_of_its_parent(tmp_path):
     source = CELL.replace("SAVE", "limpet.EverySteps(4)") + (
         "import os\n"
         "if os.fork() == 0:\n"

@@ -1,14 +1,11 @@
 """What a user sees on a terminal, without a sink."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +33,7 @@ def train(run, steps, failing_step=None, **options):
 """
 
 
-def run_on_terminal(
-    program: str, folder: Path, *launcher: str, **variables: str
-) -> tuple[int, list[str]]:
+def run_on_terminal(program, folder, *launcher, **variables):
     """Run a program with a pseudo terminal as stderr. Return its exit code and the lines."""
     (folder / "train.py").write_text(TRAINING + program)
     master, slave = pty.openpty()
@@ -61,11 +56,11 @@ def run_on_terminal(
     return process.wait(60), output.decode().splitlines()
 
 
-def without_figures(line: str) -> str:
+def without_figures(line):
     return re.sub(r", compared in .*", "", re.sub(r"(saved step) +(\d+).*", r"\1 \2", line))
 
 
-def test_a_training_shows_one_line_for_each_event(tmp_path: Path) -> None:
+def test_a_training_shows_one_line_for_each_event(tmp_path):
     code, lines = run_on_terminal("train('a', 5)\ntrain('a', 8)\ntrain('b', 1)", tmp_path)
     assert code == 0
     assert [without_figures(line) for line in lines] == [
@@ -81,7 +76,7 @@ def test_a_training_shows_one_line_for_each_event(tmp_path: Path) -> None:
     ]
 
 
-def test_the_lines_draw_no_random_numbers(tmp_path: Path) -> None:
+def test_the_lines_draw_no_random_numbers(tmp_path):
     """rich draws one when it is imported."""
     program = (
         "import random\n"
@@ -95,14 +90,14 @@ def test_the_lines_draw_no_random_numbers(tmp_path: Path) -> None:
     assert run_on_terminal(program, tmp_path)[0] == 0
 
 
-def test_without_a_terminal_rich_is_not_imported(tmp_path: Path) -> None:
+def test_without_a_terminal_rich_is_not_imported(tmp_path):
     code = TRAINING + "train('a', 3)\nprint('rich' in sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == (b"False", b"")
 
 
-def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
+def test_a_training_that_fails_says_so(tmp_path):
     code, lines = run_on_terminal("train('a', 5, failing_step=3)", tmp_path)
     assert code == 1
     assert "ended after step 3: the newest version is of step 2. The cause is ValueError: boom" in (
@@ -110,7 +105,7 @@ def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_a_notice_and_the_exit_are_one_line_each(tmp_path: Path) -> None:
+def test_a_notice_and_the_exit_are_one_line_each(tmp_path):
     program = (
         "with limpet.Checkpointer('a', {'x': 1}) as ckpt:\n"
         "    ckpt.resume()\n"
@@ -137,16 +132,14 @@ def test_a_notice_and_the_exit_are_one_line_each(tmp_path: Path) -> None:
         ("limpet.attach(lambda name, fields: None)\ntrain('a', 5)", {}),
     ],
 )
-def test_the_lines_can_be_turned_off(
-    program: str, variables: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_lines_can_be_turned_off(program, variables, tmp_path):
     assert run_on_terminal(program, tmp_path, **variables) == (0, [])
 
 
 # -- the sink ----------------------------------------------------------------------------------
 
 
-def replace_stderr(monkeypatch: pytest.MonkeyPatch) -> RecordingStream:
+def replace_stderr(monkeypatch):
     """Make stderr a terminal. Call it in the test: pytest replaces stderr after the fixtures."""
     stream = RecordingStream(is_terminal=True)
     monkeypatch.setattr(sys, "stderr", stream)
@@ -155,11 +148,11 @@ def replace_stderr(monkeypatch: pytest.MonkeyPatch) -> RecordingStream:
     return stream
 
 
-def first_words(stream: RecordingStream) -> list[str]:
+def first_words(stream):
     return [" ".join(line.split()[:3]) for line in stream.writes]
 
 
-def test_saves_of_a_run_are_shown_at_most_once_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_of_a_run_are_shown_at_most_once_per_minute(monkeypatch):
     stream = replace_stderr(monkeypatch)
     now = [0.0]
     terminal = DefaultTerminal(clock=lambda: now[0])
@@ -179,9 +172,7 @@ def test_saves_of_a_run_are_shown_at_most_once_per_minute(monkeypatch: pytest.Mo
     ]  # fmt: skip
 
 
-def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(monkeypatch):
     monkeypatch.setattr(events, "_defaults", {})  # trainings that other tests have left
     stream = replace_stderr(monkeypatch)
     terminal = DefaultTerminal()
@@ -197,9 +188,7 @@ def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(
     assert first_words(stream) == ["started a new", "could not check"]
 
 
-def test_a_discarded_checkpointer_shows_no_more_lines(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_discarded_checkpointer_shows_no_more_lines(monkeypatch, tmp_path):
     monkeypatch.setattr(events, "_defaults", {})  # trainings that other tests have left
     terminal = DefaultTerminal()
     monkeypatch.setattr("limpet.training.lifecycle.default_terminal", terminal)
@@ -210,7 +199,7 @@ def test_a_discarded_checkpointer_shows_no_more_lines(
     assert not events._defaults
 
 
-def test_a_closed_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stderr_is_no_terminal(monkeypatch):
     stream = replace_stderr(monkeypatch)
     terminal = DefaultTerminal()
     close = terminal.open("runs/a")
@@ -223,8 +212,8 @@ def test_a_closed_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("value", ["", "yes", "2"])
-def test_an_invalid_setting_is_an_error(value: str) -> None:
+def test_an_invalid_setting_is_an_error(value):
     with pytest.raises(LimpetError, match="LIMPET_QUIET"):
         read_settings({"LIMPET_QUIET": value})
     with pytest.raises(LimpetError, match="quiet"):
-        limpet.Checkpointer("memory://a/run", {"x": 1}, quiet=1)  # type: ignore[arg-type]
+        limpet.Checkpointer("memory://a/run", {"x": 1}, quiet=1)

@@ -1,10 +1,7 @@
 """Evaluation inside the training: exact or marked as inexact, once, and without a trace in the
 training."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +17,7 @@ import limpet
 from limpet.errors import LimpetError, Preempted, Unavailable
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.notices.notice import Notice
-from limpet.run.policy import (
-    AtEnd,
-    EverySeconds,
-    EverySteps,
-    KeepBest,
-    KeepLast,
-    Never,
-    StopWhen,
-)
+from limpet.run.policy import AtEnd, EverySeconds, EverySteps, KeepBest, KeepLast, Never, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -40,7 +29,7 @@ DATA = torch.utils.data.Subset(data(), range(100))
 PER_BATCH = 5  # 20 batches
 
 
-def mean_weight(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+def mean_weight(model, batch):
     """The sum of a parameter, once per record, so that the result shows which were used."""
     value = float(next(model.parameters()).sum())
     return {"weight": (value * len(batch[0]), len(batch[0]))}
@@ -49,7 +38,7 @@ def mean_weight(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
 class Training:
     """A training whose steps add 1 to each parameter, so that the step can be seen in it."""
 
-    def __init__(self, store: Any, **options: Any) -> None:
+    def __init__(self, store, **options):
         self.store = store
         self.model = make_model()
         self.state = {
@@ -57,15 +46,15 @@ class Training:
         }  # fmt: skip
         options = {"save": Never(), **options}
         self.ckpt = limpet.Checkpointer(store, self.state, **options)
-        self.evaluation: TrainingEvaluation = None  # type: ignore[assignment]
+        self.evaluation: TrainingEvaluation = None
 
-    def evaluating(self, function: Any = mean_weight, **options: Any) -> TrainingEvaluation:
+    def evaluating(self, function=mean_weight, **options):
         options = {"data": DATA, "batch_size": PER_BATCH, "every": EverySteps(10), **options}
         options.setdefault("name", "val")
         self.evaluation = TrainingEvaluation(self.ckpt, self.model, function, **options)
         return self.evaluation
 
-    def step(self, *, mini_batches: int = 1) -> None:
+    def step(self, *, mini_batches=1):
         for _ in range(mini_batches):
             self.evaluation.step()
         with torch.no_grad():
@@ -74,20 +63,20 @@ class Training:
         self.ckpt.step()
         self.ckpt.wait()
 
-    def weight(self, step: float) -> float:
+    def weight(self, step):
         """What ``mean_weight`` returns for the parameters after a step."""
         return step * next(self.model.parameters()).numel()
 
 
 @contextmanager
-def training(store: Any = None, **options: Any) -> Iterator[Training]:
+def training(store=None, **options):
     job = Training(MemoryStore() if store is None else store, **options)
     with job.ckpt:
         job.ckpt.resume()
         yield job
 
 
-def inexact(store: Any) -> list[tuple[str, int, int, dict[str, float]]]:
+def inexact(store):
     """The inexact records of a run: version, first and last step, and metrics."""
     run = Run(store)
     found = []
@@ -98,7 +87,7 @@ def inexact(store: Any) -> list[tuple[str, int, int, dict[str, float]]]:
     return found
 
 
-def exact(store: Any) -> list[tuple[str, dict[str, float]]]:
+def exact(store):
     """The exact records of a run: version and metrics."""
     run = Run(store)
     return [
@@ -111,11 +100,11 @@ def exact(store: Any) -> list[tuple[str, dict[str, float]]]:
 
 
 @contextmanager
-def ends() -> Iterator[list[dict[str, Any]]]:
+def ends():
     """Record the fields of the event that reports how an evaluation ended."""
     found: list[dict[str, Any]] = []
 
-    def add(name: str, fields: dict[str, Any]) -> None:
+    def add(name, fields):
         if name == "training_evaluated":
             found.append(fields)
 
@@ -126,7 +115,7 @@ def ends() -> Iterator[list[dict[str, Any]]]:
 # -- with updates paused ---------------------------------------------------------------------------
 
 
-def test_paused_metrics_are_exactly_those_of_the_version_of_the_step() -> None:
+def test_paused_metrics_are_exactly_those_of_the_version_of_the_step():
     with training() as job, job.evaluating(evaluate, data=data(), batch_size=30) as evaluation:
         for _ in range(11):
             job.step()
@@ -139,7 +128,7 @@ def test_paused_metrics_are_exactly_those_of_the_version_of_the_step() -> None:
         assert (evaluation.newest.version, evaluation.newest.is_exact) == ("version_10", True)
 
 
-def test_every_epoch_evaluates_at_the_first_batch_after_end_epoch_and_at_the_end() -> None:
+def test_every_epoch_evaluates_at_the_first_batch_after_end_epoch_and_at_the_end():
     with training() as job, job.evaluating(every=limpet.EveryEpoch()):
         for _ in range(3):
             for _ in range(4):
@@ -151,11 +140,11 @@ def test_every_epoch_evaluates_at_the_first_batch_after_end_epoch_and_at_the_end
 
 @settings(derandomize=True, max_examples=30)
 @given(records=st.integers(1, 40), batch_size=st.none() | st.integers(1, 45))
-def test_metrics_of_batches_equal_those_of_the_whole(records: int, batch_size: int | None) -> None:
+def test_metrics_of_batches_equal_those_of_the_whole(records, batch_size):
     """B 46 and B 51, whatever the sizes of the batches."""
     values = torch.arange(records, dtype=torch.float64) / 7
 
-    def mean(model: Any, batch: Any) -> dict[str, Any]:
+    def mean(model, batch):
         return {"mean": (batch[0].sum(), batch[0].numel())}
 
     with (
@@ -169,17 +158,17 @@ def test_metrics_of_batches_equal_those_of_the_whole(records: int, batch_size: i
     assert evaluation.newest.metrics["mean"] == pytest.approx(float(values.mean()), rel=1e-12)
 
 
-def test_a_version_that_is_saved_already_gets_the_record() -> None:
+def test_a_version_that_is_saved_already_gets_the_record():
     with training(save=EverySteps(10)) as job, job.evaluating():
         for _ in range(11):
             job.step()
     assert exact(job.store) == [("version_10", {"weight": job.weight(10)})]
 
 
-def test_keep_best_stop_when_and_best_see_exact_scores() -> None:
+def test_keep_best_stop_when_and_best_see_exact_scores():
     scores = iter([3.0, 1.0, 2.0, 4.0, 5.0])
 
-    def loss(model: Any, batch: Any) -> dict[str, Any]:
+    def loss(model, batch):
         return {"loss": (next(scores) * 100, 100)}
 
     keep, stop = KeepBest(1, "loss", mode="min"), StopWhen("loss", patience=2)
@@ -196,8 +185,8 @@ def test_keep_best_stop_when_and_best_see_exact_scores() -> None:
         assert best.step == 4
 
 
-def test_random_numbers_and_modes_of_the_training_do_not_change() -> None:
-    def draw(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+def test_random_numbers_and_modes_of_the_training_do_not_change():
+    def draw(model, batch):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
         return {"x": (torch.rand(()), 1)}
@@ -205,7 +194,7 @@ def test_random_numbers_and_modes_of_the_training_do_not_change() -> None:
     with training() as job, job.evaluating(draw, every=EverySteps(1)) as evaluation:
         job.step()
         job.model.train()
-        job.model[1].eval()  # type: ignore[index]
+        job.model[1].eval()
         modes = [module.training for module in job.model.modules()]
         torch.manual_seed(1)
         evaluation.step()
@@ -220,10 +209,10 @@ def test_random_numbers_and_modes_of_the_training_do_not_change() -> None:
 # -- on the current parameters ---------------------------------------------------------------------
 
 
-def test_current_parameters_are_evaluated_one_batch_before_each_mini_batch() -> None:
+def test_current_parameters_are_evaluated_one_batch_before_each_mini_batch():
     steps = []
 
-    def record(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    def record(model, batch):
         steps.append(job.ckpt.current_step)
         return mean_weight(model, batch)
 
@@ -240,7 +229,7 @@ def test_current_parameters_are_evaluated_one_batch_before_each_mini_batch() -> 
         assert not evaluation.newest.is_exact
 
 
-def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops() -> None:
+def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops():
     stop = StopWhen("weight", patience=1)
     with training(save=EverySteps(5), stop=stop) as job, job.evaluating(on="current"):
         for _ in range(100):
@@ -254,7 +243,7 @@ def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops() -> No
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_metric_of_inexact_evaluations_is_not_missing() -> None:
+def test_a_metric_of_inexact_evaluations_is_not_missing():
     keep = KeepLast(1) | KeepBest(1, "weight")
     with training(save=EverySteps(5), keep=keep) as job, job.evaluating(on="current"):
         for _ in range(20):
@@ -262,7 +251,7 @@ def test_a_metric_of_inexact_evaluations_is_not_missing() -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_state_is_kept_on_request_and_if_there_is_no_version(keep: bool) -> None:
+def test_the_state_is_kept_on_request_and_if_there_is_no_version(keep):
     with training() as job, job.evaluating(on="current", keep=keep, batch_size=20):
         for _ in range(30):
             job.step()
@@ -281,11 +270,11 @@ def test_the_state_is_kept_on_request_and_if_there_is_no_version(keep: bool) -> 
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
-def test_a_step_is_evaluated_once_with_any_number_of_mini_batches(on: Any) -> None:
+def test_a_step_is_evaluated_once_with_any_number_of_mini_batches(on):
     """B 50: version 10 starts, and 10 again is ignored."""
     calls: list[int] = []
 
-    def count(model: Any, batch: Any) -> dict[str, Any]:
+    def count(model, batch):
         calls.append(job.ckpt.current_step)
         return {"n": (1, 1)}
 
@@ -295,7 +284,7 @@ def test_a_step_is_evaluated_once_with_any_number_of_mini_batches(on: Any) -> No
     assert calls == [10, 10, 20, 20]
 
 
-def test_what_is_due_while_an_evaluation_runs_follows_and_becomes_one() -> None:
+def test_what_is_due_while_an_evaluation_runs_follows_and_becomes_one():
     """B 50 and C8: 20 and 30 wait for the evaluation of 10, and stale ones coalesce."""
     with training(save=EverySteps(1)) as job, job.evaluating(on="current"):
         for _ in range(60):
@@ -304,7 +293,7 @@ def test_what_is_due_while_an_evaluation_runs_follows_and_becomes_one() -> None:
     assert steps == [(10, 29), (30, 49), (50, 60), (60, 60)], "20 batches each"
 
 
-def test_seconds_start_an_evaluation() -> None:
+def test_seconds_start_an_evaluation():
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     with (
@@ -318,11 +307,11 @@ def test_seconds_start_an_evaluation() -> None:
     assert [version for version, _ in exact(job.store)] == ["version_3", "version_6"]
 
 
-def test_a_loader_that_reads_ahead_does_not_evaluate() -> None:
+def test_a_loader_that_reads_ahead_does_not_evaluate():
     """The cause that seeds/003 names: only the step asks for evaluation tasks."""
     calls = []
 
-    def count(model: Any, batch: Any) -> dict[str, Any]:
+    def count(model, batch):
         calls.append(job.ckpt.current_step)
         return {"n": (1, 1)}
 
@@ -338,7 +327,7 @@ def test_a_loader_that_reads_ahead_does_not_evaluate() -> None:
 # -- interruptions ---------------------------------------------------------------------------------
 
 
-def test_a_pending_evaluation_is_completed_when_the_training_ends() -> None:
+def test_a_pending_evaluation_is_completed_when_the_training_ends():
     with training() as job, job.evaluating(on="current"):
         for _ in range(15):
             job.step()
@@ -347,7 +336,7 @@ def test_a_pending_evaluation_is_completed_when_the_training_ends() -> None:
     assert (version, first, last) == ("version_15", 10, 15)
 
 
-def test_a_loop_that_never_calls_step_is_reported_and_one_without_steps_is_not() -> None:
+def test_a_loop_that_never_calls_step_is_reported_and_one_without_steps_is_not():
     seen = list[str]()
     with limpet.attach(lambda name, fields: seen.append(name)), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -361,7 +350,7 @@ def test_a_loop_that_never_calls_step_is_reported_and_one_without_steps_is_not()
     assert [record[0] for record in exact(job.store)] == ["version_4"], "the end is evaluated"
 
 
-def test_a_result_that_is_no_metric_is_named_once_with_its_records() -> None:
+def test_a_result_that_is_no_metric_is_named_once_with_its_records():
     with training() as job, job.evaluating(lambda model, batch: 0.5, on="paused"):
         with pytest.raises(LimpetError) as e:
             for _ in range(30):
@@ -372,8 +361,8 @@ def test_a_result_that_is_no_metric_is_named_once_with_its_records() -> None:
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
-def test_an_error_records_nothing_and_names_the_records_and_the_step(on: Any) -> None:
-    def fail(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+def test_an_error_records_nothing_and_names_the_records_and_the_step(on):
+    def fail(model, batch):
         if batch[0][0].equal(DATA[40][0]):
             raise ZeroDivisionError("one bad batch")
         return mean_weight(model, batch)
@@ -396,7 +385,7 @@ def test_an_error_records_nothing_and_names_the_records_and_the_step(on: Any) ->
     "function",
     [lambda m, b: None, lambda m, b: {}, lambda m, b: {"x": "y"}, lambda m, b: {"x": (0.0, 0)}],
 )
-def test_a_function_that_returns_no_metrics_is_an_error(function: Callable[..., Any]) -> None:
+def test_a_function_that_returns_no_metrics_is_an_error(function):
     with training() as job, job.evaluating(function, every=EverySteps(1)):
         job.step()
         with pytest.raises(LimpetError, match="evaluation val at step 1 failed"):
@@ -406,10 +395,10 @@ def test_a_function_that_returns_no_metrics_is_an_error(function: Callable[..., 
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
-def test_a_notice_leaves_nothing_half_recorded_and_the_resume_evaluates_again(on: Any) -> None:
+def test_a_notice_leaves_nothing_half_recorded_and_the_resume_evaluates_again(on):
     store, calls = MemoryStore(), list[int]()
 
-    def interrupted(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    def interrupted(model, batch):
         calls.append(job.ckpt.current_step)
         if len(calls) == 2:
             job.ckpt._preemption.on_notice(Notice("test"))
@@ -438,7 +427,7 @@ def test_a_notice_leaves_nothing_half_recorded_and_the_resume_evaluates_again(on
 
 @pytest.mark.parametrize("on", ["current", "paused"])
 @pytest.mark.parametrize("last_step", [10, 11, 14, 16, 19])
-def test_a_resume_does_not_repeat_a_finished_evaluation(on: Any, last_step: int) -> None:
+def test_a_resume_does_not_repeat_a_finished_evaluation(on, last_step):
     store = MemoryStore()
     finished = last_step >= 14 or (on == "paused" and last_step >= 10)
     with (
@@ -461,7 +450,7 @@ def test_a_resume_does_not_repeat_a_finished_evaluation(on: Any, last_step: int)
         assert again.newest.first_step == 20
 
 
-def test_two_evaluations_with_two_names_are_independent() -> None:
+def test_two_evaluations_with_two_names_are_independent():
     store = MemoryStore()
     with training(store) as job:
         first = job.evaluating(name="first", every=EverySteps(4))
@@ -484,9 +473,7 @@ def test_two_evaluations_with_two_names_are_independent() -> None:
     st.lists(st.sampled_from([1, 3, 8, 14, "save", "crash", "end"]), max_size=8),
     st.sampled_from(["paused", "current"]),
 )
-def test_whatever_ends_the_training_each_evaluation_is_recorded_once(
-    actions: list[Any], on: Any
-) -> None:
+def test_whatever_ends_the_training_each_evaluation_is_recorded_once(actions, on):
     store, step = MemoryStore(), 0
     parts = list[list[Any]]([[]])
     for action in [*actions, "end"]:
@@ -523,10 +510,10 @@ def test_whatever_ends_the_training_each_evaluation_is_recorded_once(
         assert sorted(n // 10 for n in evaluated) == due, "and none is repeated"
 
 
-def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation() -> None:
+def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation():
     store = HookedStore(MemoryStore())
 
-    def fail(method: str, key: str) -> None:
+    def fail(method, key):
         if "eval-val" in key and method == "put_if_absent":
             raise Unavailable("no answer")
 
@@ -544,7 +531,7 @@ def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation() -> 
 
 @pytest.mark.parametrize("on", ["paused", "current"])
 @pytest.mark.parametrize("every", [AtEnd(), EverySteps(10)])
-def test_a_crash_after_the_last_step_does_not_lose_the_last_evaluation(on: Any, every: Any) -> None:
+def test_a_crash_after_the_last_step_does_not_lose_the_last_evaluation(on, every):
     """The resumed training makes no step."""
     store, error = MemoryStore(), pytest.raises(ZeroDivisionError)
     with error, training(store, save=EverySteps(10)) as job, job.evaluating(on=on, every=every):
@@ -561,12 +548,8 @@ def test_a_crash_after_the_last_step_does_not_lose_the_last_evaluation(on: Any, 
         assert inexact(store) == [("version_10", 10, 10, metrics)]
 
 
-def test_going_back_abandons_the_evaluation_in_progress() -> None:
-    with (
-        ends() as ended,
-        training(save=EverySteps(5)) as job,
-        job.evaluating(on="current"),
-    ):
+def test_going_back_abandons_the_evaluation_in_progress():
+    with ends() as ended, training(save=EverySteps(5)) as job, job.evaluating(on="current"):
         for _ in range(15):
             job.step()
         job.ckpt.resume(at=5)
@@ -590,12 +573,12 @@ def test_going_back_abandons_the_evaluation_in_progress() -> None:
         ("function", "evaluate", "evaluate="),
     ],
 )  # fmt: skip
-def test_an_invalid_argument_is_an_error(option: str, value: Any, match: str) -> None:
+def test_an_invalid_argument_is_an_error(option, value, match):
     with training() as job, pytest.raises(LimpetError, match=match):
         job.evaluating(**{option: value})
 
 
-def test_it_must_be_entered_and_the_checkpointer_open() -> None:
+def test_it_must_be_entered_and_the_checkpointer_open():
     with training() as job:
         job.evaluating()
         with pytest.raises(LimpetError, match="outside of its `with` block"):

@@ -1,10 +1,7 @@
 """Correct programs that come close to the condition of each warning, with warnings as errors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,15 +21,15 @@ Program = Callable[[], object]
 PROGRAMS: dict[type[Warning], list[Program]] = {}
 
 
-def close_to(category: type[Warning]) -> Callable[[Program], Program]:
-    def register(program: Program) -> Program:
+def close_to(category):
+    def register(program):
         PROGRAMS.setdefault(category, []).append(program)
         return program
 
     return register
 
 
-def run_steps(store: Any, last: int, save: Any, **options: Any) -> limpet.Checkpointer:
+def run_steps(store, last, save, **options):
     state = initial_state()
     with limpet.Checkpointer(store, state, save=save, **options) as ckpt:
         ckpt.resume()
@@ -44,7 +41,7 @@ def run_steps(store: Any, last: int, save: Any, **options: Any) -> limpet.Checkp
 
 
 @close_to(errors.SkippedVersion)
-def an_unfinished_save_is_newer() -> None:
+def an_unfinished_save_is_newer():
     store = trained_run()
     for name in [key.key for key in store.list("version_60") if "manifest" in key.key]:
         store.delete(name)
@@ -52,7 +49,7 @@ def an_unfinished_save_is_newer() -> None:
 
 
 @close_to(errors.SkippedVersion)
-def a_person_goes_back() -> None:
+def a_person_goes_back():
     with limpet.Checkpointer(trained_run(), initial_state(), save=Never()) as ckpt:
         assert ckpt.resume(at=20)
 
@@ -61,14 +58,14 @@ def a_person_goes_back() -> None:
 
 
 @close_to(errors.SaveFailed)
-def due_saves_are_skipped_while_one_is_in_flight() -> None:
+def due_saves_are_skipped_while_one_is_in_flight():
     gate, store = threading.Event(), HookedStore(MemoryStore())
     store.before = lambda method, key: gate.wait(0.05) and None
     run_steps(store, 9, EverySteps(1) | AtEnd(), busy="skip", on_error="warn")
 
 
 @close_to(errors.SaveFailed)
-def the_last_save_after_an_exception_succeeds() -> None:
+def the_last_save_after_an_exception_succeeds():
     state = initial_state()
     with (
         pytest.raises(ZeroDivisionError),
@@ -82,22 +79,22 @@ def the_last_save_after_an_exception_succeeds() -> None:
 
 
 @close_to(errors.UnsavedSteps)
-def the_last_step_is_due_by_the_policy() -> None:
+def the_last_step_is_due_by_the_policy():
     run_steps(MemoryStore(), 6, EverySteps(3))
 
 
 @close_to(errors.UnsavedSteps)
-def the_last_step_is_saved_at_the_end() -> None:
+def the_last_step_is_saved_at_the_end():
     run_steps(MemoryStore(), 7, EverySteps(3) | AtEnd()).close()
 
 
 @close_to(errors.UnsavedSteps)
-def nothing_is_to_be_saved() -> None:
+def nothing_is_to_be_saved():
     run_steps(MemoryStore(), 7, Never())
 
 
 @close_to(errors.UnsavedSteps)
-def a_finished_training_starts_again() -> None:
+def a_finished_training_starts_again():
     store = MemoryStore()
     for _ in range(2):
         with limpet.Checkpointer(store, initial_state(), save=EveryEpoch()) as ckpt:
@@ -106,7 +103,7 @@ def a_finished_training_starts_again() -> None:
 
 
 @close_to(errors.UnsavedSteps)
-def an_idle_checkpointer_is_replaced() -> None:
+def an_idle_checkpointer_is_replaced():
     store, state = MemoryStore(), initial_state()
     first = limpet.Checkpointer(store, state, save=EverySteps(2))
     train(state, first, 2)
@@ -116,7 +113,7 @@ def an_idle_checkpointer_is_replaced() -> None:
 # -- InexactResume -------------------------------------------------------------------------------
 
 
-def train_network(dropout: float = 0.0, is_training: bool = True, **members: Any) -> None:
+def train_network(dropout=0.0, is_training=True, **members):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(dropout))
     model.train(is_training)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,28 +128,28 @@ def train_network(dropout: float = 0.0, is_training: bool = True, **members: Any
 
 
 @close_to(errors.InexactResume)
-def modules_that_could_draw_random_numbers_do_not() -> None:
+def modules_that_could_draw_random_numbers_do_not():
     train_network(dropout=0.0)
     train_network(dropout=0.5, is_training=False)
 
 
 @close_to(errors.InexactResume)
-def random_numbers_are_saved() -> None:
+def random_numbers_are_saved():
     train_network(dropout=0.5, rng=limpet.RNG())
 
 
 @close_to(errors.InexactResume)
-def a_buffer_that_is_not_saved_does_not_change() -> None:
+def a_buffer_that_is_not_saved_does_not_change():
     table = torch.nn.Module()
     table.register_buffer("positions", torch.arange(9), persistent=False)
     train_network(table=table)
 
 
 @close_to(errors.InexactResume)
-def values_per_rank_have_their_ranks_and_generators_may_have_others() -> None:
+def values_per_rank_have_their_ranks_and_generators_may_have_others():
     store = MemoryStore()
 
-    def make_state(rank: int) -> dict[str, Any]:
+    def make_state(rank):
         return {"seen": limpet.PerRank(np.full(3, rank)), "rng": limpet.RNG()}
 
     with FakeGroup(2) as group:
@@ -167,8 +164,8 @@ def values_per_rank_have_their_ranks_and_generators_may_have_others() -> None:
 
 
 @close_to(errors.SinkFailed)
-def a_sink_catches_its_own_errors_and_another_is_detached_by_its_owner() -> None:
-    def catches(name: str, fields: dict[str, Any]) -> None:
+def a_sink_catches_its_own_errors_and_another_is_detached_by_its_owner():
+    def catches(name, fields):
         try:
             raise ConnectionError(name)
         except ConnectionError:
@@ -183,11 +180,11 @@ def a_sink_catches_its_own_errors_and_another_is_detached_by_its_owner() -> None
     [(category, program) for category, found in PROGRAMS.items() for program in found],
     ids=lambda value: value.__name__,
 )
-def test_a_correct_program_causes_no_warning(category: type[Warning], program: Program) -> None:
+def test_a_correct_program_causes_no_warning(category, program):
     program()
 
 
-def test_each_warning_has_a_program() -> None:
+def test_each_warning_has_a_program():
     found = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, UserWarning)}
     assert found == PROGRAMS.keys()
     assert len(found) <= 6
