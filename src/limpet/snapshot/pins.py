@@ -103,10 +103,12 @@ def announce_deletion(location: Location, version: Version | None) -> Iterator[N
         ended = _ended_notices.setdefault(location.store.url, set())
         earlier = [*ended]
         ended.add(key)
-        with _reporting_left_pin(location, key):
+        try:
             for notice in (key, *earlier):
                 location.store.delete(notice)
                 ended.discard(notice)
+        except StoreError as e:
+            events.emit("pin_left", key=key, store=location.store.url, error=str(e))
 
 
 def require_no_deletion(location: Location, version: Version) -> None:
@@ -181,8 +183,10 @@ def remove_pin(location: Location, key: str) -> None:
     An error of the store does not fail the save, because the commit does not depend on the pin. A
     pin that remains is invalid when this process ends, and ``sweep`` removes it.
     """
-    with _reporting_left_pin(location, key):
+    try:
         location.store.delete(key)
+    except StoreError as e:
+        events.emit("pin_left", key=key, store=location.store.url, error=str(e))
 
 
 def remove_pins(location: Location, keys: Sequence[str]) -> None:
@@ -191,14 +195,6 @@ def remove_pins(location: Location, keys: Sequence[str]) -> None:
         location = location.for_cleanup()
     for key in keys:
         remove_pin(location, key)
-
-
-@contextmanager
-def _reporting_left_pin(location: Location, key: str) -> Iterator[None]:
-    try:
-        yield
-    except StoreError as e:
-        events.emit("pin_left", key=key, store=location.store.url, error=str(e))
 
 
 def list_process_pins(store: Store) -> list[str]:

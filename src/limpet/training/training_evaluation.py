@@ -37,6 +37,13 @@ from limpet.training.saver import version_of
 _check = partial(check_argument, "TrainingEvaluation")
 
 
+_FIELD = "evaluated"
+"""The field of the training metadata of a version: by name, the numbers of steps and of epochs at
+which the last completed evaluation began."""
+
+Steps = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The result of an evaluation inside the training.
@@ -153,7 +160,8 @@ class TrainingEvaluation:
         is_new = step != self._seen_step
         self._agreed |= self._agreement.step()
         self._seen_step = step
-        if self._share is None and is_new and self._is_due(cadence):
+        is_free, agreed = self._share is None and is_new, self._agreed
+        if is_free and cadence.save_reason(False, agreed, self._agreement, False) is not None:
             self._begin(step)
         if self._share is not None:
             self._advance(self._share, step, may_end=is_new)
@@ -176,13 +184,10 @@ class TrainingEvaluation:
         else:
             self._abandon("the training has resumed from an earlier version")
         arguments = f"{self._spec.records} records in batches of {self._spec.batch_size}"
-        self._began = read_last(ckpt, self.name, f"{arguments}, {self._every}, {self._is_paused}")
+        self._began = self._read_last(f"{arguments}, {self._every}, {self._is_paused}")
         self._cadence.restart(self._began)
         self._agreed, self._seen_step = frozenset(), self._began[0]
         return self._cadence
-
-    def _is_due(self, cadence: Cadence) -> bool:
-        return cadence.save_reason(False, self._agreed, self._agreement, False) is not None
 
     def _begin(self, step: int) -> None:
         if self._cadence is not None:
@@ -236,13 +241,18 @@ class TrainingEvaluation:
         if merged.metrics is None:
             self._report("ABANDONED", steps, cause="the process will be stopped")
             return
-        found = self._ckpt, self.name, merged.metrics
         if self._is_paused:
-            version = record_exact(*found, self._began)
+            version = self._record_exact(merged.metrics)
         else:
-            version = record_inexact(*found, steps, self._began, self._keep)
+            version = self._record_inexact(merged.metrics, steps)
         self._ckpt._saver.evaluated_metrics.update(merged.metrics)
-        self.newest = Score(version, self._is_paused, *steps, merged.metrics)
+        self.newest = Score(
+            version=version,
+            is_exact=self._is_paused,
+            first_step=share.first_step,
+            last_step=share.last_step,
+            metrics=merged.metrics,
+        )
         self._report("DONE" if self._is_paused else "INEXACT", steps, merged.metrics)
 
     def _report(
@@ -313,104 +323,89 @@ class TrainingEvaluation:
             self._share = None
             self._report("ABANDONED", (share.first_step, share.last_step), cause=cause)
 
+    # -- what is recorded ----------------------------------------------------------------------
 
-# -- what is recorded ----------------------------------------------------------------------------
+    def _read_last(self, arguments: str) -> Steps:
+        """Return the numbers of steps and of epochs at which the last completed evaluation began.
 
+        All ranks call this. Raises ``LimpetError`` if their ``arguments`` differ.
+        """
 
-_FIELD = "evaluated"
-"""The field of the training metadata of a version: by name, the numbers of steps and of epochs at
-which the last completed evaluation began."""
+        def combine(found: list[str]) -> list[int]:
+            if len({*found}) > 1:
+                raise LimpetError(
+                    f"The ranks have different arguments for the evaluation {self.name}",
+                    expected=found[0],
+                    found=next(f for f in found if f != found[0]),
+                    todo="Give all ranks the same data, batch_size, every, and on",
+                )
+            return list(self._find_last())
 
-Steps = tuple[int, int]
+        operation = f"the begin of the evaluation {self.name}"
+        steps, epochs = all_reduce(self._group, operation, lambda: arguments, str, combine, list)
+        self._complete((steps, epochs))
+        return steps, epochs
 
+    def _find_last(self) -> Steps:
+        ckpt, newest = self._ckpt, self._ckpt._saver.writer.newest
+        if newest is None:
+            return 0, 0
+        version, stored = version_of(newest), read_training_metadata(newest).get(_FIELD)
+        last = stored.get(self.name) if isinstance(stored, dict) else None
+        if not isinstance(last, list) or len(last) != 2 or not all(type(n) is int for n in last):
+            last = [0, 0]
+        # records about this version may be newer than it: the training ended before the next one
+        evaluations = ckpt.run.catalog.evaluations.read(version, newest.digest)
+        recorded = [version.step for r in evaluations.of(Evaluation) if r.name == self.name]
+        inexact = evaluations.of(InexactEvaluation)
+        recorded += [r.first_step for r in inexact if r.name == self.name]
+        begun = max((step for step in recorded if step <= version.step), default=0)
+        return (begun, ckpt._step_counter.progress.epoch) if begun > last[0] else (last[0], last[1])
 
-def read_last(ckpt: Checkpointer, name: str, arguments: str) -> Steps:
-    """Return the numbers of steps and of epochs at which the last completed evaluation began.
+    def _record_exact(self, metrics: Mapping[str, float]) -> str:
+        """Record the metrics of the current step with its version, and save that first if there is
+        none. Early stopping sees them at once. Return the version. All ranks call this."""
+        ckpt = self._ckpt
+        snapshot = reader_of(ckpt.save())
+        ckpt._saver.add_metrics(snapshot, metrics, self.name)
+        step = ckpt._step_counter.progress.step
+        ckpt._early_stop.observe(metrics, step, ckpt._agreement, False)
+        self._complete(self._began)
+        return str(version_of(snapshot))
 
-    All ranks call this. Raises ``LimpetError`` if their ``arguments`` differ.
-    """
-
-    def combine(found: list[str]) -> list[int]:
-        if len({*found}) > 1:
-            raise LimpetError(
-                f"The ranks have different arguments for the evaluation {name}",
-                expected=found[0],
-                found=next(f for f in found if f != found[0]),
-                todo="Give all ranks the same data, batch_size, every, and on",
-            )
-        return list(_read_last(ckpt, name))
-
-    operation = f"the begin of the evaluation {name}"
-    steps, epochs = all_reduce(ckpt._group, operation, lambda: arguments, str, combine, list)
-    _complete(ckpt, name, (steps, epochs))
-    return steps, epochs
-
-
-def _read_last(ckpt: Checkpointer, name: str) -> Steps:
-    newest = ckpt._saver.writer.newest
-    if newest is None:
-        return 0, 0
-    version, stored = version_of(newest), read_training_metadata(newest).get(_FIELD)
-    last = stored.get(name) if isinstance(stored, dict) else None
-    if not isinstance(last, list) or len(last) != 2 or not all(type(n) is int for n in last):
-        last = [0, 0]
-    # records about this version may be newer than it: the training ended before the next one
-    evaluations = ckpt.run.catalog.evaluations.read(version, newest.digest)
-    recorded = [version.step for r in evaluations.of(Evaluation) if r.name == name]
-    recorded += [r.first_step for r in evaluations.of(InexactEvaluation) if r.name == name]
-    begun = max((step for step in recorded if step <= version.step), default=0)
-    return (begun, ckpt._step_counter.progress.epoch) if begun > last[0] else (last[0], last[1])
-
-
-def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], began: Steps) -> str:
-    """Record the metrics of the current step with its version, and save that first if there is
-    none. Early stopping sees them at once. Return the version. All ranks call this."""
-    snapshot = reader_of(ckpt.save())
-    ckpt._saver.add_metrics(snapshot, metrics, name)
-    ckpt._early_stop.observe(metrics, ckpt._step_counter.progress.step, ckpt._agreement, False)
-    _complete(ckpt, name, began)
-    return str(version_of(snapshot))
-
-
-def record_inexact(
-    ckpt: Checkpointer,
-    name: str,
-    metrics: Mapping[str, float],
-    steps: Steps,
-    began: Steps,
-    keep: bool,
-) -> str:
-    """Record the metrics about the newest version, and return it. The current step is saved first
-    with ``keep``, and if there is no version. All ranks call this."""
-    group, operation = ckpt._group, f"the record of the evaluation {name}"
-    before = ckpt._saver.evaluated
-    _complete(ckpt, name, began)  # the version that is saved now says so, too
-
-    def has_version() -> bool:
-        return ckpt.run.latest() is not None
-
-    def record() -> str:
-        about = snapshot or ckpt.run.latest()
-        if about is None:
-            raise LimpetError(f"The versions of {ckpt.run.url} were deleted meanwhile")
-        content = {"metrics": dict(metrics), "first_step": steps[0], "last_step": steps[1]}
-        ckpt.run.put_record(InexactEvaluation, name, about, **content)
-        return str(version_of(reader_of(about)))
-
-    try:
+    def _record_inexact(self, metrics: Mapping[str, float], steps: Steps) -> str:
+        """Record the metrics about the newest version, and return it. The current step is saved
+        first with ``keep``, and if there is no version. All ranks call this."""
+        ckpt, operation = self._ckpt, f"the record of the evaluation {self.name}"
+        before = ckpt._saver.evaluated
+        self._complete(self._began)  # the version that is saved now says so, too
         snapshot: Snapshot | None = None
-        if keep or not broadcast_from_first(group, f"{operation}: its version", has_version, bool):
-            snapshot = ckpt.save()
-        return broadcast_from_first(group, operation, record, str)
-    except BaseException:
-        ckpt._saver.evaluated = before
-        raise
 
+        def has_version() -> bool:
+            return ckpt.run.latest() is not None
 
-def _complete(ckpt: Checkpointer, name: str, began: Steps) -> None:
-    """Let the versions that are saved from now on say that this evaluation is complete."""
-    earlier = ckpt._saver.evaluated.get(_FIELD, {})
-    ckpt._saver.evaluated = {_FIELD: {**earlier, name: [*began]}}
+        def record() -> str:
+            about = snapshot or ckpt.run.latest()
+            if about is None:
+                raise LimpetError(f"The versions of {ckpt.run.url} were deleted meanwhile")
+            content = {"metrics": dict(metrics), "first_step": steps[0], "last_step": steps[1]}
+            ckpt.run.put_record(InexactEvaluation, self.name, about, **content)
+            return str(version_of(reader_of(about)))
+
+        try:
+            where = f"{operation}: its version"
+            if self._keep or not broadcast_from_first(self._group, where, has_version, bool):
+                snapshot = ckpt.save()
+            return broadcast_from_first(self._group, operation, record, str)
+        except BaseException:
+            ckpt._saver.evaluated = before
+            raise
+
+    def _complete(self, began: Steps) -> None:
+        """Let the versions that are saved from now on say that this evaluation is complete."""
+        saver = self._ckpt._saver
+        earlier = saver.evaluated.get(_FIELD, {})
+        saver.evaluated = {_FIELD: {**earlier, self.name: [*began]}}
 
 
 # -- the share of one rank -----------------------------------------------------------------------
