@@ -142,7 +142,8 @@ class Ladder:
         self._plan = Plan()
         self._is_requested = False
         self._key, self._pid = "", 0
-        self._watched: Restart | None = None
+        self.watched: Restart | None = None
+        """The restart whose first metrics must be numbers: see ``observe``."""
         self._watched_until = -1
         self.leaves_newer = False
         """True if the newest snapshot in a tier is left out, which is newer than all versions."""
@@ -171,7 +172,13 @@ class Ladder:
         """
         self._plan, self._is_requested = Plan(), is_requested
         self.leaves_newer, self.left_out = False, None
-        restarts = self._read()
+        if not self._is_active:
+            return found
+        try:
+            restarts = read_restarts(self._run.store)
+        except StoreError as e:  # the ladder must not keep a training from resuming
+            self._report(f"The restarts without progress cannot be counted: {e}")
+            return found
         if not restarts:
             return found
         listing, catalog = self._run.listing(), self._run.catalog
@@ -191,17 +198,6 @@ class Ladder:
         self.leaves_newer = newest_step > durable_step
         self.left_out = self._describe_rung()
         return []
-
-    def _read(self) -> dict[str, Restart]:
-        """Return the records of the restarts before this one. None if the store fails: the ladder
-        must not keep a training from resuming, and without it, nothing is left out."""
-        if not self._is_active:
-            return {}
-        try:
-            return read_restarts(self._run.store)
-        except StoreError as e:
-            self._report(f"The restarts without progress cannot be counted: {e}")
-            return {}
 
     def check(self, version: Version) -> None:
         """Raise ``FormatError``, as a damaged version would, for one that is left behind."""
@@ -236,9 +232,9 @@ class Ladder:
             created=utc_now(),
         )
         earlier, self._key = self._key, restart_name(plan.rung, random_id())
-        self._pid, self._watched = os.getpid(), None
+        self._pid, self.watched = os.getpid(), None
         if tier is not None and version is not None:
-            self._watched, self._watched_until = restart, version.step + NAN_STEPS
+            self.watched, self._watched_until = restart, version.step + NAN_STEPS
         try:
             write_restart(store, self._key, restart)
         except StoreError as e:
@@ -250,11 +246,11 @@ class Ladder:
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note if a metric is NaN in one of the first steps after a restore from a tier: the next
         restart then leaves the tiers out. A state after a later step is progress as usual."""
-        watched = self._watched
+        watched = self.watched
         if watched is None or step > self._watched_until or not self._key:
             return
         if any(isnan(number) for number in to_numbers(metrics).values()):
-            self._watched, earlier = None, self._key
+            self.watched, earlier = None, self._key
             self._key = restart_name(watched.rung, random_id())
             suspect = structs.replace(watched, goal=max(watched.goal, step), has_nan=True)
             try:

@@ -118,11 +118,6 @@ def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def is_function(state: object) -> bool:
-    """Return True if a state is given as a function. A module can be called, but is none."""
-    return callable(state) and not hasattr(state, "state_dict")
-
-
 def check_state(state: object) -> None:
     """Raise ``LimpetError`` unless the state is a dict.
 

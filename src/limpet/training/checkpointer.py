@@ -32,7 +32,6 @@ from limpet.training.arguments import (
     check_loadable,
     check_not_version,
     check_state,
-    is_function,
 )
 from limpet.training.cadence import Cadence
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
@@ -132,7 +131,9 @@ class Checkpointer:
         quiet: bool = False,
         group: GroupSpec = None,
     ) -> None:
-        check_state({} if is_function(state) else state)
+        # a module can be called, but is no function that returns a state
+        is_function = callable(state) and not hasattr(state, "state_dict")
+        check_state({} if is_function else state)
         self._state_function = None if isinstance(state, dict) else state
         self.state = state if isinstance(state, dict) else {}
         options = Options(
@@ -523,7 +524,8 @@ class Checkpointer:
         else:
             agreed = self._agreement.step()
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
-        self._ending.ladder.observe(step, self._metrics)
+        if self._ending.ladder.watched is not None:
+            self._ending.ladder.observe(step, self._metrics)
         if not self._step_counter.is_within_step:  # an epoch may end between batches of a step
             is_partial = preemption.open_calls > 0
             self._savepoint.mark(self._make_spec, preemption.is_pending, is_partial)
@@ -574,7 +576,8 @@ class Checkpointer:
         self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
     ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
-        request = self._watcher.accept()
+        is_requested = self._watcher.pending_request is not None
+        request = self._watcher.accept() if is_requested else None
         spec = self._make_spec(reason if request is None else "request")._replace(deadline=limit)
         if metrics is not None:
             spec = spec._replace(metrics=metrics)

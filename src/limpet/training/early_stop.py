@@ -104,6 +104,8 @@ class EarlyStop:
             self._history = ScoreHistory.from_plain(self._stop, stored)
             self._stored = ScoreHistory.from_plain(self._stop, stored)
             self._is_decided = self._history.state.stopped
+        elif self._group.size == 1:
+            return
         operation = f"reading the scores in {self._run.url}"
         self.stopped = broadcast_from_first(
             self._group, operation, lambda: self._read_all(step), bool

@@ -109,8 +109,9 @@ class Resume:
             tiers.resume_from(tier, kept, self._leftovers)
             if ladder.left_out is not None:
                 warn_user(ladder.left_out, SkippedVersion)
-            for message in describe_skipped(self._problems if point is None else point.skipped):
-                warn_user(message, SkippedVersion)
+            if skipped := self._problems if point is None else point.skipped:
+                for message in describe_skipped(skipped):
+                    warn_user(message, SkippedVersion)
             return point
         except LimpetError as e:
             if self._is_partially_loaded and not e.is_state_invalid:
@@ -183,7 +184,9 @@ class Resume:
             self._tell(ResumeInstruction(True))
             return None
         version = snapshot.version
-        newer = [*self._problems, *(Skipped(str(v), e) for v, e in skipped)]
+        newer = list(self._problems)
+        for damaged, error in skipped:
+            newer.append(Skipped(str(damaged), error))
         listing = run.catalog.listing()
         is_newest = version == newest_version(run.catalog, listing)
         if is_newest and not (self._problems or goes_below or ladder.leaves_newer):

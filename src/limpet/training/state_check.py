@@ -66,18 +66,25 @@ def report_lacking(run_url: str, state: dict[str, Any], first_generators: dict[s
     torch: Any = torch_or_none()
     if torch is None:
         return
-    members = find_members(state, _Stateful)
-    modules = {k: m for k, m in members.items() if isinstance(m, torch.nn.Module)}
-    unsaved = [key for key, module in modules.items() if _saves_nothing(module)]
-    if unsaved:
-        events.emit("members_unsaved", run=run_url, members=unsaved)
     scheduler, scaler = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
     known = torch.nn.Module, torch.optim.Optimizer, scheduler, scaler, Progress, ElasticSampler, RNG
-    if [m for m in members.values() if not isinstance(m, known)]:
+    modules, unsaved, are_known = dict[str, Any](), list[str](), True
+    members = find_members(state, _Stateful)
+    for key, member in members.items():
+        are_known &= isinstance(member, known)
+        if isinstance(member, torch.nn.Module):
+            modules[key] = member
+            if _saves_nothing(member):
+                unsaved.append(key)
+    if unsaved:
+        events.emit("members_unsaved", run=run_url, members=unsaved)
+    if not are_known:
         return
     gaps, now = _find_untrained(state, modules, torch), read_generators()
-    if [k for k, raw in first_generators.items() if now.get(k, raw) != raw]:
-        gaps = _find_random(state, members, torch) + gaps
+    for generator, raw in first_generators.items():
+        if now.get(generator, raw) != raw:
+            gaps = _find_random(state, members, torch) + gaps
+            break
     if gaps:
         warn_user(
             f"A resume of {run_url} would not be exact, because the state lacks something:"
