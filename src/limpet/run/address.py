@@ -1,8 +1,7 @@
 """Addresses of versions, such as ``RUN@120``, and the public functions that accept them.
 
-``limpet.open`` and ``limpet.load`` are here because an address needs the run: the packages below
-know single snapshots. Whether a metric is minimized is recorded, and never guessed from its name: a
-wrong guess would export the worst version.
+Whether a metric is minimized is recorded, and never guessed from its name: a wrong guess would
+export the worst version.
 """
 
 from __future__ import annotations
@@ -62,11 +61,8 @@ def is_bucket(url: str) -> bool:
 
 
 def resolve_address(text: str, deadline: Deadline | None = None) -> tuple[str, str | None]:
-    """Split an address into the URL of the run and the text after ``@``; None: not an address.
-
-    If ``RUN@best:NAME@120`` may be split in two places, the longer run counts if it exists. The
-    store must answer by the ``deadline``.
-    """
+    """Split an address into the URL of the run and the text after ``@``; None: not an address. If
+    ``RUN@best:NAME@120`` may be split in two places, the longer run counts if it exists."""
     url, version = split_address(text)
     longer, step = split_address(text, by_metric=False)
     is_ambiguous = step is not None and len(longer) > len(url) and not is_bucket(url)
@@ -161,22 +157,16 @@ def merge_objectives(objectives: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def read_objectives(snapshot: SnapshotReader) -> dict[str, str]:
-    """Return the metrics that the policies of the training use, each with its mode.
-
-    The mode is ``min``, ``max``, or ``BOTH_MODES``. The result is empty if the snapshot was saved
-    without a ``Checkpointer``, or with policies that use no metric.
-    """
+    """Return the metrics that the policies of the training use, each with ``min``, ``max``, or
+    ``BOTH_MODES``; none for a snapshot that no ``Checkpointer`` has saved."""
     recorded = snapshot.metadata.get("objectives")
     found = recorded.items() if isinstance(recorded, dict) else ()
     return {name: mode for name, mode in found if isinstance(name, str) and isinstance(mode, str)}
 
 
 def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader:
-    """Return the best version of a run, for ``best`` or ``best:METRIC``.
-
-    The newest version records the modes of the training, and the run those of evaluations. Raises
-    ``NotFound``, which says what to write instead.
-    """
+    """Return the version that ``best`` or ``best:METRIC`` means, by the modes that the newest
+    version and the evaluations record. Raises ``NotFound``, which says what to write instead."""
     recorded = ((o.metric, o.mode) for o in read_recorded_objectives(run.store))
     objectives = merge_objectives([*read_objectives(newest).items(), *recorded])
     _, _, metric = version.partition(":")
@@ -250,11 +240,8 @@ class _OpenedVersion(Struct, frozen=True):
 
 
 def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) -> SnapshotReader:
-    """Open the snapshot at an address or in a store, the same one on all ranks.
-
-    Rank 0 resolves the address, because a run may change meanwhile. Raises on all ranks as
-    ``open_version`` does, and ``Unavailable`` after ``timeout`` seconds.
-    """
+    """Open what rank 0 finds at an address on all ranks, because a run may change meanwhile. Raises
+    on all ranks as ``open_version``, and ``Unavailable`` after ``timeout`` seconds."""
     is_text = isinstance(address, str | os.PathLike)
     where = os.fspath(address) if isinstance(address, str | os.PathLike) else address.url
     purpose = f"the load of {where}: {timeout} s"

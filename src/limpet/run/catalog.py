@@ -1,8 +1,7 @@
 """A cache of the facts about a run's versions that retention and selection need.
 
-Manifests and evaluations never change. A ``Run`` therefore reads each of them once and keeps only
-the few facts that decisions need. Without the cache, retention would read a thousand manifests
-after every save of a run with a thousand versions.
+Without it, retention would read a thousand manifests after each save of a run with a thousand
+versions.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -20,11 +19,7 @@ from limpet.errors import BrokenLink, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import Version
-from limpet.format.records import (
-    MAX_RECORD,
-    Branch,
-    decode_branch,
-)
+from limpet.format.records import MAX_RECORD, Branch, decode_branch
 from limpet.format.sealed import sealed_digest
 from limpet.run.lease import LeaseObserver
 from limpet.run.listing import (
@@ -32,7 +27,6 @@ from limpet.run.listing import (
     Listing,
     find_link_targets,
     find_links,
-    list_entries,
     list_files,
 )
 from limpet.run.metrics import select_numbers
@@ -51,12 +45,9 @@ _VERSION = re.compile(rb"version_[0-9]{1,18}(?:\.[1-9][0-9]{0,8})?")
 class VersionRecord:
     """The facts about one version that retention and selection need.
 
-    ``files`` maps the key of every file that the manifest names or refers to, relative to the run,
-    to the file's length in bytes. ``bases`` holds the versions that this version needs: it refers
-    to them, or symbolic links of it lead there. If the manifest is damaged, ``digest`` is empty,
-    ``files`` is empty, and ``bases`` holds every version whose name occurs in the manifest's bytes,
-    or every older version if there are no bytes. ``manifest`` is the status of the manifest when it
-    was read. ``trained_seconds`` is as in ``Record``.
+    ``files`` has the length of every file that the manifest names or refers to. ``bases`` are the
+    versions that this one needs, by references or by links. A damaged manifest has no ``digest``
+    and no ``files``; its ``bases`` are all versions whose names occur in its bytes.
     """
 
     digest: str = ""
@@ -68,12 +59,11 @@ class VersionRecord:
 
 
 class Catalog:
-    """A cached reader of manifests, branch records, and evaluations.
+    """Reads manifests, branch records, and evaluations once, because none ever changes.
 
-    None of them ever changes, so the catalog reads each once. But a version may be deleted and its
-    step saved again: who depends on what a version refers to lets the catalog *look again*, which
-    compares the status of its manifest. If the store fails, the methods raise ``StoreError``: the
-    content of a manifest is then unknown, and nothing may be deleted.
+    But a version may be deleted and its step saved again: who depends on it *looks again*, which
+    compares the status of its manifest. After a ``StoreError``, its content is unknown, and nothing
+    may be deleted.
     """
 
     def __init__(self, store: Store) -> None:
@@ -86,8 +76,7 @@ class Catalog:
         self._damaged: set[Version] = set()
         self._branches: dict[int, Branch] = {}
         self._reported: set[str] = set()
-        entries = partial(list_entries, store, prefix="eval-")
-        self.evaluations = EvaluationReader(store, entries, self._report)
+        self.evaluations = EvaluationReader(store, self._report)
         self.leases = LeaseObserver(store)
         self.half_deleted: dict[Version, list[Stat]] = {}
         """Remaining files of versions whose manifest this process has deleted."""
@@ -96,20 +85,15 @@ class Catalog:
         self.reported_links: set[Version] = set()
 
     def open(self, version: Version) -> SnapshotReader:
-        """Open one version.
-
-        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
-        than that of its folder.
-        """
+        """Open one version. Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or
+        names another version than its folder."""
         snapshot = open_location(Location(self.store, str(version)))
         _ = snapshot.version  # reads the manifest and compares its version with the folder's name
         return snapshot
 
     def add_committed(self, snapshot: SnapshotReader) -> None:
-        """Take over a version that this process has just committed.
-
-        When the version is looked at, its manifest is compared with the digest, not decoded again.
-        """
+        """Take over a version that this process has committed: its manifest need not be decoded
+        again."""
         self._committed[snapshot.version] = make_version_record(snapshot)
 
     @property
@@ -166,11 +150,8 @@ class Catalog:
         return self._folders
 
     def files(self, version: Version, listing: Listing) -> FolderFiles:
-        """List the folder of a version, and nothing below it.
-
-        Of the files in other folders, the result has those that the manifest names, as far as it is
-        known.
-        """
+        """List the folder of a version, and nothing below it; in other folders, only the files that
+        the manifest names, as far as it is known."""
         record = self._version_records.get(version, VersionRecord())
         return list_files(self.store, version, listing, record.files)
 
@@ -186,12 +167,9 @@ class Catalog:
     def read_versions(
         self, listing: Listing, look_again_from: int = 0
     ) -> dict[Version, VersionRecord]:
-        """Return the record of every version that exists.
-
-        A version that another process deletes during the call is omitted. A version that is known,
-        intact, and of a step before ``look_again_from`` is not looked at again. If there are such
-        versions, only the manifests of the others are looked at, not the links in their folders.
-        """
+        """Return the record of every version that exists. One that is known, intact, and of a step
+        before ``look_again_from`` is not looked at again. Links are looked for only if that is
+        0."""
         folders = self._present if listing.folders is self._folders else set(listing.folders)
         for version in [v for v in self._version_records if v not in folders]:
             self.forget(version)
@@ -209,11 +187,9 @@ class Catalog:
     def read_version(
         self, version: Version, listing: Listing, *, look_for_links: bool = True
     ) -> VersionRecord | None:
-        """Return the record of one version, or None if the version does not exist (any more).
-
-        The store is asked. The manifest is read only if it is not the one that was read before;
-        otherwise, the links in the folder are optional.
-        """
+        """Return the record of one version as the store has it now, or None if it does not exist.
+        The manifest is read only if its status has changed, and the links only then or on
+        request."""
         record = self._version_records.get(version)
         try:
             manifest = self.store.stat(f"{version}/{names.MANIFEST}")
@@ -263,11 +239,9 @@ class Catalog:
             return False
 
     def _find_version_names(self, manifest: Stat) -> set[str]:
-        """Return every version's name in the bytes of a damaged manifest of any length.
-
-        The manifest is read in parts that overlap by more than the length of a name.
-        """
+        """Return every version's name in the bytes of a damaged manifest of any length."""
         found: set[str] = set()
+        # the parts overlap by more than the length of a name
         for offset in range(0, manifest.length, _PART):
             part = bytearray(min(_PART + 64, manifest.length - offset))
             self.store.get_range(manifest.key, offset, len(part), memoryview(part))
@@ -324,17 +298,9 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
 
 
 def read_training_metadata(snapshot: SnapshotReader) -> Mapping[str, Any]:
-    """Return the state of early stopping and goodput that a version stores.
-
-    The result is empty if the writer of the version left this metadata out.
-    """
+    """Return the state of early stopping and goodput that a version stores, if it stores one."""
     training = snapshot.metadata.get("training")
     return training if isinstance(training, dict) else {}
-
-
-def read_saved_with(snapshot: SnapshotReader) -> str:
-    """Return the attempt of the save of the same state as this snapshot in memory, or nothing."""
-    return str(read_training_metadata(snapshot).get("saved_with", ""))
 
 
 def read_sessions(snapshot: SnapshotReader) -> list[str]:

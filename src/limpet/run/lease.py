@@ -1,13 +1,9 @@
-"""Leases: for how long an evaluation that runs protects its versions.
+"""Leases: for how long an evaluation that runs protects its versions, also after its machine is
+gone.
 
-The holder renews its lease by creating the file with the next number, and then deletes the others.
-The greatest number counts. So a process that was stopped for long, and whose lease another one took
-over, finds that out at its next renewal: its own file is gone, or a greater number exists. A number
-comes again when a lease was released; the attempt in the file says whose it is.
-
-An observer compares no clocks. On its own monotonic clock, it measures for how long the newest file
-has been the newest, from the moment at which it first saw it. A pin of a process, in contrast,
-protects a version for days if the process ran on a machine that is gone.
+The holder renews its lease by creating the file with the next number. The greatest number counts,
+so whoever lost its lease finds out at its next renewal. An observer compares no clocks: its own
+measures for how long it has seen the newest file. The file's attempt says whose it is.
 """
 
 from __future__ import annotations
@@ -45,10 +41,8 @@ Wait = Callable[[float], object]
 
 
 class LeaseObserver:
-    """Decides which leases of a run are alive. Keep it for as long as the run is observed.
-
-    A lease that is seen for the first time is alive, unless its process has ended on this machine.
-    """
+    """Decides which leases are alive. Keep it for as long as the run is observed: a lease that it
+    sees for the first time is alive, unless its process has ended on this machine."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -58,12 +52,9 @@ class LeaseObserver:
         self._first_seen: dict[str, float] = {}
 
     def live(self, files: Iterable[str] | None = None) -> dict[str, Lease]:
-        """Return the leases that are alive, by their keys: of each name, the newest.
-
-        ``files``: the keys in the folder of the run; by default, they are listed. A damaged file
-        protects nothing, because the next renewal replaces it, and the event ``skipped`` reports
-        it. Raises ``StoreError``.
-        """
+        """Return the newest live lease of each name by its key, of ``files`` or of those listed.
+        The event ``skipped`` reports a damaged file, which protects nothing. Raises
+        ``StoreError``."""
         with self._lock:
             for _ in range(_MAX_LISTINGS):
                 newest = newest_leases(list_leases(self._store) if files is None else files)
@@ -132,11 +123,8 @@ def read_lease(store: Store, key: str) -> Lease:
 
 
 class LeaseHolder:
-    """Holds the lease of the evaluation ``name`` of a run, and renews it on a thread.
-
-    ``on_lost`` is called, once and on that thread, if the lease is lost: another process has taken
-    it over, or the store did not take a renewal in time. ``wait`` sleeps; tests replace it.
-    """
+    """Holds the lease of an evaluation, and renews it on a thread, which calls ``on_lost`` once if
+    another process has taken the lease over, or the store took no renewal in time."""
 
     def __init__(
         self,
@@ -160,10 +148,8 @@ class LeaseHolder:
         self._thread: Thread | None = None
 
     def acquire(self) -> None:
-        """Acquire the lease. If another process seems to hold it, wait for its renewal or its end.
-
-        Raises ``LimpetError`` if another process renews it, and ``StoreError``.
-        """
+        """Acquire the lease, after the end of one that another process seems to hold. Raises
+        ``LimpetError`` if another process renews it, and ``StoreError``."""
         observer = LeaseObserver(self._store, self._clock)
         first: str | None = None
         end = self._clock() + 3 * self.seconds + _MAX_CONFIRM
@@ -190,11 +176,8 @@ class LeaseHolder:
         self._thread = thread
 
     def protect(self, versions: Sequence[Version]) -> None:
-        """Protect these versions, and no others, from now on.
-
-        Then check that their manifests exist: see ``snapshot/pins.py``. Raises the error of
-        the lost lease, and ``StoreError``.
-        """
+        """Protect these versions, and no others. The caller MUST then check that their manifests
+        exist (``snapshot/pins.py``). Raises the error of the lost lease, and ``StoreError``."""
         with self._lock:
             self.check()
             self._versions = tuple(versions)
@@ -263,10 +246,8 @@ class LeaseHolder:
             ) from e
 
     def _put(self, number: int) -> None:
-        """Write the file with a number, and delete the files with smaller ones.
-
-        Raises ``AlreadyExists`` if there is this number or a greater one.
-        """
+        """Write the file with a number, and delete those with smaller ones. Raises
+        ``AlreadyExists`` if there is this number or a greater one."""
         host, boot, process = machine.process_identity()
         lease = Lease(
             name=self._name,

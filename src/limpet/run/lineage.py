@@ -11,19 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from limpet import events, machine
-from limpet.errors import (
-    AlreadyExists,
-    Denied,
-    FormatError,
-    FormatTooNew,
-    LimpetError,
-    ManifestInvalid,
-    NoSnapshot,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
+from limpet import errors, events, machine
 from limpet.format import names
 from limpet.format.manifest import Parent
 from limpet.format.names import Version
@@ -48,24 +36,19 @@ _MAX_LISTED = 9
 
 
 def lineage_of(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
-    """Return the lineage of a branch, by default the newest one, oldest version first.
-
-    The lineage holds the versions of the branch and, before them, those of each ancestor branch up
-    to the version at which its descendant started. Raises ``NotFound`` if there is no such branch.
-    """
+    """Return the versions of a branch, by default the newest, and before them those of each
+    ancestor up to the version at which its descendant began, oldest first. Raises ``NotFound``."""
     return [v for v in lineage_folders(catalog, listing, branch) if listing.exists(v)]
 
 
 def lineage_folders(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
-    """Do the same as ``lineage_of``, but do not check that each version exists.
-
-    A caller that needs only some of the versions checks those.
-    """
+    """Do the same as ``lineage_of``, but leave the check that a version exists to the caller."""
     number = newest_branch(catalog, listing) if branch is None else branch
     if number and number not in listing.branches and not _has_versions(listing, number):
-        raise NotFound(
+        numbers = {0, *listing.branches, *(v.branch for v in listing.versions)}
+        raise errors.NotFound(
             f"{catalog.store.url} has no branch {number}",
-            expected=f"one of {', '.join(map(str, sorted(branch_numbers(listing))))}",
+            expected=f"one of {', '.join(map(str, sorted(numbers)))}",
             found=number,
             key=names.branch_name(number),
             store=catalog.store.url,
@@ -99,7 +82,7 @@ def find_sessions(catalog: Catalog, listing: Listing, snapshot: SnapshotReader) 
     """Return the sessions that a training continues that goes on from ``snapshot``: those of this
     version, and of the one that was written last, which it may leave behind."""
     last, sessions = last_written(listing), read_sessions(snapshot)
-    with suppress(FormatError, NotFound):
+    with suppress(errors.FormatError, errors.NotFound):
         sessions += [] if last is None else read_sessions(catalog.open(last))
     return sessions
 
@@ -133,34 +116,26 @@ def _has_versions(listing: Listing, branch: int) -> bool:
 
 
 def branches_of_unknown_origin(catalog: Catalog, listing: Listing) -> list[int]:
-    """Return the branches that have versions but no known origin, in ascending order.
-
-    The lineage before such a branch is unknown, so abandoned versions cannot be recognized.
-    """
+    """Return the branches with versions but without a known origin, in ascending order: before
+    them, abandoned versions cannot be recognized."""
     versions = listing.versions
     with_versions = {v.branch for v in versions} - {0}
     return sorted(n for n in with_versions if branch_origin(catalog, n, versions) is None)
 
 
 def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) -> Version | None:
-    """Return the version at which a branch started.
-
-    The origin comes from the record of the branch. If the record is missing or damaged, the origin
-    is the parent of the oldest version of the branch that names a parent on an earlier branch. If
-    there is none either, the result is None, and the lineage begins with the branch. Raises
-    ``ManifestInvalid`` if the record names a version that is not on an earlier branch, and
-    ``FormatTooNew`` if a later format wrote it.
-    """
+    """Return where a branch started: by its record, otherwise by the oldest version with a parent
+    on an earlier branch, or None. Raises ``ManifestInvalid`` and ``FormatTooNew``."""
     file = names.branch_name(number)
     try:
         version = names.parse_version(catalog.read_branch(number).from_version)
-    except FormatTooNew:
+    except errors.FormatTooNew:
         raise
-    except (FormatError, NotFound) as e:
+    except (errors.FormatError, errors.NotFound) as e:
         events.emit("skipped", version=file, error=e)
         version = _origin_from_parents(catalog, number, versions)
     if version is not None and version.branch >= number:
-        raise ManifestInvalid(
+        raise errors.ManifestInvalid(
             f"{file} of {catalog.store.url} violates the format",
             expected=f"an origin on a branch before {number}",
             found=str(version),
@@ -181,7 +156,7 @@ def read_parent(catalog: Catalog, version: Version) -> Parent | None:
     """Return the parent that a manifest names. None: it names none, is missing, or is damaged."""
     try:
         return catalog.open(version).manifest.parent
-    except (FormatError, NotFound):
+    except (errors.FormatError, errors.NotFound):
         return None
 
 
@@ -192,7 +167,7 @@ def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, r
         number = max([0, *listing.branches, *(v.branch for v in listing.folders)]) + 1
         record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
         # if another process starts a branch at the same time, try the next number
-        with suppress(AlreadyExists):
+        with suppress(errors.AlreadyExists):
             catalog.store.put_if_absent(names.branch_name(number), encode_record(record))
             return number
     raise contended_error(names.branch_name(number), catalog.store.url)
@@ -211,12 +186,12 @@ def find_newest(
     use: Callable[[SnapshotReader], object],
     at: int | None = None,
     branch: int | None = None,
-) -> tuple[SnapshotReader | None, list[tuple[Version, LimpetError]]]:
+) -> tuple[SnapshotReader | None, list[tuple[Version, errors.LimpetError]]]:
     """See ``Run.newest``. Only the versions that are tried are looked at."""
     at = None if at is None else to_int(at, STEP)
     branch = None if branch is None else to_int(branch, BRANCH)
-    skipped: dict[Version, LimpetError] = {}
-    deleted: dict[Version, LimpetError] = {}
+    skipped: dict[Version, errors.LimpetError] = {}
+    deleted: dict[Version, errors.LimpetError] = {}
     for _ in range(MAX_SEARCHES):
         listing = stable_listing(catalog)
         lineage = lineage_folders(catalog, listing, branch)
@@ -231,10 +206,10 @@ def find_newest(
             try:
                 snapshot = catalog.open(version)
                 use(snapshot)
-            except (FormatTooNew, Denied, Unavailable):
+            except (errors.FormatTooNew, errors.Denied, errors.Unavailable):
                 raise
-            except (FormatError, StoreError) as e:
-                if isinstance(e, NotFound) and not catalog.listing().exists(version):
+            except (errors.FormatError, errors.StoreError) as e:
+                if isinstance(e, errors.NotFound) and not catalog.listing().exists(version):
                     deleted[version] = e
                     break  # deleted, not damaged: list again, since its writer saved a newer one
                 events.emit("skipped", version=str(version), error=e)
@@ -259,7 +234,7 @@ def find_best(catalog: Catalog, metric: str, mode: Mode) -> SnapshotReader | Non
         listing = stable_listing(catalog)
         existing, best = listing.versions, None
         for version in best_first(find_records(catalog, listing), metric, mode):
-            with suppress(NotFound):
+            with suppress(errors.NotFound):
                 best = catalog.open(version)
                 break
         # an old listing may lack a better version, for which retention deleted a listed one
@@ -277,11 +252,8 @@ def find_records(catalog: Catalog, listing: Listing) -> list[Record]:
 
 
 def stable_listing(catalog: Catalog) -> Listing:
-    """List the run until two consecutive listings show the same versions; return the last one.
-
-    A listing is not atomic. If one version is committed and an older one is deleted during a
-    listing, the listing may show neither.
-    """
+    """List the run until two listings in a row agree: one listing may show neither a version that
+    is committed nor an older one that is deleted during it."""
     listing = catalog.listing()
     for _ in range(_MAX_LISTINGS):
         previous, listing = listing, catalog.listing()
@@ -293,11 +265,8 @@ def stable_listing(catalog: Catalog) -> Listing:
 def has_changed(
     catalog: Catalog, listing: Listing, existing: Iterable[Version], missing: Iterable[Version]
 ) -> bool:
-    """Return True if a search of ``listing`` proves nothing, because the run has changed since.
-
-    That is the case if the run has a folder that ``listing`` lacks, if one of the ``existing``
-    versions does not exist any more, or if one of the ``missing`` ones exists now.
-    """
+    """Return True if a search of ``listing`` proves nothing: there is a new folder, one of
+    ``existing`` is gone, or one of ``missing`` exists now."""
     again = catalog.listing()
     return (
         not set(again.folders) <= set(listing.folders)
@@ -306,9 +275,9 @@ def has_changed(
     )
 
 
-def changing_run_error(catalog: Catalog) -> NotFound:
+def changing_run_error(catalog: Catalog) -> errors.NotFound:
     """Return the error for a run whose versions are deleted each time before they are read."""
-    return NotFound(
+    return errors.NotFound(
         f"The versions of {catalog.store.url} are deleted before they can be read",
         expected="a listing of the store that shows the versions that exist",
         found=f"deleted versions in {MAX_SEARCHES} listings",
@@ -322,18 +291,15 @@ def changing_run_error(catalog: Catalog) -> NotFound:
 def _no_version_error(
     url: str,
     at: int | None,
-    failed: Mapping[Version, LimpetError],
+    failed: Mapping[Version, errors.LimpetError],
     lineage: Sequence[Version],
     versions: Sequence[Version],
-) -> NoSnapshot:
-    """Return the error for a lineage that has no intact version, or none of step ``at``.
-
-    ``failed`` holds the versions that could not be used. ``versions`` are all versions of the run.
-    """
+) -> errors.NoSnapshot:
+    """Return the error for a lineage without an intact version, or without one of step ``at``."""
     wanted = "version" if at is None else f"version of step {at}"
     if failed:
         state_invalid = any(e.is_state_invalid for e in failed.values())
-        return NoSnapshot(
+        return errors.NoSnapshot(
             f"{url} has no intact {wanted} on the requested lineage",
             expected=f"an intact {wanted}",
             found=format_list([f"{v}: {e.what}" for v, e in failed.items()], _MAX_LISTED, "; "),
@@ -344,7 +310,7 @@ def _no_version_error(
             **({"live_state": "not valid"} if state_invalid else {}),
         )
     if not versions:
-        return NoSnapshot(
+        return errors.NoSnapshot(
             f"{url} has no versions",
             expected=f"a {wanted}",
             found="none",
@@ -352,7 +318,7 @@ def _no_version_error(
             skipped=(),
         )
     found, todo = alternatives(at, lineage, versions)
-    return NoSnapshot(
+    return errors.NoSnapshot(
         f"{url} has no {wanted} on the requested lineage",
         expected=f"a {wanted}",
         found=found,
@@ -364,10 +330,8 @@ def _no_version_error(
 def alternatives(
     step: int | None, lineage: Sequence[Version], versions: Sequence[Version]
 ) -> tuple[str, str]:
-    """Return ``found`` and ``todo`` for the error that a lineage has no version of a step.
-
-    ``step`` is None if the lineage has no version at all. ``versions`` are all versions of the run.
-    """
+    """Return ``found`` and ``todo`` for the error that a lineage has no version of a step, or
+    (None) no version at all. ``versions`` are all versions of the run."""
     on_other_branches = [v for v in versions if v.step == step]
     if on_other_branches:
         branch = on_other_branches[-1].branch
@@ -385,8 +349,3 @@ def alternatives(
         + (f" (and {others:,} on other branches)" if others else ""),
         "`limpet ls RUN` lists all versions, including those on other branches",
     )
-
-
-def branch_numbers(listing: Listing) -> set[int]:
-    """Return the numbers of all branches that have a record or versions, and 0."""
-    return {0, *listing.branches, *(v.branch for v in listing.versions)}

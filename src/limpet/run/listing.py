@@ -1,7 +1,6 @@
 """What a listing of a run shows: names in its folder, and files in the folder of a version.
 
-A run is listed one level deep: a recursive listing of 10,000 versions takes over a second, and each
-save needs one.
+One level deep: a recursive listing of 10,000 versions takes over a second, for each save.
 """
 
 from __future__ import annotations
@@ -25,14 +24,8 @@ STEP, BRANCH = "a step, a whole number", "a branch, a whole number"
 
 @dataclass(frozen=True)
 class Listing:
-    """The names in the folder of a run, at one time.
-
-    ``folders`` holds the versions that have a folder, oldest first. Such a version exists only if
-    ``exists`` is True: its folder has a manifest. ``linked`` holds those whose folder is a symbolic
-    link. ``branches`` holds the numbers of the recorded branches in ascending order,
-    ``process_pins`` the keys of the pins of processes, ``lasting_pins`` the versions that have a
-    lasting pin, and ``leases`` the keys of the leases of evaluations.
-    """
+    """The names in the folder of a run, at one time. A version in ``folders``, which are in order,
+    exists only if ``exists`` says so; the folders in ``linked`` are symbolic links."""
 
     folders: Sequence[Version]
     linked: frozenset[Version]
@@ -55,11 +48,8 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class FolderFiles:
-    """The objects directly in the folder of a version, and which of the names are symbolic links.
-
-    A link that leads to nothing is in ``links`` only. If the folder itself is a link, ``links``
-    holds its name.
-    """
+    """The objects of a version, and those of its names that are symbolic links: the folder itself,
+    too. A link that leads to nothing is in ``links`` only."""
 
     stats: Sequence[Stat] = ()
     links: Sequence[str] = ()
@@ -100,10 +90,8 @@ def list_files(
 
 
 def list_all_files(store: Store, listing: Listing) -> dict[Version, FolderFiles]:
-    """List the folders of all versions, and the folders over which shards are spread.
-
-    A version has no folder of its own if its save ended before it wrote the manifest.
-    """
+    """List the folders of all versions, and those over which shards are spread: a save that ended
+    before its manifest may have left files only there."""
     spread: dict[Version, dict[str, int]] = {}
     stats: dict[str, Stat] = {}
     for folder in list_spread_folders(store):
@@ -126,10 +114,8 @@ def find_links(
     named: Mapping[str, int],
     entries: Iterable[Entry] | None = None,
 ) -> list[str]:
-    """Return the keys of the symbolic links that a version consists of.
-
-    ``named``: see ``VersionRecord.files``. ``entries``: those of its folder, if they are known.
-    """
+    """Return the keys of the symbolic links that a version consists of. ``named``: see
+    ``VersionRecord.files``. ``entries``: those of its folder, if they are known."""
     if not hasattr(store, "link_target"):  # most stores have no links
         return []
     entries = list_entries(store, version) if entries is None else entries
@@ -155,10 +141,7 @@ def find_link_targets(store: Store, links: Iterable[str]) -> set[Version | None]
 
 
 def to_int(number: Any, expected: str) -> int:
-    """Return a whole number of any integer type, such as NumPy's, as an int.
-
-    Raises ``LimpetError`` for any other value.
-    """
+    """Return a whole number of any type as an int. Raises ``LimpetError`` for any other value."""
     if (index := whole(number, -(1 << 64), 1 << 64)) is not None:
         return index
     raise LimpetError(

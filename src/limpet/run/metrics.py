@@ -16,11 +16,8 @@ _INT64_LIMIT = 1 << 63
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the metrics if every value is a number.
-
-    Values on a device are not read, because a read would block training at every step. Raises
-    ``PlanError`` if ``metrics`` is not a mapping from names to numbers.
-    """
+    """Return a copy of the metrics. Values on a device are not read, which would block training.
+    Raises ``PlanError`` unless ``metrics`` maps names to numbers."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):

@@ -1,10 +1,8 @@
-"""Policies: when to save, what to keep, and when to stop.
+"""Policies: when to save, what to keep, and when to stop. They are frozen, and combine with ``|``.
 
-Policies are frozen and pure. A policy decides from its arguments alone and never reads a clock, a
-store, or a model. A table of inputs and results therefore tests it. Policies combine with ``|``.
-Multiples count, not the distance from the version kept before: what is kept then depends neither on
-how often retention ran, nor on a version that was lost.
-(The design follows Orbax's ``save_decision_policy`` and ``preservation_policy``.)
+A policy decides from its arguments alone: it never reads a clock, a store, or a model. Multiples
+count, so what is kept depends neither on how often retention ran nor on a lost version. (After
+Orbax's ``save_decision_policy`` and ``preservation_policy``.)
 """
 
 from __future__ import annotations
@@ -87,9 +85,8 @@ def check_steps(name: str, steps: Any, least: int, example: str) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """The input of a save policy: the current counts and those at the last save.
+    """The input of a save policy: the current counts, and those at the last save or the start.
 
-    If nothing has been saved yet, the ``last_`` values are those at the start of the training.
     Seconds are those of a monotonic clock. Epochs are completed epochs.
     """
 
@@ -240,8 +237,8 @@ class Never(SavePolicy):
 class Record(Struct, frozen=True):
     """The input of a keep policy for one version.
 
-    ``metrics`` holds the metrics of the save, overridden by those of later evaluations.
-    ``trained_seconds``: the time spent on steps until the save, if the version records it.
+    ``metrics``: those of the save, and those of later evaluations, which override them.
+    ``trained_seconds``: the time spent on steps until the save, if it is recorded.
     """
 
     version: Version
@@ -416,11 +413,8 @@ class KeepBest(KeepPolicy):
 
 
 def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> list[Version]:
-    """Return the versions that have the metric, from the best to the worst.
-
-    Versions with equal values are in order from the newest to the oldest. Versions with NaN are
-    omitted.
-    """
+    """Return the versions that have the metric, from the best to the worst, without those with NaN.
+    Of equal values, the newest comes first."""
     values = [
         (r.metrics[metric], r.version)
         for r in reversed(records)
@@ -436,11 +430,8 @@ def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> li
 
 @dataclass(frozen=True, slots=True)
 class StopState:
-    """The progress of a ``StopWhen``.
-
-    ``best`` is the best value so far, and ``misses`` is the number of values since then that were
-    not better. Each snapshot stores this state, so that a restart does not reset the patience.
-    """
+    """The progress of a ``StopWhen``: the best value, and the values since then that were not
+    better. Each snapshot stores it, so that a restart does not reset the patience."""
 
     best: float | None = None
     misses: int = 0

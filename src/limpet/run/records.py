@@ -1,8 +1,5 @@
-"""What is recorded about versions after they were saved: the results and failures of evaluations,
-ends, and the objectives by which versions are compared.
-
-None of these records ever changes, and each is read only once.
-"""
+"""What is recorded about versions after they were saved, which never changes and is read only once:
+results and failures of evaluations, ends, and the objectives by which versions are compared."""
 
 from __future__ import annotations
 
@@ -12,24 +9,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeVar
 
-from limpet import events
-from limpet.errors import (
-    AlreadyExists,
-    BrokenLink,
-    FormatError,
-    LimpetError,
-    ManifestInvalid,
-    NotFound,
-)
+from limpet import errors, events
 from limpet.format import names
 from limpet.format.digest import digest
-from limpet.format.names import (
-    EvaluationFile,
-    Version,
-    is_objective_name,
-    objective_name,
-    parse_evaluation,
-)
+from limpet.format.names import EvaluationFile, Version, parse_evaluation
 from limpet.format.records import (
     MAX_RECORD,
     AboutVersion,
@@ -42,9 +25,10 @@ from limpet.format.records import (
     encode_record,
 )
 from limpet.format.sealed import check_length
+from limpet.run.listing import list_entries
 from limpet.run.metrics import ADDED_METRICS
 from limpet.snapshot.location import get_bounded
-from limpet.storage.store import Entry, Store, list_level
+from limpet.storage.store import Store, list_level
 from limpet.text import to_repr
 
 _T = TypeVar("_T", bound=AboutVersion)
@@ -78,31 +62,19 @@ class VersionEvaluations:
 
 
 class EvaluationReader:
-    """Reads the records in the folders of versions, and keeps them.
+    """Reads the records in the folders of versions, and keeps them. ``report`` gets the key and the
+    error of each that is damaged or about another snapshot; it is left out."""
 
-    ``entries`` lists what is in the folder of a version under a name that begins with ``eval-``.
-    For each record that is damaged or about another snapshot, ``report`` is called with the key and
-    the error, and the record is omitted.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        entries: Callable[[Version], Iterable[Entry]],
-        report: Callable[[str, LimpetError], object],
-    ) -> None:
+    def __init__(self, store: Store, report: Callable[[str, errors.LimpetError], object]) -> None:
         self._store = store
-        self._entries = entries
         self._report = report
         self._known: dict[Version, dict[tuple[str, str], AboutVersion | None]] = {}
 
     def read(self, version: Version, digest: str) -> VersionEvaluations:
-        """Return the records about the snapshot whose manifest has ``digest``.
-
-        The folder of the version is listed, because a record can be added at any time.
-        """
+        """Return the records about the snapshot whose manifest has ``digest``. The folder is listed
+        again, because a record may be added at any time."""
         records = list[AboutVersion]()
-        for entry in self._entries(version):
+        for entry in list_entries(self._store, version, "eval-"):
             file = parse_evaluation(entry.name)
             if file is not None and entry.kind != "folder":
                 found = self._read_cached(version, file, digest)
@@ -127,26 +99,26 @@ class EvaluationReader:
             record = decode_about_version(get_bounded(self._store, key, MAX_RECORD), key, file.kind)
             error = _find_mismatch(record, key, version, file, digest)
             found = record if error is None else None
-        except NotFound:
+        except errors.NotFound:
             return None
-        except FormatError as e:
+        except errors.FormatError as e:
             error = e
         if error is not None:
             self._report(key, error)
-        if not isinstance(error, BrokenLink):  # its target may come back
+        if not isinstance(error, errors.BrokenLink):  # its target may come back
             known[key, digest] = found
         return found
 
 
 def _find_mismatch(
     record: AboutVersion, key: str, version: Version, file: EvaluationFile, digest: str
-) -> FormatError | None:
+) -> errors.FormatError | None:
     """Return why an intact record says nothing about the snapshot, or None if it does."""
     found = record.name, record.attempt, record.version, record.manifest_digest
     expected = file.name, file.attempt, str(version), digest
     if found == expected:
         return None
-    return ManifestInvalid(
+    return errors.ManifestInvalid(
         f"{key} is about another snapshot, or has the file name of another record",
         expected=", ".join(expected),
         found=", ".join(found),
@@ -177,11 +149,8 @@ class EvaluationStatus:
 def find_statuses(
     version: Version, evaluations: VersionEvaluations, leases: Iterable[Lease]
 ) -> dict[str, EvaluationStatus]:
-    """Return the state of each evaluation of a version, by name.
-
-    A lease of an evaluation that has a result of this version protects it for another attempt.
-    ``leases``: those of the run that are alive.
-    """
+    """Return the state of each evaluation of a version, by name. ``leases``: the live ones of the
+    run. A lease counts more than a result: it protects the version for another attempt."""
     found: dict[str, EvaluationStatus] = {}
     for record in evaluations.outcomes():
         if isinstance(record, FailedEvaluation):
@@ -197,14 +166,12 @@ def find_statuses(
 
 
 def _next_time(record: AboutVersion) -> datetime:
-    """Return a time after that of a record: a second later, or less in the year 9999.
-
-    Raises ``LimpetError`` if there is no later time.
-    """
+    """Return a second after the time of a record, or less in the year 9999, whose last moment
+    raises ``LimpetError``."""
     time = datetime.fromisoformat(record.created)
     remaining = datetime.max.replace(tzinfo=UTC) - time
     if not remaining:
-        raise LimpetError(
+        raise errors.LimpetError(
             f"No record can be newer than {record.version}/{record.file_name}",
             found=f"the time {record.created}, the last one",
             todo="Delete that file; the clock of the machine that wrote it was wrong",
@@ -220,12 +187,9 @@ def put_about_version(
     earlier: Iterable[AboutVersion],
     **content: Any,
 ) -> None:
-    """Store a record about a snapshot that is newer than every record in ``earlier``.
-
-    Only the creation time orders records. If the clock is behind, the new time is therefore after
-    the newest earlier one. ``snapshot``: its version, and the digest of its manifest. Raises
-    ``LimpetError`` for an invalid name or a content that is too long, and ``StoreError``.
-    """
+    """Store a record about a snapshot (its version, and the digest of its manifest) with a time
+    after those of ``earlier``. Raises ``LimpetError`` for a bad name or size, and
+    ``StoreError``."""
     check_name(name)
     file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
     created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])
@@ -239,7 +203,7 @@ def check_name(name: object) -> str:
     """Return the name of an evaluation or an author. Raises ``LimpetError`` if it is invalid."""
     is_valid = isinstance(name, str) and names.parse_lease(names.lease_name(name, 1)) is not None
     if not is_valid:
-        raise LimpetError(
+        raise errors.LimpetError(
             f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
             expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
             found=to_repr(name)[:80],
@@ -251,7 +215,7 @@ def check_job_name(name: object) -> str:
     """Return the name of an evaluation job, or one inside a training. Raises ``LimpetError`` if
     it is invalid."""
     if name == ADDED_METRICS:
-        raise LimpetError(
+        raise errors.LimpetError(
             f"An evaluation cannot have the name {name}",
             expected="another name, such as evaluation",
             found=f"{name}, the name of metrics that the training or Run.add_metrics adds",
@@ -270,7 +234,7 @@ def make_objective(objective: object) -> Objective:
     match objective:
         case (str(metric), "min" | "max" as mode) if metric:
             return Objective(metric, mode)
-    raise LimpetError(
+    raise errors.LimpetError(
         "Invalid value for objective= of Evaluation",
         expected='a metric and "min" or "max", such as ("val/loss", "min")',
         found=to_repr(objective)[:200],
@@ -280,23 +244,21 @@ def make_objective(objective: object) -> Objective:
 def record_objective(store: Store, objective: Objective) -> None:
     """Record an objective in a run, unless it is recorded. Raises ``StoreError``."""
     name = digest(f"{objective.mode} {objective.metric}".encode())
-    with suppress(AlreadyExists):
-        store.put_if_absent(objective_name(name), encode_record(objective))
+    with suppress(errors.AlreadyExists):
+        store.put_if_absent(names.objective_name(name), encode_record(objective))
 
 
 def read_recorded_objectives(store: Store) -> list[Objective]:
-    """Return the objectives that evaluations have recorded in a run.
-
-    A damaged record is left out, and the event ``skipped`` reports it. Raises ``StoreError``.
-    """
+    """Return the objectives that evaluations have recorded in a run. The event ``skipped`` reports
+    a damaged record. Raises ``StoreError``."""
     found = []
     for entry in list_level(store, "", "objective-"):
-        if entry.kind != "folder" and is_objective_name(entry.name):
+        if entry.kind != "folder" and names.is_objective_name(entry.name):
             try:
                 raw = get_bounded(store, entry.name, MAX_RECORD)
                 found.append(decode_objective(raw, entry.name))
-            except NotFound:
+            except errors.NotFound:
                 continue
-            except FormatError as e:
+            except errors.FormatError as e:
                 events.emit("skipped", version=entry.name, error=e)
     return found

@@ -1,10 +1,8 @@
 """Retention: which versions a keep policy deletes, and when.
 
-A policy decides from what the catalog knows. Before anything is deleted, every file of the versions
-that are kept instead is looked up again, because the deletion relies on them. The cost can thus
-grow with the number of versions. Therefore, a training that has many does not apply retention after
-each save, but after so many saves that the cost of one does not depend on the number of versions.
-(A limit in seconds would make what a run holds depend on the speed of the machine.)
+A deletion relies on the versions that are kept instead, so their files are looked up again before.
+That costs more with more versions: a training with many applies retention after so many saves that
+the cost of one does not depend on their number. (A limit in seconds would depend on the machine.)
 """
 
 from __future__ import annotations
@@ -47,11 +45,8 @@ read. Returns the versions that must not be deleted yet."""
 
 
 class Retention:
-    """Applies a keep policy after the saves of a writer.
-
-    In a run of ``n`` versions, retention follows every ``n // 50``-th save. At most 2 % more
-    versions than the policy keeps therefore exist in the meantime, and none after ``finish``.
-    """
+    """Applies a keep policy after every ``n // 50``-th save of a writer in a run of ``n`` versions:
+    at most 2 % more versions exist in the meantime, and none after ``finish``."""
 
     def __init__(
         self, catalog: Catalog, policy: KeepPolicy, before_deletion: BeforeDeletion
@@ -62,10 +57,8 @@ class Retention:
         self._saves = self._interval = 0
 
     def after_save(self, snapshot: SnapshotReader) -> None:
-        """Apply retention if it is due. If it raises, the next save tries again.
-
-        ``snapshot``: the version that was saved. An error has the field ``committed``.
-        """
+        """Apply retention if it is due after the save of ``snapshot``. If it raises, with the field
+        ``committed``, the next save tries again."""
         keeps_all = type(self._policy) is KeepPolicy
         if keeps_all and not self._catalog.half_deleted:
             return
@@ -156,10 +149,8 @@ def delete(catalog: Catalog, versions: Collection[Version]) -> int:
 def _select(
     catalog: Catalog, policy: KeepPolicy, roots: Roots, before_deletion: BeforeDeletion
 ) -> dict[Version, FolderFiles] | None:
-    """Return the versions to delete, with their files.
-
-    The result is None if a version that counts is no longer the one that ``roots`` shows.
-    """
+    """Return the versions to delete, with their files, or None if a version that counts is no
+    longer the one that ``roots`` shows."""
     listing, known = roots.listing, roots.version_records
     versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
@@ -198,13 +189,12 @@ def _select(
 def _relied_on(
     policy: KeepPolicy, records: Sequence[Record], deletable: Collection[Version]
 ) -> set[Version]:
-    """Return the versions to look up before a deletion: the deletable ones and those kept instead.
-
-    Often these are only the newest ones: if the policy would delete the same versions of a run
-    that has only the versions from the oldest deletable one on (and the one before it), then it
-    does not matter whether the other versions still exist. This holds for the policies of this
-    package, which keep no more versions of a run that has more.
-    """
+    """Return the versions to look up before a deletion: the deletable ones and those kept
+    instead."""
+    # Often these are only the newest ones. If the policy would delete the same versions of a run
+    # that has only those from the oldest deletable one on (and the one before it), it does not
+    # matter whether the older ones still exist: the policies of this package keep no more versions
+    # of a run that has more.
     first = next(i for i, r in enumerate(records) if r.version in deletable)
     newest = records[max(0, first - 1) :]
     if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps, KeepBest) or (

@@ -20,13 +20,8 @@ from limpet.storage.store import Stat
 
 @dataclass(frozen=True)
 class Roots:
-    """What protects the versions and files of a run.
-
-    ``pinned`` maps each pinned version to the reason. ``active_attempts`` holds the attempts of
-    saves in progress. ``stale_pins`` holds the keys of the pins that no longer protect anything. If
-    ``block_reason`` is not None, nothing may be deleted, for this reason. ``listing`` shows the
-    versions of ``version_records``.
-    """
+    """What protects the versions and files of a run: ``pinned`` versions, with the reasons, and
+    ``active_attempts`` of saves. Because of a ``block_reason``, nothing may be deleted."""
 
     pinned: dict[Version, str]
     active_attempts: set[str]
@@ -69,10 +64,7 @@ class Roots:
         return deletable, kept
 
     def reason_to_keep(self, version: Version, stat: Stat) -> str | None:
-        """Return why a file must be kept although its version's manifest does not name it.
-
-        The result is None if nothing protects the file.
-        """
+        """Return why a file must stay that its version's manifest does not name, or None."""
         if version in self.pinned and version not in self.version_records:
             return self.pinned[version]
         if stat.key in self._referenced_files:
@@ -90,12 +82,10 @@ def find_roots(
     look_again_from: int = 0,
     listing: Listing | None = None,
 ) -> Roots:
-    """Read the pins of a run, and then its manifests.
+    """Read the pins of a run, and then its manifests. ``now``: in seconds since the epoch.
 
-    ``now`` replaces the current time, in seconds since the epoch. ``look_again_from`` is as for
-    ``Catalog.read_versions``. ``listing``: use these pins and versions. That is enough to decide,
-    but not to delete files: a listing is not atomic, and may lack both the pin and the version of
-    a save.
+    With a ``listing``, its pins and versions count. That is enough to decide, but not to delete
+    files: a listing is not atomic, and may lack both the pin and the version of a save.
     """
     now = time.time() if now is None else now
     pinned: dict[Version, str] = {}

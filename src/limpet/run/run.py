@@ -1,7 +1,6 @@
 """``Run``: lists, selects, pins, evaluates, and deletes the versions of one run.
 
-Every answer is computed from the contents of the store. There is no pointer file that could be
-wrong. ``run/sweep.py`` implements deletion.
+Every answer comes from what the store holds; there is no pointer file that could be wrong.
 """
 
 from __future__ import annotations
@@ -278,10 +277,8 @@ class Run:
         return self.find(to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
     def _read_version(self, at: Snapshot | Version | int) -> tuple[Version, VersionRecord]:
-        """Return a version and its record.
-
-        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged.
-        """
+        """Return a version and its record. Raises ``NotFound``, or ``FormatError`` for a damaged
+        manifest."""
         version = self._resolve_version(at)
         record = self.catalog.read_version(version, self.listing())
         if record is None or not record.digest:

@@ -1,13 +1,8 @@
-"""Save requests from outside the training: a file in the run, or a signal.
+"""Save requests from outside the training: any file ``request-save.json`` in the run, or a signal.
 
-The requester (``request_and_wait``, ``limpet request-save``) writes ``request-save.json`` into
-the run, unless the file exists already. It then waits until the file is gone and a new version
-exists. The training polls for the file (``RequestWatcher``), saves at its next step, and removes
-the file after the commit. The protocol does not depend on clocks. A request whose requester has
-died costs one save.
-
-Any file of that name is a request, regardless of its contents. ``touch RUN/request-save.json``
-therefore also works.
+The requester writes the file, unless there is one, and waits until it is gone and a new version
+exists. The training polls for it (``RequestWatcher``), saves at its next step, and removes it after
+the commit. No clock counts. A request whose requester has died costs one save.
 """
 
 from __future__ import annotations
@@ -22,15 +17,7 @@ from weakref import ref
 
 import msgspec
 
-from limpet import events, machine
-from limpet.errors import (
-    AlreadyExists,
-    DeadlinePassed,
-    FormatError,
-    LimpetError,
-    NotFound,
-    StoreError,
-)
+from limpet import errors, events, machine
 from limpet.format.digest import digest
 from limpet.format.names import SAVE_REQUEST, Version, is_attempt, random_id
 from limpet.format.sealed import seal, unseal
@@ -45,10 +32,7 @@ _MAX_BYTES = 1 << 16
 
 
 class SaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of the request file: who requested the save, and when.
-
-    ``id`` is unique to each request.
-    """
+    """The contents of the request file. ``id`` is unique to each request."""
 
     id: str
     created: str
@@ -61,26 +45,22 @@ _SAVE_REQUEST = StrictDecoder(msgspec.json.Decoder(SaveRequest))
 
 @dataclass(frozen=True, slots=True)
 class RequestedSave:
-    """The version that answers a request.
-
-    ``joined`` is True if another requester's request was already pending and answered by it.
-    """
+    """The version that answers a request. ``joined``: it answers an earlier one of another
+    requester."""
 
     version: Version
     joined: bool
 
 
 def put_request(store: Store, request_id: str) -> str:
-    """Request a save under ``request_id``, and return the id of the pending request.
-
-    The returned id is that of another request if one is already pending. Raises ``StoreError``.
-    """
+    """Request a save, and return the id of the pending request, which may be another requester's.
+    Raises ``StoreError``."""
     host, _, process = machine.process_identity()
     record = seal(SaveRequest(request_id, machine.utc_now(), host, process))[0]
     for _ in range(MAX_PUTS):
         try:
             store.put_if_absent(SAVE_REQUEST, record)
-        except AlreadyExists:
+        except errors.AlreadyExists:
             pending_id = read_request(store)
             if pending_id is not None:  # otherwise the training answered it in the meantime
                 return pending_id
@@ -90,31 +70,26 @@ def put_request(store: Store, request_id: str) -> str:
 
 
 def read_request(store: Store) -> str | None:
-    """Return the id of the pending request of a run, or None.
-
-    If the file has no valid id, the id is derived from its first bytes. Raises ``StoreError``.
-    """
+    """Return the id of the pending request of a run, or None; without a valid id in the file, one
+    that its first bytes give. Raises ``StoreError``."""
     try:
         raw = get_bounded(store, SAVE_REQUEST, _MAX_BYTES)
-    except NotFound:
+    except errors.NotFound:
         return None
-    except FormatError:  # too long: a request all the same
+    except errors.FormatError:  # too long: a request all the same
         start = bytearray(_MAX_BYTES)
         store.get_range(SAVE_REQUEST, 0, _MAX_BYTES, memoryview(start))
         raw = bytes(start)
     try:
         request_id = unseal(raw, _SAVE_REQUEST, SAVE_REQUEST)[0].id
-    except FormatError:
+    except errors.FormatError:
         request_id = ""
     return request_id if is_attempt(request_id) else digest(raw)[:12]
 
 
 def remove_request(store: Store, request_id: str) -> None:
-    """Remove the pending request if it still has the given id.
-
-    If a new request replaces it between the read and the deletion, the deletion removes the new
-    one. Its requester then finds no new version and requests a save again.
-    """
+    """Remove the pending request if it has this id. If a new one replaces it just now, that is
+    removed, and its requester, who finds no new version, requests a save again."""
     if read_request(store) == request_id:
         store.delete(SAVE_REQUEST)
 
@@ -127,13 +102,11 @@ def request_and_wait(
     clock: Callable[[], float] = time.monotonic,
     interval: float = 1.0,
 ) -> RequestedSave:
-    """Request a save from the training that writes to ``run``, and wait for the version.
+    """Request a save from the training that writes to ``run``, and return a version committed after
+    this call. An error or an interrupt withdraws the request.
 
-    The training saves at its next step. The returned version was committed after the call. If an
-    error or an interrupt ends the call, the request is withdrawn. ``timeout`` and ``interval`` are
-    in seconds of ``clock``. ``wait`` sleeps for a number of seconds.
-
-    Raises ``DeadlinePassed`` if no training answered within ``timeout``, and ``StoreError``.
+    ``timeout`` and ``interval`` are in seconds of ``clock``, as the argument of ``wait``. Raises
+    ``DeadlinePassed`` if no training answers within ``timeout``, and ``StoreError``.
     """
     deadline = clock() + timeout
     before = frozenset(run.listing().versions)
@@ -152,29 +125,28 @@ def request_and_wait(
                 raise _unanswered_error(run, timeout, _find_new_version(run, before))
             wait(min(interval, remaining))
     except BaseException:
-        with suppress(StoreError):  # a request that is left behind costs only one save
+        with suppress(errors.StoreError):  # a request that is left behind costs only one save
             remove_request(run.store, request_id)
         raise
 
 
 def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
-    """Return the newest version that is not in ``before`` and was saved on request.
-
-    If none was saved on request, return the newest version that is not in ``before``, or None.
-    """
+    """Return the newest version that is not in ``before``, if possible one saved on request."""
     newest = None
     folders = lineage_folders(run.catalog, run.listing())
     for version in reversed([v for v in folders if v not in before]):
         try:
             if run.catalog.open(version).metadata.get("reason") == "request":
                 return version
-        except (FormatError, NotFound):
+        except (errors.FormatError, errors.NotFound):
             continue
         newest = newest or version
     return newest
 
 
-def _unanswered_error(run: Run, timeout: float, new_version: Version | None) -> DeadlinePassed:
+def _unanswered_error(
+    run: Run, timeout: float, new_version: Version | None
+) -> errors.DeadlinePassed:
     if new_version is None:
         found = "none"
         todo = (
@@ -184,7 +156,7 @@ def _unanswered_error(run: Run, timeout: float, new_version: Version | None) -> 
     else:
         found = f"{new_version}, which does not answer the request"
         todo = "A training writes to this folder. Wait longer with --timeout, or check its log"
-    return DeadlinePassed(
+    return errors.DeadlinePassed(
         f"No training answered the request to save {run.url}; the request was withdrawn",
         expected=f"a version within {timeout:g} s",
         found=found,
@@ -194,16 +166,13 @@ def _unanswered_error(run: Run, timeout: float, new_version: Version | None) -> 
 
 
 class RequestWatcher:
-    """Polls a run for save requests on its own thread, so that training does not block.
+    """Polls a run for save requests every ``interval`` seconds on a thread, not in a forked
+    process.
 
-    The training checks ``pending_request`` at each step. If a request is pending, the training
-    calls ``accept()`` when the save begins, and then ``mark(id, is_committed)``. The watcher
-    belongs to the process that created it and does nothing in a forked process. If the store fails,
-    the watcher raises nothing and emits the event ``request_unseen`` once per outage.
-
-    ``interval`` is the number of seconds between two polls. Each poll is one small read, and then a
-    call of ``read_more``, which reads what else the training must learn.
-    ``wait(seconds)`` returns True when the thread must end; tests replace it.
+    The training checks ``pending_request`` at each step, and calls ``accept()`` when the save
+    begins, and then ``mark(id, is_committed)``. Each poll also calls ``read_more``. A failing store
+    raises nothing: the event ``request_unseen`` reports each outage once. ``wait`` returns True at
+    the end.
     """
 
     def __init__(
@@ -232,11 +201,8 @@ class RequestWatcher:
         self._outage = False
 
     def start(self) -> None:
-        """Start to poll.
-
-        If no thread can be started, request files have no effect, and the event
-        ``request_unseen`` is emitted.
-        """
+        """Start to poll. Without a thread, the event ``request_unseen`` says that files have no
+        effect."""
         args = ref(self), self._wait, self._interval
         thread = Thread(target=_poll_regularly, args=args, name="limpet-request", daemon=True)
         if start_thread(thread):
@@ -245,10 +211,7 @@ class RequestWatcher:
             self._report_outage(RuntimeError("can't start new thread"))
 
     def accept(self) -> str | None:
-        """Accept the pending request for the save that begins now, and return its id or None.
-
-        The request is then no longer pending.
-        """
+        """Return the pending request, which the save that begins now answers, or None."""
         if self.pending_request is None or self._pid != os.getpid():
             return None
         with self._lock:
@@ -258,11 +221,8 @@ class RequestWatcher:
         return request
 
     def mark(self, request_id: str, is_committed: bool) -> None:
-        """Remove the request's file, because the save that answers the request is committed. If the
-        store fails, each poll tries the removal again.
-
-        If the save has failed, the request is pending again after the next poll.
-        """
+        """After the commit of the save that answers it, remove the request's file, if necessary at
+        a later poll. After a failed save, the request is pending again."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -275,14 +235,11 @@ class RequestWatcher:
             self._remove_file(request_id)
 
     def poll(self) -> None:
-        """Poll the run once. The thread calls this method.
-
-        If the store fails, an event reports it and nothing is raised: the next poll tries again.
-        """
+        """Poll the run once, on the thread. If the store fails, an event reports it."""
         try:
             self._poll_request()
             self._read_more()
-        except LimpetError as e:
+        except errors.LimpetError as e:
             self._report_outage(e)
         else:
             self._outage = False
@@ -299,10 +256,8 @@ class RequestWatcher:
             self._remove_file(to_remove)
 
     def close(self) -> None:
-        """Stop the thread.
-
-        If an exception ended the thread before, for example one from an event sink, raise it.
-        """
+        """Stop the thread, and raise the exception that has ended it, such as one from an event
+        sink."""
         if self._pid != os.getpid():
             return
         self._closing.set()
@@ -316,7 +271,7 @@ class RequestWatcher:
     def _remove_file(self, request_id: str) -> None:
         try:
             remove_request(self._store, request_id)
-        except StoreError as e:
+        except errors.StoreError as e:
             self._report_outage(e)
             return
         with self._lock:

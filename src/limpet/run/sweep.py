@@ -70,11 +70,8 @@ def link_reason(folder: FolderFiles) -> str:
 
 
 def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) -> list[Stat]:
-    """Perform steps 2 to 5 for deletable versions, and return the deleted files.
-
-    Manifests are deleted from the newest to the oldest. No manifest therefore refers to a deleted
-    version, even if the process ends in between.
-    """
+    """Perform steps 2 to 5 for deletable versions, the newest first, so that no manifest refers to
+    a deleted version even if the process ends in between. Returns the deleted files."""
     removed = []
     for version in sorted(folders, reverse=True):
         manifest_key = f"{version}/{names.MANIFEST}"
@@ -88,12 +85,8 @@ def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) ->
 
 
 def finish_deletions(catalog: Catalog, *, is_new: bool = False) -> list[Stat]:
-    """Perform steps 3 to 5 for all half-deleted versions, and return the deleted files.
-
-    Retention tries again the next time it runs for files that are protected or could not be
-    deleted. After a restart, these files are orphans that ``sweep`` removes. ``is_new``: some have
-    not been tried. Otherwise, a pin may protect all of them for days: no notice is written then.
-    """
+    """Perform steps 3 to 5 for all half-deleted versions, and return the deleted files. Those that
+    stay are tried again; after a restart, they are orphans. ``is_new``: some were not tried."""
     half_deleted = catalog.half_deleted
 
     def select(roots: Roots) -> list[Stat]:
@@ -110,6 +103,7 @@ def finish_deletions(catalog: Catalog, *, is_new: bool = False) -> list[Stat]:
         return []
     # a version that refers to one of these is newer
     oldest = min(version.step for version in half_deleted)
+    # a pin may protect all of them for days: no notice is written then
     if not is_new and not select(find_roots(catalog, look_again_from=oldest)):
         return []
     notice = min(half_deleted) if len(half_deleted) == 1 else None
@@ -130,16 +124,8 @@ def _delete_selected(
     look_again_from: int,
     now: float | None = None,
 ) -> list[Stat]:
-    """Perform steps 3 to 5, and return the deleted files.
-
-    ``select`` returns those of the files that nothing protects. ``version``: the version of all of
-    them, or None. ``look_again_from`` and ``now``: see ``find_roots``.
-
-    While there is no space for a notice, files are deleted without it, to make space, and the
-    notice is tried again after each one. There is no space for the pin of a copy either. Some
-    stores, such as those with snapshots, free none; the roots are therefore read again only after
-    1, 2, 4, ... files.
-    """
+    """Perform steps 3 to 5 for those files that ``select`` returns, all of one ``version`` or of
+    several (None), and return the deleted files."""
     removed: dict[str, Stat] = {}
     batch, limit = list[Stat](), 1
 
@@ -158,6 +144,9 @@ def _delete_selected(
                 delete(decide())
                 return [*removed.values()]
         except NoSpace:
+            # There is no space for the pin of a copy either, so delete without a notice, and try it
+            # again after each file. Some stores, such as those with snapshots, free none, so the
+            # roots are read again only after 1, 2, 4, ... files.
             if not batch:
                 batch, limit = decide()[:limit], 2 * limit
             if not batch:
@@ -224,11 +213,8 @@ def _is_of_run(key: str) -> bool:
 def find_orphans(
     files: Mapping[Version, FolderFiles], version_records: Mapping[Version, VersionRecord]
 ) -> Iterator[tuple[Version, Stat]]:
-    """Yield the files in version folders that no manifest names or refers to.
-
-    These are shards and indexes, and evaluations in folders without a manifest. A folder with an
-    unreadable manifest contributes no files, because that manifest may name them.
-    """
+    """Yield the shards and indexes that no manifest names or refers to, and evaluations in folders
+    without a manifest. An unreadable manifest may name all files of its folder."""
     referenced = {key for r in version_records.values() for key in r.files}
     for version, folder in files.items():
         record = version_records.get(version)

@@ -1,7 +1,6 @@
 """Writes the versions of a run: the lock, the parent, the commit, and retention of each version.
 
-A ``Checkpointer`` saves through it in the background. A program without a training loop, such as a
-group of servers, uses it directly: see ``Run.writer``.
+A ``Checkpointer`` saves through it in the background, other programs by ``Run.writer``.
 """
 
 from __future__ import annotations
@@ -232,12 +231,12 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         stage_now: bool,
         overlap: bool = False,
     ) -> SaveJob | SnapshotReader:
-        """Run the first half of a save: see ``begin_save``.
+        """Run the first half of a save (see ``begin_save``) at ``location``, of the run or per
+        host.
 
         If this writer has committed the version before, by a save whose outcome was unknown, return
-        it instead; it is then ``newest``. Raises ``LimpetError`` if another training has saved it.
-        ``location``: of the run, or where the version is complete first; there, ``AlreadyExists``
-        is raised.
+        it; it is then ``newest``. Raises ``LimpetError`` if another training has saved it, and
+        ``AlreadyExists`` if it is complete on the hosts.
         """
         base = self.newest if self._full_every else None
         if base is not None and self.group.rank == 0:  # its decision counts

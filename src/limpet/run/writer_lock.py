@@ -1,12 +1,8 @@
-"""The writer lock of a run: one training writes at a time.
+"""The writer lock of a run, ``writer.json``: one training writes at a time.
 
-At its first step, a training writes ``writer.json`` into its run. It removes the file when it
-ends. Another training on the same machine is refused while the process that wrote the file is
-alive. A process on another machine cannot be checked and may be gone together with its machine.
-The other training therefore takes the lock over. If the previous process is still alive, it finds
-at its next save that it no longer owns the file, and it saves nothing more. If the other training
-has ended by then, there is no file, but its versions say that it has written. The protocol uses no
-clock. (Fencing, as in M. Kleppmann, "How to do distributed locking", 2016.)
+A live process of this machine keeps the lock. One of another machine may be gone, so a new training
+takes its lock over; the old one finds the other's file, or last version, at its next save, and
+saves nothing more. (Fencing: M. Kleppmann, "How to do distributed locking", 2016.)
 """
 
 from __future__ import annotations
@@ -15,16 +11,8 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from limpet import machine
+from limpet import errors, machine
 from limpet.deadline import CLEANUP_SECONDS, Deadline
-from limpet.errors import (
-    AlreadyExists,
-    FormatError,
-    FormatTooNew,
-    LimpetError,
-    NotFound,
-    StoreError,
-)
 from limpet.format.names import WRITER_LOCK, random_id
 from limpet.format.records import MAX_RECORD, Pin, decode_pin, encode_record
 from limpet.run.catalog import Catalog, read_sessions
@@ -52,12 +40,9 @@ class WriterLock:
         self._observed_id = None if owner is None else owner.attempt
 
     def acquire(self, store: Store | None = None) -> None:
-        """Acquire the lock. ``store``: as for ``check``.
-
-        Raises ``LimpetError`` if another live process on this machine holds the lock,
-        ``FormatTooNew`` if a later format wrote the file, so that its owner is unknown, and
-        ``StoreError`` if the run is not writable.
-        """
+        """Acquire the lock. Raises ``LimpetError`` if another live process on this machine holds
+        it, ``FormatTooNew`` if its owner is unknown, and ``StoreError`` if the run is not
+        writable."""
         store = self._store if store is None else store
         owner = None if self.id is None else find_writer(store)
         if owner is not None and owner.attempt == self.id:
@@ -75,7 +60,7 @@ class WriterLock:
         for _ in range(MAX_PUTS):
             try:
                 store.put_if_absent(WRITER_LOCK, encode_record(lock))
-            except AlreadyExists:
+            except errors.AlreadyExists:
                 previous = find_writer(store)
                 if (
                     previous is not None
@@ -95,26 +80,20 @@ class WriterLock:
 
     @staticmethod
     def _release_pins_of(previous: Pin, store: Store) -> None:
-        """Remove the pins of the previous writer, if it was another process.
-
-        That process commits nothing more. Without this, its pins would stay for days, until they
-        expire. That also happens if the store fails here. Its notices stay: it may still be alive
-        and in the middle of a deletion.
-        """
+        """Remove the pins of the previous writer, another process that commits nothing more: they
+        would stay for days. Its notices stay: it may be alive and in the middle of a deletion."""
         identity = (previous.host, previous.boot, previous.process)
         if identity != machine.process_identity():
-            with suppress(StoreError):
+            with suppress(errors.StoreError):
                 keys = pins.list_process_pins(store)
                 for key, pin in pins.read_process_pins(store, keys):
                     if isinstance(pin, Pin) and (pin.host, pin.boot, pin.process) == identity:
                         pins.remove_pin(Location(store, ""), key)
 
     def check(self, store: Store) -> None:
-        """Raise ``LimpetError`` if another training has taken the lock over.
-
-        ``store``: the run's store, or a view of it whose calls end by a deadline.
-        After ``release``, the check always passes, so that a save in flight can complete.
-        """
+        """Raise ``LimpetError`` if another training has taken the lock over. ``store``: the run's,
+        or a view with a deadline. After ``release`` it passes, so that a save in flight can
+        complete."""
         expected = self.id or self._observed_id
         if expected is None:
             return
@@ -128,16 +107,14 @@ class WriterLock:
             raise self._lock_error(owner, "Another training has taken this run over")
 
     def _check_last_version(self, store: Store) -> None:
-        """Raise ``LimpetError`` if a training has saved that this one does not continue.
-
-        A version without a session, which no training has saved, says nothing.
-        """
+        """Raise ``LimpetError`` if a training has saved that this one does not continue."""
         catalog = Catalog(store)
         last = last_written(catalog.listing())
-        with suppress(FormatError, NotFound):
+        with suppress(errors.FormatError, errors.NotFound):
             sessions = [] if last is None else read_sessions(catalog.open(last))
+            # a version without a session, which no training has saved, says nothing
             if self.sessions and sessions and sessions[0] not in self.sessions:
-                raise LimpetError(
+                raise errors.LimpetError(
                     f"Another training has taken this run over, and has ended: {self._store.url}",
                     expected="a last version that this training has saved or continues",
                     found=f"{last} of the other training",
@@ -145,23 +122,22 @@ class WriterLock:
                 )
 
     def release(self, seconds: float = CLEANUP_SECONDS) -> None:
-        """Release the lock. Errors of the store are ignored, because the process is ending, and so
-        is a store that does not answer within ``seconds``: the lock of a dead process blocks none.
-        """
+        """Release the lock, within ``seconds`` and without an error: that of a dead process blocks
+        none."""
         lock_id, self.id = self.id, None
         if lock_id is None:
             return
         store = within(self._store, Deadline.after(seconds, "the release of the writer lock"))
-        with suppress(StoreError, FormatTooNew):
+        with suppress(errors.StoreError, errors.FormatTooNew):
             owner = find_writer(store)
             if owner is not None and owner.attempt == lock_id:
                 store.delete(WRITER_LOCK)
 
-    def _lock_error(self, owner: Pin, what: str) -> LimpetError:
+    def _lock_error(self, owner: Pin, what: str) -> errors.LimpetError:
         is_own_process = owner.process == machine.process_identity()[2]
         process = "this process" if is_own_process else "process"
         pid = owner.process.partition(":")[0]
-        return LimpetError(
+        return errors.LimpetError(
             f"{what}: {self._store.url}",
             expected=f"one training at a time (this one is process {os.getpid()})",
             found=f"{process} {pid} on {owner.host.split()[0]}, since {owner.created}",
@@ -173,14 +149,11 @@ class WriterLock:
 
 
 def find_writer(store: Store) -> Pin | None:
-    """Return the training that writes to a run: the owner of the lock, or None if the file is
-    missing or damaged.
-
-    Raises ``FormatTooNew`` if a later format wrote the file, because it then has an owner.
-    """
+    """Return the owner of the lock, or None if the file is missing or damaged. Raises
+    ``FormatTooNew``, because a file of a later format has an owner."""
     try:
         return decode_pin(get_bounded(store, WRITER_LOCK, MAX_RECORD), WRITER_LOCK)
-    except FormatTooNew:
+    except errors.FormatTooNew:
         raise
-    except (NotFound, FormatError):
+    except (errors.NotFound, errors.FormatError):
         return None

@@ -15,7 +15,7 @@ from limpet.errors import FormatError, NotFound, StoreError
 from limpet.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.ranks.collective import Collective
-from limpet.run.catalog import read_saved_with, read_sessions
+from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.run.lineage import branch_origin, newest_version
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
@@ -298,7 +298,7 @@ class CurrentLine:
             return True
         if snapshot.tier == "local":
             return snapshot.digest == self.durable.digest
-        return read_saved_with(reader) == self.durable.manifest.attempt
+        return read_training_metadata(reader).get("saved_with") == self.durable.manifest.attempt
 
     def is_continued_by(self, snapshot: TierSnapshot, reader: SnapshotReader) -> bool:
         """Return True if a snapshot continues from the newest version of the run, or from
