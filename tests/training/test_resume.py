@@ -80,7 +80,7 @@ def test_the_error_for_an_address_says_how_to_resume(at):
 @pytest.mark.parametrize("start", [3, True, 2.5, ["runs/a"], b"runs/a"])
 def test_start_must_be_an_address(start):
     with training(MemoryStore(), limpet.EverySteps(1)) as (_, ckpt):
-        with pytest.raises(LimpetError, match=r'Invalid value for start=.*"RUN@120".*at=120'):
+        with pytest.raises(LimpetError, match=r'start= must be.*"RUN@120".*at=120'):
             ckpt.resume(start=start)
         ckpt.resume()
 

@@ -114,7 +114,7 @@ def test_a_stopped_run_says_so_and_a_restart_stops_at_once():
         ckpt._watcher.poll()
         ckpt.save()
         assert ckpt.should_stop
-        assert Run(store).open(Version(4)).metadata["training"]["stop"]["misses"] == 0
+        assert Run(store).open(Version(4)).metadata["training"]["stop"]["scores"] == []
     assert Run(store).ended() == STOPPED
     for key in [s.key for s in store.list("") if "eval-metrics" in s.key]:
         store.delete(key)  # the record of the end is enough

@@ -261,7 +261,7 @@ def describe_exit(
 
 
 def write_error(text: str) -> None:
-    """Write a line to standard error, unless that is closed."""
-    with suppress(OSError, ValueError):
+    """Write a line to standard error, unless that is missing or closed."""
+    with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"limpet: {text}\n")
         sys.stderr.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -26,6 +25,7 @@ from limpet.errors import (
 )
 from limpet.format.records import Ended, Evaluation, InexactEvaluation
 from limpet.machine import after_fork
+from limpet.notices.exit_status import write_error
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.collective import Collective
 from limpet.ranks.error_report import Arrival, format_with_notes
@@ -288,7 +288,8 @@ class Ending:
             if self._group.rank == 0:
                 skipped = self._cadence.skipped_since_save
                 reason = unsaved_reason(self.policy, error, skipped)
-                warn_unsaved_steps(url, step, saved_step, reason)
+                message = describe_unsaved_steps(url, step, saved_step, reason)
+                warn_user(message, UnsavedSteps)
 
     def close(self) -> None:
         if self._start_save is not no_op:
@@ -461,17 +462,11 @@ def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> No
             warn_user(warning, SaveFailed)
         except SaveFailed:
             if not isinstance(error, Exception):
-                with suppress(Exception):  # stderr may be missing or closed
-                    sys.stderr.write(f"limpet: {warning}\n")
-
-
-def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> None:
-    """Warn that the steps after ``last_saved_step`` are not in any version, and why."""
-    warn_user(describe_unsaved_steps(run_url, step, last_saved_step, reason), UnsavedSteps)
+                write_error(warning)
 
 
 def describe_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> str:
-    """Return the text of that warning."""
+    """Say that the steps after ``last_saved_step`` are not in any version, and why."""
     is_one = step <= last_saved_step + 1
     steps = f"Step {step} is" if is_one else f"Steps {last_saved_step + 1} to {step} are"
     return f"{steps} not in any version of {run_url}: {reason}"
@@ -504,8 +499,7 @@ def warn_collected(
     except UnsavedSteps:
         if not is_process_ending():
             raise
-        with suppress(Exception):  # stderr may be missing or closed
-            sys.stderr.write(f"limpet: {message}\n")
+        write_error(message)
 
 
 def describe_cause(error: BaseException) -> str:

@@ -380,25 +380,18 @@ def check_start(
     is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
     if start is not None and not is_location:
         raise LimpetError(
-            "Invalid value for start=",
-            expected='an address ("RUN@120", "RUN@best", or the URL of a snapshot), or a Store',
-            found=f"{start=}",
-            todo="resume(at=120) goes back to step 120 of this run itself",
+            'start= must be an address ("RUN@120", "RUN@best", or the URL of a snapshot) or a'
+            f" Store, not {to_repr(start)[:200]}; resume(at=120) goes back to step 120 of this run"
         )
     if start is not None and goes_back:
         raise LimpetError(
-            "resume() cannot combine start= with at=",
-            expected="start= for an empty run, or at= for a run with versions",
-            found=f"{start=} and at=",
-            todo='Write the step in the address: resume(start="RUN@120")',
+            "resume() cannot combine start= for an empty run with at= for one with versions; write"
+            ' the step in the address: resume(start="RUN@120")'
         )
     if start is None and (keys is not None or leniency not in (STRICT, KEEP_MISSING)):
         raise LimpetError(
-            "A run always resumes all of its own versions",
-            expected="keys=, unexpected=, rename=, or mismatched= only together with start=."
-            ' missing="keep" keeps new members of the state',
-            found="no start=",
-            todo="Pass start=, or load the snapshot with limpet.load",
+            "A run resumes all of its own versions: keys=, unexpected=, rename=, and mismatched="
+            " are valid only together with start="
         )
 
 
