@@ -267,7 +267,7 @@ class Queue:
             if found is None:
                 return False
             table, number = found
-            if report.position != table.position(number, table.spec.range_of(number)):
+            if report.position != table.position(number):
                 return False  # a newer attempt has consumed records
             kept = text if table.spec.kind == "evaluation" else None
             self._jobs.complete(table, number, kept, report.attempt, self._clock())

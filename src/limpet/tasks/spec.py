@@ -64,18 +64,14 @@ class JobSpec:
         sizes = [1 if b is None else -(-(b - a) // self.task_size) for _, a, b in self.data]
         return [0, *accumulate(sizes)]
 
-    @property
-    def tasks_per_epoch(self) -> int:
-        return self._task_counts[-1]
-
-    @property
+    @cached_property
     def tasks(self) -> int:
         """The number of tasks in all epochs."""
-        return self.tasks_per_epoch * self.epochs
+        return self._task_counts[-1] * self.epochs
 
     def range_of(self, number: int) -> TaskRange:
         """Return the records of a task, which is numbered from 0."""
-        epoch, number = divmod(number, self.tasks_per_epoch)
+        epoch, number = divmod(number, self._task_counts[-1])
         i = bisect_right(self._task_counts, number) - 1
         name, first, stop = self.data[i]
         if stop is None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from limpet.arguments import whole
 from limpet.errors import JobFailed, LeaseLost, PlanError, TaskError
-from limpet.tasks.spec import KINDS, JobSpec, Kind, TaskRange, parse_spec
+from limpet.tasks.spec import KINDS, JobSpec, Kind, parse_spec
 from limpet.tasks.task import Report, Task, TaskSource, make_task
 
 Interval = tuple[int, int]
@@ -105,7 +105,9 @@ class TaskTable:
     ) -> None:
         self.completed, self.positions, self.results = completed, positions, results
         self.failures: dict[int, int] = {}  # attempts in a row that consumed nothing
-        self._open = [*self.completed.gaps(self.spec.tasks)]  # a heap: in order
+        self.open = [*self.completed.gaps(self.spec.tasks)]
+        """A heap of intervals of open tasks, which are in order."""
+
         self.leases.clear()
 
     @property
@@ -120,25 +122,22 @@ class TaskTable:
     def last_id(self) -> int:
         return self.first_id + self.spec.tasks - 1
 
-    def position(self, number: int, records: TaskRange) -> int:
+    def position(self, number: int) -> int:
         """Return the first record of a task that no step has consumed."""
-        return self.positions.get(number, records.start)
+        found = self.positions.get(number)
+        return self.spec.range_of(number).start if found is None else found
 
     # -- changes ---------------------------------------------------------------------------------
 
     def take(self) -> int | None:
         """Remove the lowest open task and return it, or None if there is none."""
-        while self._open:
-            number, stop = heappop(self._open)
+        while self.open:
+            number, stop = heappop(self.open)
             if number + 1 < stop:
-                heappush(self._open, (number + 1, stop))
+                heappush(self.open, (number + 1, stop))
             if number not in self.completed:  # a late result of an older attempt
                 return number
         return None
-
-    def put_back(self, number: int) -> None:
-        """Make a leased task open again."""
-        heappush(self._open, (number, number + 1))
 
     def advance(self, number: int, position: int) -> None:
         """Record that steps have consumed a task up to this position."""
@@ -157,7 +156,7 @@ class TaskTable:
         """Hand out no more tasks of the job."""
         self.error = error
         self.leases.clear()
-        self._open = []
+        self.open = []
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -334,7 +333,7 @@ class JobTables:
         owner: TaskSource,
     ) -> Task:
         records = table.spec.range_of(number)
-        position = table.position(number, records)
+        position = table.position(number)
         attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
         table.is_touched = True
         lease = Lease(
@@ -399,7 +398,7 @@ class JobTables:
     def reopen(self, lease: Lease) -> None:
         """End a lease without blame: its task is open again."""
         self._end_lease(lease)
-        lease.table.put_back(lease.number)
+        heappush(lease.table.open, (lease.number, lease.number + 1))
         self._list_as_ready(lease.table)
 
     def renew(self, lease: Lease, now: float, seconds: float | None) -> None:
@@ -414,7 +413,7 @@ class JobTables:
         of them if it is final."""
         table, number = lease.table, lease.number
         self.reopen(lease)
-        if self.position(lease) > lease.position:
+        if table.position(number) > lease.position:
             return
         failures = table.failures[number] = table.failures.get(number, 0) + 1
         if failures >= self._attempts or is_final:
@@ -496,17 +495,12 @@ class JobTables:
             return None
         return table, number
 
-    def position(self, lease: Lease) -> int:
-        """Return the first record of a leased task that no step has consumed."""
-        table, number = lease.table, lease.number
-        return table.position(number, table.spec.range_of(number))
-
     def advance(self, lease: Lease, position: int, now: float) -> None:
         """Set the position of a leased task, and complete it at its end."""
         lease.end = now + lease.seconds
         if position == lease.table.spec.range_of(lease.number).stop:
             self.complete(lease.table, lease.number, None, lease.attempt, now)
-        elif position > self.position(lease):
+        elif position > lease.table.position(lease.number):
             lease.table.advance(lease.number, position)
 
 
