@@ -28,6 +28,7 @@ from limpet.ranks.kv import (
     KVClient,
     Timeouts,
     emit_stragglers,
+    innermost,
     interrupter_of,
 )
 from limpet.settings import read_settings
@@ -587,9 +588,5 @@ def _connect_store(torch: Any, store: Any, name: str) -> Any:
 
 def _interrupter_of_own(connection: Any, store: Any) -> Callable[[], bool]:
     """Return ``interrupter_of`` a connection that is not that of the training's ``store``."""
-    while hasattr(connection, "underlying_store"):
-        connection = connection.underlying_store
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    own = repr(connection)
-    return interrupter_of("" if own == repr(store) else own)
+    own = repr(innermost(connection))
+    return interrupter_of("" if own == repr(innermost(store)) else own)

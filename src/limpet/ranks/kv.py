@@ -167,9 +167,13 @@ class KVClient:
         self.timeouts = timeouts
         self.clock = clock
         self._store = store
-        self.store_host = host_of(store)
+        self.store_host = str(getattr(innermost(store), "host", "127.0.0.1"))
+        """The host that serves a TCPStore, or this host for a store of another kind."""
+
         self._normal_interval = min(timeouts.silent / 5, max(1.0, size / 2000))
-        self._progress = 0
+        self.progress = 0
+        """A counter that increases when this rank makes progress."""
+
         self._heartbeat_count = 0
         self._waiting_at: list[WaitPosition] = []
         self._ranks_seen: set[int] = set()
@@ -324,14 +328,9 @@ class KVClient:
 
     # -- heartbeats ------------------------------------------------------------------------------
 
-    @property
-    def progress(self) -> int:
-        """A counter that increases when this rank makes progress."""
-        return self._progress
-
     def advance(self) -> None:
         """Record that this rank has made progress."""
-        self._progress += 1
+        self.progress += 1
 
     @contextmanager
     def waiting(self, position: WaitPosition) -> Iterator[None]:
@@ -377,7 +376,7 @@ class KVClient:
             return
         self._heartbeat_count += 1
         waiting_at = min(self._waiting_at.copy(), default=())
-        fields = [self._heartbeat_count, self._progress, self._host, *waiting_at]
+        fields = [self._heartbeat_count, self.progress, self._host, *waiting_at]
         self._store.set(f"heartbeat/{self.rank}", " ".join(map(str, fields)).encode())
         self._neighbors.report(self._store, CLOSED_HEARTBEAT)
 
@@ -688,8 +687,8 @@ def interrupter_of(description: str) -> Callable[[], bool]:
     return interrupt
 
 
-def host_of(store: object) -> str:
-    """Return the host that serves a TCPStore, or this host for a store of another kind."""
+def innermost(store: Any) -> Any:
+    """Return a store without the prefixes around it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return str(getattr(store, "host", "127.0.0.1"))
+    return store
