@@ -77,21 +77,17 @@ def pid_and_start_time(pid: int) -> str:
     runs, and no process counts as ended.
     """
     if not IS_LINUX:
-        return f"{pid}:{0 if _may_run(pid) else 'gone'}"
+        if CAN_SEE_PROCESSES:  # on Windows, os.kill would end the process
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return f"{pid}:gone"
+            except OSError:
+                pass  # it is of another user
+        return f"{pid}:0"
     fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     # a zombie counts as ended: it holds no resources
     return f"{pid}:{fields[19] if fields and fields[0] not in ('Z', 'X') else 'gone'}"
-
-
-def _may_run(pid: int) -> bool:
-    if CAN_SEE_PROCESSES:  # on Windows, os.kill would end the process
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            return True  # it is of another user
-    return True
 
 
 def _read_text(path: str) -> str:

@@ -141,16 +141,6 @@ def command_environment(
     return {**defaults, **environ, _STATUS: folder, _GRACE: f"{grace:g}"}
 
 
-def aws_variables(environ: Mapping[str, str] = os.environ) -> frozenset[tuple[str, str]]:
-    """Return the environment variables that boto3 reads: a client is made for their values."""
-    return _find_variables(environ, ("AWS_",))
-
-
-def cloud_variables(environ: Mapping[str, str] = os.environ) -> frozenset[tuple[str, str]]:
-    """Return the environment variables that obstore reads: a client is made for their values."""
-    return _find_variables(environ, ("AZURE_", "AZURITE_", "GOOGLE_"))
-
-
 def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment variables that say on which platform this process runs.
 
@@ -159,12 +149,18 @@ def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, st
     """
     beginnings = ("SLURM_", "KUBERNETES_", "AWS_EC2_METADATA_", "GCE_METADATA_")
     names = ("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "RANK", "LOCAL_RANK")
-    return dict(_find_variables(os.environ if environ is None else environ, (*beginnings, *names)))
+    return dict(find_variables((*beginnings, *names), os.environ if environ is None else environ))
 
 
-def _find_variables(
-    environ: Mapping[str, str], beginnings: tuple[str, ...]
+BOTO3_VARIABLES = ("AWS_",)
+OBSTORE_VARIABLES = ("AZURE_", "AZURITE_", "GOOGLE_")
+"""How the variables begin that these libraries read: a client is made for their values."""
+
+
+def find_variables(
+    beginnings: tuple[str, ...], environ: Mapping[str, str] = os.environ
 ) -> frozenset[tuple[str, str]]:
+    """Return the environment variables whose names begin so, with their values."""
     # not ``items``: another thread may remove a variable meanwhile
     found = ((n, environ.get(n)) for n in list(environ) if n.startswith(beginnings))
     return frozenset((n, v) for n, v in found if v is not None)

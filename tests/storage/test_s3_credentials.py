@@ -13,7 +13,7 @@ import pytest
 from botocore.credentials import RefreshableCredentials
 
 from limpet.errors import Denied, StoreError, Unavailable
-from limpet.settings import aws_variables, cloud_variables
+from limpet.settings import BOTO3_VARIABLES, OBSTORE_VARIABLES, find_variables
 from limpet.storage.s3 import server as servers
 from tests.storage.fake_s3 import open_run
 
@@ -173,5 +173,5 @@ class Changing(Mapping):
 
 
 def test_a_variable_that_is_removed_while_it_is_read():
-    assert aws_variables(Changing()) == {("AWS_PROFILE", "team")}
-    assert cloud_variables(Changing()) == frozenset()
+    assert find_variables(BOTO3_VARIABLES, Changing()) == {("AWS_PROFILE", "team")}
+    assert find_variables(OBSTORE_VARIABLES, Changing()) == frozenset()

@@ -96,12 +96,6 @@ def parse_attempt(name: str) -> str | None:
     return None if match is None else match[3]
 
 
-def parse_rank(name: str) -> int | None:
-    """Return the rank in the name of a shard or an index, or None for any other name."""
-    match = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
 def is_shard_name(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
@@ -120,7 +114,8 @@ def spread_path(folder: str, name: str, count: int) -> str:
 
     The ranks of a version are spread evenly, beginning with a folder that depends on a hash.
     """
-    number = int(digest(folder.encode()), 16) + (parse_rank(name) or 0)
+    match = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
+    number = int(digest(folder.encode()), 16) + (0 if match is None else int(match[1]))
     return f"../{spread_folder(number % count)}/{folder}/{name}"
 
 

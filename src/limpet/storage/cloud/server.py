@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any, ClassVar
 
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
-from limpet.settings import cloud_variables
+from limpet.settings import OBSTORE_VARIABLES, find_variables
 from limpet.storage.options import INSTALL, WEB_URL, BucketOptions, fit_timeout, is_web_url, text
 from limpet.storage.retry import Server
 from limpet.text import with_article
@@ -220,7 +220,7 @@ def shared_server(options: CloudOptions) -> CloudServer:
             f"{options.scheme}:// cannot be used in a process forked from one that used it",
             todo="Start the process with the method 'spawn' or 'forkserver' of multiprocessing",
         )
-    variables = cloud_variables()
+    variables = find_variables(OBSTORE_VARIABLES)
     key = (options, variables)
     found = _servers.get(key)  # each request asks for it
     return _servers.setdefault(key, CloudServer(options, variables)) if found is None else found

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from limpet.deadline import Call, Deadline
 from limpet.errors import StoreError, Unavailable
-from limpet.settings import aws_variables
+from limpet.settings import BOTO3_VARIABLES, find_variables
 from limpet.storage.options import (
     INSTALL,
     WEB_URL,
@@ -251,7 +251,7 @@ def shared_server(options: S3Options) -> S3Server:
         import boto3  # noqa: F401
     except ImportError as e:
         raise StoreError("An s3:// store needs the package boto3", todo=INSTALL) from e
-    key, variables = (os.getpid(), options), aws_variables()
+    key, variables = (os.getpid(), options), find_variables(BOTO3_VARIABLES)
     found = _servers.get(key)  # each request asks for it
     if found is None or found.variables != variables:
         with _lock:
