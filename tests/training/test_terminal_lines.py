@@ -14,7 +14,7 @@ import limpet
 from limpet import events
 from limpet.errors import LimpetError
 from limpet.settings import read_settings
-from limpet.sinks.default_terminal import DefaultTerminal
+from limpet.sinks.terminal import DefaultTerminal
 from tests.sinks.sample_events import EVENTS, SAVED, RecordingStream
 
 TRAINING = """

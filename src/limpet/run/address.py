@@ -29,7 +29,7 @@ from limpet.ranks.group import (
 from limpet.run.lineage import find_best, find_latest
 from limpet.run.records import read_recorded_objectives
 from limpet.run.run import Run
-from limpet.sinks.default_terminal import default_terminal
+from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.location import (
     Location,
     Url,

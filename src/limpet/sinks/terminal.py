@@ -1,18 +1,23 @@
-"""Events for people at a terminal: one line for each save."""
+"""Events for people at a terminal: one line for each save, also if nobody has attached a sink."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from io import StringIO
 from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
+from limpet import events
 from limpet.generators import Isolation
 from limpet.lazy_torch import rank_and_world_size
+from limpet.settings import read_settings
 from limpet.sinks.wording import (
     STYLES,
     describe_event,
@@ -177,3 +182,80 @@ def _pause_progress_bars(stream: TextIO) -> AbstractContextManager[object]:
     """Return a context in which tqdm redraws its progress bars below any output."""
     bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     return nullcontext() if bars is None else bars.external_write_mode(file=stream)
+
+
+# -- the lines of a training if nobody has attached a sink ----------------------------------------
+
+_FREQUENT = frozenset({"saved", "save_skipped"})
+"""A training may emit these at every step."""
+
+_MIN_INTERVAL = 60.0
+"""The least number of seconds between two lines of the same frequent event of a run."""
+
+_OMITTED = frozenset(
+    {
+        "save_waited",
+        "structure_changed",
+        "platform_detected",
+        "left_unsaved",  # a warning says it
+        "preempted",  # the process says it as its last line
+    }
+)
+_SHOWN = STYLES.keys() - _OMITTED
+
+
+class DefaultTerminal:
+    """Prints lines as a ``Terminal`` does, but at most one line per minute for the saves of a run.
+
+    It prints only while stderr is a terminal and no other sink is attached, and only for the runs
+    that ``open`` names. Events that name no run are of all trainings in this process.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._terminal: Terminal | None = None
+        self._runs: Counter[str] = Counter()
+        self._attached = ExitStack()
+        self._last_lines: dict[tuple[str, str], float] = {}
+
+    def open(self, run: str) -> Callable[[], None]:
+        """Print the events of ``run`` until the returned function is called, once, unless
+        ``LIMPET_QUIET`` is 1."""
+        if read_settings().quiet:
+            return lambda: None
+        if not self._runs:
+            self._last_lines.clear()
+            self._attached = events.attach_default(self)
+        if _is_terminal(sys.stderr):
+            self._get_terminal()  # now, not in a thread of a save: see ``Terminal``
+        self._runs[run] += 1
+        return partial(self._close, run)
+
+    def _get_terminal(self) -> Terminal:
+        self._terminal = self._terminal or Terminal()
+        return self._terminal
+
+    def _close(self, run: str) -> None:
+        self._runs[run] -= 1
+        self._runs += Counter()  # without the runs whose count is 0
+        if not self._runs:
+            self._attached.close()
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        run = text_field(fields, "run", "")
+        if name not in _SHOWN or (run and run not in self._runs) or not _is_terminal(sys.stderr):
+            return
+        if name in _FREQUENT:
+            now, last = self._clock(), self._last_lines.get((name, run))
+            if last is not None and now - last < _MIN_INTERVAL:
+                return
+            self._last_lines[name, run] = now
+        self._get_terminal()(name, fields)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Return True if a stream, which may be missing or closed, is a terminal."""
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+default_terminal = DefaultTerminal()

@@ -13,7 +13,7 @@ from weakref import finalize
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
 from limpet.generators import end_interrupted, isolations
-from limpet.sinks.default_terminal import default_terminal
+from limpet.sinks.terminal import default_terminal
 from limpet.threads import no_op
 
 
