@@ -6,7 +6,6 @@ committed. The next save works.
 
 import threading
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -62,12 +61,10 @@ def test_a_save_without_a_fault_leaves_nothing(trial_stores, save):
 
 @pytest.mark.slow
 @SAVES
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
     calls = record_calls(size, save)
     trials = [Trial(size, r, call, kill_rank, save) for r in range(size) for call in calls[r]]
-    if size == 4:
-        trials = Random(4).sample(trials, 30)
     leftover_counts = []
 
     def check_after(trial):
@@ -115,8 +112,8 @@ def test_all_ranks_raise_when_a_call_fails(trial_stores, size, save):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_next_job_saves_after_a_rank_loses_its_connection(trial_stores, size):
+def test_the_next_job_saves_after_a_rank_loses_its_connection(trial_stores):
+    size = 3
     calls = record_calls(size)
     connection_lost = raise_error(ConnectionError("reset by peer"))
     trials = [
@@ -133,8 +130,8 @@ def test_the_next_job_saves_after_a_rank_loses_its_connection(trial_stores, size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores, size):
+def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores):
+    size = 3
     calls = record_calls(size)
     trials = [Trial(size, r, call, hang_rank) for r in range(size) for call in calls[r]]
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=trial.call.target == "store"))

@@ -268,6 +268,19 @@ def test_nothing_is_changed_if_an_object_of_one_rank_refuses_its_state():
         assert_same(floats(0), live["w"])
 
 
+def test_rename_and_cast_with_different_layouts():
+    whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
+    parts = [Boxed(whole[3 * r : 3 * r + 3], (3 * r, 0), (6, 2)) for r in range(2)]
+    store = save_on_ranks(*[{"old": {"w": part}} for part in parts])
+    parts = [Boxed(torch.zeros(2, 2).bfloat16(), (2 * r, 0), (6, 2)) for r in range(3)]
+    states = [{"new": {"w": part}} for part in parts]
+    errors = load_errors(store, DTypeMismatch, *states, rename={"old": "new"})
+    assert "new/w float64, live bfloat16" in str(errors[0])
+    load_on_ranks(store, *states, rename={"old": "new"}, cast=True)
+    for r, part in enumerate(parts):
+        assert torch.equal(part.tensor, whole[2 * r : 2 * r + 2].bfloat16())
+
+
 # -- damage --------------------------------------------------------------------------------------
 
 

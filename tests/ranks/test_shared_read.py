@@ -284,6 +284,16 @@ def _load_and_check(tensors, world, store, hosts, share=True):
 # -- windows ---------------------------------------------------------------------------------------
 
 
+def test_a_leaf_that_is_larger_than_all_windows_is_read_once():
+    whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
+    store = save({"w": whole}, {"w": whole})
+    live_states = [{"w": torch.zeros_like(whole)} for _ in range(3)]
+    with patch.object(host_exchange, "WINDOW_BUDGET", 12 * MIB + 3 * 4096):
+        stores = load_on_hosts("aaa", store, live_states)
+    assert all(torch.equal(live["w"], whole) for live in live_states)
+    assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
+
+
 def test_a_chunk_that_does_not_fit_into_a_window_is_read_by_each_rank():
     store = save(*[replicated() for _ in range(2)])
     live_states = [zeroed(replicated()) for _ in range(2)]

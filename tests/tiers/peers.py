@@ -111,6 +111,10 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
+    def limit_buffers(self, size):
+        """Let the connections from clients buffer about so many bytes."""
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+
     def __enter__(self):
         return self
 

@@ -2,6 +2,7 @@
 
 import errno
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 from limpet.tiers.peers import server as peer_server
+from limpet.tiers.peers import transfer
 from limpet.tiers.peers.transfer import Fetch, Offer, Ready
 from tests.tiers.peers import LIMITS, Proxy, ask, connect, eventually, memory_folder, serving
 
@@ -434,6 +436,42 @@ def test_a_server_that_does_not_answer(source, answers):
             peer.send_file(source, "v1/a")
         opened.close()
         gate.close()
+
+
+@pytest.mark.parametrize(
+    ("pause", "seconds", "server_seconds"), [(0.02, 1, 1), (0.3, 1, 60), (0.3, 60, 1)]
+)
+def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, seconds, server_seconds):
+    """A long file may take long. A peer that accepts a few bytes now and then holds nobody."""
+    monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
+    source, size = MemoryStore(), 6 << 20
+    put(source, "v1/a", random_bytes(size))
+
+    def slow(direction, offset, data):
+        time.sleep(pause if direction == "up" else 0)
+        return data
+
+    calls, began, is_too_slow = [], time.monotonic(), pause > 0.1
+    with (
+        serving(folder, replace(LIMITS, part_seconds=server_seconds)) as server,
+        Proxy(server, slow) as proxy,
+    ):
+        proxy.limit_buffers(1 << 16)
+        with connect(proxy, seconds=seconds) as peer:
+            peer._channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            if is_too_slow:
+                with pytest.raises(Unavailable):
+                    peer.send_file(source, "v1/a")
+            else:
+                peer.send_file(source, "v1/a", lambda: calls.append(time.monotonic()))
+        eventually(lambda: is_idle(server))
+    if is_too_slow:
+        assert time.monotonic() - began < 10
+        assert keys(LocalStore(folder)) == partial_keys(LocalStore(folder)) == []
+    else:
+        assert time.monotonic() - began > 1.5
+        assert len(calls) == 6
+        assert LocalStore(folder).get("v1/a", size) == source.get("v1/a", size)
 
 
 def test_a_host_that_is_gone(source):
