@@ -6,8 +6,12 @@ import time
 from datetime import UTC, datetime, timedelta
 from random import Random
 
+import click
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from limpet.cli import console
 
@@ -25,26 +29,43 @@ def test_ages(seconds, shown):
     assert console.format_age(created.isoformat()) == shown
 
 
-@pytest.mark.parametrize("width", [console.PIPE_WIDTH, 24])
-def test_a_table_in_a_pipe_is_the_one_on_a_terminal_without_styles_and_trailing_spaces(
-    width, capsys
-):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_table_is_that_of_rich_without_trailing_spaces(is_terminal, monkeypatch):
     random = Random(1)
     texts = ["", "a", "two words", " indented", "end ", "\u65e5\u672c\u8a9e", "e\u0301", "x" * 30]
+    stream = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("COLUMNS", "400")
     for _ in range(100):
-        table = console.make_table("n", "content", "", right_aligned=("n",))
-        table.show_header = random.random() < 0.5
-        for _ in range(random.randrange(5)):
-            number, content, last = random.choices(texts, k=3)
-            table.add_row(number.rstrip(), console.styled_text(content, "bold"), last)
-        pipe = console.make_console()
-        pipe.width = width
-        console.print_table(pipe, table)
-        terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-        console.print_table(terminal, table)
-        shown = terminal.file.getvalue()
-        expected = [line.rstrip(" ") for line in shown.splitlines()]
-        assert capsys.readouterr().out.splitlines() == expected
+        header = random.choice([(), ("n", "content", "")])
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(header))
+        for name in header or ("", "", ""):
+            table.add_column(name, justify="right" if name == "n" else "left", no_wrap=True)
+        rows = [random.choices(texts, k=3) for _ in range(random.randrange(1, 5))]
+        for n, row in enumerate(rows):
+            rows[n] = [row[0].rstrip(), *row[1:]]
+            table.add_row(*map(Text, rows[n]))
+        stream.truncate(stream.seek(0))
+        cells = [[(a, ""), (b, "bold"), (c, "red")] for a, b, c in rows]
+        console.print_table(cells, header, right_aligned=("n",))
+        expected = io.StringIO()
+        Console(file=expected, width=400, color_system=None).print(table)
+        shown = click.unstyle(stream.getvalue())
+        assert ("\x1b[31m" in stream.getvalue()) == (is_terminal and any(r[2] for r in rows))
+        assert [x.rstrip(" ") for x in shown.splitlines()] == [
+            x.rstrip(" ") for x in expected.getvalue().splitlines()
+        ]
+
+
+def test_a_flexible_column_gets_the_rest_of_the_line(monkeypatch, capsys):
+    rows = [[("key" * 20, ""), (12, "")], [("\u65e5" * 30, ""), (3456, "red")]]
+    for columns in (20, 31, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console.print_table(rows, ("key", "size"), right_aligned=("size",), flexible=0)
+        head, *lines = capsys.readouterr().out.splitlines()
+        assert {cell_len(line) for line in (head, *lines)} == {min(columns, 66)}
+        assert [line.split()[-1] for line in lines] == ["12", "3456"]
+        assert all(("\u2026" in line) == (columns < 66) for line in lines)
 
 
 @pytest.mark.parametrize("unit", ["bytes", "versions"])

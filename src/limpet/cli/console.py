@@ -1,24 +1,22 @@
-"""Output for people: tables, ages, and a progress bar.
+"""Output for people: lines, tables, ages, and a progress bar.
 
-Only this module imports rich, and only when it prints something.
+Only the progress bar imports rich, and a table for the width of its characters.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
+from shutil import get_terminal_size
 from threading import Lock, Timer
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import click
 
 from limpet.text import format_size, to_printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
 PIPE_WIDTH = 400
 """Width in columns if the output is not a terminal: wide enough that no cell is truncated."""
@@ -29,98 +27,71 @@ _GAP = "  "
 _PROGRESS_DELAY = 0.7
 """Seconds before a progress bar appears."""
 
-
-def make_console() -> Console:
-    """Return a console for stdout, which may be a terminal or a pipe."""
-    from rich.console import Console
-
-    class StdoutConsole(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # noqa: PLE0704  (rich calls this from an except block; VerbGroup.invoke handles it)
-
-        def print(self, *objects: Any, **options: Any) -> None:
-            if self.is_terminal:
-                super().print(*objects, **options)
-                return
-            # rich pads the last column of a table with spaces, which do not belong in a pipe
-            with self.capture() as captured:
-                super().print(*objects, **options)
-            lines = captured.get().split("\n")
-            self.file.write("\n".join(line.rstrip(" ") for line in lines))
-            self.file.flush()
-
-    console = StdoutConsole(highlight=False, emoji=False, markup=False, soft_wrap=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPE_WIDTH
-    return console
+Cell = tuple[object, str]
+"""What a cell of a table contains, and its style: a color, "bold", "dim", or "" for none."""
 
 
-def styled_text(content: object, style: str = "", limit: int | None = None) -> Text:
-    """Return text without terminal control characters, truncated to ``limit`` columns (None: no
-    limit)."""
-    from rich.text import Text
-
-    text = Text(to_printable(content), style=style)
-    if limit is not None:
-        text.truncate(max(limit, 4), overflow="ellipsis")
-    return text
+def output_width() -> int:
+    """Return the width of stdout in columns."""
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return get_terminal_size().columns if is_known else PIPE_WIDTH
 
 
-def print_line(console: Console, content: object, style: str = "") -> None:
+def print_line(content: object = "", style: str = "") -> None:
     """Print a line of text, which may be longer than the terminal is wide."""
-    if console.is_terminal:
-        console.print(styled_text(content, style), soft_wrap=True)
-    else:  # rich takes 0.2 ms per line
-        console.file.write(to_printable(content).rstrip(" ") + "\n")
-        console.file.flush()
+    click.echo(_style(to_printable(content).rstrip(" "), style))
 
 
-def make_table(*columns: str, right_aligned: tuple[str, ...] = ()) -> Table:
-    """Return a table without borders; the columns in ``right_aligned`` contain numbers."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
-    for name in columns:
-        table.add_column(
-            name,
-            justify="right" if name in right_aligned else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-    return table
+def _style(text: str, style: str) -> str:
+    """Return text with the codes of a style, if stdout is a terminal with colors."""
+    if not (text and style) or "NO_COLOR" in os.environ or not sys.stdout.isatty():
+        return text
+    return click.style(text, bold=style == "bold" or None, dim=style == "dim" or None,
+                       fg=style if style not in ("bold", "dim") else None)  # fmt: skip
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table that ``make_table`` returned.
+def truncate(content: object, limit: int) -> str:
+    """Return text of at most ``limit`` columns, or 4, as printable characters."""
+    from rich.cells import cell_len, set_cell_size
 
-    In a pipe, a table that fits needs no style and no truncation. It is aligned here, because rich
-    takes 0.2 ms per line: 37 s for a model with 16,000 parameters and its optimizer.
-    """
-    lines = [] if console.is_terminal else _align(table, console.width)
-    if lines:
-        console.file.writelines(lines)
-        console.file.flush()
-    else:
-        console.print(table)
+    text, limit = to_printable(content), max(limit, 4)
+    return text if cell_len(text) <= limit else set_cell_size(text, limit - 1) + "\u2026"
 
 
-def _align(table: Table, max_width: int) -> list[str]:
-    """Return the lines of a table, or an empty list if it is wider than ``max_width`` columns."""
+def print_table(
+    rows: Sequence[Sequence[Cell]],
+    header: Sequence[str] = (),
+    *,
+    right_aligned: Collection[str] = (),
+    flexible: int | None = None,
+) -> None:
+    """Print a table without borders. ``right_aligned``: names of columns with numbers. The cells of
+    the column ``flexible`` are truncated, so that the lines are no longer than stdout is wide."""
     from rich.cells import cell_len
 
-    columns = [[str(column.header)] * table.show_header + [str(c) for c in column.cells]
-               for column in table.columns]  # fmt: skip
-    lengths = [[cell_len(text) for text in column] for column in columns]
-    widths = [max(column, default=0) for column in lengths]
-    if sum(widths) + len(_GAP) * (len(widths) - 1) > max_width:
-        return []
-    aligned = [
-        [" " * (width - n) + text for text, n in zip(texts, each, strict=True)]
-        if column.justify == "right"
-        else [text + " " * (width - n) for text, n in zip(texts, each, strict=True)]
-        for column, texts, each, width in zip(table.columns, columns, lengths, widths, strict=True)
-    ]
-    return [_GAP.join(line).rstrip(" ") + "\n" for line in zip(*aligned, strict=True)]
+    names: list[Cell] = [(name, "bold") for name in header]
+    table = [[(to_printable(c), style) for c, style in row] for row in (names, *rows) if row]
+    columns = len(table[0]) if table else 0
+    widths = [max(cell_len(row[i][0]) for row in table) for i in range(columns)]
+    if flexible is not None and table:
+        flexible %= columns
+        others = sum(widths) - widths[flexible] + len(_GAP) * (columns - 1)
+        least = len(header[flexible]) if header else 4
+        widths[flexible] = min(widths[flexible], max(least, output_width() - others))
+    lines = []
+    for row in table:
+        cells = []
+        for i, (text, style) in enumerate(row):
+            shown = truncate(text, widths[i]) if i == flexible else text
+            padding = " " * (widths[i] - cell_len(shown))
+            is_number = bool(header) and header[i] in right_aligned
+            if not is_number and i == columns - 1:
+                shown, padding = shown.rstrip(" "), ""
+            styled = _style(shown, style)
+            cells.append(padding + styled if is_number else styled + padding)
+        lines.append(_GAP.join(cells).rstrip(" "))
+    if lines:
+        click.echo("\n".join(lines))
 
 
 def format_speed(nbytes: int, seconds: float) -> str:

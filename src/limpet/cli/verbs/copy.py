@@ -10,7 +10,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from limpet.cli.console import format_speed, make_console, print_line, progress_bar, styled_text
+from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, format_error_line, json_option, print_result
 from limpet.cli.resolve import (
@@ -308,13 +308,12 @@ def _build_snapshot_document(copy: Copied) -> dict[str, Any]:
 
 def render(result: CopyResult, seconds: float) -> None:
     """Print the outcome for each version, and a summary."""
-    console = make_console()
     for copy in result.present:
-        print_line(console, f"already present  {copy.url}", "dim")
+        print_line(f"already present  {copy.url}", "dim")
     for copy in result.copied:
-        print_line(console, f"copied           {copy.url}")
+        print_line(f"copied           {copy.url}")
     for version, error in result.damaged:
-        print_line(console, f"NOT copied       {version}: {format_error_line(error)}", "red")
+        print_line(f"NOT copied       {version}: {format_error_line(error)}", "red")
     nbytes = sum(copy.nbytes_checked for copy in result.copied)
     count = format_count(len(result.copied), "snapshot")
     summary = f"{count} copied, {format_size(nbytes)}, all checked{format_speed(nbytes, seconds)}"
@@ -324,4 +323,4 @@ def render(result: CopyResult, seconds: float) -> None:
         f"{len(result.damaged):,} NOT copied" if result.damaged else "",
     )
     style = "red" if result.damaged else "green"
-    console.print(styled_text("; ".join(filter(None, parts)), style))
+    print_line("; ".join(filter(None, parts)), style)

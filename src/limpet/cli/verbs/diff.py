@@ -9,14 +9,7 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import (
-    make_console,
-    make_table,
-    print_line,
-    print_table,
-    progress_bar,
-    styled_text,
-)
+from limpet.cli.console import output_width, print_line, print_table, progress_bar, truncate
 from limpet.cli.exit_codes import DIFFERS
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import resolve_snapshot
@@ -226,29 +219,26 @@ def _build_document(
 
 def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> None:
     """Print the differences as a table, and a summary."""
-    console = make_console()
     for label, snapshot, style in (("A", a, "red"), ("B", b, "green")):
         step = "" if snapshot.step is None else f"  step {snapshot.step}"
-        print_line(console, f"{label}  {snapshot.url}{step}", style)
-    console.print()
+        print_line(f"{label}  {snapshot.url}{step}", style)
+    print_line()
     for key in differences.only_a:
-        print_line(console, f"only in A  {key}", "red")
+        print_line(f"only in A  {key}", "red")
     for key in differences.only_b:
-        print_line(console, f"only in B  {key}", "green")
+        print_line(f"only in B  {key}", "green")
     if differences.changes:
-        table = make_table("key", "change")
-        change_width = min(
-            max(len(_format_change(c)) for c in differences.changes), max(34, console.width // 2)
-        )
-        key_width = max(20, console.width - change_width - 3)
-        for c in differences.changes:
-            # truncate at the front: the end of a key is more specific
-            key = c.key if len(c.key) <= key_width else "\u2026" + c.key[1 - key_width :]
-            table.add_row(styled_text(key), styled_text(_format_change(c), "", change_width))
-        print_table(console, table)
+        width = output_width()
+        changes = [truncate(_format_change(c), max(34, width // 2)) for c in differences.changes]
+        key_width = max(20, width - max(map(len, changes)) - 3)
+        # truncate at the front: the end of a key is more specific
+        keys = [k if len(k) <= key_width else "\u2026" + k[1 - key_width :]
+                for k in (c.key for c in differences.changes)]  # fmt: skip
+        print_table([[(k, ""), (c, "")] for k, c in zip(keys, changes, strict=True)],
+                    ("key", "change"))  # fmt: skip
     if differences.is_same:
         count = format_count(differences.equal_count, "leaf or value", "leaves and values")
-        console.print(styled_text(f"Identical: {count}", "green"))
+        print_line(f"Identical: {count}", "green")
         return
     parts = [
         f"{len(differences.changes):,} differ",
@@ -256,10 +246,10 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
         f"{len(differences.only_a):,} only in A",
         f"{len(differences.only_b):,} only in B",
     ]
-    console.print()
-    console.print(styled_text("; ".join(parts), "bold"))
+    print_line()
+    print_line("; ".join(parts), "bold")
     read = format_size(differences.bytes_read)
-    console.print(styled_text(f"{read} of each snapshot was read", "dim"))
+    print_line(f"{read} of each snapshot was read", "dim")
 
 
 def _format_change(change: Change) -> str:

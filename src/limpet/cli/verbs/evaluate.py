@@ -14,7 +14,7 @@ from typing import Any, Literal
 import click
 
 from limpet import events
-from limpet.cli.console import make_console, print_line
+from limpet.cli.console import print_line
 from limpet.cli.exit_codes import EVALUATION_FAILED
 from limpet.cli.output import json_option, keys_option, parse_duration, print_json
 from limpet.cli.resolve import check_run_target, resolve_run
@@ -162,7 +162,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     if as_json:
         print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
     elif not outcomes:
-        print_line(make_console(), _describe_nothing(name, evaluation.failed))
+        print_line(_describe_nothing(name, evaluation.failed))
     if evaluation.failed or any(outcome.state == "FAILED" for outcome in outcomes):
         ctx.exit(EVALUATION_FAILED)  # also if a restarted command has nothing left to evaluate
 
@@ -193,7 +193,7 @@ def _print_outcome(outcome: Outcome) -> None:
     metrics = "  ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
     style = {"FAILED": "red", "SKIPPED": "dim"}.get(outcome.state, "")
     text = metrics if outcome.state == "DONE" else f"{outcome.state}: {outcome.cause}"
-    print_line(make_console(), f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
+    print_line(f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
 
 
 @contextmanager

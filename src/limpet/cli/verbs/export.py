@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import format_speed, make_console, print_line, progress_bar
+from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import refuse_address, resolve_newest
 from limpet.convert.export import SUFFIXES, ExportResult, PreparedExport, prepare_export
@@ -110,10 +110,10 @@ def _build_document(
 
 
 def _render(prepared: PreparedExport, result: ExportResult, seconds: float) -> None:
-    console, root = make_console(), prepared.root
+    root = prepared.root
     for url, nbytes in result.files:
-        print_line(console, f"{url}  {format_size(nbytes)}")
+        print_line(f"{url}  {format_size(nbytes)}")
     below = f" below {root}" if root else ""
     count = format_count(result.tensors, "tensor")
     checked = f"{format_size(result.nbytes)}, all checked{format_speed(result.nbytes, seconds)}"
-    print_line(console, f"{count}{below}, {checked}", "green")
+    print_line(f"{count}{below}, {checked}", "green")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import make_console, print_line, progress_bar
+from limpet.cli.console import print_line, progress_bar
 from limpet.cli.output import json_option, print_result
 from limpet.cli.resolve import check_run_target
 from limpet.convert.arrange import ArrangedState, arrange_state
@@ -126,10 +126,9 @@ def render(
         ),
         (left_out, f"Not imported: {left_out}"),
     )
-    console = make_console()
-    print_line(console, f"{_KIND_NAMES[checkpoint.kind]}  {checkpoint.path}", "dim")
+    print_line(f"{_KIND_NAMES[checkpoint.kind]}  {checkpoint.path}", "dim")
     for applies, note in notes:
         if applies:
-            print_line(console, note, "yellow")
+            print_line(note, "yellow")
     leaves = format_count(len(snapshot.leaves), "leaf", "leaves")
-    print_line(console, f"{snapshot.url}  {leaves}, {format_size(snapshot.nbytes)}", "green")
+    print_line(f"{snapshot.url}  {leaves}, {format_size(snapshot.nbytes)}", "green")

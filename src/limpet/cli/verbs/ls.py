@@ -6,19 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from limpet.cli.console import (
-    format_age,
-    make_console,
-    make_table,
-    print_line,
-    print_table,
-    progress_bar,
-    styled_text,
-)
+from limpet.cli.console import Cell, format_age, print_line, print_table, progress_bar, truncate
 from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run
 from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
@@ -31,9 +23,6 @@ from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
 from limpet.storage.store import Stat
 from limpet.text import format_count, format_metrics, format_size
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 
 @dataclass(slots=True)
@@ -225,55 +214,38 @@ def _build_version_document(result: ListResult, entry: VersionEntry) -> dict[str
 
 def render(result: ListResult) -> None:
     """Print the table of versions, their problems, and the other files in the run."""
-    console = make_console()
     total = format_size(sum(e.nbytes for e in result.entries))
     count = format_count(len(result.entries), "version")
-    console.print(
-        styled_text(result.run.url, "bold"),
-        styled_text(f"{count}, {total}", "dim"),
-        sep="  ", soft_wrap=True,
-    )  # fmt: skip
+    print_table([[(result.run.url, "bold"), (f"{count}, {total}", "dim")]])
     show_branch = any(e.version.branch for e in result.entries)
     show_referred = any(e.referred_bytes for e in result.entries)
     sizes = ("own", "referred") if show_referred else ("size",)
     names = ("step", *(("branch",) if show_branch else ()), "age", *sizes, "state", "reason")
-    table = make_table(*names, "metrics", right_aligned=("step", "branch", "age", *sizes))
     rows = [_table_cells(entry, show_branch, show_referred) for entry in result.entries]
     # metrics get the rest of the line; no other column is truncated, even on a narrow terminal
-    used = sum(max(len(n), *(r[i].cell_len for r in rows)) + 2 for i, n in enumerate(names))
-    metrics_width = max(len("metrics"), console.width - used)
-    for row in rows:
-        row[-1].truncate(metrics_width, overflow="ellipsis")
-        table.add_row(*row)
-    console.width = max(console.width, used + metrics_width)  # the terminal wraps longer lines
-    print_table(console, table)
+    numbers = ("step", "branch", "age", *sizes)
+    print_table(rows, (*names, "metrics"), right_aligned=numbers, flexible=-1)
     for note, style in _footnotes(result):
-        print_line(console, note, style)
+        print_line(note, style)
 
 
 _STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}
 """Styles of intact versions. Every other status is red."""
 
 
-def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) -> list[Text]:
+def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) -> list[Cell]:
     base = "" if entry.on_lineage else "dim"
-    branch = [styled_text(entry.version.branch or "", base)] if show_branch else []
-    referred = (
-        [styled_text(format_size(entry.referred_bytes) if entry.referred_bytes else "", base)]
-        if show_referred
-        else []
-    )
+    referred = format_size(entry.referred_bytes) if entry.referred_bytes else ""
+    status = entry.status + ", pinned" * entry.pinned
     return [
-        styled_text(entry.version.step, base),
-        *branch,
-        styled_text(format_age(entry.created), base),
-        styled_text(format_size(entry.nbytes), base),
-        *referred,
-        styled_text(
-            entry.status + ", pinned" * entry.pinned, _STATUS_STYLES.get(entry.status, "red")
-        ),
-        styled_text(entry.reason or "", base, 12),
-        styled_text(format_metrics(entry.metrics), base),
+        (entry.version.step, base),
+        *([(entry.version.branch or "", base)] if show_branch else []),
+        (format_age(entry.created), base),
+        (format_size(entry.nbytes), base),
+        *([(referred, base)] if show_referred else []),
+        (status, _STATUS_STYLES.get(entry.status, "red")),
+        (truncate(entry.reason or "", 12), base),
+        (format_metrics(entry.metrics), base),
     ]
 
 

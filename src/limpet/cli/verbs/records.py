@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-from limpet.cli.console import make_console, print_line
+from limpet.cli.console import print_line
 from limpet.cli.output import json_option, print_json
 from limpet.cli.resolve import is_same_run, resolve_run, split_version
 from limpet.errors import NotFound
@@ -39,7 +39,7 @@ def pin(ctx: click.Context, version: Sequence[str], remove: bool, as_json: bool)
     if as_json:
         print_json({"run": opened.url, "version": str(found), "pinned": not remove})
     else:
-        print_line(make_console(), f"{found} is {'no longer ' if remove else ''}pinned")
+        print_line(f"{found} is {'no longer ' if remove else ''}pinned")
 
 
 @click.command("rm", short_help="Delete versions.")
@@ -62,7 +62,7 @@ def rm(versions: Sequence[str], as_json: bool) -> None:
     if as_json:
         print_json({"run": opened.url, "deleted": names, "bytes": nbytes})
     else:
-        print_line(make_console(), f"deleted {', '.join(names)}: {format_size(nbytes)}", "bold")
+        print_line(f"deleted {', '.join(names)}: {format_size(nbytes)}", "bold")
 
 
 _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(?:\.([0-9]{1,9}))?")

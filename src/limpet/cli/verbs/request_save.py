@@ -6,7 +6,7 @@ from time import sleep
 
 import click
 
-from limpet.cli.console import make_console, print_line, progress_bar
+from limpet.cli.console import print_line, progress_bar
 from limpet.cli.output import json_option, parse_duration, print_json
 from limpet.cli.resolve import resolve_run_allow_empty
 from limpet.format.names import random_id
@@ -43,7 +43,7 @@ def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
         print_json({"run": opened.url, "version": version, "joined": joined})
     else:
         status = "A request already exists" if joined else "Requested a save at the next step"
-        print_line(make_console(), version or status)
+        print_line(version or status)
 
 
 def _request_and_wait(run: Run, timeout: float, quiet: bool) -> RequestedSave:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import format_speed, make_console, print_line, progress_bar
+from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.output import json_option, print_result
 from limpet.cli.resolve import check_version_name, remove_folder_if_empty, resolve_snapshot
 from limpet.convert.reshard import SPLITS, reshard
@@ -91,8 +91,7 @@ def _build_document(
 
 def render(old: SnapshotReader, new: SnapshotReader, seconds: float) -> None:
     """Print the location, the shards, and the size of the new snapshot."""
-    console = make_console()
-    print_line(console, f"resharded      {new.url}")
+    print_line(f"resharded      {new.url}")
     before = format_count(len(old.manifest.shards), "shard")
     checked = f"{format_size(new.nbytes)}, all checked{format_speed(new.nbytes, seconds)}"
-    print_line(console, f"{before} before, {len(new.manifest.shards):,} now, {checked}", "green")
+    print_line(f"{before} before, {len(new.manifest.shards):,} now, {checked}", "green")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from limpet.cli.console import (
-    format_age,
-    make_console,
-    make_table,
-    print_line,
-    print_table,
-    styled_text,
-)
+from limpet.cli.console import Cell, format_age, output_width, print_line, print_table, truncate
 from limpet.cli.output import (
     describe_error,
     format_error_line,
@@ -210,34 +204,24 @@ def render(
 
     If that is None, print all levels, or with ``may_limit`` those that fit on a terminal.
     """
-    console = make_console()
-    if depth is None and may_limit and console.is_terminal:
+    if depth is None and may_limit and sys.stdout.isatty():
         depth = fitting_depth(rows)
-    print_line(console, snapshot.url, "bold")
-    header = make_table("", "")
-    header.show_header = False
+    print_line(snapshot.url, "bold")
     problem = _find_problem(snapshot)
-    for name, value in _header_fields(snapshot):
-        header.add_row(styled_text(name, "dim"), styled_text(value, "", console.width - 12))
-    print_table(console, header)
+    fields: list[list[Cell]] = [[(n, "dim"), (v, "")] for n, v in _header_fields(snapshot)]
+    print_table(fields, flexible=1)
     if problem is not None:
-        print_line(console, format_error_line(problem), "red")
-    console.print()
-    table = make_table("key", "content", "size", right_aligned=("size",))
-    lines = list(_table_lines(rows, depth, layouts))
-    longest = max((len(description) for _, description, _, _ in lines), default=0)
-    width = min(longest, (console.width - 14) // 2, 60)
-    name_width = console.width - 15 - width  # asks the terminal
-    for name, description, size, style in lines:
-        table.add_row(
-            styled_text(name, style, name_width),
-            styled_text(description, style, width),
-            styled_text(size, style),
-        )
-    print_table(console, table)
+        print_line(format_error_line(problem), "red")
+    print_line()
+    width = min((output_width() - 14) // 2, 60)
+    table: list[list[Cell]] = [
+        [(name, style), (truncate(description, width), style), (size, style)]
+        for name, description, size, style in _table_lines(rows, depth, layouts)
+    ]
+    print_table(table, ("key", "content", "size"), right_aligned=("size",), flexible=0)
     if depth is not None and any(r.depth >= depth for r in rows):
         note = f"Limited to --depth {depth}; --all shows everything, --keys selects keys"
-        console.print(styled_text(note, "dim"))
+        print_line(note, "dim")
 
 
 def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:

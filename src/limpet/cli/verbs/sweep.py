@@ -6,7 +6,7 @@ from collections import Counter
 
 import click
 
-from limpet.cli.console import make_console, print_line, styled_text
+from limpet.cli.console import print_line
 from limpet.cli.output import json_option, parse_duration, print_json
 from limpet.cli.resolve import resolve_run
 from limpet.format.names import MANIFEST, parse_version
@@ -52,29 +52,28 @@ def command(run: str, grace: float, abandoned: bool, dry_run: bool, as_json: boo
         render(result, dry_run)
         if result.hidden_uploads:
             note = f"Unfinished uploads cannot be listed here: {result.hidden_uploads}"
-            print_line(make_console(), note, "dim")
+            print_line(note, "dim")
 
 
 def render(result: SweepResult, dry_run: bool) -> None:
     """Print what was removed, what was kept and why, and a summary."""
-    console = make_console()
     verb = "would remove" if dry_run else "removed"
     files, versions = _group_by_version(result.removed)
     for name, count in versions.items():
-        print_line(console, f"{verb}  {name} ({format_count(count, 'file')})")
+        print_line(f"{verb}  {name} ({format_count(count, 'file')})")
     for key in files:
-        print_line(console, f"{verb}  {key}")
+        print_line(f"{verb}  {key}")
     for key, why in result.kept:
-        print_line(console, f"kept     {key} ({why})", "dim")
+        print_line(f"kept     {key} ({why})", "dim")
     if not result.removed and not result.kept:
-        console.print(styled_text("Nothing to remove: every file belongs to a version.", "green"))
+        print_line("Nothing to remove: every file belongs to a version.", "green")
         return
     kept_keys = [key for key, _ in result.kept if key != ALL_ABANDONED]
     kept_versions = sum(parse_version(key) is not None for key in kept_keys)
     summary = f"{verb.capitalize()} {_format_counts(len(versions), len(files)) or 'nothing'}"
     summary += f", {format_size(result.nbytes)}" if result.removed else ""
     kept = _format_counts(kept_versions, len(kept_keys) - kept_versions)
-    console.print(styled_text(summary + (f"; {kept} kept" if kept else ""), "bold"))
+    print_line(summary + (f"; {kept} kept" if kept else ""), "bold")
 
 
 def _group_by_version(removed: list[str]) -> tuple[list[str], dict[str, int]]:

@@ -11,15 +11,7 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import (
-    format_speed,
-    make_console,
-    make_table,
-    print_line,
-    print_table,
-    progress_bar,
-    styled_text,
-)
+from limpet.cli.console import Cell, format_speed, print_line, print_table, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run_or_snapshot
@@ -286,29 +278,21 @@ def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str
 
 def render(results: list[VerifyResult], seconds: float, danger: str | None) -> None:
     """Print one line for each version, then each problem, a summary, and the warnings."""
-    console = make_console()
-    versions = make_table(
-        "version" if not results or results[0].is_version else "file",
-        "checked",
-        "",
-        right_aligned=("checked",),
-    )
+    rows: list[list[Cell]] = []
     for r in results:
-        status = (
-            styled_text(format_count(len(r.problems), "problem"), "red")
-            if r.problems
-            else styled_text("ok", "green")
-        )
-        versions.add_row(styled_text(r.name), styled_text(format_size(r.nbytes)), status)
-    print_table(console, versions)
+        problems = (format_count(len(r.problems), "problem"), "red")
+        status = problems if r.problems else ("ok", "green")
+        rows.append([(r.name, ""), (format_size(r.nbytes), ""), status])
+    kind = "version" if not results or results[0].is_version else "file"
+    print_table(rows, (kind, "checked", ""), right_aligned=("checked",))
     for p, others in _group_problems(results):
-        console.print()
-        print_line(console, p.file if p.offset is None else f"{p.file}, byte {p.offset}", "red")
-        print_line(console, p.error.brief, "dim")
+        print_line()
+        print_line(p.file if p.offset is None else f"{p.file}, byte {p.offset}", "red")
+        print_line(p.error.brief, "dim")
         if p.leaves and not isinstance(p.error, DigestMismatch):  # its message names them
-            print_line(console, f"leaves: {format_list(p.leaves, 8)}", "dim")
+            print_line(f"leaves: {format_list(p.leaves, 8)}", "dim")
         if others:
-            print_line(console, f"also affects {', '.join(others)}", "dim")
+            print_line(f"also affects {', '.join(others)}", "dim")
     nbytes = sum(r.nbytes for r in results)
     unreadable = sum(r.is_unreadable for r in results)
     damaged = sum(bool(r.problems) for r in results) - unreadable
@@ -317,7 +301,7 @@ def render(results: list[VerifyResult], seconds: float, danger: str | None) -> N
     noun = "version" if not results or results[0].is_version else "exported file"
     verdict = failures or f"{format_count(len(results), noun)} intact"
     compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
-    console.print()
-    console.print(styled_text(f"{verdict}; {compared}", "red" if failures else "green"))
+    print_line()
+    print_line(f"{verdict}; {compared}", "red" if failures else "green")
     if danger is not None:
-        print_line(console, danger, "yellow")
+        print_line(danger, "yellow")
