@@ -103,8 +103,7 @@ class BoundedSource(ABC):
 
     def poll(self) -> Notice | None:
         """Return what ``check`` returns, or raise its error, or ``TimeoutError`` after
-        ``poll_seconds``. A late result is that of a later poll, with the seconds that are left
-        then."""
+        ``poll_seconds``. A later poll then has a late result, with the seconds that are left."""
         is_late = self._call is not None
         if self._call is None:
             self._call = Call(self._check_with_time, "limpet-notice")

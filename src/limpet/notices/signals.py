@@ -298,9 +298,8 @@ atexit.register(_dispatcher.stop_ignoring)
 
 
 def stop_signals() -> SignalNotice:
-    """Return the source by default: SIGTERM, and SIGHUP, which follows the end of a terminal,
-    unless it is ignored (``nohup``) or the program has a handler for it, also one installed
-    later."""
+    """Return the source by default: SIGTERM, and SIGHUP unless it is ignored (``nohup``), or the
+    program has a handler for it, also one installed later."""
     if not hasattr(signal, "SIGHUP") or not _dispatcher.is_free(signal.SIGHUP):  # Windows
         return SignalNotice()
     source = SignalNotice(signal.SIGTERM, signal.SIGHUP)

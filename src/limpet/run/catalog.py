@@ -167,9 +167,8 @@ class Catalog:
     def read_versions(
         self, listing: Listing, look_again_from: int = 0
     ) -> dict[Version, VersionRecord]:
-        """Return the record of every version that exists. One that is known, intact, and of a step
-        before ``look_again_from`` is not looked at again. Links are looked for only if that is
-        0."""
+        """Return the record of every version. One that is known, intact, and of a step before
+        ``look_again_from`` is not looked at again. Links are looked for only if that is 0."""
         folders = self._present if listing.folders is self._folders else set(listing.folders)
         for version in [v for v in self._version_records if v not in folders]:
             self.forget(version)
@@ -187,9 +186,8 @@ class Catalog:
     def read_version(
         self, version: Version, listing: Listing, *, look_for_links: bool = True
     ) -> VersionRecord | None:
-        """Return the record of one version as the store has it now, or None if it does not exist.
-        The manifest is read only if its status has changed, and the links only then or on
-        request."""
+        """Return the record of a version as the store has it now, or None if there is none. The
+        manifest is read only if its status has changed, links also on request."""
         record = self._version_records.get(version)
         try:
             manifest = self.store.stat(f"{version}/{names.MANIFEST}")

@@ -52,9 +52,8 @@ class LeaseObserver:
         self._first_seen: dict[str, float] = {}
 
     def live(self, files: Iterable[str] | None = None) -> dict[str, Lease]:
-        """Return the newest live lease of each name by its key, of ``files`` or of those listed.
-        The event ``skipped`` reports a damaged file, which protects nothing. Raises
-        ``StoreError``."""
+        """Return the newest live lease of each name by its key, of ``files`` or all. The event
+        ``skipped`` reports a damaged file, which protects nothing. Raises ``StoreError``."""
         with self._lock:
             for _ in range(_MAX_LISTINGS):
                 newest = newest_leases(list_leases(self._store) if files is None else files)

@@ -187,9 +187,8 @@ def put_about_version(
     earlier: Iterable[AboutVersion],
     **content: Any,
 ) -> None:
-    """Store a record about a snapshot (its version, and the digest of its manifest) with a time
-    after those of ``earlier``. Raises ``LimpetError`` for a bad name or size, and
-    ``StoreError``."""
+    """Store a record about a snapshot (version, digest of its manifest), later than those
+    ``earlier``. Raises ``LimpetError`` for a bad name or length, and ``StoreError``."""
     check_name(name)
     file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
     created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])

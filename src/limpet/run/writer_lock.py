@@ -40,9 +40,8 @@ class WriterLock:
         self._observed_id = None if owner is None else owner.attempt
 
     def acquire(self, store: Store | None = None) -> None:
-        """Acquire the lock. Raises ``LimpetError`` if another live process on this machine holds
-        it, ``FormatTooNew`` if its owner is unknown, and ``StoreError`` if the run is not
-        writable."""
+        """Acquire the lock. Raises ``LimpetError`` if another live process of this machine has it,
+        ``FormatTooNew`` if its owner is unknown, and ``StoreError``."""
         store = self._store if store is None else store
         owner = None if self.id is None else find_writer(store)
         if owner is not None and owner.attempt == self.id:
@@ -91,9 +90,8 @@ class WriterLock:
                         pins.remove_pin(Location(store, ""), key)
 
     def check(self, store: Store) -> None:
-        """Raise ``LimpetError`` if another training has taken the lock over. ``store``: the run's,
-        or a view with a deadline. After ``release`` it passes, so that a save in flight can
-        complete."""
+        """Raise ``LimpetError`` if another training has the lock. ``store``: the run's, perhaps
+        with a deadline. After ``release`` it passes, so that a save in flight can complete."""
         expected = self.id or self._observed_id
         if expected is None:
             return
