@@ -74,6 +74,9 @@ class Member:
         # of the training's versions, it refers to the same one as the training, if to any
         self._writer = VersionWriter(self._run.catalog, group, KeepPolicy(), incremental=True)
 
+    def __repr__(self) -> str:
+        return f"<Member {self._group.rank} of {self._run.url}>"
+
     @property
     def latest(self) -> Snapshot | None:
         """The version that this member has saved or resumed from last, or None."""
