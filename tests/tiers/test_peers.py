@@ -98,9 +98,9 @@ def test_two_senders_of_one_file_both_succeed(folder, source):
         channel.send(Offer("v1/a", SIZE))
         channel.receive(Ready)
         assert second.send_file(source, "v1/a").length == SIZE
-        peer_files = peer_server.send_content
+        peer_files = transfer.send_content
         assert peer_files(channel, source, "v1/a", 0, SIZE) == digest(random_bytes(SIZE))
-        stored = channel.receive(peer_server.Stored)
+        stored = channel.receive(transfer.Stored)
         assert stored.digest == digest(random_bytes(SIZE))
     assert keys(LocalStore(folder)) == ["v1/a"]
     assert partial_keys(LocalStore(folder)) == []

@@ -1,7 +1,6 @@
-"""Saves the newest snapshot in memory to the run, and before it those on local disks, after their
-training has ended or cannot save anymore.
+"""Saves the snapshots of a training that has ended, or cannot save anymore, from its tiers.
 
-Each host copies the shards that it has. The host that finds all files there commits the
+Each host copies the shards that it has. The host that finds all files in the run commits the
 manifest, which all hosts have. So the hosts need no connection to one another.
 """
 
@@ -41,7 +40,6 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store, exists
 from limpet.tiers.inventory import CurrentLine, find_snapshots, take_inventory
-from limpet.tiers.run_id import local_folder
 
 _POLL_SECONDS = 0.1
 
@@ -51,10 +49,8 @@ that comes after that finds the files of this host in the run, and commits the v
 
 
 class MemoryRecord(msgspec.Struct, frozen=True):
-    """What a training tells ``limpet run``: the folder of its run in a tier, and the run.
-
-    ``saves_all``: all versions there count, not only the newest one.
-    """
+    """What a training tells ``limpet run``: the folder of its run in a tier, the run, and whether
+    all versions there count, not only the newest one."""
 
     folder: str
     run: str
@@ -71,11 +67,6 @@ def record_memory(status_folder: str, record: MemoryRecord, tier: str) -> None:
         Path(status_folder, f"{os.getpid()}-{tier}{MEMORY_SUFFIX}").write_bytes(
             msgspec.json.encode(record)
         )
-
-
-def lasting_url(store: Store) -> str:
-    """Return the URL of a store, as a process in another folder opens it."""
-    return local_folder(store) or store.url
 
 
 def flush_recorded(
@@ -104,18 +95,11 @@ def flush_states(
     check_writer: Callable[[Store], object] | None = None,
 ) -> Iterator[SnapshotReader | LimpetError | OSError]:
     """Save the states of one training on this host that are newer than all versions of ``run``.
-    Yield each version, or the error for it, oldest first: the last one is the newest state.
+    Yield each version, or the error for it, oldest first; those after an error are saved, too.
 
-    ``records``: the folders of ``run`` on this host. ``check_writer`` raises ``LimpetError`` if
-    this process may not write to the run; by default, nothing is saved while another training does.
-
-    All versions on a local disk are committed before the newest state in memory, because none that
-    is older than the newest version of the run could follow. If the time is short, the newest state
-    is what counts: its files are copied first, and the others get half of the time that is left.
-    If one of them fails, those after it are saved without it.
-
-    Raises the errors of ``check_writer``, after which nothing more is committed, ``Unavailable`` if
-    other processes of this host do the same for too long, ``FormatError``, and ``StoreError``.
+    ``check_writer`` raises ``LimpetError`` if this process may not write to the run, by default
+    while another training does. Then nothing more is committed, and this raises. So it does for
+    ``FormatError``, ``StoreError``, and if other processes of this host flush for too long.
     """
     with ExitStack() as held:
         for record in sorted(records, key=lambda r: r.folder):
@@ -125,6 +109,9 @@ def flush_states(
         check = check_writer or partial(_require_no_writer, run, line.newest, newer)
         if newer:
             check(run.store)
+        # The newest state is what counts if the time is short: its files are copied first, and the
+        # others get half of the time that is left. But it is committed last: no version that is
+        # older than the newest one of the run could follow.
         copies: list[_Copy | LimpetError | OSError] = []
         limit = deadline
         for reader in reversed(newer):
@@ -149,11 +136,8 @@ def _within(deadline: Deadline, part: float, most: float = inf) -> Deadline:
 
 
 def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[SnapshotReader]:
-    """Return the states on this host that are newer than all versions of the run, and continue
-    them, oldest first: all on local disks, and the newest one in memory, if it is newer still.
-
-    Nothing but their manifests was read. Raises ``FormatError`` and ``StoreError``.
-    """
+    """Return the states on this host that continue the versions of the run, oldest first: all on
+    local disks, and the newest one in memory, if it is newer still."""
     found: list[SnapshotReader] = []
     for record in sorted(records, key=lambda r: not r.saves_all):
         newer = _find_newer(record.folder, line)
@@ -200,11 +184,8 @@ class _Copy:
 
 @contextmanager
 def _copy(reader: SnapshotReader, location: Location) -> Iterator[_Copy]:
-    """Copy the files of a state that are on this host, and pin them during a ``with`` block.
-
-    Raises ``Unavailable`` at the deadline, also if the store is a local folder, whose calls do not
-    end by then.
-    """
+    """Copy the files of a state that are on this host, and pin them during a ``with`` block. Raises
+    ``Unavailable`` at the deadline, also for a folder, whose calls do not end by then."""
     source = reader.location
     key = source.key(MANIFEST)
     raw = source.store.get(key, MAX_MANIFEST)
@@ -243,9 +224,8 @@ def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> 
 def _require_no_writer(
     run: Run, before: Version | None, newer: Sequence[SnapshotReader], store: Store
 ) -> None:
-    """Raise ``LimpetError`` if another training writes to the run, or may do so, or has done so
-    since ``before`` was the newest version. ``newer``: the states that are saved. ``store``: as for
-    ``WriterLock.check``."""
+    """Raise ``LimpetError`` if another training may write to the run, or has done so since
+    ``before`` was the newest version, other than the states that are saved."""
     writer = find_writer(store)
     if writer is not None and pins.is_holder_alive(writer) is not False:
         raise LimpetError(

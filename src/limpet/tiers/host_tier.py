@@ -27,25 +27,15 @@ from limpet.state.flatten import flatten
 from limpet.storage.local.store import LocalStore
 from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.store import Store
-from limpet.tiers.flush import MemoryRecord, lasting_url, record_memory
+from limpet.tiers import inventory
+from limpet.tiers.flush import MemoryRecord, record_memory
 from limpet.tiers.hosts import Hosts, RankFacts, shorten_names
-from limpet.tiers.inventory import (
-    HostFiles,
-    Sources,
-    TierName,
-    TierSnapshot,
-    describe_files,
-    find_snapshots,
-    find_unclear,
-    gather_files,
-    take_inventory,
-)
 from limpet.tiers.memory_check import TierCost
 from limpet.tiers.peers.addresses import PeerAddress, choose_address, job_secret, look_up, publish
 from limpet.tiers.peers.client import PeerConnection
 from limpet.tiers.peers.server import PeerLimits, PeerServer
 from limpet.tiers.recovery_store import Peers, RecoveryStore
-from limpet.tiers.run_id import read_or_create_run_id
+from limpet.tiers.run_id import local_folder, read_or_create_run_id
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.types import MIB
 
@@ -78,16 +68,14 @@ class HostSnapshot(NamedTuple):
 
 
 class HostTier:
-    """The snapshots of one training in a folder of each host.
+    """The newest two snapshots of one training in a folder of each host; nothing without settings.
 
-    All ranks call ``open`` and ``find`` together. The newest two states stay; older ones are
-    deleted once a newer one is complete. A subclass says which store it is, and what it costs.
-    Without ``settings``, nothing is kept.
+    All ranks call ``open`` and ``find`` together. A subclass says which store it is, and its cost.
     """
 
     def __init__(
         self,
-        name: TierName,
+        name: inventory.TierName,
         settings: MemoryTier | LocalTier | None,
         group: Group,
         copies: int = 1,
@@ -133,11 +121,7 @@ class HostTier:
 
     def open(self, run_store: Store, state: Any) -> None:
         """Check the space on all hosts, and serve the files of this one. A second call does
-        nothing.
-
-        Raises ``NoSpace`` if a host is too small for ``state``, and ``LimpetError`` if the folder
-        is not what the tier needs; then, all ranks raise.
-        """
+        nothing. Raises ``NoSpace``, or ``LimpetError`` for an unfit folder, on all ranks."""
         group, settings = self.group, self._settings
         if self.is_open or settings is None:
             return
@@ -159,7 +143,8 @@ class HostTier:
                 present = sum(stat.length for stat in self.store.list(""))
                 self._check_host(present)
                 if (status := status_folder()) is not None:
-                    record = MemoryRecord(folder, lasting_url(run_store), self.name == "local")
+                    url = local_folder(run_store) or run_store.url  # also from another folder
+                    record = MemoryRecord(folder, url, self.name == "local")
                     record_memory(status, record, self.name)
             self._serve(settings)
             await_all(collective)
@@ -168,12 +153,8 @@ class HostTier:
         self.is_open = True
 
     def measure(self, count_bytes: Callable[[], int]) -> None:
-        """Check the space again, and let peers send files of the size that the state has now. All
-        ranks call this. ``count_bytes`` returns the bytes of this rank.
-
-        An optimizer has no slots before its first step or the load of a version, which is when
-        ``open`` is called. Raises ``NoSpace`` on all ranks if a host is too small.
-        """
+        """Check the space on all ranks for the state as it is now: an optimizer had no slots when
+        ``open`` was called. ``count_bytes``: of this rank. Raises ``NoSpace`` on all ranks."""
         if not self.is_open:
             return
         collective = self.group.collective(f"the size of the {self.name} tier")
@@ -194,11 +175,8 @@ class HostTier:
         self._check_space(self.store.url, cost)
 
     def _make_folder(self, path: str, run_id: str, run_url: str) -> str:
-        """Return the folder of a run on this host, which only this user can read.
-
-        Raises ``Denied`` if the folder of this user belongs to another one: anybody may create a
-        folder in ``/dev/shm``. Raises ``StoreError`` if it cannot be created.
-        """
+        """Return the folder of a run on this host, which only this user can read. Raises
+        ``StoreError``, such as ``Denied``: anybody may create a folder in ``/dev/shm``."""
         own = os.path.join(path, f"limpet-{os.getuid()}")
         folder = os.path.join(own, run_id)
         try:
@@ -298,27 +276,25 @@ class HostTier:
 
     # -- resuming ----------------------------------------------------------------------------------
 
-    def find(self, collective: Collective) -> list[TierSnapshot]:
-        """Return the states on the hosts, newest first, on rank 0. All ranks call this. On the
-        other ranks, the list is empty.
-
-        A host sends a few numbers for each state, not its files: with thousands of hosts, rank 0
-        would otherwise receive the manifest, which grows with the ranks, from each of them.
-        """
+    def find(self, collective: Collective) -> list[inventory.TierSnapshot]:
+        """Return the states on the hosts, newest first, on rank 0; none on the others. All ranks
+        call this. With thousands of hosts, each sends a few numbers per state, not its manifest."""
         if not self.is_open:
             return []
-        own = take_inventory(self.store, self.group.rank) if self._hosts.is_first else []
-        states = gather_files(collective, own)
-        found = find_snapshots(states, self.name)
-        unclear = collective.broadcast(find_unclear(states, found), list[TierSnapshot])
+        own = inventory.take_inventory(self.store, self.group.rank) if self._hosts.is_first else []
+        states = inventory.gather_files(collective, own)
+        found = inventory.find_snapshots(states, self.name)
+        unclear = collective.broadcast(
+            inventory.find_unclear(states, found), list[inventory.TierSnapshot]
+        )
         if unclear:
-            states += gather_files(collective, list(self._look_again(own, unclear)))
-            found = find_snapshots(states, self.name)
+            states += inventory.gather_files(collective, list(self._look_again(own, unclear)))
+            found = inventory.find_snapshots(states, self.name)
         return found
 
     def _look_again(
-        self, own: Sequence[HostFiles], unclear: Sequence[TierSnapshot]
-    ) -> Iterator[HostFiles]:
+        self, own: Sequence[inventory.HostFiles], unclear: Sequence[inventory.TierSnapshot]
+    ) -> Iterator[inventory.HostFiles]:
         """Yield what this host has of states whose manifest it lacks, and reads from others."""
         for snapshot in unclear:
             folder, digest = snapshot.folder, snapshot.digest
@@ -327,11 +303,11 @@ class HostTier:
                     key, source = f"{folder}/{MANIFEST}", self.locate(folder, snapshot.sources)
                     raw = source.store.get(key, MAX_MANIFEST)
                     lengths = {s.key.rpartition("/")[2]: s.length for s in self.store.list(folder)}
-                    state = describe_files(self.group.rank, folder, raw, lengths)
+                    state = inventory.describe_files(self.group.rank, folder, raw, lengths)
                     if state.digest == digest:
                         yield replace(state, has_manifest=False)
 
-    def locate(self, folder: str, sources: Sources) -> Location:
+    def locate(self, folder: str, sources: inventory.Sources) -> Location:
         """Return the location from which this rank loads a state. Any rank of a host serves its
         files, so they are reachable while one of them answers."""
         peers = Peers(

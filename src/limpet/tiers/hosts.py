@@ -1,10 +1,8 @@
 """The hosts of a job: which ranks share a memory, and where the copies of each rank are.
 
-The domains form groups of ``copies`` domains, and each rank has its copies in the domains of its
-group. If the number of domains is not divisible, the rest of them joins the last group, whose ranks
-have their copies in the next domains of a ring. (This is the mixed placement of Gemini, Wang et
-al., SOSP 2023, section 4.1. There, it minimizes the probability that a failure of several machines
-loses all copies of a shard: only failures within one group can.)
+The domains form groups of ``copies`` domains, of which the last has the rest, too; each rank has
+its copies in its group, so that only failures within one group lose all copies of a shard. (The
+mixed placement of Gemini, Wang et al., SOSP 2023, section 4.1.)
 """
 
 from __future__ import annotations
@@ -24,13 +22,8 @@ from limpet.text import to_repr
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the copies of each rank are.
-
-    ``holders``: for each rank, the ranks that hold its copies: itself, then its peers. ``held``:
-    for each rank, the ranks whose copies it holds: itself, then the others in rank order.
-    ``domains``: the smallest number of domains in which the copies of one rank are. If it is less
-    than ``copies``, some copies share the fate of a domain, or do not exist at all.
-    """
+    """Where the copies of each rank are, and which ones it holds, itself first. ``domains``: the
+    fewest with copies of one rank; if below ``copies``, some share a fate."""
 
     copies: int
     holders: tuple[tuple[int, ...], ...]
@@ -39,12 +32,11 @@ class Placement:
 
 
 def place_copies(domain_of_rank: Sequence[str], copies: int) -> Placement:
-    """Return the placement of ``copies`` copies of each rank's shard, including its own.
+    """Return the placement of each rank's shard and its copies, the same on all ranks. Raises
+    ``LimpetError`` for an invalid argument.
 
-    ``domain_of_rank``: for each rank, its host or the label of its domain. All ranks compute the
-    same result. The copies of a rank are in different domains, as far as there are enough; then on
-    different ranks. The ranks of a domain hold equally many copies or one more; so do all ranks, if
-    the domains are equally large. Raises ``LimpetError`` for an invalid argument.
+    The copies of a rank are in different domains as far as there are enough, then on different
+    ranks. The ranks of a domain hold equally many copies or one more.
     """
     if type(copies) is not int or copies < 1:
         raise LimpetError(
@@ -119,18 +111,13 @@ def _other_ranks(group: Sequence[Domain], number: int, position: int) -> Iterato
 
 
 class RankFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others when a tier starts.
+    """What a rank tells the others when a tier starts."""
 
-    ``machine``: its machine or container; ``boot``: the boot of the kernel below it; ``memory``:
-    the folder that it uses, as its host knows it; ``domain``: what the user says that fails as a
-    whole with it, or None; ``nbytes``: the size of its shard.
-    """
-
-    machine: str
-    boot: str
-    memory: str
-    domain: str | None
-    nbytes: int
+    machine: str  # or container
+    boot: str  # of the kernel below it
+    memory: str  # the folder that it uses, as its host knows it
+    domain: str | None  # what the user says that fails as a whole with it
+    nbytes: int  # of its shard
 
     @classmethod
     def of_this_rank(cls, folder: str, domain: str | None, nbytes: int) -> RankFacts:
@@ -161,10 +148,8 @@ def shorten_names(facts: Sequence[RankFacts]) -> list[RankFacts]:
 
 
 class Hosts:
-    """The hosts of a job, as one rank sees them. All ranks compute the same placement.
-
-    Ranks that use one folder of one machine share a memory, and are on one host.
-    """
+    """The hosts of a job, as one rank sees them. Ranks that use one folder of one machine share a
+    memory, and are on one host."""
 
     def __init__(self, facts: Sequence[RankFacts], rank: int, copies: int) -> None:
         self._facts = facts
@@ -217,11 +202,8 @@ class Hosts:
 
 
 def _domains(facts: Sequence[RankFacts]) -> list[str]:
-    """Return what fails as a whole with each rank.
-
-    Containers of one node are lost together, so it is the machine below them. If all ranks are on
-    one machine, it is the folder: then the copies at least do not share that.
-    """
+    """Return what fails as a whole with each rank: the machine, whose containers are lost together;
+    if there is only one, the folder, so that copies at least do not share that."""
     is_one_boot = len({f.boot for f in facts}) == 1
     default = [f.memory if is_one_boot else f.boot or f.memory for f in facts]
     return [d if f.domain is None else f.domain for f, d in zip(facts, default, strict=True)]

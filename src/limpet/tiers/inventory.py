@@ -28,15 +28,11 @@ WHERE: dict[TierName, str] = {"memory": "in memory", "local": "on the local disk
 
 
 class HostFiles(msgspec.Struct, frozen=True, array_like=True):
-    """What one host has of a snapshot.
+    """What one host has of a snapshot. The size does not depend on the number of hosts.
 
-    ``rank``: the first rank of the host. ``digest``: that of the manifest, or "" if the host has
-    none that is intact; ``problem`` says why it is damaged. ``branch`` and ``parent``: what the
-    manifest says. ``count``: the number of files that it names. ``held``: those that the host has
-    in full length, as numbers in the order of ``files_of``: the first and the end of each range.
-    ``has_manifest`` is False if the manifest was read from another host.
-
-    The size does not depend on the number of hosts: a host has the files of a few ranks.
+    ``digest`` is "" if the host has no intact manifest; ``problem`` says why it is damaged.
+    ``count`` is the number of files that it names, and ``held`` the ranges of their numbers (see
+    ``files_of``), each as its start and end, that the host has in full length.
     """
 
     rank: int
@@ -92,12 +88,8 @@ class Sources(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierSnapshot(msgspec.Struct, frozen=True):
-    """A snapshot in a tier.
-
-    ``digest``: that of its manifest; ``parent``: the newest durable version before it; ``sources``:
-    where its files are. ``tier``: the name of the tier that has it. ``problem`` says why its
-    manifest cannot be read, if it cannot.
-    """
+    """A snapshot in a tier, the newest durable version before it (``parent``), and where its files
+    are. ``problem`` says why its manifest cannot be read, if it cannot."""
 
     folder: str
     digest: str
@@ -187,11 +179,8 @@ def _find_held(files: Mapping[str, int], lengths: Mapping[str, int]) -> list[int
 
 
 def find_snapshots(states: Iterable[HostFiles], tier: TierName) -> list[TierSnapshot]:
-    """Return the snapshots of a tier, newest first, also those that cannot be loaded.
-
-    If the hosts have different manifests of one version, the one that most hosts have counts: a
-    training that was cut off may have left another one on a host that was away.
-    """
+    """Return the snapshots of a tier, newest first, also those that cannot be loaded. Of different
+    manifests of one version, that of most hosts counts: one may have been away."""
     by_folder: dict[str, list[HostFiles]] = {}
     for state in states:
         by_folder.setdefault(state.folder, []).append(state)
@@ -254,11 +243,8 @@ def files_of(manifest: Manifest) -> Mapping[str, int]:
 
 
 class CurrentLine:
-    """The current lineage of a run, of which ``newest`` is the newest version, or None.
-
-    ``branch``: its number. ``durable``: the newest version, or None if there is none, or if its
-    manifest is damaged. Raises ``FormatError`` for the record of a branch, and ``StoreError``.
-    """
+    """The current lineage of a run. ``newest``: its newest version; ``durable``: the same, if its
+    manifest is intact. Raises ``FormatError`` for a branch, and ``StoreError``."""
 
     def __init__(self, run: Run) -> None:
         listing = run.listing()
@@ -286,32 +272,23 @@ class CurrentLine:
         return is_later and version.step <= self._last_steps.get(version.branch, -1)
 
     def is_same(self, snapshot: TierSnapshot, reader: SnapshotReader) -> bool:
-        """Return True if a snapshot of the same step is that of the newest version.
-
-        A copy on a local disk has the same manifest. A snapshot in memory names the save of the
-        same call of ``step``: a later save of this step may have another state, and so may a
-        snapshot that another training has made. If the manifest of the newest version is damaged,
-        this cannot be told, and the snapshot counts. Reads the manifest of ``reader``; raises
-        ``FormatError``.
-        """
+        """Return True if a snapshot of this step is that of the newest version, or if the damaged
+        manifest of that cannot tell. Raises ``FormatError`` for the manifest of ``reader``."""
         if self.durable is None:
             return True
         if snapshot.tier == "local":
             return snapshot.digest == self.durable.digest
+        # The save of the same call of ``step``: a later save of this step may have another state,
+        # and so may a snapshot that another training has made.
         return read_training_metadata(reader).get("saved_with") == self.durable.manifest.attempt
 
     def is_continued_by(self, snapshot: TierSnapshot, reader: SnapshotReader) -> bool:
-        """Return True if a snapshot continues from the newest version of the run, or from
-        none.
-
-        It names that version as its parent, or the same training, or one that it has resumed from,
-        made it before the version was committed. A host that was away for a while may have a
-        state from before. If the manifest of the newest version is damaged, this cannot be told,
-        and the state counts. Reads the manifest of ``reader``; raises ``FormatError``.
-        """
+        """Return True if a snapshot continues from the newest version, or from none, or if that
+        version is damaged. Reads the manifest of ``reader``; raises ``FormatError``."""
         if self._is_damaged:
             return True
         parent = None if snapshot.parent is None else snapshot.parent.digest
         if parent == (None if self.durable is None else self.durable.digest):
             return True
+        # made before the version was committed, by its training, or by one that has resumed from it
         return self._session != "" and self._session in read_sessions(reader)

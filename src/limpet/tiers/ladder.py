@@ -1,7 +1,4 @@
-"""The restore ladder of one training: what it leaves out when it resumes, and when it gives up.
-
-``decide`` is the whole rule.
-"""
+"""The restore ladder: what a training leaves out when it resumes. ``decide`` is the whole rule."""
 
 from __future__ import annotations
 
@@ -54,11 +51,8 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a training resumes.
-
-    ``counted``: the restarts without progress. ``number``: that of this restart on its rung, from
-    1. ``skipped``: the version that is left behind. ``goes_back``: it is left behind from now on.
-    """
+    """How a training resumes, after the ``counted`` restarts without progress, as restart
+    ``number`` of its rung. ``skipped`` is left behind, from now on if it ``goes_back``."""
 
     rung: Rung = Rung.NEWEST
     counted: Sequence[Restart] = ()
@@ -67,12 +61,9 @@ class Plan:
     goes_back: bool = False
 
     def goal(self, loaded_step: int) -> int:
-        """Return the step that must be exceeded for progress. ``loaded_step``: -1 for none.
-
-        Once the training has been moved back, that is the last step that it ever had. A training
-        that always dies at step 55 would otherwise be moved back from 50 to 40, save 50 again, and
-        be moved back forever.
-        """
+        """Return the step that must be exceeded for progress. ``loaded_step``: -1 for none."""
+        # Once the training has been moved back, it is the last step that it ever had: if it always
+        # died at step 55, it would be moved back from 50 to 40, save 50 again, and so on forever.
         return max([loaded_step, *(r.goal for r in self.counted)]) if self.rung else loaded_step
 
 
@@ -128,13 +119,11 @@ class LadderExhausted(Exception):
 class Ladder:
     """Counts the restarts of a training under ``limpet run``, and decides what they leave out.
 
-    Only rank 0 calls it, except ``give_up``. A resume calls ``choose`` before it loads anything,
-    ``check`` for each version that it is about to load, and ``record`` once it has loaded one. The
-    record is removed by ``end`` or ``leave``, if the training ends well.
-
-    Outside ``limpet run``, and with ``at=``, a person has decided what to resume from. Then nothing
-    is left out. ``at=`` also deletes all records, because this person has seen to it. Without
-    ``saves``, progress would not be visible, so nothing is counted.
+    Only rank 0 calls it, except ``give_up``: ``choose`` before a resume loads anything, ``check``
+    for each version that it may load, ``record`` for the one that it loaded, and ``end`` or
+    ``leave``. Nothing is counted outside ``limpet run``, where a person decides, and without
+    ``saves``, where no progress would be visible. With ``at=``, a person has decided: all records
+    are deleted.
     """
 
     def __init__(self, run: Run, group: Group, *, saves: bool) -> None:
@@ -167,9 +156,7 @@ class Ladder:
         self, found: Sequence[TierSnapshot], *, is_requested: bool
     ) -> Sequence[TierSnapshot]:
         """Return the snapshots that may be loaded: all that were ``found``, or none.
-
-        ``is_requested``: a person has named what to resume from. Raises ``LadderExhausted``.
-        """
+        ``is_requested``: a person has named what to resume from. Raises ``LadderExhausted``."""
         self._plan, self._is_requested = Plan(), is_requested
         self.leaves_newer, self.left_out = False, None
         if not self._is_active:
@@ -210,12 +197,8 @@ class Ladder:
             raise LadderExhausted(self._describe_end(has_version=True))
 
     def record(self, snapshot: SnapshotReader | None, tier: TierName | None = None) -> None:
-        """Record what this restart has loaded, and from where. None: the run is empty.
-
-        Call it before the branch is started on which the training goes back. If the record cannot
-        be written, this raises ``StoreError`` if the training goes back for the first time: it
-        would otherwise go back again at every restart. In other cases, an event says so.
-        """
+        """Record what this restart has loaded (None: the run is empty), before the training goes
+        back on a branch. Raises ``StoreError`` only if it would go back again at every restart."""
         store = self._run.store
         if self._is_requested:
             self._forget_all()
@@ -271,11 +254,8 @@ class Ladder:
     # -- the end -----------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None) -> None:
-        """Remove the record of this restart if the training has ended well.
-
-        ``error`` is the exception that ended it, or None. An interrupt is the decision of a person,
-        and so is an exit with code 0, unless Limpet itself has raised it.
-        """
+        """Remove the record of this restart if ``error``, which ended the training, is None or the
+        decision of a person: an interrupt, or an exit with code 0 that is not Limpet's own."""
         is_good = error is None or isinstance(error, KeyboardInterrupt)
         if isinstance(error, SystemExit) and not isinstance(error, Preempted | NoProgress):
             is_good = not error.code
@@ -283,11 +263,10 @@ class Ladder:
             self._remove(None)
 
     def leave(self, code: int, problem: object, deadline: Deadline) -> None:
-        """Remove the record of this restart if the training leaves with ``SAVED``.
-
-        Not if there is a ``problem``: after the failure of a rank, torchrun stops the others, for
-        which that looks like a preemption. Their last step may be the one that they resumed from.
-        """
+        """Remove the record of this restart if the training leaves with ``SAVED`` and no
+        ``problem``."""
+        # After the failure of a rank, torchrun stops the others, for which that looks like a
+        # preemption. Their last step may be the one that they resumed from.
         if self._key and code == SAVED and problem is None:
             self._remove(deadline)
 

@@ -6,18 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 
-from limpet import events
+from limpet import errors, events
 from limpet.convert.copy import copy_shards
 from limpet.deadline import Deadline
-from limpet.errors import (
-    AlreadyExists,
-    CommitError,
-    FormatError,
-    LimpetError,
-    NoSpace,
-    NotFound,
-    RankFailed,
-)
 from limpet.format import names
 from limpet.format.manifest import Manifest, Shard
 from limpet.format.names import Version, shard_name
@@ -53,11 +44,8 @@ LEFTOVER_SECONDS = 3600.0
 
 
 class LocalSnapshots(HostTier):
-    """The newest versions of one training on the local disks of its hosts.
-
-    A save writes to ``location`` first. Then its ``Promotion`` copies the files of each rank to the
-    run, and rank 0 commits the same manifest there. Without a ``tier``, there is nothing.
-    """
+    """The newest versions of one training on the local disks of its hosts. A ``Promotion`` then
+    copies the files of each rank to the run, and rank 0 commits the same manifest."""
 
     store: LocalStore
     _most_snapshots = KEPT_SNAPSHOTS + 2  # one more may wait for its promotion after a restart
@@ -69,7 +57,7 @@ class LocalSnapshots(HostTier):
         if "://" not in run_url:
             tier, run = os.path.realpath(path), os.path.realpath(run_url)
             if os.path.commonpath([tier, run]) == run:
-                raise LimpetError(
+                raise errors.LimpetError(
                     "The LocalTier is in the folder of the run",
                     expected="a folder on the local disk, and a run in a durable store",
                     found=f"path={tier}, run={run}",
@@ -84,7 +72,7 @@ class LocalSnapshots(HostTier):
         size = os.statvfs(folder)
         available = size.f_bavail * size.f_frsize + cost.present_bytes
         if available < cost.total:
-            raise NoSpace(
+            raise errors.NoSpace(
                 f"The local tier in {folder} does not fit on its disk",
                 expected=f"{cost} of free space",
                 found=f"{available / GIB:.1f} GiB",
@@ -110,12 +98,11 @@ class LocalSnapshots(HostTier):
         kept: Version | None,
         check_writer: Callable[[Store], object],
     ) -> tuple[Pending, Promotion] | None:
-        """Promote what an earlier training has left, oldest first, in the background. All ranks
-        call this in the training thread. None: there is nothing to do.
+        """Promote what an earlier training has left, oldest first, in the background; None:
+        nothing. All ranks call this in the training thread. Damaged versions are skipped.
 
-        A version that is damaged is skipped: the training has resumed without it. The result is the
-        newest one from which it continues: ``kept``, or one before. If there is none, the result is
-        a snapshot of the tier.
+        The result is the newest version from which the training continues: ``kept``, or one before;
+        if there is none, a snapshot of the tier.
         """
         if not leftovers:
             return None
@@ -182,9 +169,8 @@ class LocalSnapshots(HostTier):
 class Promotion:
     """The second half of a save to a local disk: complete it there, then commit it to the run.
 
-    ``is_local`` is set once the version is complete on the local disk, and ``has_begun`` once
-    the one before it is committed, too; then the next save may begin. Both are set when the save
-    fails.
+    ``is_local`` is set once the version is complete locally, ``has_begun`` once the one before is
+    committed, too; then the next save may begin. Both are set when the save fails.
     """
 
     def __init__(
@@ -205,11 +191,8 @@ class Promotion:
         job: SaveJob,
         check_writer: Callable[[Store], object],
     ) -> SnapshotReader:
-        """Finish a save, and return the version of the run. All ranks call this.
-
-        Rank 0 calls ``check_writer`` with the run's store before the commit. Raises the errors of
-        ``finish_save``, and ``FormatError`` if the local copy is damaged.
-        """
+        """Finish a save on all ranks, and return the version of the run. Rank 0 calls
+        ``check_writer`` before the commit. Raises as ``finish_save`` and ``FormatError``."""
         try:
             with closing(self.collective), self.collective:
                 local = self._finish_local(job)
@@ -232,7 +215,7 @@ class Promotion:
         try:
             local = finish_save(job)
         except BaseException:
-            with suppress(LimpetError):  # the error of the save counts
+            with suppress(errors.LimpetError):  # the error of the save counts
                 self._tier.discard(version, job.partition.attempt)
             raise
         self._tier.keep(version, job.partition.attempt)
@@ -255,9 +238,9 @@ class Promotion:
                     if having[0] == rank
                 ]
                 return self._promote(local, shards, check_writer, is_leftover=True)
-        except LimpetError as e:
-            cause = e.__cause__ if isinstance(e, RankFailed) else e
-            if not isinstance(cause, FormatError | AlreadyExists | NotFound):
+        except errors.LimpetError as e:
+            cause = e.__cause__ if isinstance(e, errors.RankFailed) else e
+            if not isinstance(cause, errors.FormatError | errors.AlreadyExists | errors.NotFound):
                 raise
             events.emit("skipped", version=leftover.folder, error=e)
             return None
@@ -301,8 +284,8 @@ def _put_manifest(location: Location, manifest: Manifest, digest: str) -> Snapsh
     """Commit the manifest, unless ``limpet run`` was faster."""
     try:
         return put_manifest(location, manifest)
-    except CommitError as e:
-        if isinstance(e.__cause__, AlreadyExists):
+    except errors.CommitError as e:
+        if isinstance(e.__cause__, errors.AlreadyExists):
             existing = open_location(location)
             if existing.digest == digest:
                 return existing

@@ -1,8 +1,7 @@
 """Compare the cost of the memory tier with the memory that there is, before training starts.
 
-The cost is limited by the size of the file system, by the free memory of the machine, and by the
-control groups of this process: the pages of tmpfs are charged to the container that writes them.
-Without this check, the kernel would end the training when a limit is reached.
+It is limited by the file system, by the free memory, and by the control groups of this process, to
+which its pages of tmpfs are charged. At a limit, the kernel would end the training.
 """
 
 from __future__ import annotations
@@ -26,12 +25,8 @@ _NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """What a tier needs on one host, in bytes.
-
-    ``held_bytes``: the size of one snapshot: the shards of the ranks of this host, and the copies
-    that they hold for other hosts. ``snapshots``: how many are kept; one more is staged while
-    they exist. ``present_bytes``: what earlier processes left in the folder; the tier replaces it.
-    """
+    """What a tier needs on one host, in bytes: ``held_bytes`` for one snapshot, with the copies for
+    other hosts, times ``snapshots`` and one more. It replaces what is in the folder before."""
 
     held_bytes: int
     snapshots: int = 2
@@ -50,11 +45,8 @@ class TierCost:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit of the memory, and how many bytes the tier can use, with those that it has already.
-
-    ``name``: what limits, as in "the file system at /dev/shm"; ``used``: the bytes that others use;
-    ``remedy``: what to set, with the fields of ``_sizes``.
-    """
+    """A limit of the memory, the bytes that the tier can use, with those that it has, and those
+    that others ``used``. ``remedy``: what to set, with the fields of ``_sizes``."""
 
     name: str
     available: int
@@ -73,12 +65,8 @@ def check_memory(
     root: Path = Path("/"),
     statvfs: Callable[[str], os.statvfs_result] | None = None,
 ) -> list[MemoryLimit]:
-    """Raise ``NoSpace`` unless the memory tier in ``folder`` fits into the memory of this host.
-
-    Returns the limits, the tightest first. ``folder`` need not exist. One error names all limits
-    that are too low, and what to set. Raises ``LimpetError`` if the folder is not in memory.
-    ``root``: the folder that contains ``proc`` and ``sys``; ``statvfs``: as ``os.statvfs``.
-    """
+    """Return the limits, the tightest first. Raises ``NoSpace``, with all limits that the memory
+    tier exceeds, and ``LimpetError`` if the folder is not in memory."""
     limits = sorted(
         find_limits(folder, cost.present_bytes, root=root, statvfs=statvfs),
         key=lambda limit: limit.available,
@@ -175,10 +163,8 @@ def _existing_folder(path: str) -> str:
 
 
 class _GroupFiles(NamedTuple):
-    """The names of the files of one version of control groups.
-
-    ``kind``: its file system; ``controller``: its name in the lines of ``/proc/self/cgroup``.
-    """
+    """The file system of one version of control groups, its name in ``/proc/self/cgroup``, its
+    files."""
 
     kind: str
     controller: str
@@ -216,11 +202,8 @@ def _group_limits(mounts: list[_Mount], present: int, root: Path) -> Iterator[Me
 
 
 def _group_path(root: Path, version: _GroupFiles, mount_root: str) -> str:
-    """Return the control group of this process as a path below the mount point.
-
-    In a container, the path may be that of the host, or above the root of its namespace. Then, the
-    group of the container is mounted itself.
-    """
+    """Return the control group of this process below the mount point: "." in a container that sees
+    the path of the host, or one above its namespace, and whose own group is mounted."""
     for line in _read_lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -232,11 +215,8 @@ def _group_path(root: Path, version: _GroupFiles, mount_root: str) -> str:
 
 
 def _limits_of(folder: Path, version: _GroupFiles, present: int) -> Iterator[MemoryLimit]:
-    """Yield the limits of one control group.
-
-    Pages of files on disks that were not read lately do not count as used: the kernel drops them
-    first. (The kubelet computes its "working set" in the same way.)
-    """
+    """Yield the limits of one control group. As for the kubelet, pages of files that were not read
+    lately are not used: the kernel drops them first."""
     usage = _read_number(folder / version.usage)
     if usage is None:
         return

@@ -33,11 +33,8 @@ _COMPLETE, _UNCOPIED, _FAILED, _BUSY = range(4)
 
 
 class MemorySnapshots(HostTier):
-    """The states of one training in memory, and the copies of other ranks that this one holds.
-
-    All ranks call ``open``, ``find``, ``is_due``, and ``save`` together. Without a ``tier``,
-    nothing is saved.
-    """
+    """The states of one training in memory, and the copies of other ranks that this one holds. All
+    ranks call ``open``, ``find``, ``is_due``, and ``save`` together."""
 
     store: TmpfsStore
 
@@ -114,10 +111,8 @@ class MemorySnapshots(HostTier):
     # -- during the training ---------------------------------------------------------------------
 
     def is_due(self, step: int, epochs: int) -> bool:
-        """Return True if the state after a step must be saved. All ranks get the same result.
-
-        It is also True if the save before has failed on a rank. Then, ``save`` raises on all.
-        """
+        """Return True, on all ranks alike, if the state after a step must be saved, or if the save
+        before has failed on a rank: then ``save`` raises on all."""
         last = self._last
         now = PolicyInput(step, 0.0, epochs, last.step, 0.0, last.epochs)
         is_new = step != last.step  # ``end_epoch`` may follow a step whose state is saved
@@ -134,9 +129,8 @@ class MemorySnapshots(HostTier):
         return self._pending is not None and not self._pending.done
 
     def _must_skip(self) -> bool:
-        """Return True if the save before has not ended on all ranks. If it has, and has failed
-        on one of them, all note the error: the others would wait in the next save for this one.
-        """
+        """Return True if the save before has not ended on all ranks. If it has failed on one, all
+        note the error: the others would wait for this rank in the next save."""
         collective = self.group.collective("the decision to skip a save in memory")
         with closing(collective):
             with collective:
@@ -169,11 +163,8 @@ class MemorySnapshots(HostTier):
         self._last, self._newest = PolicyInput(step, 0.0, epochs, 0, 0.0, 0), None
 
     def save(self, state: Any, version: Version, metadata: VersionMetadata) -> None:
-        """Copy the state into memory. The copies go to the other hosts in the background.
-
-        The state may change when this returns. Raises the error of the save before, on all ranks
-        if it has failed on one, ``NoSpace``, or ``RankFailed``.
-        """
+        """Copy the state into memory; the copies for other hosts follow in the background. Raises
+        the error of the save before on all ranks, ``NoSpace``, or ``RankFailed``."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

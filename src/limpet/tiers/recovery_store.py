@@ -29,11 +29,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """How the other ranks of the job are reached.
-
-    ``rank``: the own one. ``ranks_beside`` returns the ranks on the host of a rank, all of which
-    serve its files. ``connect`` connects to a rank, and raises ``LimpetError``.
-    """
+    """How the other ranks of the job are reached. All ``ranks_beside`` a rank serve its files.
+    ``connect`` raises ``LimpetError``."""
 
     rank: int
     ranks_beside: Callable[[int], Sequence[int]]
@@ -41,15 +38,12 @@ class Peers:
 
 
 class RecoveryStore:
-    """Reads files from the store of this host, and what it lacks from those of its peers.
+    """Reads files of the state in ``folder`` from this host, and what it lacks from its peers.
 
-    ``sources``: where the files of the state in ``folder`` are. Only the bytes that are asked for
-    are fetched, and nothing is stored: a load proves each chunk by its digest before it uses a
-    byte. Each rank begins with another peer, so that they share the work of sending.
-
-    A peer that does not answer is reported by an event, and the next one is asked. Peers that may
-    only be busy are asked again for ``seconds`` per call. Every failure is a ``NotFound``: the
-    training then resumes from an older state, or from the durable store. Nothing can be written.
+    Only the bytes that are asked for are fetched: a load proves each chunk by its digest. An event
+    reports a peer that does not answer; those that may be busy are asked again for ``seconds`` per
+    call. Every failure is a ``NotFound``, after which the training resumes from an older state.
+    Nothing can be written.
     """
 
     def __init__(
@@ -150,10 +144,8 @@ class RecoveryStore:
             return self._files
 
     def _ask(self, key: str, hosts: Sequence[int], request: Callable[[PeerConnection], T]) -> T:
-        """Ask all ranks of hosts in turn, until one answers, none could, or the time is over.
-
-        ``hosts``: a rank of each.
-        """
+        """Ask all ranks of the hosts that these are on, until one answers, none could, or time is
+        over."""
         deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
         left = [*self._order(hosts)]
         reasons, pause = dict[int, str](), _FIRST_PAUSE
@@ -181,11 +173,8 @@ class RecoveryStore:
         raise _missing(key, self.url, "; ".join(reasons.values()) or "no peer has it")
 
     def _order(self, hosts: Sequence[int]) -> Sequence[int]:
-        """Return all ranks of hosts, in the order in which this rank asks them.
-
-        Of each host one comes before the second of any: a host that is gone takes time. Those that
-        have failed before come last.
-        """
+        """Return all ranks of hosts in the order in which this rank asks them: one of each host
+        first, because a host that is gone takes time; those that have failed before last."""
         own = self._peers.rank
         number = own // max(1, len(hosts))
         beside = [_rotate(self._peers.ranks_beside(host), number) for host in _rotate(hosts, own)]

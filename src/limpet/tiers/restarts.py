@@ -28,22 +28,16 @@ _MAX_RECORD = 4096
 
 
 class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a restart resumed from, and on which rung of the ladder.
-
-    ``goal``: only a state after a later step is progress; -1: any state is. ``version`` and
-    ``digest``: the state that was loaded, or None if there was none; ``tier``: the tier that had
-    it, or None for the run itself. ``skipped``: the version that is left behind on the last rung.
-    ``created``: when, for people. ``has_nan``: soon after it was loaded, a metric was NaN.
-    """
+    """What a restart resumed from, and on which rung of the ladder."""
 
     rung: Annotated[int, Meta(ge=0, le=2)]
-    goal: Annotated[int, Meta(ge=-1, le=MAX_STEP)]
-    version: VersionName | None
+    goal: Annotated[int, Meta(ge=-1, le=MAX_STEP)]  # only a state after a later step is progress
+    version: VersionName | None  # that was loaded; None: there was none
     digest: Digest | None
-    tier: TierName | None
-    skipped: VersionName | None
-    created: str
-    has_nan: bool = False
+    tier: TierName | None  # None: the run itself
+    skipped: VersionName | None  # left behind, on the last rung
+    created: str  # for people
+    has_nan: bool = False  # a metric was NaN soon after the load
 
     def __str__(self) -> str:
         """``2026-01-02T03:04:05+00:00 from version_50 in memory``."""
@@ -61,11 +55,8 @@ def write_restart(store: Store, key: str, restart: Restart) -> None:
 
 
 def read_restarts(store: Store) -> dict[str, Restart]:
-    """Return the records of a run by key. If there are too many, those of the highest rungs.
-
-    Damaged and surplus records are deleted, and damaged ones are reported by the event ``skipped``.
-    Raises ``StoreError`` if the store fails.
-    """
+    """Return the records of a run by key; of too many, those of the highest rungs. Deletes damaged
+    and surplus ones, of which the event ``skipped`` reports the damaged. Raises ``StoreError``."""
     entries = list_level(store, "", "restart-")
     keys = [e.name for e in entries if is_restart_name(e.name) and e.kind != "folder"]
     keys.sort(reverse=True)  # the rung comes first in the name
@@ -95,14 +86,11 @@ def decode_restart(raw: bytes, file: str) -> Restart:
 
 
 def delete_restarts(store: Store, keys: Iterable[str]) -> None:
-    """Delete records. What the store does not delete is looked at again by the next resume.
-
-    After a call that was not answered, the others are not tried: each would wait as long.
-    """
+    """Delete records. What the store does not delete is looked at again by the next resume."""
     for key in keys:
         try:
             store.delete(key)
         except Unavailable:
-            return
+            return  # each of the others would wait as long
         except StoreError:
             continue

@@ -1,7 +1,6 @@
 """The identity of a run, by which a training finds the states of this run in memory.
 
-The URL is not enough: after a run was deleted, another one with the same URL must not resume from
-the states of the first. Nor is the record: the copy of a folder has it, too.
+The URL is not enough: another run may follow at it. Nor is the record: a copied folder has it.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ def local_folder(store: Store) -> str:
 
 
 def read_or_create_run_id(store: Store) -> str:
-    """Return the identity of a run. It is created if there is none, or if the record is damaged.
-
-    The copy of a local folder gets an identity of its own, as long as the original is there. A run
-    that was moved, or that is mounted elsewhere, keeps its own. Raises ``StoreError``.
-    """
+    """Return the identity of a run, a new one if the record is missing or damaged, or for the copy
+    of a local folder whose original is there. Raises ``StoreError``."""
     folder = local_folder(store)
     for _ in range(MAX_PUTS):
         try:

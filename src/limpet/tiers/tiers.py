@@ -31,10 +31,8 @@ Tier = MemoryTier | LocalTier
 
 
 class Tiers:
-    """What a training keeps in memory and on the local disks of its hosts.
-
-    All ranks call ``open`` and ``find`` together. Without settings for a tier, it is empty.
-    """
+    """What a training keeps in memory and on the local disks of its hosts. All ranks call ``open``
+    and ``find`` together. Without settings for a tier, it is empty."""
 
     def __init__(self, settings: Sequence[Tier], group: Group) -> None:
         memory = next((t for t in settings if isinstance(t, MemoryTier)), None)
@@ -50,12 +48,8 @@ class Tiers:
         self._leftovers: Sequence[TierSnapshot] = ()
 
     def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
-        """Check the space on all hosts, and serve the files of this one (see ``HostTier``).
-        A second call only waits for the save in progress.
-
-        Without a resume, the tiers must be empty: otherwise, states of two trainings would mix.
-        Raises ``LimpetError`` on all ranks if they are not.
-        """
+        """Open the tiers (see ``HostTier``). A second call only waits for the save in progress.
+        Without a resume, raises ``LimpetError`` on all ranks unless they are empty."""
         if not self.can_flush:
             return
         self.memory.wait_ended()  # its files would be deleted while it completes the state
@@ -89,18 +83,14 @@ class Tiers:
     def resume_from(
         self, tier: TierName | None, kept: Version | None, leftovers: Sequence[TierSnapshot]
     ) -> None:
-        """Note what the training has loaded. Nothing is deleted before ``start``.
-
-        ``tier``: the tier from which ``kept`` was loaded, or None if it is a version of the run.
-        ``leftovers``: the versions on local disks that are still to be promoted.
-        """
+        """Note what was loaded from which ``tier`` (None: the run), and the ``leftovers`` on local
+        disks that are still to be promoted. Nothing is deleted before ``start``."""
         self._resumed = tier, kept
         self._leftovers = leftovers
 
     def start(self, state: Any) -> None:
-        """Check the space for the state as it is now, and delete what the training does not
-        continue from. All ranks call this once the training is the writer of the run. If one rank
-        raises, all do; nothing is deleted if ``NoSpace`` is raised."""
+        """Once the training is the writer, check the space for its state, and delete what it does
+        not continue from. All ranks call this, and all raise; ``NoSpace`` deletes nothing."""
         count_bytes = cache(lambda: state_bytes(state, self.group))  # it looks at every leaf
         for tier in self._all:
             tier.measure(count_bytes)
@@ -122,14 +112,11 @@ class Tiers:
     def flush(
         self, run: Run, deadline: Deadline, check_writer: Callable[[Store], object]
     ) -> SnapshotReader | None:
-        """Save the newest snapshot of this host if it is newer than all versions of the run,
-        and before it the versions on local disks. Return the newest version then, which another
-        rank may have saved, or None.
+        """Save the snapshots of this host that are newer than all versions (see ``flush_states``),
+        and return the newest version then, which another rank may have saved, or None.
 
-        Any rank may call this, on any thread. The ranks of other hosts do the same, because the
-        version exists once all of its parts are there. If the newest state cannot be saved, the
-        newest one that was saved is returned. Raises the errors of ``flush_states``, and that of
-        the newest state if none was saved.
+        Any rank may call this, on any thread; those of other hosts do the same. Raises the errors
+        of ``flush_states``, and that of the newest state only if none was saved.
         """
         records = [
             MemoryRecord(tier.store.url, run.url, tier.name == "local")

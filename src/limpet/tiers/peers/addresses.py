@@ -1,7 +1,6 @@
 """At which addresses the ranks serve their copies, and the secret of the job.
 
-Both go through the job's key-value store, without a collective. Whoever can reach that store can
-read the secret, and can also take part in the job's own collectives.
+Both go through the job's key-value store. Who can reach that has the secret, and the job.
 """
 
 from __future__ import annotations
@@ -32,18 +31,14 @@ _DECODER = msgspec.json.Decoder(PeerAddress)
 
 
 def job_secret(kv: KVClient, prefix: str) -> str:
-    """Return the secret of the job. The first rank that asks for it creates it.
-
-    ``prefix``: identifies this start of the job, so that each start has another secret.
-    """
+    """Return the secret of the job, which the first rank that asks creates. ``prefix``: of this
+    start."""
     return kv.compare_and_set(f"{prefix}/peer-secret", make_secret())
 
 
 def publish(kv: KVClient, prefix: str, address: PeerAddress) -> list[str]:
-    """Let the other ranks look up the address of this rank.
-
-    Returns the keys to delete when the rank stops serving. A rank publishes once per ``prefix``.
-    """
+    """Let the other ranks look up this rank's address, once per ``prefix``. Returns the keys to
+    delete when it stops serving."""
     value = msgspec.json.encode(address)
     return kv.put_all({f"{prefix}/peer/{address.rank}": value})
 
@@ -55,13 +50,8 @@ def look_up(kv: KVClient, prefix: str, ranks: Sequence[int]) -> list[PeerAddress
 
 
 def choose_address(store_host: str, interface: str | None, *, is_one_host: bool) -> str:
-    """Return the IP address at which this rank serves copies.
-
-    ``interface``: the name of a network interface (such as ``eth1``) or an IP address of this host.
-    Without it, it is the address from which this host reaches ``store_host``, the host of the job's
-    store. ``is_one_host``: all ranks are on this host. Otherwise, an address that only this host
-    can reach is refused. Raises ``StoreError``.
-    """
+    """Return the address at which this rank serves copies: of ``interface``, or that to
+    ``store_host``. Raises ``StoreError``, also for loopback unless ``is_one_host``."""
     try:
         if interface is None:
             found = _route_to(store_host)

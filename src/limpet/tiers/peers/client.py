@@ -10,19 +10,8 @@ from limpet.errors import AlreadyExists, StoreError
 from limpet.ranks.wire import connect
 from limpet.storage.store import Store
 from limpet.threads import no_op
+from limpet.tiers.peers import transfer
 from limpet.tiers.peers.addresses import PeerAddress
-from limpet.tiers.peers.transfer import (
-    MESSAGES,
-    Coming,
-    Fetch,
-    Hello,
-    Offer,
-    Ready,
-    Stored,
-    digest_file,
-    receive_content,
-    send_content,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +24,11 @@ class FileReceipt:
 
 
 class PeerConnection:
-    """A connection to the server of a peer. It is a context manager, for one thread.
+    """A connection to the server of a peer, for one thread, closed after an error. ``seconds``: the
+    time for each answer and each ``PART_BYTES``; ``limit()``: those left for all calls.
 
-    ``secret``: that of the job; ``rank``: the own rank; ``seconds``: the time for each answer, and
-    for each ``PART_BYTES`` of a file; ``purpose``: what this is, for messages; ``limit`` returns
-    the seconds that are left for all calls, and may change its mind at any time. After an error,
-    the connection is closed. The calls raise ``Unavailable`` if the peer is away, slow, or busy,
-    ``Denied`` if it does not know the secret, and its own error if it refuses a request.
+    The calls raise ``Unavailable`` if the peer is away, slow, or busy, ``Denied`` if it does not
+    know the secret, and its own error if it refuses a request.
     """
 
     def __init__(
@@ -55,10 +42,10 @@ class PeerConnection:
     ) -> None:
         peer = f"rank {address.rank} at {address.host}:{address.port}"
         self._channel = connect(
-            (address.host, address.port), secret, peer, MESSAGES, purpose, seconds, limit
+            (address.host, address.port), secret, peer, transfer.MESSAGES, purpose, seconds, limit
         )
         try:
-            self._channel.send(Hello(rank))
+            self._channel.send(transfer.Hello(rank))
             self._channel.renew()
         except BaseException:
             self.close()
@@ -67,24 +54,20 @@ class PeerConnection:
     def send_file(
         self, store: Store, key: str, advance: Callable[[], object] = no_op
     ) -> FileReceipt:
-        """Copy a file of ``store`` to the peer, under the same key. Return its receipt.
-
-        A file that the peer has already is not sent again. ``advance`` is called before each
-        ``PART_BYTES``; it raises to end the transfer. Raises ``AlreadyExists`` if the peer has
-        other bytes there, and ``DigestMismatch`` if bytes changed on their way.
-        """
+        """Copy a file to the peer, unless the peer has it. ``advance`` is called before each
+        ``PART_BYTES``. Raises ``AlreadyExists`` for other bytes there, and ``DigestMismatch``."""
         channel = self._channel
         length = store.stat(key).length
         channel.renew(length)
-        channel.send(Offer(key, length))
-        answer: Ready | Stored = channel.receive(Ready, Stored)
-        if isinstance(answer, Stored):
+        channel.send(transfer.Offer(key, length))
+        answer: transfer.Ready | transfer.Stored = channel.receive(transfer.Ready, transfer.Stored)
+        if isinstance(answer, transfer.Stored):
             channel.renew(length)
-            stored, digest = answer, digest_file(store, key, length, channel.check_time)
+            stored, digest = answer, transfer.digest_file(store, key, length, channel.check_time)
         else:
-            digest = send_content(channel, store, key, 0, length, advance)
+            digest = transfer.send_content(channel, store, key, 0, length, advance)
             channel.renew()
-            stored = channel.receive(Stored)
+            stored = channel.receive(transfer.Stored)
         if (stored.length, stored.digest) != (length, digest):
             raise AlreadyExists(
                 f"{channel.peer} has other bytes in {key}; nothing was changed",
@@ -96,11 +79,8 @@ class PeerConnection:
         return FileReceipt(key, length, digest)
 
     def fetch_file(self, key: str, limit: int) -> bytes:
-        """Return the bytes of a small file of the peer.
-
-        Raises ``NotFound`` if the peer does not have it, ``StoreError`` if it is longer than
-        ``limit`` bytes, and ``DigestMismatch`` if bytes changed on their way.
-        """
+        """Return the bytes of a file of the peer. Raises ``NotFound``, ``StoreError`` if it is
+        longer than ``limit`` bytes, and ``DigestMismatch``."""
         coming = self._request(key, 0, limit)
         if coming.file_length > limit or coming.length != coming.file_length:
             raise self._wrong_length(key, f"at most {limit} bytes", coming)
@@ -109,26 +89,24 @@ class PeerConnection:
         return bytes(data)
 
     def fetch_range(self, key: str, file_length: int, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a file of the peer from ``offset`` on.
-
-        Raises ``NotFound`` if the peer does not have the file, ``StoreError`` if it does not have
-        ``file_length`` bytes or ends before the range does, and ``DigestMismatch`` if bytes changed
-        on their way. Then, ``into`` is undefined.
-        """
+        """Fill ``into`` from ``offset`` on. Raises ``NotFound``, ``StoreError`` for another length,
+        and ``DigestMismatch``; then ``into`` is undefined."""
         coming = self._request(key, offset, len(into))
         if (coming.file_length, coming.length) != (file_length, len(into)):
             raise self._wrong_length(key, f"{len(into)} bytes of {file_length}", coming)
         self._receive(key, into)
 
-    def _request(self, key: str, offset: int, length: int) -> Coming:
+    def _request(self, key: str, offset: int, length: int) -> transfer.Coming:
         self._channel.renew()
-        self._channel.send(Fetch(key, offset, length))
-        return self._channel.receive(Coming)
+        self._channel.send(transfer.Fetch(key, offset, length))
+        return self._channel.receive(transfer.Coming)
 
     def _receive(self, key: str, into: memoryview) -> None:
-        receive_content(self._channel, key, len(into), lambda at, count: into[at : at + count])
+        transfer.receive_content(
+            self._channel, key, len(into), lambda at, count: into[at : at + count]
+        )
 
-    def _wrong_length(self, key: str, expected: str, coming: Coming) -> StoreError:
+    def _wrong_length(self, key: str, expected: str, coming: transfer.Coming) -> StoreError:
         self.close()  # the bytes are on their way
         return StoreError(
             f"{key} of {self._channel.peer} has another length",

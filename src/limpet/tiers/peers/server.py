@@ -1,7 +1,5 @@
-"""A server that stores copies of files for peers, and sends files to them.
-
-A connection gets its own thread after its peer has proved that it knows the secret of the job.
-"""
+"""A server that stores copies of files for peers, and sends files to them, with a thread for each
+connection whose peer has proved that it knows the secret of the job."""
 
 from __future__ import annotations
 
@@ -16,40 +14,20 @@ from limpet.errors import AlreadyExists, Denied, LimpetError, NoSpace, NotFound
 from limpet.format.names import MANIFEST
 from limpet.ranks.wire import Channel, Connections, HandshakeLimits, Listener, Session
 from limpet.storage.store import Store, check_key
-from limpet.tiers.peers.transfer import (
-    MESSAGES,
-    Coming,
-    Fetch,
-    Hello,
-    Offer,
-    Ready,
-    Stored,
-    begin_copy,
-    digest_file,
-    receive_content,
-    send_content,
-)
+from limpet.tiers.peers import transfer
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """The limits of a server.
+    """The limits of a server."""
 
-    ``file_bytes``: the longest file that it stores; ``peer_bytes``: the bytes of all files that one
-    rank may have here at once; ``total_bytes``: those of all ranks. ``connections``: the largest
-    number of authenticated connections, each of which has a thread; ``handshakes``: the limits of
-    connections that have not proved yet that they know the secret, which have none.
-    ``part_seconds``: the time for the answer to a request, and for each ``PART_BYTES`` of a file;
-    ``idle_seconds``: the time without a byte, between two requests and within a file.
-    """
-
-    file_bytes: int
-    peer_bytes: int
-    total_bytes: int
-    connections: int = 32
+    file_bytes: int  # of one file
+    peer_bytes: int  # of all files that one rank may have here at once
+    total_bytes: int  # of all ranks
+    connections: int = 32  # authenticated, each with a thread
     handshakes: HandshakeLimits = field(default_factory=HandshakeLimits)
-    part_seconds: float = 120.0
-    idle_seconds: float = 60.0
+    part_seconds: float = 120.0  # for the answer to a request, and for each ``PART_BYTES``
+    idle_seconds: float = 60.0  # without a byte, between two requests and within a file
 
 
 class PeerAccounts:
@@ -64,10 +42,8 @@ class PeerAccounts:
 
     @contextmanager
     def reserving(self, rank: int, key: str, length: int) -> Iterator[None]:
-        """Count a file that a rank sends; if the block succeeds, until it is deleted.
-
-        Raises ``NoSpace`` if a limit does not allow the file.
-        """
+        """Count a file that a rank sends; if the block succeeds, until it is deleted. Raises
+        ``NoSpace`` if a limit does not allow the file."""
         self._check("A file", length, self.limits.file_bytes, key)
         entry = (rank, length)
         with self._lock:
@@ -99,19 +75,15 @@ class PeerAccounts:
                 f"{what} would be too large for the memory of this host; {key} was not stored",
                 expected=f"at most {limit} bytes",
                 found=f"{nbytes} bytes",
-                todo="Delete generations that are not needed, or allow the peers more memory",
+                todo="Delete snapshots that are not needed, or allow the peers more memory",
                 key=key,
                 store=self._store.url,
             )
 
 
 class PeerServer:
-    """Serves the files of ``store`` at ``address``, an IP address of this host, on its own threads.
-
-    ``secret``: that of the job. ``limits``: see ``PeerLimits``. The server
-    listens when this returns; ``port`` is its port. It never stores a manifest: only this host may
-    make a snapshot visible. Raises ``StoreError`` if it cannot listen.
-    """
+    """Serves the files of ``store`` at an IP address of this host. It stores no manifest: only this
+    host may make a snapshot visible. Raises ``StoreError`` if it cannot listen."""
 
     def __init__(self, store: Store, address: str, secret: str, limits: PeerLimits) -> None:
         self._store = store
@@ -147,7 +119,7 @@ class PeerServer:
         channel = Channel(
             connection,
             "a peer",
-            MESSAGES,
+            transfer.MESSAGES,
             self._idle_deadline(),
             session,
             stall_seconds=limits.idle_seconds,
@@ -160,29 +132,31 @@ class PeerServer:
 
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of a peer, until it closes the connection or one of them fails."""
-        rank = channel.receive(Hello).rank
+        rank = channel.receive(transfer.Hello).rank
         channel.peer = f"rank {rank}"
         while True:
-            request = channel.receive(Offer, Fetch)
+            request = channel.receive(transfer.Offer, transfer.Fetch)
             channel.deadline = replace(channel.deadline, purpose=f"a request of rank {rank}")
-            channel.renew(request.length if isinstance(request, Offer) else 0)
+            channel.renew(request.length if isinstance(request, transfer.Offer) else 0)
             self._answer(channel, rank, request)
             channel.deadline = self._idle_deadline()
 
-    def _answer(self, channel: Channel, rank: int, request: Offer | Fetch) -> None:
-        if isinstance(request, Offer):
+    def _answer(
+        self, channel: Channel, rank: int, request: transfer.Offer | transfer.Fetch
+    ) -> None:
+        if isinstance(request, transfer.Offer):
             channel.send(self._receive(channel, rank, request))
             return
         file_length = self._store.stat(request.key).length
         length = max(0, min(request.length, file_length - request.offset))
-        channel.send(Coming(length, file_length))
+        channel.send(transfer.Coming(length, file_length))
         try:
-            send_content(channel, self._store, request.key, request.offset, length)
+            transfer.send_content(channel, self._store, request.key, request.offset, length)
         except LimpetError:
             channel.interrupt()  # the peer would read a message as bytes of the file
             raise
 
-    def _receive(self, channel: Channel, rank: int, offer: Offer) -> Stored:
+    def _receive(self, channel: Channel, rank: int, offer: transfer.Offer) -> transfer.Stored:
         """Store a file that a peer offers, or find out that it is stored already."""
         store, key = self._store, offer.key
         if key.rpartition("/")[2] == MANIFEST:
@@ -199,17 +173,19 @@ class PeerServer:
             return self._find(channel, key)
         with (
             self._accounts.reserving(rank, key, offer.length),
-            begin_copy(store, key, offer.length) as upload,
+            transfer.begin_copy(store, key, offer.length) as upload,
         ):
-            channel.send(Ready())
+            channel.send(transfer.Ready())
             try:
                 write = upload.view, upload.write_at
-                digest = receive_content(channel, key, offer.length, *write)
-                return Stored(upload.commit().length, digest)
+                digest = transfer.receive_content(channel, key, offer.length, *write)
+                return transfer.Stored(upload.commit().length, digest)
             except AlreadyExists:  # from another connection
                 return self._find(channel, key)
 
-    def _find(self, channel: Channel, key: str) -> Stored:
+    def _find(self, channel: Channel, key: str) -> transfer.Stored:
         """Return what is stored under a key. Raises ``NotFound``."""
         length = self._store.stat(key).length
-        return Stored(length, digest_file(self._store, key, length, channel.check_time))
+        return transfer.Stored(
+            length, transfer.digest_file(self._store, key, length, channel.check_time)
+        )

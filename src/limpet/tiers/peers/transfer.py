@@ -1,8 +1,5 @@
-"""The messages between two peers, and the bytes of a file on their way, with their digest.
-
-The bytes follow an ``Offer`` that is accepted, or a ``Coming``, as they are, then an ``End`` with
-their digest.
-"""
+"""The messages between two peers. The bytes of a file follow an ``Offer`` that is accepted, or a
+``Coming``, as they are, then an ``End`` with their digest."""
 
 from __future__ import annotations
 
@@ -113,11 +110,8 @@ def send_content(
     length: int,
     advance: Callable[[], object] = no_op,
 ) -> str:
-    """Send a range of a file, then the digest of its bytes. Return the digest.
-
-    The digest is that of the very bytes that are sent. ``advance`` is called before each
-    ``PART_BYTES``. Raises ``StoreError``.
-    """
+    """Send a range of a file, then the digest of the very bytes that were sent, and return it.
+    ``advance`` is called before each ``PART_BYTES``. Raises ``StoreError``."""
     hasher = xxhash.xxh3_128()
     for number, view in enumerate(_read_steps(store, key, offset, length)):
         if not number % (PART_BYTES // STEP_BYTES):
@@ -137,11 +131,8 @@ def receive_content(
     view: Callable[[int, int], memoryview],
     write_at: Callable[[int, memoryview], object] = no_op,
 ) -> str:
-    """Receive bytes of a file, and return their digest, which is that of the sender.
-
-    ``view(offset, length)`` returns memory for so many of the bytes, with which ``write_at`` is
-    called once it is filled. Raises ``DigestMismatch``.
-    """
+    """Receive bytes, and return their digest, which is the sender's. ``view(offset, length)``
+    returns memory for them; ``write_at`` is called once it is filled. Raises ``DigestMismatch``."""
     hasher = xxhash.xxh3_128()
     for start in range(0, length, STEP_BYTES):
         if not start % PART_BYTES:
@@ -171,11 +162,8 @@ def digest_file(store: Store, key: str, length: int, check: Callable[[], object]
 
 
 def _read_steps(store: Store, key: str, offset: int, length: int) -> Iterator[memoryview]:
-    """Yield the bytes of a range of a file. Each view is valid until the next one.
-
-    The file is not mapped. If another process truncated it, an access to the mapping would end this
-    process with SIGBUS; a read fails.
-    """
+    """Yield the bytes of a range, each view valid until the next. They are read, not mapped: a
+    mapping of a file that somebody truncates would end this process with SIGBUS."""
     buffer = Buffer(STEP_BYTES)
     for start in range(0, length, STEP_BYTES):
         view = buffer.view[: min(STEP_BYTES, length - start)]
