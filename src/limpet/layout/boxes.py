@@ -17,9 +17,7 @@ TensorIndex = int | slice | EllipsisType
 
 def box_from_index(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
     """Return the box of a tensor that an index selects, and the dimensions that integers drop.
-
-    Raises ``IndexError`` for an index that is invalid for a tensor of ``shape``.
-    """
+    Raises ``IndexError`` for an index that is invalid for a tensor of ``shape``."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if sum(p is Ellipsis for p in parts) > 1 or len(parts) - (Ellipsis in parts) > len(shape):
         raise IndexError(f"Index {index!r} is invalid for a tensor of shape {list(shape)}")
@@ -47,11 +45,8 @@ def box_from_index(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
 
 
 def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Split elements ``start`` to ``stop`` of a row-major array of ``shape`` into boxes.
-
-    Returns at most ``2 * len(shape) - 1`` boxes (one for a scalar) in memory order. Each box is
-    contiguous in memory. Raises ``PlanError`` if the range exceeds the array.
-    """
+    """Split elements ``start`` to ``stop`` of a row-major array into at most ``2 * len(shape) - 1``
+    contiguous boxes (one for a scalar) in memory order. Raises ``PlanError`` if they exceed it."""
     if not 0 <= start <= stop <= prod(shape):
         raise PlanError(
             "A range of elements exceeds its array",
@@ -87,11 +82,8 @@ def _iter_contiguous(
 
 
 def flat_range(part: Box, whole: Box) -> tuple[int, int]:
-    """Return the positions of the first and past-the-last element of ``part`` in ``whole``.
-
-    A position is an index into the flattened row-major array of ``whole``. ``part`` must be within
-    ``whole`` and not empty. Both boxes are in coordinates of the global tensor.
-    """
+    """Return the positions of the first and past-the-last element of ``part``, which must be within
+    ``whole`` and not empty, in the flattened row-major array of ``whole``."""
     first = last = 0
     for o, s, z, n in zip(part.offsets, part.sizes, whole.offsets, whole.sizes, strict=True):
         first = first * n + o - z

@@ -1,12 +1,8 @@
 """The devices of a state's tensors, as a manifest records them: a short map from keys to devices.
 
-A *device map* is a device such as ``cuda:0``, if all tensors are on it. Otherwise, it is a dict
-whose members are the next parts of the keys (``/model``, ``.fc``), each with a map of its own. The
-member ``*`` is the map of all parts that are not listed, and the empty name is the tensor whose key
-ends here. None is a device that is not known. So the size of a map does not depend on the number
-of tensors as long as they follow a pattern, such as step counters on the CPU.
-
-The maps of ranks are merged, not listed: ``cuda:3`` of rank 3 says something about the rank.
+A *device map* is the device of all tensors, such as ``cuda:0``, None if unknown, or a dict with a
+map for each next part of the keys (``/model``, ``.fc``), for ``*``, all other parts, and for the
+empty name, the tensor whose key ends here. So a pattern in the devices gives a small map.
 """
 
 from __future__ import annotations
@@ -40,11 +36,8 @@ def make_device_map(devices: Mapping[str, object]) -> DeviceMap:
 
 
 def merge_device_maps(maps: Iterable[DeviceMap]) -> DeviceMap:
-    """Return one map for the tensors of all ranks.
-
-    Where ranks have other devices of one type, the map has the type (``cuda``): which of them a
-    rank uses belongs to the rank, not to the tensor. Where the types differ, it has None.
-    """
+    """Return one map for the tensors of all ranks: where the devices differ, their type (``cuda``),
+    because which of them is used belongs to the rank; None where the types differ, too."""
     merged: DeviceMap = None
     seen: set[bytes] = set()
     for one in maps:

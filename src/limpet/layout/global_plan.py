@@ -20,30 +20,21 @@ from limpet.text import MAX_SHOWN, format_list, format_ranks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GlobalPlan:
-    """The boxes that each rank writes. Every distinct box is written exactly once.
+    """The boxes that each rank writes. Every distinct box is written exactly once."""
 
-    ``digests``: digests of the local plans that this plan combines, one per rank; ``write_flags``:
-    for all boxes of all ranks, whether the rank writes the box (rank r has the entries from
-    ``rank_bounds[r]`` to ``rank_bounds[r + 1]``); ``bytes_per_rank``: bytes that each rank writes;
-    ``leaf_types``: for the hash of each leaf's key, the hash of its dtype and shape.
-    """
-
-    digests: tuple[bytes, ...]
-    rank_bounds: Ints
-    write_flags: NDArray[np.bool_]
+    digests: tuple[bytes, ...]  # of the local plans, one per rank
+    rank_bounds: Ints  # where the boxes of each rank begin in ``write_flags``
+    write_flags: NDArray[np.bool_]  # for all boxes of all ranks
     bytes_per_rank: Ints
-    leaf_types: Mapping[int, int]
+    leaf_types: Mapping[int, int]  # by the hash of a key, that of dtype and shape
 
     def write_mask(self, rank: int) -> NDArray[np.bool_]:
         """For each box of a rank, in the order of its local plan, whether the rank writes it."""
         return self.write_flags[self.rank_bounds[rank] : self.rank_bounds[rank + 1]]
 
     def mismatched_leaves(self, leaves: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-        """Return the keys of ``leaves`` that the plan lacks or has with another dtype or shape.
-
-        ``leaves`` maps a key to dtype and shape. If the plan has leaves that are not in ``leaves``,
-        the last item of the result is text that gives their key_hash.
-        """
+        """Return the keys of ``leaves`` (dtypes and shapes by key) that the plan lacks or has with
+        another type. If the plan has other leaves, the last item says how many."""
         keys_by_hash = {xxh3_64_intdigest(key.encode()): key for key in leaves}
         mismatched = [
             key
@@ -63,13 +54,10 @@ def can_reuse_plan(digests: Sequence[bytes], previous: GlobalPlan | None) -> boo
 def make_global_plan(local_plans: Sequence[LocalPlan]) -> GlobalPlan:
     """Choose the rank that writes each box; ``local_plans[r]`` is the plan of rank r.
 
-    If one rank has a box, that rank writes it. If several ranks have it, the one with the fewest
-    bytes to write so far writes it; larger boxes are assigned first. A box that is marked in
-    ``box_from_first`` is always written by the first rank that has it.
-
-    Raises ``PlanError`` that names every leaf that ranks describe differently and every leaf whose
-    boxes do not tile it. The error is ``ShapeMismatch`` or ``DTypeMismatch`` if that is the only
-    problem.
+    Of the ranks that have a box, the one with the fewest bytes so far writes it, larger boxes
+    first; a box in ``box_from_first`` is written by the first rank. Raises ``PlanError``,
+    ``ShapeMismatch``, or ``DTypeMismatch`` with every leaf that ranks describe differently or whose
+    boxes do not tile it.
     """
     counts = [len(plan.box_weight) for plan in local_plans]
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
@@ -115,11 +103,8 @@ def _concat(columns: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DistinctBoxes:
-    """The distinct boxes of all ranks, each with the records of the ranks that hold it.
-
-    A record says that one rank holds one box; ``rank`` and ``nbytes`` are columns over records.
-    Box i has the records ``order[starts[i] : starts[i] + holder_counts[i]]``, in rank order.
-    """
+    """The distinct boxes of all ranks. ``rank`` and ``nbytes`` have one row per holder of a box;
+    box i has the rows ``order[starts[i] : starts[i] + holder_counts[i]]``, in rank order."""
 
     order: NDArray[np.intp]
     starts: NDArray[np.intp]
@@ -167,9 +152,7 @@ def _assign_writers(
 
 def _check_consistency(local_plans: Sequence[LocalPlan], first_records: NDArray[np.intp]) -> None:
     """Raise an error for leaves whose type differs between ranks or whose boxes do not tile them.
-
-    ``first_records`` has one record of each distinct box.
-    """
+    ``first_records`` has one record of each distinct box."""
     keys, index, inverse = np.unique(
         _concat([plan.leaf_key for plan in local_plans], np.uint64),
         return_index=True,

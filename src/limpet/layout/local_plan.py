@@ -1,15 +1,10 @@
 """What a rank sends to the coordinator of a save: its boxes as columns of numbers.
 
-**Weights.** A *weight* is one number that identifies a box and is additive. Each position x of
-dimension d has a fixed random number R(d, x). The weight of an interval [a, b) is
-R(d, b) - R(d, a). The weight of a box is the product over its dimensions, times an odd number
-derived from the leaf's key. All arithmetic is modulo 2**64.
-
-As with areas, the weights of boxes that tile a leaf add up to the weight of the leaf. Unlike with
-areas, an overlap does not compensate for a gap, because each part of the tensor has its own weight.
-Different boxes have different weights, except for collisions with a probability of 2**-64 per pair.
-A box that is mistaken for another because of a collision is missing from the sum. The result of a
-collision is therefore an error, never a loss of data.
+A *weight* identifies a box and is additive: the product over its dimensions of R(d, b) - R(d, a),
+with a fixed random number R(d, x) for each position x, times an odd number from the leaf's key,
+modulo 2**64. The weights of boxes that tile a leaf add up to that of the leaf, and an overlap does
+not make up for a gap. Boxes collide with a probability of 2**-64 per pair; then one is missing from
+the sum, which is an error, never a loss of data.
 """
 
 from __future__ import annotations
@@ -38,25 +33,19 @@ _COLUMN_DTYPES = ("<u8", "<u8", "<u8", "<i8", "<u8", "<i8", "<u4", "<u1")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalPlan:
-    """The boxes of one rank as it sends them to the coordinator, in columns.
+    """The boxes of one rank as it sends them to the coordinator, in columns, with one row per leaf
+    (``leaf_*``) or per box (``box_*``)."""
 
-    ``digest``: digest of all leaf boxes. The columns ``leaf_*`` have one row per leaf, the columns
-    ``box_*`` one row per box. ``leaf_key``: hash of the key; ``leaf_type``: hash of dtype and
-    shape; ``leaf_weight``, ``leaf_bytes``: of the whole leaf; ``box_leaf``: row of the box's leaf;
-    ``box_from_first``: 1 for a box that must be written by the first rank that has it;
-    ``packed_leaf_types``: keys, dtypes, and shapes, compressed and unpacked only for an error.
-    """
-
-    digest: bytes
+    digest: bytes  # of all leaf boxes
     leaf_key: Hashes
-    leaf_type: Hashes
-    leaf_weight: Hashes
+    leaf_type: Hashes  # of dtype and shape
+    leaf_weight: Hashes  # of the whole leaf, as ``leaf_bytes``
     leaf_bytes: Ints
     box_weight: Hashes
     box_bytes: Ints
-    box_leaf: NDArray[np.uint32]
-    box_from_first: NDArray[np.uint8]
-    packed_leaf_types: bytes
+    box_leaf: NDArray[np.uint32]  # the row of the box's leaf
+    box_from_first: NDArray[np.uint8]  # 1: the first rank that has it must write it
+    packed_leaf_types: bytes  # keys, dtypes, and shapes, unpacked only for an error
 
     def to_bytes(self) -> bytes:
         """Serialize the plan for a process of the same job, which has the same Limpet version."""
@@ -77,10 +66,8 @@ class LocalPlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LocalPlan:
-        """Deserialize a plan from ``to_bytes`` without copying the columns.
-
-        Raises ``PlanError`` if ``data`` has the wrong length.
-        """
+        """Deserialize a plan without copying the columns. Raises ``PlanError`` for a wrong
+        length."""
         has_header = len(data) >= _HEADER.size
         digest, leaves, boxes, packed_length = (
             _HEADER.unpack_from(data) if has_header else (b"", 0, 0, 0)
@@ -104,13 +91,11 @@ class LocalPlan:
 def make_local_plan(
     leaf_boxes: Sequence[LeafBox], from_first: NDArray[np.bool_] | None = None, digest: bytes = b""
 ) -> LocalPlan:
-    """Make the plan that this rank sends to the coordinator.
+    """Make the plan that this rank sends to the coordinator. ``from_first``: which leaf boxes the
+    first rank that has them must write; ``digest``: of the leaf boxes, if it is known.
 
-    ``from_first``: for each leaf box, whether the first rank that has it must write it;
-    ``digest``: the digest of the leaf boxes, if the caller has computed it already.
-
-    Raises ``PlanError`` if a box exceeds its tensor or if two boxes of a leaf differ in dtype or
-    global shape. Raises ``Unsupported`` for an unknown dtype.
+    Raises ``PlanError`` if a box exceeds its tensor or two boxes of a leaf differ in dtype or
+    global shape, and ``Unsupported`` for an unknown dtype.
     """
     leaves, box_leaf = _distinct_leaves(leaf_boxes)
     leaf_types = {(leaf_box.dtype, leaf_box.shape) for leaf_box in leaves}
@@ -200,10 +185,8 @@ def splitmix64(x: Hashes) -> Hashes:
 
 
 def _weights(offsets: Ints, sizes: Ints, dims: Ints) -> Hashes:
-    """Return the weights of boxes (see the module's docstring).
-
-    ``offsets`` and ``sizes`` are flat: ``dims[i]`` numbers for box i, one box after the other.
-    """
+    """Return the weights of boxes. ``offsets`` and ``sizes`` are flat: ``dims[i]`` numbers for box
+    i."""
     d = ranges(np.zeros_like(dims), dims)
     seed = splitmix64(d.astype(np.uint64))
     random = [splitmix64(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]

@@ -1,10 +1,8 @@
-"""Compute which boxes of a tensor a rank has under the placements of a device mesh.
+"""Compute which boxes of a tensor a rank has under the placements of a device mesh. No torch.
 
-For each box, the result also has its position in the rank's local tensor. Arithmetic only: this
-module does not use torch. The part of one dimension that a rank has is a list of extents. An
-extent is a start and a length in the global tensor; extents are in the order of the local tensor.
-Each mesh dimension that shards the dimension selects some of the extents, and adjacent extents are
-merged. The cost grows with the number of extents, not with the length of a dimension.
+Of each dimension, a rank has a list of extents: a start and a length in the global tensor, in the
+order of the local tensor. Each mesh dimension that shards it selects some of them. The cost grows
+with the number of extents, not with the length of a dimension.
 """
 
 from __future__ import annotations
@@ -19,11 +17,8 @@ Extent = tuple[int, int]
 
 
 class ShardPlacement(NamedTuple):
-    """A mesh dimension shards dimension ``dim`` of a tensor.
-
-    With a ``split_factor`` above 1 (that of PyTorch's ``_StridedShard``), the dimension is first
-    split into that many blocks, and each block is then sharded over the mesh dimension.
-    """
+    """A mesh dimension shards dimension ``dim``, split into ``split_factor`` blocks, of which each
+    is sharded over the mesh dimension (PyTorch's ``_StridedShard``)."""
 
     dim: int
     split_factor: int = 1
@@ -34,11 +29,8 @@ Placements = tuple[ShardPlacement | None, ...]
 
 
 class LocalLayout(NamedTuple):
-    """A rank's part of a tensor: the shape of its local tensor, and the boxes in it.
-
-    Each box comes with the slices of the local tensor that contain it. Boxes without elements are
-    omitted.
-    """
+    """The shape of a rank's local tensor, and its boxes, each with the slices of the local tensor
+    that contain it, without those that have no elements."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, tuple[slice, ...]], ...]
@@ -54,10 +46,8 @@ def local_boxes(
 ) -> LocalLayout:
     """Return the boxes of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh has.
 
-    ``shard_order``: the mesh dimensions in the order in which they shard the tensor, with the split
-    factors of ``placements``. If it is None, the split factors determine the order
-    (``infer_shard_order``). If they determine none, or if there are none, the mesh dimensions shard
-    the tensor from first to last.
+    ``shard_order``: the mesh dimensions in the order in which they shard the tensor. If it is None,
+    it follows from the split factors (``infer_shard_order``), otherwise it is from first to last.
     """
     if shard_order is None:
         shard_order = infer_shard_order(mesh_shape, placements)
@@ -83,18 +73,13 @@ def local_boxes(
 def infer_shard_order(
     mesh_shape: tuple[int, ...], placements: Placements
 ) -> tuple[int, ...] | None:
-    """Infer from the split factors the order in which the mesh dimensions shard a tensor.
+    """Infer from the split factors the order in which the mesh dimensions shard a tensor, as torch
+    2.13 does (``DTensorSpec._maybe_convert_StridedShard_to_shard_order``), or None.
 
-    FSDP2 shards tensors that tensor parallelism has sharded already, but over a mesh dimension that
-    comes before that of tensor parallelism. PyTorch represents this as
-    ``[_StridedShard(0, split_factor=t), Shard(0)]``, where t is the number of parts before FSDP2.
-    If all parts have the same size, this is equal to strided sharding from left to right. Otherwise
-    the results differ: of 38 rows over 4 x 4 ranks, FSDP2 gives the rank (3, 2) row 29, but strided
-    sharding from left to right gives it row 37. This function therefore recovers the order that
-    produced the factors, as ``redistribute`` and ``full_tensor`` do (torch 2.13,
-    ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``).
-
-    Returns None if no order produces these factors. A view of a tensor may have such factors.
+    FSDP2 shards what tensor parallelism over a later mesh dimension has sharded into t parts:
+    ``[_StridedShard(0, split_factor=t), Shard(0)]``. If the parts are unequal, this differs from
+    strided sharding from left to right: of 38 rows over 4 x 4 ranks, the rank (3, 2) has row 29,
+    not 37.
     """
     orders: dict[int, list[int]] = {}
     for m, placement in reversed([*enumerate(placements)]):
@@ -114,11 +99,8 @@ def infer_shard_order(
 def _shard_extents(
     extents: list[Extent], num_parts: int, index: int, split_factor: int
 ) -> list[Extent]:
-    """Return the extents that rank ``index`` of ``num_parts`` keeps.
-
-    Both splits follow ``torch.chunk``: the parts have equal lengths, rounded up, so the last parts
-    may be shorter or empty.
-    """
+    """Return the extents that rank ``index`` of ``num_parts`` keeps. As with ``torch.chunk``, the
+    parts have equal lengths, rounded up, so the last ones may be shorter or empty."""
     total = sum(length for _, length in extents)
     if not total:
         return extents
@@ -144,10 +126,8 @@ def _torch_chunk_bounds(length: int, num_parts: int, index: int) -> Extent:
 
 
 def _select_extents(extents: list[Extent], local_ranges: list[tuple[int, int]]) -> list[Extent]:
-    """Return the parts of the extents that are within the given ranges of local positions.
-
-    The ranges are half-open and in increasing order.
-    """
+    """Return the parts of the extents within ranges of local positions, half-open and
+    increasing."""
     selected: list[Extent] = []
     i = at = 0
     for begin, stop in local_ranges:

@@ -54,11 +54,8 @@ class StridedOverlap(NamedTuple):
 
 
 class ShardCopies(NamedTuple):
-    """The copies to make from one shard.
-
-    ``linear`` is a flat array with four numbers per copy: request ID, file offset, byte offset in
-    the requested box, number of bytes.
-    """
+    """The copies to make from one shard. ``linear`` is flat, with four numbers per copy: request
+    ID, file offset, byte offset in the requested box, number of bytes."""
 
     linear: array[int]
     strided: list[StridedOverlap]
@@ -67,11 +64,8 @@ class ShardCopies(NamedTuple):
 def cover_box(
     request_id: int, requested_box: Box, overlapping: Ints, copies: dict[int, ShardCopies]
 ) -> Box | None:
-    """Add the copies that fill ``requested_box`` to ``copies``.
-
-    Returns a part of the box that no stored box covers, or None if the box is covered. Each row of
-    ``overlapping`` is a stored box: shard, file offset, itemsize, offsets, sizes.
-    """
+    """Add the copies that fill ``requested_box`` to ``copies``, and return a part that no stored
+    box covers, or None. Rows of ``overlapping``: shard, file offset, itemsize, offsets, sizes."""
     if 0 in requested_box.sizes:
         return None
     if len(overlapping) > VECTORIZE_ABOVE and _try_cover_linear(
@@ -109,11 +103,8 @@ def cover_box(
 def _try_cover_linear(
     request_id: int, requested_box: Box, overlapping: Ints, copies: dict[int, ShardCopies]
 ) -> bool:
-    """Cover the box with linear copies only, and return True if that is possible.
-
-    It is possible if each stored box provides one run of bytes and the runs tile the requested
-    box, as for the rows of a leaf that many shards hold.
-    """
+    """Return True after covering the box with linear copies only: possible if each stored box gives
+    one run of bytes and the runs tile the box, as for rows in many shards."""
     dims, itemsize = len(requested_box.sizes), int(overlapping[0, 2])
     if requested_box.numel * itemsize >= 1 << 62:  # not exact in int64
         return False
@@ -187,11 +178,8 @@ class ReadRequest(NamedTuple):
 
 
 class StridedCopy(NamedTuple):
-    """Copy a part of an array in the file to a part of the requested box.
-
-    The file has a row-major array of ``shape`` at ``file_offset``, with ``itemsize`` bytes per
-    element. Its part ``source`` goes to the part ``target`` of the requested box.
-    """
+    """Copy the part ``source`` of a row-major array of ``shape`` at ``file_offset`` in the file to
+    the part ``target`` of the requested box."""
 
     request_id: int
     file_offset: int
@@ -203,13 +191,8 @@ class StridedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadItem:
-    """A range of chunks to read at once, and the copies to make after its chunks are verified.
-
-    The item covers chunks ``first_chunk`` to ``end_chunk`` (exclusive) of a shard, which are bytes
-    ``start`` to ``stop``. ``linear_copies`` has one row for each copy that is one run of bytes on
-    both sides: request ID, file offset, byte offset in the requested box, number of bytes.
-    ``strided_copies`` are the other copies.
-    """
+    """A range of chunks of a shard, bytes ``start`` to ``stop``, to read at once, and the copies to
+    make once they are verified. Rows of ``linear_copies``: see ``ShardCopies``."""
 
     shard: int
     first_chunk: int
@@ -222,11 +205,8 @@ class ReadItem:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The items to read, ordered by shard and then by offset.
-
-    ``ReadItem.shard`` is an index into the given shards, as a request ID is an index into the list
-    of requests. ``headers``: the names of the shards whose header is read and checked.
-    """
+    """The items to read, ordered by shard (an index into the given shards) and then by offset.
+    ``headers``: the names of the shards whose header is read and checked."""
 
     items: tuple[ReadItem, ...]
     headers: tuple[str, ...] = ()
@@ -237,16 +217,12 @@ def make_read_plan(
     requests: Sequence[ReadRequest],
     checked_headers: Collection[str] | None = None,
 ) -> ReadPlan:
-    """Plan the reads and copies that fill every requested box.
+    """Plan the reads and copies that fill every requested box, each element from one stored box.
 
-    The function iterates over ``shard_indexes`` once and keeps only what the requests need from
-    each index, so a generator may decode the indexes one at a time. If stored boxes overlap, each
-    element is read from one of them. If a request needs data of a shard's own file, the plan also
-    reads the header of that file, unless ``checked_headers`` has the shard's name or is None.
-
-    Raises ``MissingLeaf`` that names all keys that no shard has; ``ManifestInvalid`` that names
-    all requested boxes that the stored boxes do not cover, or a leaf whose type differs between
-    shards; ``PlanError`` for a requested box that is not within its leaf.
+    ``shard_indexes`` may be a generator that decodes one index at a time. The header of a shard's
+    own file is read with its data unless ``checked_headers`` has its name or is None. Raises
+    ``MissingLeaf`` with all keys that no shard has, ``ManifestInvalid`` with all boxes that are not
+    covered, or a leaf whose type differs, and ``PlanError`` for a box that is not within its leaf.
     """
     search = _OverlapSearch(requests)
     chunk_maps: dict[int, ChunkMap] = {}
@@ -281,10 +257,7 @@ def make_read_plan(
 def chunk_read_items(
     shard: int, cuts: Ints, chunk_refs: ChunkRefs | None = None, only_chunks: Ints | None = None
 ) -> list[ReadItem]:
-    """Make items that read chunks of a shard and copy nothing.
-
-    Without ``only_chunks``, the items read the whole shard, including its header.
-    """
+    """Make items that read chunks of a shard, by default all and its header, and copy nothing."""
     chunks = np.arange(len(cuts)) if only_chunks is None else only_chunks
     chunk_ranges = _ChunkRanges.merge_adjacent(chunks, (cuts, chunk_refs))
     return chunk_ranges.make_items(shard, np.empty((0, 4), np.int64), {})
@@ -337,11 +310,8 @@ class _ChunkRanges:
 
     @classmethod
     def merge_adjacent(cls, chunks: Ints, chunk_map: ChunkMap) -> _ChunkRanges:
-        """Merge chunks that are adjacent in their file and within the same block.
-
-        A block is ``BLOCK_SIZE`` bytes, counted from the end of the header, as in writing. A header
-        that is not longer than that is read with the first block.
-        """
+        """Merge chunks that are adjacent in their file and within one block of ``BLOCK_SIZE``
+        bytes, counted from the end of the header. A short header is read with the first block."""
         cuts, chunk_refs = chunk_map
         start = np.concatenate([np.zeros(1, np.int64), cuts[:-1]])[chunks]
         stop = cuts[chunks]
@@ -436,12 +406,8 @@ def _iter_strided_copies(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RequestColumns:
-    """The requests for the leaves of a shard, as columns with one row per request.
-
-    ``leaf``: leaf number in the shard; ``itemsize``: bytes per element; ``dims``: number of
-    dimensions. The offsets and sizes of the requested box are the ``dims`` entries of ``offsets``
-    and ``sizes`` from index ``begins`` on.
-    """
+    """The requests for the leaves of a shard, one per row. Its box has the ``dims`` entries of
+    ``offsets`` and ``sizes`` from index ``begins`` on."""
 
     leaf: Ints
     request_id: Ints
@@ -453,13 +419,8 @@ class _RequestColumns:
 
 
 class _OverlapSearch:
-    """Search all shards, each once, for stored boxes that overlap requested boxes.
-
-    ``exact_matches``: flags the requests that equal one stored box; this is the common case and
-    needs no geometry. ``overlaps``: for each other request, the stored boxes that overlap it, each
-    as shard, file offset, itemsize, offsets, sizes. ``leaf_types``: dtype and shape of each
-    requested leaf, from the first shard that has it.
-    """
+    """Search all shards, each once, for stored boxes that overlap requested boxes. ``overlaps`` has
+    them as in ``cover_box``, but for requests that equal one of them (``exact_matches``)."""
 
     def __init__(self, requests: Sequence[tuple[str, Box]]) -> None:
         self.requests = requests
@@ -474,12 +435,8 @@ class _OverlapSearch:
     def scan_shard(
         self, shard_number: int, shard_index: ShardIndex, shard_copies: ShardCopies
     ) -> bool:
-        """Record the boxes of a shard that overlap requests, and return True if there are any.
-
-        Adds a copy to ``shard_copies`` for each request that a box of this shard matches exactly.
-        No Python loop visits boxes that are not requested: a rank requests few of the boxes that
-        all ranks saved.
-        """
+        """Record the boxes of a shard that overlap requests, with copies for exact matches, and
+        return True if there are any. No Python loop visits boxes that are not requested."""
         columns = shard_index.leaves
         requested = self._columns_by_schema.get(columns.schema)
         if requested is None:
@@ -538,10 +495,8 @@ class _OverlapSearch:
             )
 
     def _request_columns(self, schema: LeafSchema, file: str) -> _RequestColumns:
-        """Return the requests for the leaves of a schema.
-
-        Raises ``ManifestInvalid`` if an earlier shard gives a leaf another dtype or shape.
-        """
+        """Return the requests for the leaves of a schema. Raises ``ManifestInvalid`` if an earlier
+        shard gives a leaf another dtype or shape."""
         leaves, request_ids = [], []
         # a read of one leaf of many looks only at that leaf
         common = self._requests_by_key.keys() & schema.numbers.keys()
@@ -565,11 +520,8 @@ class _OverlapSearch:
     def _build_columns(
         self, schema: LeafSchema, leaves: list[int], request_ids: list[int]
     ) -> _RequestColumns:
-        """Build the columns of these requests; ``leaves[i]`` is the leaf of ``request_ids[i]``.
-
-        Raises ``ValueError`` for a box whose number of dimensions differs from that of its leaf,
-        and ``OverflowError`` for a number beyond 64 bits.
-        """
+        """Build the columns of these requests for these leaves. Raises ``ValueError`` for another
+        number of dimensions, and ``OverflowError`` for a number beyond 64 bits."""
         leaf, request_id = int_array(leaves), int_array(request_ids)
         dims = schema.ndims[leaf]
         offsets, sizes = list[tuple[int, ...]](), list[tuple[int, ...]]()
@@ -590,11 +542,8 @@ class _OverlapSearch:
         return np.array(self.overlaps.pop(request_id, ()), np.int64).reshape(-1, 3 + 2 * dims)
 
     def check_requests(self) -> None:
-        """Raise an error for requests that no scanned shard can fill.
-
-        Raises ``MissingLeaf`` if no shard has a requested leaf, and ``PlanError`` if a requested
-        box is not within its leaf.
-        """
+        """Raise ``MissingLeaf`` if no shard has a requested leaf, and ``PlanError`` if a requested
+        box is not within its leaf."""
         missing = sorted(self._requests_by_key.keys() - self.leaf_types.keys())
         if missing:
             raise MissingLeaf(

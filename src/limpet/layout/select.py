@@ -27,11 +27,10 @@ def match_all(key: str) -> bool:
 
 
 def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
-    """Return a function that returns True if a key matches one of the patterns.
+    """Return a function that returns True if a key matches one of the patterns; None: all match.
 
-    ``*`` matches within a level, ``**`` across levels, and ``?`` one character. Every other
-    character matches itself. A pattern without wildcards also matches all keys below it, and all
-    that continue it with a dot: the parameters of a module. None matches every key.
+    ``*`` matches within a level, ``**`` across levels, ``?`` one character. A pattern without
+    wildcards also matches all keys below it, and those that continue it with a dot, as parameters.
     """
     if patterns is None:
         return match_all
@@ -67,11 +66,8 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
 
 
 def prune(node: Any, key_filter: KeyFilter, key: str = "") -> Any:
-    """Return the tree without the nodes that are not selected, or ``ABSENT`` if none is selected.
-
-    In lists and tuples, None replaces a node that is not selected, so that the other nodes keep
-    their positions.
-    """
+    """Return the tree without the nodes that are not selected, or ``ABSENT``. In lists and tuples,
+    None replaces them, so that the others keep their positions."""
     tag = next(iter(node), None) if type(node) is dict else None
     if tag in ("dict", "ordered", "items"):
         members = [(n, prune(c, key_filter, k)) for n, c, k in tree.children(node, key)]
@@ -101,14 +97,11 @@ def _with_stored_key(leaf: Any, key: str) -> Any:
 
 
 def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
-    """Return the tree with members of dicts renamed.
+    """Return the tree with members of dicts renamed. Each leaf's node keeps the key of its bytes.
 
-    ``{"model/old": "model/new"}`` renames the member ``old`` of ``model`` and all members whose
-    names start with ``old.``. The bytes of a leaf stay under the key that they were saved with, so
-    the node of each leaf refers to that key.
-
-    Raises ``PlanError`` for a rename that would move a member to another level, that matches no
-    member, or that gives two members the same name.
+    ``{"model/old": "model/new"}`` renames ``old`` of ``model`` and all members that start with
+    ``old.``. Raises ``PlanError`` for a rename that changes the level, matches nothing, or gives
+    two members one name.
     """
     patterns = [old for old, new in renames.items() if _WILDCARDS & set(old + new)]
     members = _find_members(node, patterns, key)
@@ -205,10 +198,7 @@ def _advice(node: Any, old: str, new: str, key: str) -> str:
 
 
 def _suggest_key(node: Any, old: str, key: str) -> str:
-    """Suggest an existing key for one that does not exist.
-
-    The given key may have dots between levels or may be misspelled.
-    """
+    """Suggest a key for one that is misspelled, or has dots between levels."""
     for dots in range(1, old.count(".") + 1):
         if _find_members(node, [slashed := old.replace(".", "/", dots)], key):
             return f"Levels are separated by /; did you mean {slashed}? "

@@ -1,7 +1,5 @@
-"""The layout of tensors in ranks and shards: leaf boxes, their order in a shard, and chunks.
-
-Arithmetic only: this module does no I/O and does not use torch.
-"""
+"""The layout of tensors in ranks and shards: leaf boxes, their order in a shard, and chunks. No
+I/O."""
 
 from __future__ import annotations
 
@@ -42,12 +40,8 @@ def full_shard_entries(leaf_boxes: Sequence[LeafBox]) -> Iterator[HeaderEntry]:
 def partial_shard_entries(
     leaf_boxes: Sequence[LeafBox], image_offsets: Sequence[int], spans: Iterable[ImageSpan]
 ) -> Iterator[HeaderEntry]:
-    """Yield the entries of a shard that holds only some spans of its image.
-
-    The image has the ``leaf_boxes`` in this order; box i starts at ``image_offsets[i]``. A box
-    that the shard holds entirely has its usual name. A part of a box is flat, and its name has the
-    range of the box's elements: ``model/weight[0:1024]``. Boxes without bytes are omitted.
-    """
+    """Yield the entries of a shard with some spans of its image; box i begins at
+    ``image_offsets[i]``. A part of a box is flat, with its elements in the name: ``w[0:1024]``."""
     used_names = {"__metadata__"}
     for start, stop, data_offset in spans:
         for i in range(max(0, bisect_right(image_offsets, start) - 1), len(leaf_boxes)):
@@ -118,11 +112,8 @@ MAX_SHARED_CHUNK_BYTES = 1 * MIB
 
 # One object per box: creating a frozen dataclass takes eight times as long.
 class LeafBox(msgspec.Struct, frozen=True, gc=False):
-    """One box of one leaf that this rank has.
-
-    ``key`` is the path of the leaf in the state, ``dtype`` a name in ``types.DTYPES``, ``shape``
-    the shape of the global tensor, and ``box`` the part of the tensor that this rank has.
-    """
+    """One box of one leaf that this rank has. ``dtype`` is a name in ``types.DTYPES``, ``shape``
+    that of the global tensor."""
 
     key: str
     dtype: str
@@ -148,21 +139,13 @@ def itemsize(dtype: str) -> int:
 
 
 def digest_leaf_boxes(leaf_boxes: Sequence[LeafBox]) -> bytes:
-    """Return a 16-byte digest of the leaf boxes.
-
-    As long as the digest is unchanged, the local plan is unchanged too.
-    """
+    """Return a 16-byte digest. As long as it is unchanged, the local plan is unchanged, too."""
     return xxh3_128_digest(msgspec.msgpack.encode(leaf_boxes))
 
 
 def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
-    """Return the order of boxes in a shard, as indices into ``leaf_boxes``.
-
-    Boxes with larger elements come first. All lengths before a box are then multiples of its
-    element size, so every box is aligned although the file has no padding. Next, boxes are grouped
-    by the top level of their key. Within a group, large boxes come before small boxes, so that the
-    small boxes share chunks.
-    """
+    """Return the order of boxes in a shard, as indices: larger elements first, so that all are
+    aligned, then by top level, then large boxes, so that small ones share chunks."""
     sort_keys = [
         (
             -itemsize(leaf_box.dtype),
@@ -177,18 +160,13 @@ def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
 
 
 def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:
-    """Return the ends of a shard's chunks: increasing file offsets, the last is the file's length.
+    """Return the ends of a shard's chunks, the last of which is the file's length. The first chunk
+    is the header. ``box_lengths`` are the bytes of the boxes in file order. Chunks of the data end:
 
-    ``box_lengths`` are the bytes of the boxes in file order. The first chunk is the header. Chunks
-    of the data end:
-
-    - at every multiple of ``BLOCK_SIZE`` from the end of the header, so that one thread can write
-      and digest a block independently of its neighbors;
-    - before and after every box of at least ``SMALL_BOX_BYTES``, so that a reader can read the box
-      without others;
-    - between smaller boxes, so that they share chunks of at most ``MAX_SHARED_CHUNK_BYTES``.
-
-    Raises ``PlanError`` for an empty header or a negative length.
+    at every multiple of ``BLOCK_SIZE``, so that one thread can write and digest a block; around
+    each box of at least ``SMALL_BOX_BYTES``, so that it can be read alone; and between smaller
+    boxes, which share chunks of at most ``MAX_SHARED_CHUNK_BYTES``. Raises ``PlanError`` for an
+    empty header or a negative length.
     """
     box_lengths = np.asarray(box_lengths, dtype=np.int64)
     if header_length <= 0 or (box_lengths.size and box_lengths.min() < 0):
