@@ -1,7 +1,6 @@
 """The order of the samples of an epoch: a seeded permutation that is computed per position.
 
-``torch.randperm`` is no substitute: PyTorch does not promise the same result in all versions, and
-the order of 10^10 samples would take 80 GB.
+PyTorch does not promise that ``torch.randperm`` stays, and 10^10 samples would take 80 GB.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from numpy.typing import NDArray
 
 
 def permute(positions: NDArray[np.int64], length: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Return the samples at these positions (each less than ``length``) of the epoch's order.
+    """Return the samples at these positions (each less than ``length``) of the epoch's order, a
+    permutation that must never change, because saved positions depend on it.
 
-    The order is a permutation of ``range(length)``, and time and memory depend only on the number
-    of positions. The algorithm is a Feistel network over pairs of digits, the first less than a,
-    the second less than b, where a * b is slightly greater than ``length``. Results that are out of
-    range are permuted again until they are in range (Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002). Short orders need more rounds for an even shuffle. The permutation must
-    never change, because saved positions depend on it.
+    A Feistel network over pairs of digits, whose results are permuted again until they are in range
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Short orders need more
+    rounds.
     """
     rounds = 24 if length < 1024 else 12
     key = shake_256(f"{seed} {epoch}".encode()).digest(8 * rounds)

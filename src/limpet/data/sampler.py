@@ -1,17 +1,7 @@
 """A batch sampler whose order and position survive an interruption of the training.
 
-::
-
-    sampler = limpet.ElasticSampler(len(dataset), batch_size=32, seed=0)
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-
 The position advances at the end of a training step, not when a loader prefetches a batch. It counts
-the samples of all ranks, so that training can continue with any number of ranks and workers. (The
-position of a loader belongs to its workers, and fits no other number of them.)
-
-``iter(DataLoader)`` draws a seed from the global generator once per pass, and a resumed pass over
-the rest of an epoch is one pass more. So the sampler records the generators when a loop begins to
-iterate, and restores them before the first batch.
+the samples of all ranks, so that training can continue with any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -235,12 +225,8 @@ class ElasticSampler:
         self._group.record_load(self, at_beginning=at_beginning)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each batch of the pass.
-
-        A ``DataLoader`` draws a seed for its workers whenever an iterator is created. A run that
-        was never interrupted does not draw in the middle of an epoch. The first pass after a resume
-        therefore restores the global generators before its first batch (see ``SamplerGroup``).
-        """
+        """Yield this rank's part of each batch of the pass. The first pass after a resume restores
+        the global generators before its first batch (see ``SamplerGroup``)."""
         if self._resumed:
             now = self._group.events
             if self._first_iteration is None:
@@ -296,10 +282,8 @@ class ElasticSampler:
         self._group.begin_pass(self, resumed)
 
     def _refuse_uncounted(self) -> None:
-        """Raise ``LimpetError`` if this is the third pass, and no step has counted a batch.
-
-        Passes before the first step may inspect the data.
-        """
+        """Raise ``LimpetError`` at the third pass if no step has counted a batch: those before the
+        first step may inspect the data."""
         self._uncounted_passes += 1
         if self._uncounted_passes > 1 and not self._has_stepped:
             raise LimpetError(
@@ -376,11 +360,8 @@ class ElasticSampler:
 
 
 class NextBatch(NamedTuple):
-    """The next batch that no step has counted, of all ranks together.
-
-    ``epoch`` and ``samples``: its position. ``left``: the number of samples that the epoch still
-    yields from there, without padding. ``ids``: the indices of its samples, little-endian int64.
-    """
+    """The next batch that no step has counted, of all ranks. ``left``: the number of samples that
+    the epoch still yields, without padding. ``ids``: their indices, little-endian int64."""
 
     epoch: int
     samples: int
@@ -410,10 +391,9 @@ def _yielded(sampler: ElasticSampler, samples: int) -> int:
 class SamplerGroup:
     """The passes of a group of samplers, and the random generators before their first pass.
 
-    Each loader draws from the global generators when its iterator is created. A run that was never
-    interrupted creates no iterator in the middle of an epoch. The group therefore saves the state
-    of the generators before the first draw after a resume, and restores it when the first batch is
-    requested.
+    Each loader draws from the global generators when its iterator is created, which an
+    uninterrupted run does not do in the middle of an epoch. So the group saves the generators
+    before the first draw after a resume, and restores them at the first batch.
     """
 
     def __init__(self) -> None:
@@ -429,11 +409,8 @@ class SamplerGroup:
         self._rng_state = None
 
     def save_rng_state(self) -> None:
-        """Save the state of the generators before a loader draws for the first pass after a resume.
-
-        Nothing is saved while a sampler has yet to begin a pass from its beginning. The version was
-        then saved between two passes, and the uninterrupted run also created an iterator.
-        """
+        """Save the generators before a loader draws for the first pass after a resume, unless the
+        version was saved between two passes: there, the uninterrupted run drew, too."""
         if self._rng_state is None and not self._at_beginning:
             self._rng_state = capture_states()
 
@@ -474,11 +451,8 @@ class BatchBlocks:
         rank: int,
         ranks: int,
     ) -> list[int]:
-        """Return the samples of this rank in the batch of the positions ``span`` of an epoch.
-
-        An incomplete batch is padded to a multiple of ``ranks`` with samples from the beginning of
-        the epoch.
-        """
+        """Return the samples of this rank in the batch of the positions ``span`` of an epoch,
+        padded to a multiple of ``ranks`` with samples from the beginning of the epoch."""
         start, stop = span
         if stop - start < batch_size:
             stop += -(stop - start) % ranks
