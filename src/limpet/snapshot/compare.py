@@ -1,8 +1,6 @@
 """Compares leaves of two snapshots: whether their bytes are equal, and how much elements differ.
 
-Digests are compared first. If both snapshots divide a leaf into the same boxes and chunks, equal
-chunk digests prove equality without a read. The remaining leaves are read in batches, so memory is
-bounded for any leaf size.
+Equal digests of equal chunks prove equality without a read. The other leaves are read in batches.
 """
 
 from __future__ import annotations
@@ -31,12 +29,8 @@ LeafPair = tuple[str, str]
 
 @dataclass(slots=True)
 class LeafDifference:
-    """How two leaves of the same dtype and shape differ.
-
-    ``elements``: the number of elements. ``differing``: the number of elements whose bytes differ.
-    ``largest``: the largest absolute difference of two elements, or NaN if one of them is NaN. It
-    is None if no element differs, and for a dtype that NumPy cannot compute with.
-    """
+    """How two leaves of one dtype and shape differ. ``largest``: the largest absolute difference,
+    or NaN; None if none differs, or NumPy cannot compute with the dtype."""
 
     elements: int
     differing: int = 0
@@ -52,10 +46,8 @@ class LeafDifference:
 def find_equal_by_digest(
     a: SnapshotReader, b: SnapshotReader, pairs: Iterable[LeafPair]
 ) -> set[LeafPair]:
-    """Return the pairs of leaves whose digests prove that their bytes are equal.
-
-    Reads only the indexes. The other pairs may be equal as well.
-    """
+    """Return the pairs of leaves whose digests prove that their bytes are equal; others may be,
+    too."""
     chunks_a, chunks_b = _chunks_by_leaf(a), _chunks_by_leaf(b)
     return {
         (key_a, key_b)
@@ -91,11 +83,8 @@ def compare_bytes(
     pairs: Sequence[LeafPair],
     progress: Callable[[int], None] | None = None,
 ) -> dict[LeafPair, LeafDifference]:
-    """Read pairs of leaves of equal dtype and shape, and compare them.
-
-    Uses 64 MiB in addition to the memory of the reads. ``progress(nbytes)`` counts the bytes of one
-    snapshot. Raises ``FormatError`` for damaged bytes, and ``StoreError``.
-    """
+    """Read and compare pairs of leaves of equal dtype and shape, with 64 MiB and the reads' memory.
+    ``progress(nbytes)`` counts one snapshot. Raises ``FormatError`` and ``StoreError``."""
     differences = {pair: LeafDifference(prod(a.leaves[pair[0]][1])) for pair in pairs}
     for batch in _batches(a, pairs):
         read_parts = zip(

@@ -29,9 +29,7 @@ _OPEN_IN_RUN = (
 
 def read_index(location: Location, shard: Shard) -> ShardIndex:
     """Read the index of a shard, and check its length, digest, and content against the manifest.
-
-    Raises ``FormatError`` or ``StoreError``.
-    """
+    Raises ``FormatError`` or ``StoreError``."""
     check_length(location, shard.index_path, shard.index.length)
     raw = location.store.get(location.file_key(shard.index_path), MAX_MANIFEST)
     return parse_index(location, shard, raw)
@@ -60,10 +58,8 @@ def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex
 def parse_index(
     location: Location, shard: Shard, raw: bytes, schema_cache: SchemaCache | None = None
 ) -> ShardIndex:
-    """Do the same as ``read_index`` for bytes that were already read.
-
-    ``schema_cache``: shared by all indexes of the snapshot.
-    """
+    """Do the same as ``read_index`` for bytes. All indexes of a snapshot share a
+    ``schema_cache``."""
     file = location.file_key(shard.index_path)
     actual = digest(raw)
     if actual != shard.index.digest:
@@ -87,11 +83,8 @@ def parse_index(
 
 
 def check_length(location: Location, path: str, length: int) -> None:
-    """Check that a file exists and has the expected length, in bytes.
-
-    ``path``: relative to the snapshot's folder. Raises ``FormatError`` if the
-    file is missing, has another length, or is outside of the store, and ``StoreError``.
-    """
+    """Raise ``FormatError`` if the file at a path from the snapshot's folder is missing, has
+    another length, or is outside of the store. Raises ``StoreError``."""
     file = location.file_key(path)
     if not location.folder and file != path:
         raise FormatError(
@@ -125,10 +118,8 @@ def check_length(location: Location, path: str, length: int) -> None:
 
 
 def check_indexes(url: str, file: str, leaves: LeafSpecs, indexes: Sequence[ShardIndex]) -> None:
-    """Check that the indexes of a snapshot hold its ``leaves``, all elements of each.
-
-    ``file``: the key of its manifest. Raises ``ManifestInvalid``.
-    """
+    """Raise ``ManifestInvalid`` unless the indexes of a snapshot hold all elements of its
+    ``leaves``. ``file``: the key of its manifest."""
 
     def contradiction_error(expected: str, found: str, leaf: str) -> ManifestInvalid:
         return ManifestInvalid(

@@ -78,11 +78,8 @@ def as_records(rows: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
-    """Allocate uninitialized memory for elements of a leaf.
-
-    The result is an array for arrays and blobs, and a torch tensor for tensors. Raises
-    ``LimpetError`` if torch is not installed or does not know the dtype.
-    """
+    """Allocate elements of a leaf: an array, or a torch tensor for a tensor. Raises ``LimpetError``
+    if torch is not installed or does not know the dtype."""
     if "tensor" not in node:
         return np.empty(sizes, dtype)
     torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")

@@ -21,30 +21,23 @@ Url = str | os.PathLike[str] | Store
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A snapshot's folder in a store. The folder is ``""`` if the store's root is the snapshot.
-
-    ``deadline``: the time by which the calls of the store end; ``unlimited``: the store without it.
-    ``is_per_host``: True if each host has a store of its own here, such as its memory, which the
-    ranks of other hosts do not see. All files are then in the snapshot's folder, wherever the
-    manifest says that a shared store has them. ``spread``: over how many folders the shards of a
-    snapshot that is saved here are spread; None: as the store says.
-    """
+    """A snapshot's folder in a store. The folder is ``""`` if the store's root is the snapshot."""
 
     store: Store
     folder: str
-    deadline: Deadline | None = None
-    unlimited: Store | None = None
+    deadline: Deadline | None = None  # by which the calls of the store end
+    unlimited: Store | None = None  # the store without it
+    # Each host has a store of its own here, such as its memory, which other hosts do not see. All
+    # files are then in the snapshot's folder, wherever the manifest has them in a shared store.
     is_per_host: bool = False
+    # the folders over which the shards of a save here are spread; None: as the store says
     spread: int | None = None
 
     def limit(
         self, operation: str, timeout: float | None, deadline: Deadline | None = None
     ) -> Location:
-        """Return the same location for an operation of at most ``timeout`` seconds from now. None:
-        without a limit. ``operation``: "save". A ``deadline`` replaces the timeout.
-
-        Raises ``LimpetError`` unless the timeout is positive.
-        """
+        """Return the location for an operation ("save") of ``timeout`` seconds, or until a
+        ``deadline``, or without a limit. Raises ``LimpetError`` unless the timeout is positive."""
         if deadline is None:
             if timeout is None:
                 return self
@@ -59,16 +52,13 @@ class Location:
         return replace(self, store=self.unlimited, deadline=None, unlimited=None)
 
     def for_cleanup(self) -> Location:
-        """Return the same location for the removal of what an operation has left.
-
-        After the deadline, it gets ``cleanup_seconds``. They begin now if those after the deadline
-        have passed: this rank may have waited for another one for longer.
-        """
+        """Return the same location for the removal of what an operation has left, which gets
+        ``cleanup_seconds`` after the deadline."""
         deadline, store = self.deadline, self.unlimited
         if deadline is None or store is None or deadline.seconds_left:
             return self
         cleanup = deadline.for_cleanup()
-        if not cleanup.seconds_left:
+        if not cleanup.seconds_left:  # this rank may have waited for another one for longer
             cleanup = replace(cleanup, at=cleanup.clock() + cleanup.cleanup_seconds)
         return replace(self, store=within(store, cleanup), deadline=cleanup)
 
@@ -109,12 +99,8 @@ class Location:
 
 
 def locate(url: Url) -> Location:
-    """Return the location of one snapshot.
-
-    The last level of a URL is the snapshot's folder. The levels before it are the root of the
-    store, so that files in the run's folder are accessible. Raises ``StoreError`` for a URL without
-    a folder.
-    """
+    """Return the location of one snapshot. The levels before its folder are the store's root, so
+    that files of the run are accessible. Raises ``StoreError`` for a URL without a folder."""
     if not isinstance(url, str | os.PathLike):
         return Location(open_store(url), "")
     text = check_url(url)
@@ -135,10 +121,8 @@ def locate(url: Url) -> Location:
 
 
 def get_bounded(store: Store, key: str, limit: int) -> bytes:
-    """Return an object that its format limits to ``limit`` bytes.
-
-    A longer one is damaged: raises ``ManifestInvalid``, not the ``StoreError`` of ``Store.get``.
-    """
+    """Return an object that its format limits to ``limit`` bytes. Raises ``ManifestInvalid`` for a
+    longer one: it is damaged."""
     try:
         return store.get(key, limit)
     except NotFound:
@@ -158,11 +142,8 @@ def get_bounded(store: Store, key: str, limit: int) -> bytes:
 
 
 def versions_in(location: Location) -> list[Version]:
-    """Return the versions whose folders are directly in a folder, oldest first.
-
-    If there are any, the folder is a run. A folder that is named like a version has none. Only one
-    level is listed, because the subfolders may contain a whole disk.
-    """
+    """Return the versions whose folders are directly in a folder, oldest first. If there are any,
+    it is a run. Only one level is listed: the subfolders may contain a whole disk."""
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
     versions: list[Version] = []

@@ -1,12 +1,9 @@
 """Pins: while a pin exists, no process deletes the files of its attempt or of its version.
 
-A process that depends on a version first pins the version and then checks that its manifest still
-exists. A process that deletes a version first deletes the manifest and then checks for pins. So at
-least one of the two processes detects the other.
-
-A copy has the attempt of its source, so it may find files that another process has decided to
-delete. Such a process therefore writes a *notice* before it checks for pins, and removes the notice
-after the deletion. A copy first writes its pin and then checks for notices.
+A process that depends on a version pins it, and then checks that its manifest still exists. One
+that deletes it deletes the manifest, and then checks for pins. So at least one detects the other.
+Before it checks for pins, the latter also writes a *notice*, which it removes after the deletion: a
+copy, which may reuse files that are being deleted, checks for notices after it has pinned.
 """
 
 from __future__ import annotations
@@ -17,17 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from limpet import events
 from limpet.errors import BrokenLink, Denied, FormatError, NotFound, StoreError, Unavailable
-from limpet.format.names import (
-    MANIFEST,
-    NOTICES,
-    Version,
-    notice_name,
-    parse_notice,
-    parse_pin,
-    parse_version,
-    pin_name,
-    random_id,
-)
+from limpet.format import names
 from limpet.format.records import MAX_RECORD, Lease, Pin, decode_pin, encode_record
 from limpet.machine import CAN_SEE_PROCESSES, pid_and_start_time, process_identity, utc_now
 from limpet.snapshot.location import Location, get_bounded
@@ -56,19 +43,15 @@ removes them.
 def create_pin(
     location: Location,
     attempt: str,
-    version: Version | None = None,
-    make_name: Callable[[str], str] = pin_name,
+    version: names.Version | None = None,
+    make_name: Callable[[str], str] = names.pin_name,
 ) -> str:
-    """Pin the files of an attempt, and optionally a version; return the pin's key.
-
-    The pin is valid while this process lives. ``location``: the location of any version of the run.
-    ``make_name`` returns its key, relative to the run. Raises ``StoreError`` if the pin cannot be
-    written.
-    """
+    """Pin the files of an attempt, and a version, while this process lives; return the key.
+    ``location``: of any version of the run. Raises ``StoreError`` if the pin cannot be written."""
     host, boot, process = process_identity()
     name = None if version is None else str(version)
     pin = Pin(attempt, name, utc_now(), host, boot, process)
-    key = location.run_key(make_name(random_id()))
+    key = location.run_key(make_name(names.random_id()))
     try:
         location.store.put_if_absent(key, encode_record(pin))
     except StoreError as e:
@@ -80,7 +63,9 @@ def create_pin(
 
 
 @contextmanager
-def hold_pin(location: Location, attempt: str, version: Version | None = None) -> Iterator[str]:
+def hold_pin(
+    location: Location, attempt: str, version: names.Version | None = None
+) -> Iterator[str]:
     """Hold a pin during a ``with`` block, which receives the pin's key."""
     key = create_pin(location, attempt, version)
     try:
@@ -90,13 +75,10 @@ def hold_pin(location: Location, attempt: str, version: Version | None = None) -
 
 
 @contextmanager
-def announce_deletion(location: Location, version: Version | None) -> Iterator[None]:
-    """Hold a notice that this process deletes files, during a ``with`` block that deletes them.
-
-    The block must first look for pins. ``version``: the version to which the files belong, or None
-    for any. ``location``: as for ``create_pin``.
-    """
-    key = create_pin(location, random_id(), version, notice_name)
+def announce_deletion(location: Location, version: names.Version | None) -> Iterator[None]:
+    """Hold a notice during a ``with`` block that first looks for pins, and then deletes files of a
+    version (None: any)."""
+    key = create_pin(location, names.random_id(), version, names.notice_name)
     try:
         yield
     finally:
@@ -111,11 +93,9 @@ def announce_deletion(location: Location, version: Version | None) -> Iterator[N
             events.emit("pin_left", key=key, store=location.store.url, error=str(e))
 
 
-def require_no_deletion(location: Location, version: Version) -> None:
-    """Check that no process deletes files of a version, after the version was pinned.
-
-    Raises ``Unavailable`` if a process announced that it does.
-    """
+def require_no_deletion(location: Location, version: names.Version) -> None:
+    """Raise ``Unavailable`` if a process announced that it deletes files of a version. The caller
+    MUST have pinned it before."""
     for key, notice in read_process_pins(location.store, list_notices(location)):
         about = None if isinstance(notice, FormatError) else notice.version
         if about in (None, str(version)) and not is_stale(location.store, key, notice):
@@ -135,22 +115,18 @@ def require_no_deletion(location: Location, version: Version) -> None:
 
 @contextmanager
 def pin_while_reading(
-    location: Location, nbytes: int, bases: Iterable[Version] = ()
+    location: Location, nbytes: int, bases: Iterable[names.Version] = ()
 ) -> Iterator[None]:
-    """Pin the version at ``location`` and its ``bases`` during a read of ``nbytes`` bytes.
-
-    A read of less than ``MIN_PINNED_BYTES`` creates no pin. If the store refuses the pin (a
-    read-only folder, a full disk), the read continues without one: every byte is checked, so the
-    deletion of the version during the read causes an error, not wrong data.
-
-    Raises ``NotFound`` if the version was deleted before the pin existed.
-    """
-    version = parse_version(location.folder.rpartition("/")[2])
+    """Pin the version at ``location`` and its ``bases`` during a read of ``nbytes`` bytes, if they
+    are at least ``MIN_PINNED_BYTES``. Raises ``NotFound`` if the version was deleted before."""
+    version = names.parse_version(location.folder.rpartition("/")[2])
     keys: list[str] = []
     with ExitStack() as pins:
         pins.callback(remove_pins, location, keys)
         if version is not None and nbytes >= MIN_PINNED_BYTES:
-            attempt, pinned = random_id(), False
+            attempt, pinned = names.random_id(), False
+            # Where no pin can be written (a read-only folder, a full disk), a deletion during the
+            # read causes an error, not wrong data: every byte is checked.
             with suppress(StoreError):
                 for pinned_version in (version, *bases):
                     keys.append(create_pin(location, attempt, pinned_version))
@@ -161,28 +137,22 @@ def pin_while_reading(
 
 
 def require_manifest(location: Location, when: str = "before it could be pinned") -> None:
-    """Check that a version still exists, after it was pinned or after a read of it failed.
-
-    The manifest is deleted first. Raises ``NotFound`` if the version was deleted; ``when`` is part
-    of the message.
-    """
+    """Raise ``NotFound`` if a version was deleted ``when`` (a part of the message): the manifest
+    goes first. Call it after a pin was written, or after a read failed."""
     try:
-        location.store.stat(location.key(MANIFEST))
+        location.store.stat(location.key(names.MANIFEST))
     except NotFound as e:
         raise NotFound(
             f"{location.url} was deleted {when}",
             todo=PIN_ADVICE,
-            key=location.key(MANIFEST),
+            key=location.key(names.MANIFEST),
             store=location.store.url,
         ) from e
 
 
 def remove_pin(location: Location, key: str) -> None:
-    """Remove a pin.
-
-    An error of the store does not fail the save, because the commit does not depend on the pin. A
-    pin that remains is invalid when this process ends, and ``sweep`` removes it.
-    """
+    """Remove a pin. An error of the store is only reported, because no commit depends on it: the
+    pin is invalid when this process ends, and ``sweep`` removes it."""
     try:
         location.store.delete(key)
     except StoreError as e:
@@ -200,22 +170,20 @@ def remove_pins(location: Location, keys: Sequence[str]) -> None:
 def list_process_pins(store: Store) -> list[str]:
     """Return the keys of the pins of processes in the folder of a run."""
     entries = list_level(store, "", "pin-")
-    return [e.name for e in entries if parse_pin(e.name) is not None and e.kind != "folder"]
+    return [e.name for e in entries if names.parse_pin(e.name) is not None and e.kind != "folder"]
 
 
 def list_notices(location: Location) -> list[str]:
     """Return the keys of the notices of a run: see ``announce_deletion``. ``location``: as for
     ``create_pin``."""
-    entries = list_level(location.store, location.run_key(NOTICES))
-    found = (f"{NOTICES}/{e.name}" for e in entries if e.kind != "folder")
-    return [location.run_key(name) for name in found if parse_notice(name) is not None]
+    entries = list_level(location.store, location.run_key(names.NOTICES))
+    found = (f"{names.NOTICES}/{e.name}" for e in entries if e.kind != "folder")
+    return [location.run_key(name) for name in found if names.parse_notice(name) is not None]
 
 
 def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, Pin | FormatError]]:
-    """Yield the keys of pins with their records.
-
-    If a record is damaged, the error takes its place. A pin that was removed is skipped.
-    """
+    """Yield the keys of pins with their records, or with the error of a damaged record. Skips those
+    that were removed."""
     for key in keys:
         try:
             yield key, decode_pin(get_bounded(store, key, MAX_RECORD), key)
@@ -226,11 +194,8 @@ def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, 
 
 
 def is_stale(store: Store, key: str, pin: Pin | FormatError, now: float | None = None) -> bool:
-    """Return True if a pin protects nothing any more: its process has ended, or the pin is so old
-    that it has expired, which matters only if nothing is known of its process.
-
-    ``now`` replaces the current time, in seconds since the epoch.
-    """
+    """Return True if a pin protects nothing any more: its process has ended, or nothing is known of
+    its process and it has expired. ``now``: in seconds since the epoch."""
     is_alive = None if isinstance(pin, FormatError) else is_holder_alive(pin)
     if is_alive is not None:
         return not is_alive

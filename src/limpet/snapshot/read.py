@@ -41,12 +41,8 @@ class MemoryRegion(Protocol):
 
 @dataclass(slots=True)
 class Target:
-    """The destination of a part of a leaf: ``sizes`` elements of the stored ``dtype``.
-
-    ``into`` is a torch tensor or a NumPy array of that shape. If its memory is on the CPU,
-    row-major, and of the stored dtype, ``address`` is its address and bytes are copied there
-    directly. Otherwise, ``address`` is 0.
-    """
+    """The destination of a part of a leaf: a torch tensor or NumPy array of ``sizes``. ``address``:
+    where bytes can be copied directly, as in row-major memory of the stored dtype, or 0."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -69,12 +65,10 @@ class Target:
 def read_workers(
     location: Location, advance: Callable[[], object] = no_op, processes: int = 1
 ) -> Workers:
-    """Return the threads of a load by one of the ``processes`` that load on this machine at once.
-
-    A copy within memory keeps a processor busy, so more threads than processors slow it down.
-    """
+    """Return the threads of a load by one of the ``processes`` that load on this machine at
+    once."""
     workers = Workers.create(None, advance, location.check_time)
-    if location.store.traits.in_memory:
+    if location.store.traits.in_memory:  # a copy within memory keeps a processor busy
         processors = count_processors() // processes
         workers = replace(workers, threads=max(1, min(workers.threads, processors)))
     return workers
@@ -87,12 +81,11 @@ def execute_read_plan(
     targets: Sequence[Target],
     workers: Workers,
 ) -> None:
-    """Execute a plan whose requests belong to ``targets``, in the same order.
+    """Execute a plan whose requests belong to ``targets``, and increment PyTorch's version
+    counters.
 
-    Raises ``DigestMismatch`` or ``StoreError``,
-    which name the file, the offset, and the leaves. In that case, targets may be partially written,
-    but never with bytes that failed their check. In any case, PyTorch's version counters of the
-    tensors (``_version``) are incremented.
+    Raises ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
+    Then, targets may be partially written, but never with bytes that failed their check.
     """
 
     def read(group: Sequence[ReadItem]) -> None:
@@ -109,12 +102,8 @@ def execute_read_plan(
 
 
 def increment_tensor_versions(targets: Sequence[Target]) -> None:
-    """Increment the version counters of the tensors that are written through their address.
-
-    PyTorch does not see such a write. With the increment, a backward pass that needs the old values
-    raises an error. The increment comes before the write, because a load that fails partway has
-    changed tensors too.
-    """
+    """Let a backward pass that needs the old values raise an error: PyTorch sees no write through
+    an address. Call it before the write, because a load that fails has changed tensors, too."""
     torch = torch_or_none()
     for target in targets:
         if torch is not None and target.address and not isinstance(target.into, np.ndarray):
@@ -139,12 +128,8 @@ def group_items(
     workers: Workers,
     total: int = 0,
 ) -> list[list[ReadItem]]:
-    """Return groups of items, each of which one request reads: consecutive bytes of one file.
-
-    A group has at most ``read_size`` bytes, and each thread gets a group. Where there is no
-    ``read_size``, each item is a group. If several processes divide ``total`` items, they send
-    about as many requests as one process for all, and keep the items of all groups in buffers.
-    """
+    """Return groups of items, consecutive bytes of one file of at most ``read_size``, that one
+    request reads. Several processes that divide ``total`` items send no more requests than one."""
     pool, read_size = workers.pool, location.store.traits.read_size
     most = min(read_size // BLOCK_SIZE, (total or len(items)) // workers.threads)
     if total:
@@ -176,11 +161,10 @@ def read_group(
     *,
     kept: bool = False,
 ) -> Iterator[Iterator[tuple[ReadItem, Buffer, int]]]:
-    """Read the chunks of a group of items. Yield an iterator, which checks an item, and returns it
-    with a buffer and the buffer's start offset in the shard. The next item may use the same buffer,
-    unless they are ``kept`` in buffers of their own until the context ends.
+    """Read a group of items. Yield an iterator, which checks each, and returns it with a buffer and
+    the buffer's start offset in the shard, or in the image of an incremental shard.
 
-    For an incremental shard, offsets refer to the image, of which the shard has a part. Raises
+    The next item may use the same buffer, unless they are ``kept`` until the context ends. Raises
     ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
     """
     first, pool = group[0], workers.pool
@@ -232,10 +216,7 @@ def _read_items(
 
 
 def check_header(location: Location, index: ShardIndex, workers: Workers) -> None:
-    """Read a shard's header, which may be longer than a buffer, and check its digest.
-
-    Raises the same errors as ``read_group``.
-    """
+    """Check the digest of a header, which may be longer than a buffer. Raises as ``read_group``."""
     with workers.buffer() as buffer:
 
         def parts() -> Iterator[memoryview]:

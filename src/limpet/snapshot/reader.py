@@ -30,10 +30,8 @@ from limpet.threads import gc_paused, look_up_each, no_op
 
 
 def open_snapshot(url: Url) -> SnapshotReader:
-    """Open the snapshot at ``url``. Only its manifest is read.
-
-    Raises ``NotFound`` if there is no snapshot, and ``FormatError`` if its manifest is damaged.
-    """
+    """Open the snapshot at ``url``; reads only its manifest. Raises ``NotFound`` if there is none,
+    and ``FormatError`` if it is damaged."""
     return open_location(locate(url))
 
 
@@ -67,11 +65,8 @@ def open_location(location: Location) -> SnapshotReader:
 
 
 class SnapshotReader:
-    """Reads the files of a committed snapshot. ``Snapshot`` is its public side.
-
-    If ``manifest`` is None, the manifest with the digest ``digest`` is read on first use.
-    ``checked_headers``: the names of the shards whose headers were compared with their digests.
-    """
+    """Reads the files of a committed snapshot. ``Snapshot`` is its public side. Without
+    ``manifest``, the one with ``digest`` is read on first use."""
 
     left_out: Sequence[str] = ()  # members of a checkpoint of another library
 
@@ -102,11 +97,8 @@ class SnapshotReader:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest that the commit wrote.
-
-        If another rank committed the snapshot, the first use reads the manifest and may raise
-        ``FormatError`` or ``StoreError``.
-        """
+        """The manifest that the commit wrote. The first use may read it, and raise ``FormatError``
+        or ``StoreError``, if another rank committed the snapshot."""
         if self._manifest is None:
             stored = open_location(self.location)
             if stored.digest != self.digest:
@@ -196,11 +188,8 @@ class SnapshotReader:
         return self._nodes
 
     def indexes(self) -> list[ShardIndex]:
-        """Return the indexes of all shards, checked against the manifest and the tree.
-
-        They are read once. The lengths of the files are checked first. Raises ``FormatError`` or
-        ``StoreError``: ``NotFound`` if the snapshot was deleted.
-        """
+        """Return the indexes of all shards, read once, and checked against the lengths of the
+        files, the manifest, and the tree. Raises ``FormatError`` or ``StoreError``."""
         if self._indexes is None:
             with self.not_found_if_deleted():
                 self._indexes = self.read_indexes()
@@ -221,11 +210,8 @@ class SnapshotReader:
         self._indexes = indexes
 
     def check_files(self) -> None:
-        """Check that every file, including those of base versions, has the expected length.
-
-        The files are not read. Raises ``FormatError`` for a file that is missing or has the wrong
-        length, and ``NotFound`` if the snapshot was deleted.
-        """
+        """Check the length of every file, including those of base versions. Raises ``FormatError``
+        for a missing or wrong one, and ``NotFound`` if the snapshot was deleted."""
         with self.not_found_if_deleted():
             self.check_lengths(self.manifest.shards)
 
@@ -247,12 +233,8 @@ class SnapshotReader:
         *,
         check_headers: bool = True,
     ) -> None:
-        """Read the boxes that ``requests`` requests, check them, and copy each into its target.
-
-        ``advance`` is called after each part. Unless ``check_headers`` is False, the header of
-        every own shard that is read is checked too, once. Raises ``FormatError`` or ``StoreError``:
-        ``NotFound`` if the snapshot was deleted.
-        """
+        """Read boxes, check them, copy each into its target, and check the header of each own
+        shard, once, unless ``check_headers`` is False. Raises ``FormatError`` or ``StoreError``."""
         indexes = self.indexes()
         checked = self.checked_headers if check_headers else None
         plan = gc_paused(make_read_plan)(indexes, requests, checked)
@@ -273,10 +255,8 @@ class SnapshotReader:
 
     @contextmanager
     def not_found_if_deleted(self) -> Iterator[None]:
-        """Replace an error in the ``with`` block by ``NotFound`` if the snapshot was deleted.
-
-        The files of a version that is being deleted are missing, but the version is not damaged.
-        """
+        """Replace an error in the ``with`` block by ``NotFound`` if the snapshot was deleted: its
+        files are missing then, but it is not damaged."""
         try:
             yield
         except (FormatError, NotFound):
@@ -284,10 +264,8 @@ class SnapshotReader:
             raise
 
     def pin_while_reading(self) -> AbstractContextManager[None]:
-        """Pin a large snapshot during a ``with`` block that reads it.
-
-        Raises ``NotFound`` if the snapshot was deleted.
-        """
+        """Pin a large snapshot while a ``with`` block reads it. Raises ``NotFound`` if it was
+        deleted."""
         nbytes = self.nbytes + self.referred_bytes
         if nbytes < pins.MIN_PINNED_BYTES:
             return nullcontext()

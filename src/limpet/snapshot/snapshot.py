@@ -1,7 +1,6 @@
 """The public ``Snapshot``: a committed state as a mapping. A ``SnapshotReader`` reads it.
 
-The packages below the public functions use readers only. So ``Snapshot`` has the names of the API
-reference and no others, and users cannot come to depend on internal ones.
+The packages below use readers only, so that users cannot come to depend on internal names.
 """
 
 from __future__ import annotations
@@ -153,11 +152,8 @@ def describe_members(leaves: LeafSpecs, root: Any, key: str) -> str:
 
 @gc_paused
 def to_html(title: str, leaves: LeafSpecs, root: Any, key: str) -> str:
-    """Return a container as a tree of at most ``_MAX_ROWS`` rows in HTML, without scripts.
-
-    Rows are chosen level by level, so that every member of the root is shown before the members of
-    the first one.
-    """
+    """Return a container as a tree of at most ``_MAX_ROWS`` rows in HTML, without scripts, level by
+    level: every member of the root comes before the members of the first one."""
     chosen: dict[str, list[tuple[Any, str]]] = {}
     queue, rows = deque([(root, key)]), 0
     while queue and rows < _MAX_ROWS:

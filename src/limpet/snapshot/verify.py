@@ -190,10 +190,8 @@ def _split_by_chunk(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
 
 @gc_paused
 def _check_header(location: Location, index: ShardIndex) -> None:
-    """Check that the safetensors header and the index list the same tensors.
-
-    Other programs read only the header. Raises ``FormatError`` or ``StoreError``.
-    """
+    """Check that the safetensors header, which other programs read, and the index list the same
+    tensors. Raises ``FormatError`` or ``StoreError``."""
     file = location.file_key(index.path)
     raw = bytearray(index.header)
     location.store.get_range(file, 0, index.header, memoryview(raw))
