@@ -53,7 +53,8 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         raise LimpetError(
             "Invalid value for LIMPET_THREADS", expected="1 to 256", found=repr(threads)
         )
-    run_grace(environ)
+    if environ.get(_GRACE):
+        _read_seconds(environ, _GRACE, "")
     world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
     return Settings(
         threads=int(threads),
@@ -161,9 +162,12 @@ def find_variables(
     beginnings: tuple[str, ...], environ: Mapping[str, str] = os.environ
 ) -> frozenset[tuple[str, str]]:
     """Return the environment variables whose names begin so, with their values."""
-    # not ``items``: another thread may remove a variable meanwhile
-    found = ((n, environ.get(n)) for n in list(environ) if n.startswith(beginnings))
-    return frozenset((n, v) for n, v in found if v is not None)
+    found: set[tuple[str, str]] = set()
+    for name in list(environ):
+        # another thread may remove a variable meanwhile
+        if name.startswith(beginnings) and (value := environ.get(name)) is not None:
+            found.add((name, value))
+    return frozenset(found)
 
 
 def _read_switch(environ: Mapping[str, str], name: str, default: str) -> bool:

@@ -311,15 +311,10 @@ def broadcast_from_first(
 
     All ranks get the same result. If one rank raises an error, all ranks do.
     """
-    return all_reduce(
-        group,
-        operation,
-        lambda: on_each() is None,
-        bool,
-        lambda values: on_first(),
-        value_type,
-        deadline,
-    )
+    with closing(group.collective(operation, deadline=deadline)) as collective, collective:
+        on_each()
+        all_are_here = collective.gather(True, bool)
+        return collective.broadcast(None if all_are_here is None else on_first(), value_type)
 
 
 def call_members(
