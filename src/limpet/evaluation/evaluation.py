@@ -14,16 +14,9 @@ from typing import Any, Literal
 
 from limpet import events
 from limpet.arguments import whole
-from limpet.errors import (
-    FormatError,
-    LimpetError,
-    NotFound,
-    PlanError,
-    TaskError,
-    Unavailable,
-)
+from limpet.errors import FormatError, LimpetError, NotFound, PlanError, TaskError, Unavailable
 from limpet.evaluation.follower import Follower
-from limpet.evaluation.options import Selection, Workers, check_argument, check_seconds, is_count
+from limpet.evaluation.options import Selection, Workers, check_argument, check_seconds
 from limpet.evaluation.pool import WorkerError, WorkerLost, WorkerPool
 from limpet.evaluation.worker import resolve
 from limpet.format.names import Version
@@ -113,9 +106,9 @@ class Evaluation:
         select: Selection = Selection(),  # noqa: B008  (frozen)
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        is_valid = batch_size is None or is_count(batch_size, 1)
+        is_valid = batch_size is None or whole(batch_size, 1) is not None
         _check("batch_size", batch_size, is_valid, "a whole number, 1 or more, or None")
-        is_valid = is_count(workers, 0) or isinstance(workers, Workers)
+        is_valid = whole(workers) is not None or isinstance(workers, Workers)
         _check("workers", workers, is_valid, "a whole number, 0 or more, or Workers(...)")
         _check("select", select, isinstance(select, Selection), "Selection(...)")
         check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
@@ -178,7 +171,12 @@ class Evaluation:
             on_outcome(outcome)
 
         self._follower.on_damaged = lambda v, e: add(Outcome(v, "FAILED", 0.0, cause=str(e)))
-        self._check_run()
+        if not self._run.listing().has_version() and not self._follow:
+            raise NotFound(
+                f"{self._run.url} is not a run with versions",
+                todo="To wait until a training saves one, follow the run",
+                store=self._run.url,
+            )
         if not self._follow and self._follower.next() is None:
             if self._workers.ray is None:  # with Ray, the workers alone may have the modules
                 resolve(self._functions)
@@ -227,7 +225,9 @@ class Evaluation:
                 self.run(outcomes.append)
             except Exception as e:  # noqa: BLE001  (top of a thread: reported, and raised below)
                 errors.append(e)
-                self._report(e)
+                if not self._stopping.is_set():
+                    where = {"run": self._run.url, "evaluation": self.name}
+                    events.emit("evaluation_stopped", **where, error=e)
 
         thread = Thread(target=run, name="limpet-evaluation", daemon=True)
         thread.start()
@@ -242,20 +242,6 @@ class Evaluation:
             raise
         if errors:
             raise errors[0]
-
-    def _report(self, error: Exception) -> None:
-        if not self._stopping.is_set():
-            events.emit("evaluation_stopped", run=self._run.url, evaluation=self.name, error=error)
-
-    def _check_run(self) -> None:
-        if self._run.listing().has_version():
-            return
-        if not self._follow:
-            raise NotFound(
-                f"{self._run.url} is not a run with versions",
-                todo="To wait until a training saves one, follow the run",
-                store=self._run.url,
-            )
 
     def _wait_for_version(self) -> Snapshot | None:
         """Return the next version, protected by the lease; None if the evaluation has ended."""

@@ -25,11 +25,6 @@ def check_argument(owner: str, name: str, value: object, is_valid: bool, expecte
         )
 
 
-def is_count(value: object, least: int) -> bool:
-    """Return True for a whole number of at least ``least``."""
-    return whole(value, least) is not None
-
-
 def check_seconds(owner: str, name: str, value: object, most: float) -> None:
     """Raise ``LimpetError`` unless the argument is a number above 0, and at most ``most``."""
     number = seconds(value)
@@ -62,14 +57,19 @@ class Workers:
 
     def __post_init__(self) -> None:
         check = partial(check_argument, "Workers")
-        check("count", self.count, is_count(self.count, 0), "a whole number, 0 or more")
+        check("count", self.count, whole(self.count) is not None, "a whole number, 0 or more")
         is_mapping = isinstance(self.ray, Mapping)
         check("ray", self.ray, self.ray is None or is_mapping, "a dict of the options of an actor")
         if self.ray is not None:
             check("count", self.count, self.count > 0, "1 or more, with ray")
         for name in ("start", "load", "task"):
             check_seconds("Workers", name, getattr(self, name), _MAX_SECONDS)
-        check("attempts", self.attempts, is_count(self.attempts, 1), "a whole number, 1 or more")
+        check(
+            "attempts",
+            self.attempts,
+            whole(self.attempts, 1) is not None,
+            "a whole number, 1 or more",
+        )
 
     @property
     def is_inline(self) -> bool:
@@ -95,7 +95,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         check, steps = partial(check_argument, "Selection"), self.every_steps
-        is_valid = steps is None or is_count(steps, 1)
+        is_valid = steps is None or whole(steps, 1) is not None
         check("every_steps", steps, is_valid, "a whole number, 1 or more")
         for name in ("every_seconds", "throttle"):
             value = getattr(self, name)
