@@ -64,12 +64,8 @@ class Workers:
             check("count", self.count, self.count > 0, "1 or more, with ray")
         for name in ("start", "load", "task"):
             check_seconds("Workers", name, getattr(self, name), _MAX_SECONDS)
-        check(
-            "attempts",
-            self.attempts,
-            whole(self.attempts, 1) is not None,
-            "a whole number, 1 or more",
-        )
+        is_valid = whole(self.attempts, 1) is not None
+        check("attempts", self.attempts, is_valid, "a whole number, 1 or more")
 
     @property
     def is_inline(self) -> bool:
