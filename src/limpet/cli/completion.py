@@ -20,11 +20,8 @@ _MAX_OFFERED = 200
 
 
 class LocationType(StringParamType):
-    """The type of arguments that name a run, a snapshot, or a file.
-
-    The shell completes paths, the steps after ``RUN@``, and those after RUN where a verb takes
-    them.
-    """
+    """The type of arguments that name a run, a snapshot, or a file: the shell completes paths, and
+    the steps after ``RUN@``, or after RUN where a verb takes them."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -112,11 +112,8 @@ def format_age(created: str) -> str:
 def progress_bar(
     description: str, total: int, *, quiet: bool, unit: str = "bytes"
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr while the context is active.
-
-    The bar appears only after a delay, and only if stderr is a terminal and ``quiet`` is False.
-    Yields a function that adds an amount of completed work; any thread may call it.
-    """
+    """Show a bar on stderr, after a delay and only on a terminal. Yields a function that adds
+    completed work, from any thread."""
     if quiet or not sys.stderr.isatty():
         yield lambda step: None
         return

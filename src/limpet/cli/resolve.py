@@ -36,10 +36,8 @@ _FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES)
 
 
 def resolve_snapshot(url: str) -> SnapshotReader:
-    """Return the snapshot at ``url``, which may be an address (see ``limpet.open``).
-
-    Raises ``NotFound``, which states what is there instead.
-    """
+    """Return the snapshot at a location or an address; ``NotFound`` states what is there
+    instead."""
     if _is_address(url):
         resolve_run(resolve_address(url)[0])  # raises an error that states what is there instead
         return open_reader(url)
@@ -53,10 +51,7 @@ def resolve_snapshot(url: str) -> SnapshotReader:
 
 
 def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
-    """Do the same as ``resolve_snapshot``, but of a run, return the newest version.
-
-    That is ``RUN@latest``. The second value is a note that says so, or None.
-    """
+    """Do the same, but return the newest version of a run, with a note that says so (else None)."""
     try:
         return resolve_snapshot(url), None
     except NotFound as e:
@@ -70,11 +65,8 @@ def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
 
 
 def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:
-    """Return the run at ``url`` and its listing.
-
-    Raises ``NotFound`` if there is no run, and ``NoSnapshot`` if ``require_version`` is True and
-    the run has no version.
-    """
+    """Return the run at ``url`` and its listing. Raises ``NotFound`` and, with ``require_version``,
+    ``NoSnapshot``."""
     if not _is_bucket_address(url) and not (_has_version_name(url) and _is_snapshot(url)):
         run, has_files = Run(url), _has_run_files(url)
         if has_files or (not require_version and _has_partials(run.store)):
@@ -101,11 +93,8 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
 
 
 def split_version(url: str) -> tuple[str, str] | None:
-    """Split what names a version into the run and what follows the ``@`` of its address.
-
-    That is an address, or the folder of a version, which need not exist. The result is None for
-    anything else, such as a run in a folder that has the name of a version.
-    """
+    """Split an address or the folder of a version, which need not exist, into the run and what
+    follows ``@``. Anything else, such as a run in a folder with the name of a version, is None."""
     if _is_address(url):
         run, version = resolve_address(url)
         return run, version or ""
@@ -124,11 +113,7 @@ def is_same_run(url: str, other: str) -> bool:
 
 
 def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
-    """Return the run or the snapshot at ``url``.
-
-    If both are there, return the run.
-    Raises as ``resolve_run`` and ``resolve_snapshot`` do.
-    """
+    """Return the run or the snapshot at ``url``: the run, if both are there."""
     is_run = not _is_address(url) and (
         not _is_snapshot(url) or versions_in(locate(_normalize_path(url)))
     )
@@ -136,10 +121,8 @@ def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
 
 
 def check_version_name(snapshot: SnapshotReader, location: Location) -> None:
-    """Check that a copy of the snapshot may have the name of the location.
-
-    Raises ``AlreadyExists`` if it is the name of another version, or an address.
-    """
+    """Raise ``AlreadyExists`` if a copy at the location would have the name of another version, or
+    an address."""
     refuse_address(location.url)
     manifest = snapshot.manifest
     version = names.parse_version(location.folder.rpartition("/")[2])
@@ -152,10 +135,7 @@ def check_version_name(snapshot: SnapshotReader, location: Location) -> None:
 
 
 def check_run_target(run: Run) -> None:
-    """Check that a run may be written to ``run``.
-
-    Raises ``AlreadyExists`` if the location is a snapshot, or has the name of a version.
-    """
+    """Raise ``AlreadyExists`` if the location is a snapshot, or has the name of a version."""
     refuse_address(run.url)
     if _has_version_name(run.url) or _is_snapshot(run.store):
         raise AlreadyExists(
@@ -165,11 +145,8 @@ def check_run_target(run: Run) -> None:
 
 
 def refuse_address(url: str) -> None:
-    """Check that a location to write to is not the address of a version, such as ``RUN@120``.
-
-    A folder of that name would hide the version. Raises ``AlreadyExists`` if ``RUN`` is a run and
-    the literal location has nothing.
-    """
+    """Raise ``AlreadyExists`` for a location to write to such as ``RUN@120``, if ``RUN`` is a run
+    and nothing is at the literal location: a folder of that name would hide the version."""
     run, version = resolve_address(url)
     if version is not None and _is_address(url) and versions_in(locate(run)) and not _names_in(url):
         raise AlreadyExists(
@@ -195,11 +172,7 @@ def _is_bucket_address(url: str) -> bool:
 
 
 def resolve_run_allow_empty(url: str) -> Run:
-    """Return the run at ``url``, even if its training has not saved anything yet.
-
-    If there is no file of a run yet, there must be an empty local folder. Otherwise raises as
-    ``resolve_run`` does.
-    """
+    """Do the same, but also return a run without any file yet, if it is an empty local folder."""
     try:
         return resolve_run(url, require_version=False)[0]
     except NotFound:
@@ -236,10 +209,8 @@ def _local_path(url: Url) -> str | None:
 
 
 def _names_in(url: Url) -> list[str] | None:
-    """Return the first names directly in a folder, or None if there is no such folder.
-
-    Nothing below the folder is listed, and of a bucket with very many names only the beginning.
-    """
+    """Return names directly in a folder (in a bucket with very many, the first), or None if there
+    is no such folder."""
     path = _local_path(url)
     if path is not None:
         return sorted(os.listdir(path)) if os.path.isdir(path) else None

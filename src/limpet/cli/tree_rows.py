@@ -23,12 +23,8 @@ _short_repr.maxstring = _short_repr.maxother = 60
 
 @dataclass(frozen=True, slots=True)
 class TreeRow:
-    """A node of the tree.
-
-    ``kind`` is one of ``CONTAINER_KINDS``, ``tensor``, ``array``, ``blob``, ``tied``, or ``value``.
-    ``dtype`` and ``shape`` describe the stored elements; only leaves and tied tensors have them. A
-    list or tuple whose elements are all plain is one value.
-    """
+    """A node of the tree. ``dtype`` and ``shape``: of the stored elements of a leaf or a tied
+    tensor. A list or tuple of plain elements only is one value."""
 
     key: str
     depth: int

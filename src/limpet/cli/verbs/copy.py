@@ -38,11 +38,8 @@ from limpet.types import Advance
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What a copy of a run keeps of one snapshot at the destination.
-
-    A ``SnapshotReader`` keeps its tree and indexes in memory, which a run of many versions would
-    fill.
-    """
+    """What a copy of a run keeps of a snapshot at the destination: a ``SnapshotReader`` would keep
+    its tree and indexes in memory."""
 
     location: Location
     digest: str
@@ -110,10 +107,8 @@ def _copy_single(snapshot: SnapshotReader, destination: str, quiet: bool) -> Cop
 
 
 def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> CopyResult:
-    """Copy the branch records of a run, then all intact versions, oldest first.
-
-    Whenever this function stops, the destination is a run that training can resume from.
-    """
+    """Copy the branch records, then the intact versions, oldest first: wherever this stops,
+    training can resume from the destination."""
     check_run_target(destination)
     existing = destination.listing()  # first: what appears later belongs to a concurrent copy
     result = CopyResult(
@@ -179,10 +174,8 @@ def _copy_unless_present(
 def _copy_records(
     run: Run, listing: Listing, version: Version, digest: str, target: Copied, result: CopyResult
 ) -> None:
-    """Copy the records about a version, which also hold for its copy, and its lasting pin.
-
-    ``digest``: that of the version's manifest.
-    """
+    """Copy the records about a version, which hold for its copy too, and its lasting pin.
+    ``digest``: of its manifest."""
     evaluations = run.catalog.evaluations.read(version, digest)
     for record in evaluations.records:
         key = target.location.key(record.file_name)
@@ -201,11 +194,8 @@ def _copy_records(
 
 
 def _find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader | None:
-    """Return the copy of the snapshot at ``location``, or the original of this snapshot.
-
-    Returns None if there is no snapshot. Raises ``AlreadyExists`` for any other snapshot, and for a
-    damaged one.
-    """
+    """Return the snapshot at ``location`` if it is a copy or the original of this one, or None if
+    there is none. Raises ``AlreadyExists`` for any other one, and for a damaged one."""
     try:
         other = open_location(location)
         other.check_files()
@@ -242,12 +232,8 @@ def _find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader |
 def _require_earlier_copy(
     run: Run, listing: Listing, destination: Run, existing: Listing, *, adds_versions: bool
 ) -> None:
-    """Raise ``AlreadyExists`` unless the destination is empty, or an earlier copy of the source.
-
-    Of an earlier copy, the source has all branch records, and the version that was written last.
-    Or retention has deleted that version from the source: then the source's last version continues
-    the session that wrote it. To merge two trainings would create a run that no training produced.
-    """
+    """Raise ``AlreadyExists`` unless the destination is empty or an earlier copy of the source: to
+    merge two trainings would create a run that no training produced."""
     common = set(listing.branches) & set(existing.branches)
     foreign = [n for n in sorted(common) if _read_branch(run, n) != _read_branch(destination, n)]
     adds = adds_versions or not set(listing.branches) <= common

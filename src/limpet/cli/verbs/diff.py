@@ -24,12 +24,8 @@ from limpet.types import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A difference at one key that both snapshots have.
-
-    ``aspect`` is ``kind``, ``dtype``, ``shape``, ``name``, ``metadata``, ``value``, or ``bytes``.
-    ``a`` and ``b`` are the two sides. For ``bytes``, ``differing`` of the ``elements`` of the leaf
-    differ, by at most ``max_difference``.
-    """
+    """A difference at one key of both snapshots. ``aspect``: kind, dtype, shape, name, metadata,
+    value, or bytes, of whose ``elements`` ``differing`` differ, by at most ``max_difference``."""
 
     key: str
     aspect: str
@@ -77,10 +73,8 @@ def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bo
 def compare_snapshots(
     a: SnapshotReader, b: SnapshotReader, keys: Sequence[str] = (), *, quiet: bool = True
 ) -> Differences:
-    """Return all differences between two snapshots, of the keys that match if ``keys`` are given.
-
-    Raises ``FormatError`` or ``StoreError`` for bytes that cannot be read.
-    """
+    """Return all differences between two snapshots, of the keys that match if ``keys`` are
+    given."""
     rows_a = {r.key: r for r in filter_rows(iter_tree_rows(a), keys)}
     rows_b = {r.key: r for r in filter_rows(iter_tree_rows(b), keys)}
     differences = Differences(

@@ -27,14 +27,8 @@ from limpet.text import format_count, format_metrics, format_size
 
 @dataclass(slots=True)
 class VersionEntry:
-    """One version of the run.
-
-    ``nbytes`` counts all files of the version that are not orphans: what deleting it frees.
-    ``referred_bytes``: those in files of other versions.
-    ``metrics`` are those of the save and of evaluations. ``reason``: that of the save, if the
-    manifest can be read and states one. (The manifest itself would fill the memory if a run has
-    many versions.)
-    """
+    """One version. ``nbytes``: what deleting it frees; ``referred_bytes``: in files of other
+    versions. (Manifests would fill the memory.)"""
 
     version: Version
     problem: LimpetError | None

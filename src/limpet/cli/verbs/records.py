@@ -72,15 +72,8 @@ Target = tuple[int, int | None]
 
 
 def resolve_targets(words: Sequence[str], *, by_name: bool = True) -> tuple[Run, list[Target]]:
-    """Return the run and the versions that the arguments of a verb name.
-
-    They are a run and steps (``runs/a 120 240.1``), or versions of one run (``runs/a@120
-    runs/a/version_240.1``). A step is what follows the ``@`` of an address. Without ``by_name``,
-    ``latest`` and ``best`` are refused.
-
-    Raises ``click.UsageError``, and ``NotFound`` if there is no such run, or no version with a
-    branch that was named.
-    """
+    """Return the run and the versions that arguments name: a run and steps (``runs/a 120 240.1``),
+    or versions of one run. Unless ``by_name``, ``latest`` and ``best`` are refused."""
     url, *steps = words
     if (first := split_version(url)) is not None:
         url, step = first

@@ -117,10 +117,7 @@ def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json:
 
 
 def _make_folder() -> Path:
-    """Return a new private folder for the statuses.
-
-    Raises ``LimpetError`` if no folder for temporary files is writable.
-    """
+    """Return a new private folder for the statuses."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="limpet-run-"))
         import fcntl  # the command needs Linux
@@ -138,11 +135,8 @@ def _make_folder() -> Path:
 
 
 def _flush_memory(folder: Path, seconds: float) -> str:
-    """Save the newest states in memory, and return what was saved, for people; "" if the newest
-    state was not.
-
-    An error is shown, and changes no exit code: what is in memory stays there for the next start.
-    """
+    """Save the newest states in memory, and return what was saved, for people; "" if the newest was
+    not. An error is shown, and changes no exit code: the state stays for the next start."""
     saved = ""
     if not any(folder.glob(f"*{MEMORY_SUFFIX}")):
         return saved

@@ -172,10 +172,8 @@ def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any
 def _read_evaluations(
     snapshot: SnapshotReader,
 ) -> tuple[VersionEvaluations, dict[str, EvaluationStatus]]:
-    """Return what is recorded about a version of a run, and the state of each evaluation.
-
-    There is nothing about any other snapshot.
-    """
+    """Return the records about a version of a run, and the state of each evaluation; nothing for
+    any other snapshot."""
     version = parse_version(snapshot.location.folder)
     if version is None:
         return VersionEvaluations(), {}
@@ -200,10 +198,8 @@ def render(
     *,
     may_limit: bool,
 ) -> None:
-    """Print the header and the tree, down to ``depth`` levels.
-
-    If that is None, print all levels, or with ``may_limit`` those that fit on a terminal.
-    """
+    """Print the header and ``depth`` levels of the tree: None for all, or with ``may_limit`` those
+    that fit on a terminal."""
     if depth is None and may_limit and sys.stdout.isatty():
         depth = fitting_depth(rows)
     print_line(snapshot.url, "bold")
@@ -255,10 +251,8 @@ def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
 def _table_lines(
     rows: Sequence[TreeRow], depth: int | None, layouts: Layouts | None
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the name, description, size, and style of each line of the table.
-
-    Without containers, the names are complete keys.
-    """
+    """Yield the name, description, size, and style of each line. Without containers, the names are
+    complete keys."""
     nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
     for row, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True):
         if depth is not None and row.depth >= depth:

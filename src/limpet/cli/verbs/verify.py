@@ -94,10 +94,7 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
 def _find_target(
     url: str, quiet: bool
 ) -> tuple[Run, Listing] | SnapshotReader | list[VerifyResult]:
-    """Return the run or the snapshot at ``url``, or the results for exported files there.
-
-    Raises ``NotFound`` if there is none of them.
-    """
+    """Return the run or the snapshot at ``url``, or the results for exported files there."""
     try:
         return resolve_run_or_snapshot(url)
     except NotFound as e:
@@ -131,11 +128,8 @@ def _verify_snapshot(snapshot: SnapshotReader, quiet: bool) -> VerifyResult:
 
 
 def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyResult], str | None]:
-    """Verify every version, branch record, lasting pin, and evaluation of a run.
-
-    Files that are deleted in the meantime are omitted. Returns the results, and a warning if the
-    next save would refer to damaged data.
-    """
+    """Verify all versions and records of a run, except files that are deleted in the meantime.
+    Returns the results, and a warning if the next save would refer to damaged data."""
     results: list[VerifyResult] = []
     own_bytes: dict[Version, int] = {}
     is_incremental = False
@@ -180,10 +174,8 @@ def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Sn
 
 
 def _newest_version(run: Run, listing: Listing) -> str | None:
-    """Return the newest version of the current lineage.
-
-    Returns None if there is none or the lineage cannot be read: the result is only for advice.
-    """
+    """Return the newest version of the current lineage, for advice only: None if that cannot be
+    read."""
     try:
         return next((str(v) for v in reversed(run.line(listing))), None)
     except (FormatError, StoreError):
@@ -203,10 +195,8 @@ def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes,
 
 
 def _damage_warning(run: Run, newest: VerifyResult | None) -> str | None:
-    """Return urgent advice if the newest version of a run with incremental versions is damaged.
-
-    An incremental save checks only the length of the data that it refers to, not the digest.
-    """
+    """Return urgent advice if the newest version is damaged and there are incremental versions: a
+    save checks only the length of the data that it refers to."""
     problems = newest.problems if newest else ()
     damaged = {p.file for p in problems if isinstance(p.error, DigestMismatch)}
     # an incremental version refers to shards only, not to manifests or indexes
@@ -260,10 +250,8 @@ def _build_document(
 
 
 def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str]]]:
-    """Return each problem once, with the names of the other versions that it affects.
-
-    Damage in one version also affects all versions that refer to the damaged data.
-    """
+    """Return each problem once, with the names of the other versions that it affects by
+    references."""
     groups: dict[object, tuple[Problem, str, list[str]]] = {}
     for result in results:
         for p in result.problems:
