@@ -1,12 +1,8 @@
 """The index of a shard: the location of each box of each leaf, and the digest of every byte.
 
-Chunks cover the file without gaps. ``cuts`` are the ends of the chunks. The first chunk is exactly
-the safetensors header, the last chunk ends at the end of the file, and no other chunk is longer
-than 16 MiB. A chunk never ends inside an element. Every byte of a shard, including its header and
-padding, therefore has exactly one digest.
-
-The boxes and chunks describe the shard as if it contained all of its data. If it refers to files of
-earlier versions, ``runs`` list the locations of the chunks: in the shard itself or in these files.
+Chunks cover the file without gaps; ``cuts`` are their ends. The first is the safetensors header, no
+other is longer than 16 MiB, and none ends inside an element. Boxes and chunks describe the shard as
+if it contained all of its data; ``runs`` list where the chunks are, here or in earlier versions.
 """
 
 from __future__ import annotations
@@ -57,11 +53,8 @@ class IndexLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
 @dataclass(frozen=True, eq=False)
 class LeafSchema:
-    """The keys, dtypes, and global shapes of leaves.
-
-    ``ndims``: the number of dimensions of each leaf. ``flat_shapes``: all shapes, concatenated.
-    ``itemsizes``: the element size of each leaf in bytes.
-    """
+    """The keys, dtypes, and global shapes of leaves. ``flat_shapes``: concatenated; ``itemsizes``:
+    in bytes."""
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -106,12 +99,8 @@ class SchemaCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafColumns:
-    """The leaves of an index. Iteration creates each ``IndexLeaf`` when it is needed.
-
-    ``box_counts``: the number of boxes of each leaf. ``file_offsets``: the offset of each box in
-    the shard. ``numels``: the number of elements of each box. ``offsets`` and ``sizes``: those of
-    all boxes, concatenated.
-    """
+    """The leaves of an index; iteration creates each ``IndexLeaf`` when it is needed. ``offsets``
+    and ``sizes`` of all boxes are concatenated."""
 
     schema: LeafSchema
     box_counts: Ints
@@ -166,10 +155,8 @@ class LeafColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRefs:
-    """The file number and the offset in that file of each chunk.
-
-    File 0 is the shard itself; files 1 and up are the files that the shard refers to.
-    """
+    """The file number and the offset in that file of each chunk. File 0 is the shard; the others
+    are in ``refers``."""
 
     files: Ints
     offsets: Ints
@@ -190,15 +177,8 @@ def expand_runs(
     refers: Sequence[ShardReference],
     make_error: Callable[[str, object], ManifestInvalid],
 ) -> ChunkRefs:
-    """Return the locations of all chunks, from the runs of an index.
-
-    Raises the error that ``make_error`` returns unless all of the following hold:
-
-    - The runs contain every chunk except the header exactly once.
-    - The runs in the shard itself cover its ``length`` bytes after the header without gaps.
-    - The other runs lie within their files and do not overlap.
-    - The runs use as many bytes of each file as the manifest lists.
-    """
+    """Return the locations of all chunks. The runs have each chunk but the header once, fill
+    ``length`` bytes of the shard, and use of other files what the manifest lists."""
     header_run = (0, 0, 0)
     first, files, offsets = np.array([header_run, *runs], np.int64).T
     valid = (
@@ -266,14 +246,8 @@ MAX_CHUNK = 16 * MIB
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of an index file.
-
-    ``limpet``: the format number. ``header`` and ``length``: sizes in bytes of the shard's file.
-    The last cut is the length of the full shard. A run consists of the number of its first chunk, a
-    file number, and the offset in that file. File 0 is this shard; files 1 and up are the files
-    that the shard refers to, as listed in the manifest. No run contains chunk 0, the header. There
-    are no runs if the shard refers to no other file.
-    """
+    """The content of an index file. A run: its first chunk, a file number (0: this shard, others:
+    the manifest's ``refers``), an offset. There are none if the shard refers to no other file."""
 
     limpet: int
     shard: str
@@ -287,13 +261,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """A checked index, ready for planning.
-
-    ``shard`` is the shard's name, and ``path`` its path from the snapshot's folder. ``cuts`` is an
-    int64 array. ``digests`` contains 16 bytes per chunk. ``chunk_refs`` holds the locations of the
-    chunks, or None if all are in the shard. ``refers`` lists the files of earlier versions that the
-    shard refers to.
-    """
+    """A checked index, ready for planning. ``digests``: 16 bytes per chunk; ``chunk_refs``: None if
+    all chunks are in the shard; ``path``: from the snapshot's folder."""
 
     shard: str
     length: int
@@ -328,15 +297,8 @@ def decode_index(
     schema_cache: SchemaCache | None = None,
     path: str = "",
 ) -> ShardIndex:
-    """Decode and fully check an index.
-
-    The boxes lie within their leaves and cover the data without gaps, and the chunks cover the
-    file without gaps. ``refers``: the files that the shard refers to, as listed in the manifest.
-    ``schema_cache``: shared by the indexes of one snapshot. ``path``: the path of the shard, if it
-    is not only its name.
-
-    Raises ``ManifestInvalid``, which names ``file`` and, if one leaf is at fault, the leaf.
-    """
+    """Decode and fully check an index. ``schema_cache``: shared by the indexes of one snapshot. The
+    ``ManifestInvalid`` names ``file`` and, if one leaf is at fault, the leaf."""
     index = decode_struct(raw, _INDEX, file)
     make_error = partial(_index_error, file)
     if index.limpet != FORMAT:
@@ -411,12 +373,8 @@ def _check_schema(
 def _check_boxes(
     index: Index, schema: LeafSchema, full_length: int, make_error: ErrorFactory
 ) -> tuple[LeafColumns, Ints, Ints]:
-    """Check that each box lies within its leaf, and that the boxes cover the data without gaps.
-
-    Returns the columns, and the starts and element sizes in bytes of all boxes in file order. Most
-    of the work is vectorized: there may be millions of boxes, and every rank checks them at every
-    load.
-    """
+    """Check the boxes; return the columns, and the starts and element sizes of all boxes in file
+    order. Vectorized: there may be millions of boxes, and every rank checks them at every load."""
     leaves = index.leaves
     boxes_by_leaf = [*map(attrgetter("boxes"), leaves)]
     boxes = [*chain.from_iterable(boxes_by_leaf)]
@@ -478,9 +436,7 @@ def _check_chunks(
     make_error: ErrorFactory,
 ) -> bytes:
     """Check that the chunks cover the file and end between elements; return their digests.
-
-    ``starts`` and ``itemsizes``: of the boxes in file order, which cover the data without gaps.
-    """
+    ``starts`` and ``itemsizes``: as ``_check_boxes`` returns them."""
     lengths = np.diff(cuts, prepend=0)
     covers_file = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == full_length
     if not covers_file or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:

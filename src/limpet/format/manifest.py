@@ -34,11 +34,8 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A shard of an earlier version that a shard refers to.
-
-    ``path``: its path from this version's folder. ``length``: its length in bytes. ``bytes``: the
-    number of its bytes that the shard uses.
-    """
+    """A shard of an earlier version: its path from this version's folder, its length, and how many
+    ``bytes`` of it are used."""
 
     path: str
     length: Annotated[int, Meta(gt=0, lt=1 << 62)]
@@ -46,12 +43,8 @@ class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The path and length in bytes of a shard, and its index, whose digests cover the shard.
-
-    ``path``: its path from the version's folder, or only its name if it is there. The index is in
-    the same folder. ``refers``: the files of earlier versions with the data that the shard does not
-    contain.
-    """
+    """A shard, and its index, in the same folder, whose digests cover it. ``path``: from the
+    version's folder. ``refers``: files of earlier versions with the data that the shard lacks."""
 
     path: ShardPath
     length: Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -76,10 +69,8 @@ class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a snapshot. ``tree`` and ``metadata`` are nodes; see ``format/tree.py``.
-
-    ``chain``: the number of versions since the last full version; 0 for a full version.
-    """
+    """The content of a snapshot. ``tree`` and ``metadata`` are nodes (``format/tree.py``).
+    ``chain``: the number of versions since the last full one."""
 
     attempt: Attempt
     created: str
@@ -97,10 +88,8 @@ _MANIFEST = StrictDecoder(msgspec.json.Decoder(Manifest))
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
-    """Return the manifest and its digest. Every field except ``tree`` and ``metadata`` is checked.
-
-    Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
-    """
+    """Return the manifest and its digest; ``tree`` and ``metadata`` are not checked. Raises
+    ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``."""
     manifest, manifest_digest = unseal(raw, _MANIFEST, file)
     check_manifest(manifest, file)
     return manifest, manifest_digest

@@ -73,11 +73,8 @@ def parse_version(folder: str) -> Version | None:
 
 
 def split_address(text: str, *, by_metric: bool = True) -> tuple[str, str | None]:
-    """Split ``RUN@120`` into the run and the text after ``@``, or None if there is no such text.
-
-    ``RUN@best:METRIC`` is split at the last ``@best:``, because a metric may contain ``@``, ``/``,
-    and ``:``. Without ``by_metric``, such an address is not recognized.
-    """
+    """Split ``RUN@120`` into the run and the text after ``@``, or None. With ``by_metric``, a name
+    ``RUN@best:METRIC`` is split at ``@best:``: a metric may contain ``@``, ``/``, and ``:``."""
     match = (_BEST_ADDRESS.fullmatch(text) if by_metric else None) or _ADDRESS.fullmatch(text)
     return (text, None) if match is None else (match[1], match[2])
 
@@ -110,10 +107,8 @@ def is_spread_folder(name: str) -> bool:
 
 
 def spread_path(folder: str, name: str, count: int) -> str:
-    """Return the path, from a version's folder, of a shard or an index in one of ``count`` folders.
-
-    The ranks of a version are spread evenly, beginning with a folder that depends on a hash.
-    """
+    """Return the path, from a version's folder, of a file in one of ``count`` folders: the ranks of
+    a version are spread evenly, from a folder that depends on a hash."""
     match = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     number = int(digest(folder.encode()), 16) + (0 if match is None else int(match[1]))
     return f"../{spread_folder(number % count)}/{folder}/{name}"
@@ -133,11 +128,8 @@ def reference_path(folder: str, path: str) -> str:
 
 
 def parse_reference(path: str) -> tuple[Version, str] | None:
-    """Return the version and the shard name in a path like ``../version_100/shard-...`` or
-    ``../spread-0e/version_100/shard-...``.
-
-    Return None for any other path, so that no path leaves the run.
-    """
+    """Return the version and the shard name in ``../version_100/shard-...`` or
+    ``../spread-0e/version_100/shard-...``. Any other path is None, so that none leaves the run."""
     match = _REFERENCE.fullmatch(path)
     return None if match is None else (Version(int(match[1]), int(match[2] or 0)), match[3])
 
@@ -161,10 +153,8 @@ def parse_pin(name: str) -> str | None:
 
 
 def notice_name(notice: str) -> str:
-    """Return the key, relative to the run, of the notice of a process that deletes files.
-
-    Notices have a folder of their own, so that listing them costs the same in a run of any length.
-    """
+    """Return the key of the notice of a process that deletes files. A folder of their own makes
+    listing them cost the same in a run of any length."""
     return f"{NOTICES}/{notice}.json"
 
 
@@ -190,9 +180,8 @@ def parse_lasting_pin(name: str) -> Version | None:
 
 
 class EvaluationFile(NamedTuple):
-    """The name of a file about a version: ``kind`` is ``""`` for the result of an evaluation,
-    ``failed``, ``ended``, or ``inexact``.
-    """
+    """The name of a file about a version; ``kind``: "" (a result), "failed", "ended", or
+    "inexact"."""
 
     name: str
     attempt: str
@@ -227,11 +216,8 @@ def is_objective_name(file: str) -> bool:
 
 
 def escape_level(level: str) -> str:
-    """Escape one level of a leaf's key.
-
-    ``~`` and ``/`` are escaped as in JSON Pointer (RFC 6901). The empty name becomes ``~``, so that
-    no level is empty.
-    """
+    """Escape one level of a key: ``~`` and ``/`` as in JSON Pointer (RFC 6901). The empty name
+    becomes ``~``, so that no level is empty."""
     if "~" in level or "/" in level:
         return level.replace("~", "~0").replace("/", "~1")
     return level or "~"

@@ -49,11 +49,8 @@ class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Protects the files of an attempt in progress, or a version, from ``sweep`` and retention.
-
-    ``host``, ``boot``, and ``process`` (pid and start time) identify the owner. On the same machine
-    they show whether the owner is still alive, independent of the clock.
-    """
+    """Protects an attempt or a version from ``sweep`` and retention. ``host``, ``boot``,
+    ``process`` (pid and start time): on the owner's machine, they show whether it is alive."""
 
     attempt: Attempt
     version: VersionName | None
@@ -71,10 +68,8 @@ class LastingPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AboutVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A record about the snapshot whose manifest has the digest ``manifest_digest``, and no other.
-
-    ``name`` says who made it: the name of an evaluation, or the training.
-    """
+    """A record about the snapshot whose manifest has this digest, and no other. ``name``: of the
+    evaluation that made it, or of the training."""
 
     name: EvaluationName
     attempt: Attempt
@@ -107,11 +102,8 @@ class Evaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
 
 
 class InexactEvaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
-    """The result of an evaluation during which the training went on. It is no score of a version.
-
-    Parts of the data were evaluated with the parameters after the steps ``first_step`` up to
-    ``last_step``. The version is the newest one at the end of the evaluation.
-    """
+    """The result of an evaluation while the training went on from ``first_step`` to ``last_step``.
+    It is no score of the version, which is the newest one at its end."""
 
     first_step: Annotated[int, Meta(ge=0, lt=10**18)]
     last_step: Annotated[int, Meta(ge=0, lt=10**18)]
@@ -128,11 +120,8 @@ class FailedEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
 
 
 class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
-    """The training ended normally when this was its newest version, and why (``reason``).
-
-    ``epochs``: the number of complete epochs. The version holds one less if its step was saved
-    before its epoch ended.
-    """
+    """The training ended normally at this version, for a ``reason``, after ``epochs`` complete
+    epochs: one more than the version holds, if its step was saved before its epoch ended."""
 
     reason: Annotated[str, Meta(max_length=MAX_TEXT)]
     epochs: Annotated[int, Meta(ge=0, lt=10**18)]
@@ -141,11 +130,8 @@ class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Protects ``versions`` while the evaluation ``name`` renews it.
-
-    Every renewal has a file of its own. A lease ends if an observer sees no renewal for ``seconds``
-    seconds, or if its process has ended (as for a ``Pin``). ``attempt`` is that of the evaluator.
-    """
+    """Protects ``versions`` while the evaluation ``name`` renews it, each time in a new file: until
+    an observer sees no renewal for ``seconds``, or the process has ended (as for a ``Pin``)."""
 
     name: EvaluationName
     attempt: Attempt

@@ -102,11 +102,8 @@ _MAX_KEY = 300
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A value that cannot be saved.
-
-    ``kind``: the name of its class; ``member``: the object whose ``state_dict()`` returned it, as
-    text, if any.
-    """
+    """A value that cannot be saved. ``member``: the object whose ``state_dict()`` returned it, as
+    text, if any."""
 
     key: str
     kind: str
@@ -116,10 +113,8 @@ class Rejection:
 
 
 def unsupported(value: Any, key: str, why: str, advice: str = "") -> Unsupported:
-    """Return the error for a value that cannot be saved; it names the key and the type.
-
-    ``advice``: how to convert the value, if that depends on more than its class.
-    """
+    """Return the error for a value that cannot be saved. ``advice``: how to convert it, if that
+    depends on more than its class."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     advice = advice or _advise(value)
     return Unsupported(

@@ -29,10 +29,7 @@ STORED_ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a shard: its name in the header, stored dtype and shape, and byte range.
-
-    ``start`` and ``stop`` are offsets in bytes from the beginning of the data.
-    """
+    """One tensor in a shard. ``start`` and ``stop``: bytes from the beginning of the data."""
 
     name: str
     dtype: str
@@ -55,10 +52,8 @@ _ENTRY = msgspec.json.Decoder(HeaderEntry)
 
 
 def decode_entries(header: bytes) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Return the entries of a header by name, and its metadata.
-
-    Only their types are checked, and that no name occurs twice. Raises one of ``DECODE_ERRORS``.
-    """
+    """Return the entries of a header by name, and its metadata. Only types, and that no name occurs
+    twice, are checked. Raises one of ``DECODE_ERRORS``."""
     members = _MEMBERS.decode(header)
     encoded = members.pop("__metadata__", None)
     metadata = None if encoded is None else _METADATA.decode(encoded)
@@ -76,22 +71,16 @@ def stored_shape(dtype: DType, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def entry_name(
     key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> str:
-    """Return the name of a box in the header.
-
-    It is the key of the leaf, followed by the offsets of the box unless the box is the whole leaf.
-    If the name is already in use, the caller appends ``~`` until it is unique.
-    """
+    """Return the name of a box: the key, and the offsets unless the box is the whole leaf. The
+    caller appends ``~`` until it is unique."""
     return key if sizes == shape else f"{key}@{','.join(map(str, offsets))}"
 
 
 def build_header(
     entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
 ) -> bytes:
-    """Return the beginning of a file up to its data.
-
-    Each entry is (name, stored dtype, shape, start, stop). Raises ``Unsupported`` if the header is
-    longer than the safetensors library accepts.
-    """
+    """Return a file up to its data. Entries: (name, stored dtype, shape, start, stop). Raises
+    ``Unsupported`` if the safetensors library would refuse the length."""
     members: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, dtype, shape, start, stop in entries:
         members[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
@@ -108,13 +97,8 @@ def build_header(
 
 
 def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[TensorEntry]]:
-    """Return the offset at which the data begins, and the entries in the order of their data.
-
-    Everything is checked. ``raw`` contains at least the whole header. ``length`` is the length of
-    the file in bytes.
-
-    Raises ``ManifestInvalid`` unless every byte of the data belongs to exactly one tensor.
-    """
+    """Return the offset of the data, and the entries in its order, fully checked: every byte of the
+    data belongs to exactly one tensor. ``length``: of the file, in bytes."""
     data_start = header_length(raw[:8], length, file)
     try:
         parsed, _ = decode_entries(raw[8:data_start])
@@ -151,12 +135,8 @@ def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[TensorEn
 
 
 def header_length(prefix: bytes, length: int, file: str) -> int:
-    """Return the offset at which the data begins.
-
-    ``prefix``: the first 8 bytes of the file. ``length``: the length of the file in bytes.
-
-    Raises ``ManifestInvalid`` if the header does not fit into the file.
-    """
+    """Return the offset of the data. ``prefix``: the first 8 bytes of the file; ``length``: its
+    size in bytes."""
     size = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or size > MAX_HEADER or 8 + size > length:
         raise _header_error(file, 0, f"a header within the file's {length} bytes", f"{size} bytes")

@@ -1,9 +1,7 @@
 """Small JSON files that contain their own digest: manifests, branches, pins, and evaluations.
 
-A sealed file is one JSON object that begins with exactly
-``{"limpet":N,"digest":"<32 hex digits>",``, where N is the format number. The digest covers the
-whole file with the 32 digits replaced by zeros. Digests are compared exactly, so a file with any
-changed byte is rejected.
+A sealed file begins with exactly ``{"limpet":N,"digest":"<32 hex digits>",``, where N is the format
+number. The digest covers the whole file, with zeros for the 32 digits, so any changed byte counts.
 """
 
 from __future__ import annotations
@@ -43,14 +41,8 @@ def seal(content: msgspec.Struct, format_number: int = FORMAT) -> tuple[bytes, s
 
 
 def unseal(raw: bytes, decoder: StrictDecoder[T], file: str) -> tuple[T, str]:
-    """Check a sealed file, and return its content and its digest.
-
-    ``decoder``: decodes the content. ``file``: the name of the file for messages.
-
-    Raises ``ManifestInvalid`` if the file does not have the form of a sealed file,
-    ``DigestMismatch`` if it was changed after it was written, and ``FormatTooNew`` if it has
-    another format than ``FORMAT``: of a newer version, or from before the first release.
-    """
+    """Check a sealed file; return its content and digest. Raises ``ManifestInvalid``,
+    ``DigestMismatch``, or, for another format than ``FORMAT``, ``FormatTooNew``."""
     head = _check_digest(raw, file)
     number = int(head.group(1))
     if number > FORMAT:

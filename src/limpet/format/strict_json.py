@@ -1,11 +1,8 @@
 """JSON files, decoded strictly: no object may have two members of one name.
 
-The JSON standard leaves open which of the two counts, and ``msgspec`` keeps the last one. Two
-readers could therefore see two contents in one file. ``json`` with ``object_pairs_hook`` would find
-them at ten times the cost.
-
-Every decoder is created when its module is imported. ``msgspec`` builds its description of a type
-when the type is first used, and two threads that do so at the same time crash the process.
+JSON leaves open which of the two counts, so two readers could see two contents in one file, and
+``msgspec`` keeps the last one. Every decoder is created when its module is imported: ``msgspec``
+describes a type at its first use, and two threads that do so at once crash the process.
 """
 
 from __future__ import annotations
@@ -37,10 +34,7 @@ _NOT_QUOTE_OR_COLON = bytes(set(range(256)) - {*b'":'})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrictDecoder(Generic[T]):
-    """A ``msgspec.json.Decoder`` that rejects objects with two members of one name.
-
-    All fields of the structs in its type are required, and no others are allowed.
-    """
+    """A ``msgspec.json.Decoder`` that rejects objects with two members of one name."""
 
     decoder: msgspec.json.Decoder[T]
 
@@ -68,22 +62,16 @@ def describe_invalid(raw: bytes, error: Exception) -> str:
 
 
 def require_unique_names(raw: bytes, value: object) -> None:
-    """Raise ``msgspec.ValidationError`` unless each name in JSON text occurs once in its object.
-
-    ``value``: what the text was decoded to, where the last of two members of one name counts. The
-    text has members that the value lacks if and only if a name occurs twice. Text as ``msgspec``
-    encodes it, without spaces, is only compared with the encoded value.
-    """
+    """Raise ``msgspec.ValidationError`` unless each name in JSON text occurs once in its object:
+    exactly then the text has no more members than ``value``, to which it was decoded."""
     encoded = _encoder.encode(value)
     if encoded != raw and _count_members(encoded) != _count_members(raw):
         raise msgspec.ValidationError(_describe_duplicate(raw))
 
 
 def unique_members(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of an object: an ``object_pairs_hook`` of ``json``.
-
-    Raises ``ValueError`` if a name occurs twice.
-    """
+    """Return the members of an object, as an ``object_pairs_hook`` of ``json``; ``ValueError`` if a
+    name occurs twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -94,10 +82,8 @@ def unique_members(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _count_members(text: bytes) -> int:
-    """Return the number of members of all objects in valid JSON text: the colons outside strings.
-
-    The cost is linear in the length of the text, without a loop in Python over it.
-    """
+    """Count the members of all objects in valid JSON text: the colons outside strings, without a
+    loop in Python."""
     if b"\\" in text:
         text = _ESCAPE.sub(b"", text)  # then every quote begins or ends a string
     marks = np.frombuffer(text.translate(None, _NOT_QUOTE_OR_COLON), np.uint8)

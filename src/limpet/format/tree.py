@@ -89,11 +89,8 @@ def encode_root(value: Any, key: str, encode_other: EncodeOther) -> Node:
 
 
 def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> Node:
-    """Return ``value`` as a node.
-
-    ``encode_other(value, key, depth)`` encodes all values that are not plain: it returns a node or
-    raises ``Unsupported``.
-    """
+    """Return ``value`` as a node. ``encode_other(value, key, depth)`` returns the node of what is
+    not plain, or raises ``Unsupported``."""
     kind = type(value)
     if depth > MAX_DEPTH:
         raise nested_too_deeply(
@@ -235,10 +232,7 @@ def _key_text(key: Any, depth: int = 0) -> str:
 
 def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any:
     """Return the value of a node. ``decode_leaf(node, key)`` decodes leaves, tied and sparse
-    tensors, and torch's types.
-
-    Raises ``ManifestInvalid`` for an unknown or malformed node.
-    """
+    tensors, and torch's types. Raises ``ManifestInvalid``."""
     if type(node) is not dict:
         if type(node) is list:
             raise invalid_node(node, key)
@@ -340,10 +334,8 @@ def members(node: Node, key: str) -> Iterable[tuple[Node, str]] | None:
 
 
 def walk(node: Node, key: str = "", split_sparse: bool = True) -> Iterator[tuple[str, Node]]:
-    """Yield every leaf and plain value with its key, in the order of the tree.
-
-    ``split_sparse``: yield the parts of a sparse tensor or a subclass instead of the tensor.
-    """
+    """Yield every leaf and plain value with its key, in order. ``split_sparse``: the parts of a
+    sparse tensor or a subclass, instead of the tensor."""
     inner = members(node, key)
     if inner is not None:
         for child, k in inner:
@@ -422,11 +414,8 @@ LeafSpecs = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def check_tree(node: Node, file: str) -> LeafSpecs:
-    """Check a tree, and return the dtype and global shape of each leaf in the shards, by key.
-
-    Raises ``ManifestInvalid`` for anything that ``format/tree.py`` does not write: an unknown node
-    or dtype, an invalid shape, a duplicate key, or a tied leaf without its target.
-    """
+    """Return the dtype and global shape of each leaf in the shards, by key. Raises
+    ``ManifestInvalid`` for anything that this module does not write."""
     checker = _Checker(file)
     if type(node) is not dict or next(iter(node), None) not in ("dict", "items"):
         raise invalid_node(node, "", file)
