@@ -1,10 +1,8 @@
 """Page-aligned buffers for direct I/O, a pool of buffers, and alignment arithmetic.
 
-A fork must not turn a buffer into copy-on-write memory. A data loader may start a worker while a
-save runs, and a direct write in flight could then read from a page that this process no longer
-owns. Buffers are therefore wiped on fork: the child process sees zeros. Memory that is wiped on
-fork can be private and can use huge pages, which the kernel creates ten times as fast as small
-pages. The alternative, shared memory, uses small pages by default.
+A fork, as of a data loader's worker during a save, must not make a buffer copy-on-write: a direct
+write in flight could read a page that this process no longer owns. Buffers are therefore wiped in
+the child. Such memory can be private and use huge pages, which are ten times as fast to create.
 """
 
 from __future__ import annotations
@@ -33,11 +31,8 @@ _WAIT_PART = 0.5
 
 
 class Buffer:
-    """A page-aligned block of ``size`` bytes at ``address``, whose pages are already allocated.
-
-    ``view`` is a memoryview of the block. The memory returns to the system when the buffer and all
-    views of it are gone.
-    """
+    """A page-aligned block of ``size`` bytes at ``address``, whose pages are allocated. The memory
+    returns to the system when the buffer and all views of it are gone."""
 
     def __init__(self, size: int) -> None:
         mapping = _map_for_linux(size) if IS_LINUX else mmap.mmap(-1, size)
@@ -74,10 +69,7 @@ def _map_for_linux(size: int) -> mmap.mmap:
 
 class BufferPool:
     """A thread-safe pool of equal-sized buffers under a byte budget, reused last in, first out.
-
-    ``allocated_bytes`` is the size of all buffers, and ``free_bytes`` that of the buffers that are
-    not in use. ``on_create`` is called with every new buffer.
-    """
+    ``on_create`` is called with every new buffer."""
 
     def __init__(
         self,
@@ -106,11 +98,8 @@ class BufferPool:
         return len(self._free) * self.buffer_size
 
     def acquire(self, check: Callable[[], object] = lambda: None) -> Buffer:
-        """Return a buffer, and wait for one while the budget is used up.
-
-        ``check`` is called regularly during the wait; it raises to end the wait. Raises
-        ``StoreError`` if the pool is closed.
-        """
+        """Return a buffer; wait while the budget is used up. ``check`` is called regularly during
+        the wait, and raises to end it. Raises ``StoreError`` if the pool is closed."""
         with self._lock:
             while not (self._closed or self._free or self._count < self._limit):
                 self._condition.wait(_WAIT_PART)  # an exception may have prevented a notification
@@ -125,11 +114,8 @@ class BufferPool:
         return self._create_buffer()
 
     def acquire_many(self, count: int, check: Callable[[], object] = lambda: None) -> list[Buffer]:
-        """Return ``count`` buffers, at most as many as the budget allows, as ``acquire`` does.
-
-        Only one thread at a time collects several buffers. If two did, each could wait for what
-        the other has. ``check``: as in ``acquire``.
-        """
+        """Return ``count`` buffers, or fewer if the budget is smaller. Only one thread at a time
+        collects several: two could each wait for what the other has."""
         if count == 1:
             return [self.acquire(check)]
         buffers: list[Buffer] = []
@@ -154,10 +140,8 @@ class BufferPool:
         return buffers
 
     def preallocate(self, nbytes: int) -> None:
-        """Create buffers until the pool holds ``nbytes``, the budget is used up, or it is closed.
-
-        A background thread calls this. Other threads can use the pool at the same time.
-        """
+        """Create buffers in a background thread until there are ``nbytes``, or the budget is used
+        up."""
         while True:
             with self._lock:
                 enough = self._count >= min(-(-nbytes // self.buffer_size), self._limit)
@@ -167,10 +151,8 @@ class BufferPool:
             self.release(self._create_buffer())
 
     def _create_buffer(self) -> Buffer:
-        """Create a buffer that the caller has already counted.
-
-        This runs outside the lock because allocating the pages takes milliseconds.
-        """
+        """Create a buffer that the caller has counted, outside the lock: the pages take
+        milliseconds."""
         try:
             buffer = Buffer(self.buffer_size)
             if self._on_create is not None:
@@ -183,10 +165,8 @@ class BufferPool:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool, also after ``close``.
-
-        Raises ``LimpetError`` if the buffer was already released.
-        """
+        """Return a buffer, also after ``close``. Raises ``LimpetError`` if it was already
+        released."""
         with self._lock:
             if buffer.is_free:
                 raise LimpetError("A buffer was released twice: its bytes may be in use")
@@ -232,11 +212,8 @@ def shared_pool() -> BufferPool:
 
 
 def _replace_pool() -> None:
-    """Replace the pool that a forked child inherits.
-
-    The buffers belong to the parent. If they are shared memory, data that the child writes into
-    them would reach the parent's files. The lock of the inherited pool may be locked forever.
-    """
+    """Replace the pool that a forked child inherits: if its buffers are shared memory, the child
+    would write into the parent's files, and its lock may be locked forever."""
     global _pool
     _pool = BufferPool(POOL_BUDGET, on_create=page_lock)
 
@@ -245,10 +222,7 @@ after_fork(_replace_pool)
 
 
 def as_byte_view(data: memoryview) -> memoryview:
-    """Return a view of the same memory as single bytes.
-
-    Raises ``TypeError`` if the memory is not contiguous.
-    """
+    """Return a view of the same memory as single bytes; ``TypeError`` unless it is contiguous."""
     data = memoryview(data)
     return data.cast("B") if data.nbytes else memoryview(bytearray())
 
@@ -261,11 +235,8 @@ def address_of(data: memoryview) -> int:
 
 
 def direct_io_length(offset: int, address: int, length: int, capacity: int) -> int:
-    """Return how many bytes can be transferred with direct I/O; 0 if none.
-
-    The caller wants ``length`` bytes and can accept up to ``capacity``. If the end is not aligned,
-    the result is rounded up to the alignment if ``capacity`` allows it, and down if not.
-    """
+    """Return how many bytes direct I/O can transfer; 0 if none. ``length`` is rounded up to the
+    alignment if ``capacity`` allows it, and down if not."""
     if offset % ALIGNMENT or address % ALIGNMENT:
         return 0
     span = -(-length // ALIGNMENT) * ALIGNMENT

@@ -25,12 +25,8 @@ _EXIT_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A time on a monotonic clock. ``clock`` returns the current time, in seconds.
-
-    ``purpose`` says what must have ended by then, for error messages: "the save of RUN/version_1".
-    ``is_for_cleanup``: see ``for_cleanup``. ``cleanup``: the seconds that it gets, if not
-    ``CLEANUP_SECONDS``: fewer if the process will be killed soon.
-    """
+    """A time on a monotonic clock, in seconds. ``purpose``, for messages: what must have ended by
+    then. ``cleanup``: the seconds for a cleanup, fewer if the process will be killed soon."""
 
     purpose: str
     at: float
@@ -86,10 +82,8 @@ class Deadline:
 
 
 class Call(Generic[T]):
-    """A call of a function in a thread of its own, which may be abandoned.
-
-    Raises ``OSError`` if no thread can be started.
-    """
+    """A call of a function in its own thread, which may be abandoned; ``OSError`` if none can be
+    started."""
 
     def __init__(self, function: Callable[[], T], name: str) -> None:
         self._function = function
@@ -132,13 +126,8 @@ _running: set[Thread] = set()
 
 @atexit.register
 def _wait_for_calls() -> None:
-    """Wait for a while for the calls that have not ended.
-
-    A thread that returns from a library in Rust while the interpreter ends aborts the process:
-    Python ends such a thread by unwinding its stack, which Rust does not allow. A call that takes
-    longer than this, such as one to a server that is away, could return in that moment. Then, the
-    process ends with SIGABRT instead of its exit status. Nothing that was committed is lost.
-    """
+    """Wait for calls that have not ended: a thread that returns into Rust while the interpreter
+    ends, as one of a call to a server that is away still may, aborts the process with SIGABRT."""
     deadline = Deadline.after(_EXIT_SECONDS, "the calls at the end of the process")
     for thread in list(_running):
         with suppress(RuntimeError):  # Ctrl-C came before it was started
@@ -146,11 +135,8 @@ def _wait_for_calls() -> None:
 
 
 def call_within(deadline: Deadline, function: Callable[[], T]) -> T:
-    """Return ``function()``, which runs in a thread that is abandoned when the deadline passes.
-
-    Then, this raises ``TimeoutError``. It raises ``OSError`` if no thread can be started, and
-    otherwise the error of the function. For libraries whose calls have no timeout.
-    """
+    """Return ``function()``, for a library without timeouts. Its thread is abandoned at the
+    deadline, with ``TimeoutError``. Raises ``OSError`` if no thread can be started."""
     if not deadline.seconds_left:
         raise TimeoutError(f"the deadline has passed for: {deadline.purpose}")
     call = Call(function, "limpet-call")

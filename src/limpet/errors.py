@@ -82,11 +82,8 @@ class LimpetError(Exception):
         return "committed" in self.fields
 
     def with_advice(self, advice: str = "", **fields: Any) -> LimpetError:
-        """Return a copy of this error with ``advice`` appended to ``todo`` and with more fields.
-
-        A layer uses it when it knows more than the layer that raised the error. The caller chains
-        the original error.
-        """
+        """Return a copy with ``advice`` appended to ``todo``, and with more fields: for a layer
+        that knows more. The caller chains the original error."""
         todo = f"{self.todo.rstrip('.')}. {advice}" if self.todo and advice else advice or self.todo
         return type(self)(
             self.what,

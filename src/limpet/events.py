@@ -1,15 +1,8 @@
 """Events: all telemetry of Limpet goes through ``emit``, and sinks receive it.
 
-A sink is a callable ``sink(name, fields)``. It runs on the thread that emits the event. That is
-often a background thread, and several threads can call the sink at the same time. A sink must
-therefore be fast and must protect its shared data. ``fields`` is the sink's own copy;
-``docs/events.md`` lists its content.
-
-Decision: if a sink raises an ``Exception``, it is detached, and a ``SinkFailed`` warning reports it
-at once. The exception does not propagate to the program: most events come from the background part
-of a save, where an exception would turn a committed version into a failed save. The exception is
-not ignored either, and a full disk is reported once, not at every save. If warnings are errors, the
-warning goes to ``threading.excepthook`` instead, as if it came from a thread of the sink.
+A sink is a callable ``sink(name, fields)``; ``docs/events.md`` lists the fields. It runs on the
+thread that emits, often a background thread, and on several at once. One that raises is detached,
+with a ``SinkFailed`` warning: its error must not turn a committed version into a failed save.
 """
 
 from __future__ import annotations
@@ -33,11 +26,8 @@ _defaults: dict[object, Sink] = {}
 
 
 def emit(name: str, **fields: Any) -> None:
-    """Send the event ``name`` to every attached sink, or to the default sinks if there is none.
-
-    An ``Exception`` of a sink does not propagate. Other exceptions, such as ``KeyboardInterrupt``,
-    do.
-    """
+    """Send an event to every attached sink, or to the default sinks if there is none. An
+    ``Exception`` of a sink does not propagate; others, such as ``KeyboardInterrupt``, do."""
     receivers = _attached or _defaults
     for key, sink in list(receivers.items()):
         try:

@@ -1,14 +1,9 @@
 """The global random generators: their states, and code that leaves them unchanged.
 
-They are the generators of Python and NumPy, of PyTorch, and of each device of the accelerator that
-PyTorch uses. They belong to the process, so all threads draw from them. This module imports neither
-NumPy nor torch, and initializes no device.
-
-The generators are *isolated* while a block of ``isolated_rng`` runs, and while a save or a load
-calls code of the user (``state_dict``, ``load_state_dict``, hooks). What that code draws is undone.
-Otherwise, a save would change what the training draws next, and a load would shift the generators
-that it has restored. Sorting the members of a state, so that an ``RNG`` comes last, would not be
-enough: an object may contain an ``RNG``, and draws in ``state_dict`` would still count.
+Those of Python, NumPy, PyTorch, and each device of its accelerator belong to the process. They are
+*isolated* in ``isolated_rng``, and while a save or a load calls code of the user, whose draws would
+change what the training draws next. Loading the ``RNG`` last would not be enough: an object may
+contain one. This module imports neither NumPy nor torch, and initializes no device.
 """
 
 from __future__ import annotations
@@ -56,10 +51,8 @@ def isolated_rng() -> Isolation:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """One open isolation of a thread. ``states`` are the states that its end restores.
-
-    ``restores`` is False if the random numbers of the training are drawn by another thread.
-    """
+    """One open isolation of a thread. ``restores``: its end restores ``states``; not if another
+    thread draws the random numbers of the training."""
 
     states: States
     kind: str
@@ -68,12 +61,8 @@ class _Open:
 
 
 class _ThreadIsolations(threading.local):
-    """The open isolations of this thread, the outermost first.
-
-    An exception of a signal handler, such as that of Ctrl-C, can come at the very beginning of
-    ``__exit__``. The isolation is then open until the call of a ``Checkpointer`` that it is in
-    ends, or until the end of an isolation around it.
-    """
+    """The open isolations of this thread, outermost first. Ctrl-C at the beginning of ``__exit__``
+    can leave one open until the call of a ``Checkpointer`` or the isolation around it ends."""
 
     def __init__(self) -> None:
         self.open: list[_Open] = []
@@ -89,14 +78,12 @@ def end_interrupted(depth: int) -> None:
 
 
 class Isolation:
-    """Restores the generators at the end of a block.
+    """Restores the generators at the end of a block, any number of times, also nested.
 
-    ``kind`` is "block" for a block of the user, "call" for a call of user code in a save, and
-    "load" for calls of user code that may load the generators: these stay as they were loaded. A
-    call or load in a thread other than the main one restores the generators only if an ``RNG``
-    takes part. Otherwise, another thread may be training, and its random numbers would repeat.
-
-    The object can be used any number of times, one block in another.
+    ``kind`` is "block" for a block of the user, "call" for user code in a save, and "load" for user
+    code that may load the generators, which stay as loaded. A call or load outside the main thread
+    restores only if an ``RNG`` takes part: another thread may be training, and its numbers would
+    repeat.
     """
 
     def __init__(self, kind: Literal["block", "call", "load"]) -> None:
@@ -132,10 +119,8 @@ class Isolation:
 
 
 class DeferredIsolation:
-    """An isolation of a call that begins at the first ``begin`` in its block.
-
-    Without code of the user in the block, it saves the time, a tenth of a millisecond.
-    """
+    """An isolation of a call, which begins at the first ``begin``: without user code, it costs
+    nothing."""
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
@@ -168,11 +153,8 @@ def _begin(kind: Literal["block", "call", "load"], own: list[_Open]) -> None:
 
 
 def _end(kind: str, own: list[_Open]) -> None:
-    """End the innermost isolation of ``own``, and those that began in it and are still open.
-
-    Generators and coroutines may leave blocks of the user in another order than they entered them:
-    each end is that of the innermost block.
-    """
+    """End the innermost isolation of ``own``, and those in it that are still open. Coroutines may
+    leave blocks in another order than they entered them: each end is that of the innermost one."""
     found = isolations.open
     blocks = [at for at, isolation in enumerate(found) if isolation.kind == "block"]
     if kind != "block":
@@ -205,11 +187,8 @@ def open_block() -> object | None:
 
 
 def training_states() -> States:
-    """Return the states from which training continues.
-
-    Those are the current ones or, while the generators are isolated, those at the beginning of the
-    outermost isolation.
-    """
+    """Return the states from which training continues: the current ones, or those at the beginning
+    of the outermost isolation."""
     frames = isolations.open
     if not frames:
         return capture_states()
@@ -220,10 +199,8 @@ def training_states() -> States:
 
 
 def load_training_states(states: States) -> None:
-    """Set generators to the states that an ``RNG`` loads, now and at the end of the load.
-
-    Random numbers that other objects draw afterwards in the same load therefore have no effect.
-    """
+    """Set generators to the states that an ``RNG`` loads, now and at the end of the load, so that
+    what other objects draw in the same load has no effect."""
     restore_states(states)
     for frame in _loads():
         frame.states.update(states)
@@ -231,12 +208,8 @@ def load_training_states(states: States) -> None:
 
 
 def keep_restored(loaded: Any) -> None:
-    """Keep the generators that an object has restored in its ``load_state_dict(loaded)``.
-
-    Objects other than ``RNG`` do that too, such as the ``RNGState`` of torchsnapshot. A generator
-    counts as restored if its new state is in ``loaded``; otherwise, the object has only drawn from
-    it. An ``RNG`` in the same load takes precedence.
-    """
+    """Keep the generators that an object other than ``RNG`` has restored: those whose new state is
+    in the ``loaded`` state dict. An ``RNG`` in the same load takes precedence."""
     frames = list(_loads())
     found = list(_find_states(loaded, 0)) if frames and not frames[0].is_rng_loaded else []
     if found:
@@ -334,10 +307,8 @@ def _devices_in_use(torch: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
 
 
 def _devices(torch: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """Return the module of PyTorch's accelerator, and the arguments that select each device.
-
-    The devices have names such as ``cuda:0``. A single device needs no argument (MPS takes none).
-    """
+    """Return the module of PyTorch's accelerator, and by name (``cuda:0``) the arguments that
+    select each device. A single device needs none (MPS takes none)."""
     device = torch.accelerator.current_accelerator()
     module = None if device is None else torch.get_device_module(device)
     if not hasattr(module, "get_rng_state") or not torch.accelerator.is_available():
@@ -347,11 +318,8 @@ def _devices(torch: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
 
 
 def _add_new_generators(states: States) -> None:
-    """Add the generators that came into use after ``states`` was captured.
-
-    A device gets the state of its first use, unless its own seed was set since. A library that was
-    imported gets a new random seed, as every import gives it.
-    """
+    """Add the generators that came into use after ``states`` was captured: a device as at its first
+    use, unless seeded since; an imported library with a new random seed."""
     numpy_random, torch = sys.modules.get("numpy.random"), torch_or_none()
     if numpy_random is not None and "numpy" not in states:
         states["numpy"] = numpy_random.RandomState().get_state(legacy=False)

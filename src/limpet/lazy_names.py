@@ -11,11 +11,8 @@ from typing import Any
 def lazy_names(
     package: str, names: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__all__``, ``__getattr__``, and ``__dir__`` of a package.
-
-    ``names``: the names in each module of Limpet, separated by spaces; under ``""``, modules. A
-    name ``a=b`` is ``a`` in its module, and ``b`` in the package.
-    """
+    """Return ``__all__``, ``__getattr__``, and ``__dir__`` of a package. ``names``: those of each
+    module; under ``""``, modules. ``a=b`` is ``a`` in its module, and ``b`` in the package."""
     places = {
         listed.rpartition("=")[2]: (module, listed.partition("=")[0])
         for module, text in names.items()

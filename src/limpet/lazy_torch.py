@@ -11,10 +11,7 @@ from limpet.types import DTYPES
 
 
 def torch_or_none() -> Any:
-    """Return the torch module if the program has imported it, else None.
-
-    A program without torch has no torch objects, so it does not need the import.
-    """
+    """Return torch if the program has imported it, else None: then it has no torch objects."""
     return sys.modules.get("torch")
 
 

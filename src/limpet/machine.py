@@ -40,11 +40,8 @@ def after_fork(function: Callable[[], object]) -> None:
 
 
 def process_identity() -> tuple[str, str, str]:
-    """Return the machine, its boot id, and this process as ``pid:start time``.
-
-    The start time is needed because the system reuses pids. The machine includes the pid
-    namespace: a container whose processes are not visible from here counts as another machine.
-    """
+    """Return the machine with its pid namespace (a container whose processes cannot be seen is
+    another machine), its boot id, and ``pid:start time``, because pids are reused."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -71,11 +68,8 @@ def utc_now() -> str:
 
 
 def pid_and_start_time(pid: int) -> str:
-    """Return ``pid:start time``, or ``pid:gone`` if the process has ended.
-
-    Off Linux, the start time of a process is unknown, and is 0 here. On Windows, so is whether it
-    runs, and no process counts as ended.
-    """
+    """Return ``pid:start time``, or ``pid:gone`` if it has ended. Off Linux, the time is 0; on
+    Windows, no process counts as ended."""
     if not IS_LINUX:
         if CAN_SEE_PROCESSES:  # on Windows, os.kill would end the process
             try:

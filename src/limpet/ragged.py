@@ -24,10 +24,8 @@ def flatten_rows(rows: Iterable[tuple[int, ...]]) -> Ints:
 
 
 def sorted_unique(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the different values of an array of any shape in ascending order.
-
-    ``np.unique`` imports ``numpy.ma`` at its first call, which would take 11 ms of the first save.
-    """
+    """Return the different values, ascending. ``np.unique`` imports ``numpy.ma``: 11 ms of the
+    first save."""
     ordered = np.sort(values, axis=None)
     is_first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
@@ -35,10 +33,8 @@ def sorted_unique(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def row_products(sizes: NDArray[Any], ndims: Ints) -> NDArray[Any]:
-    """Return the product of each row; 1 for an empty row.
-
-    ``sizes`` holds the rows one after the other, and ``ndims`` holds the length of each row.
-    """
+    """Return the product of each row, 1 for an empty one. ``sizes``: the rows, concatenated;
+    ``ndims``: their lengths."""
     products = np.ones(len(ndims), sizes.dtype)
     nonempty = ndims > 0
     if nonempty.any():

@@ -15,15 +15,8 @@ from limpet.errors import LimpetError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values that the environment can set.
-
-    ``threads``: the number of threads that copy, digest, write, and read. ``direct``: whether the
-    local store may bypass the page cache with O_DIRECT. ``silent``: seconds without a heartbeat
-    after which a rank counts as failed. ``stuck``: seconds without progress after which a rank
-    counts as failed. ``quiet``: whether a Checkpointer prints no lines on a terminal.
-    ``launched_world_size``: the number of processes that torchrun started, according to its
-    ``WORLD_SIZE``.
-    """
+    """The values that the environment can set. ``direct``: O_DIRECT is allowed. ``silent``,
+    ``stuck``: seconds without heartbeat, or without progress, after which a rank has failed."""
 
     threads: int
     direct: bool
@@ -34,12 +27,8 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read ``LIMPET_THREADS``, ``_DIRECT``, ``_SILENT``, ``_STUCK``, and ``_QUIET``.
-
-    ``LIMPET_STATUS`` and ``LIMPET_GRACE``, which ``limpet run`` sets, and ``LIMPET_SECRET`` are
-    allowed too: see ``status_folder``, ``run_grace``, and ``evaluation_secret``.
-    Raises ``LimpetError`` for an unknown ``LIMPET_`` variable or an invalid value.
-    """
+    """Read the variables ``LIMPET_*``. Raises ``LimpetError`` for an unknown one or an invalid
+    value. ``status_folder``, ``run_grace``, and ``evaluation_secret`` read the others."""
     for name in environ:
         if name.startswith("LIMPET_") and name not in _KNOWN:
             raise LimpetError(
@@ -85,21 +74,15 @@ def status_folder(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def run_grace(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return ``--grace`` of the ``limpet run`` above this process, or None outside of it.
-
-    That is the time in seconds from a signal until it kills this process. Raises ``LimpetError``
-    for an invalid value.
-    """
+    """Return the seconds from a signal until the ``limpet run`` above kills this process, else
+    None."""
     return _read_seconds(environ, _GRACE, "") if environ.get(_GRACE) else None
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedWorker:
-    """What torchrun tells a worker. Its job id is the same on all hosts and in all restarts.
-
-    ``local_world_size`` is the number of workers that the same torchrun process started.
-    ``restart_count`` counts restarts after failures only, not those after a change of the hosts.
-    """
+    """What torchrun tells a worker. The job id is the same on all hosts and in all restarts;
+    ``restart_count`` leaves out those after a change of the hosts."""
 
     job_id: str
     local_world_size: int
@@ -127,13 +110,8 @@ def launched_worker(environ: Mapping[str, str] = os.environ) -> LaunchedWorker |
 def command_environment(
     folder: str, grace: float, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of the command of ``limpet run``.
-
-    ``folder`` is for the statuses of its workers. ``grace`` is in seconds: they leave before it is
-    over (see ``run_grace``). The ``PET_`` variables are torchrun's own defaults of
-    ``--shutdown-timeout`` and ``--signals-to-handle``: an option on its command line takes
-    precedence, and a version of PyTorch without that option ignores them.
-    """
+    """Return the environment of the command of ``limpet run``; ``grace`` is in seconds. ``PET_``:
+    torchrun's own defaults of two options, which its command line overrides."""
     defaults = {
         "PET_SHUTDOWN_TIMEOUT": str(math.ceil(grace)),
         # by default, SIGUSR1 and SIGUSR2 end torchrun and leave its workers behind
@@ -143,11 +121,8 @@ def command_environment(
 
 
 def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables that say on which platform this process runs.
-
-    They are those of Slurm, Kubernetes, and torchrun, and those with which the libraries of AWS and
-    Google Cloud find a metadata server.
-    """
+    """Return the variables of Slurm, Kubernetes, torchrun, and libraries of clouds that name the
+    platform."""
     beginnings = ("SLURM_", "KUBERNETES_", "AWS_EC2_METADATA_", "GCE_METADATA_")
     names = ("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "RANK", "LOCAL_RANK")
     return dict(find_variables((*beginnings, *names), os.environ if environ is None else environ))

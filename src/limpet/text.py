@@ -29,11 +29,8 @@ def with_article(noun: str) -> str:
 
 
 class LongRepr(reprlib.Repr):
-    """``reprlib.Repr`` with integers of any length.
-
-    Python refuses to convert integers of more than 4,300 digits to decimal text. They are shown in
-    hexadecimal.
-    """
+    """``reprlib.Repr`` that shows integers of over 4,300 digits, which Python refuses, as
+    hexadecimal."""
 
     def repr_int(self, x: int, level: int) -> str:
         try:
@@ -72,20 +69,16 @@ _QUERY = re.compile(r"\?[^\s?=\"'<>]*=[^\s\"'<>)]*")
 
 
 def hide_secrets(text: str) -> str:
-    """Return a text in which the user names, passwords, and queries of URLs are ``...``.
-
-    The text may be a URL that was refused, or the message of a library.
-    """
+    """Return a text, such as a refused URL, in which user names, passwords, and queries of URLs are
+    ``...``."""
     return _QUERY.sub("?...", _USER.sub(r"\1...@", text))
 
 
 def format_list(
     items: Sequence[object], limit: int, separator: str = ", ", total: int | None = None
 ) -> str:
-    """Return at most ``limit`` items as text: ``a, b`` or ``a, b, and 4 more``.
-
-    ``total`` is the total number of items if ``items`` contains only the first of them.
-    """
+    """Return at most ``limit`` items: ``a, b, and 4 more``. ``total``: if ``items`` are only the
+    first."""
     shown = [str(item) for item in items[:limit]]
     more = (len(items) if total is None else total) - len(shown)
     return separator.join([*shown, f"and {more} more"] if more else shown)
@@ -135,10 +128,8 @@ def _three_digits(number: float) -> str:
 
 
 def format_metrics(metrics: object, limit: int | None = None) -> str:
-    """Format metrics on one line, such as ``loss 0.25, accuracy 0.9``.
-
-    With a ``limit``, only so many are shown, with short names and values.
-    """
+    """Format metrics on one line: ``loss 0.25, accuracy 0.9``; with a ``limit``, that many, in
+    short."""
     if not isinstance(metrics, Mapping):
         return ""
     width = None if limit is None else _MAX_NAME
@@ -162,13 +153,8 @@ def truncate(text: str, width: int | None) -> str:
 
 
 def to_json_value(value: Any, limit: int | None = _MAX_TEXT, depth: int = 0) -> Any:
-    """Convert any value to one that JSON can represent. Never raises.
-
-    Tensors and arrays of one element become numbers, and errors become text. Values that JSON
-    cannot represent become text: ``"nan"``, ``"inf"``, integers of more than 64 bits in
-    hexadecimal, and the ``repr`` of other objects, in at most ``limit`` characters. Deeply nested
-    values are cut, unless ``limit`` is None.
-    """
+    """Convert any value to one that JSON can represent; never raises. Others become text, as "nan",
+    of at most ``limit`` characters, and deep values are cut, unless that is None."""
     try:
         return _to_plain(value, limit, depth)
     except Exception:  # noqa: BLE001  (one odd value must not lose the line)

@@ -24,11 +24,8 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type: its name as in PyTorch and NumPy, and how a shard stores it.
-
-    ``stored_dtype`` is the safetensors name of the stored elements. ``stored_per_element`` stored
-    elements make up one element (a complex128 is two F64, in an extra trailing dimension).
-    """
+    """An element type. ``stored_per_element`` elements of the safetensors type ``stored_dtype``
+    make up one: a complex128 is two F64, in an extra trailing dimension."""
 
     name: str
     itemsize: int

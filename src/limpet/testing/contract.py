@@ -584,10 +584,8 @@ class StoreContract:
     def test_an_object_stays_unchanged_when_another_one_is_put_below_it(
         self, store: Store, key: str, in_one_call: bool
     ) -> None:
-        """A store of files cannot have both. Neither the failure nor its cleanup harms the first.
-
-        In an object store, both exist.
-        """
+        """A store of files cannot have both, and neither the failure nor its cleanup harms the
+        first. An object store has both."""
         first = put(store, "v/a", b"first")
         expected = ["v/a"]
         with suppress(StoreError):

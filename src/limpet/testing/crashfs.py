@@ -1,16 +1,9 @@
 """A file system in memory that loses unsynced data in a simulated power cut.
 
-The model gives weaker guarantees than any real file system, so code that is correct on it is
-correct everywhere:
-
-- The bytes of a file are durable up to the last ``fsync`` of that file. Of the pages that were
-  written since then, any subset survives, with either the old or the new size.
-- A name that was created (by open, link, rename, or mkdir) or removed is durable after ``fsync`` of
-  the folder that contains it. Of the operations since then, any subset survives, in their order. A
-  rename is one operation.
-- ``fsync`` of a file does not make its name durable.
-
-``tests/storage/test_power_cut.py`` compares the model with ext4 and xfs.
+It guarantees less than any real file system (``tests/storage/test_power_cut.py`` compares it with
+ext4 and xfs). ``fsync`` of a file makes its bytes durable, not its name; ``fsync`` of a folder, the
+names in it. Of pages written since, any subset survives, with the old or the new size; of the names
+created, renamed, or removed since, any subset, in their order.
 """
 
 from __future__ import annotations
