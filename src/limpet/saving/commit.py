@@ -55,12 +55,8 @@ from limpet.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class VersionMetadata:
-    """The content of a manifest other than the state.
-
-    ``metrics``: numbers by name; ``note``: plain values from the user; ``training``: data that the
-    layers above the engine need when training resumes; ``objectives``: the metrics whose best
-    versions are wanted, each with its mode.
-    """
+    """The content of a manifest other than the state. ``training``: what the layers above need to
+    resume; ``objectives``: the metrics whose best versions are wanted, each with its mode."""
 
     step: int | None = None
     branch: int = 0
@@ -92,12 +88,8 @@ class VersionMetadata:
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What a rank returns once its files are durable.
-
-    ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
-    of the boxes that the shard holds or refers to; ``devices``: the map of the devices of its
-    tensors.
-    """
+    """What a rank returns once its files are durable: its shard, if it had anything to write, the
+    bytes of the boxes that it holds or refers to, and the map of the devices of its tensors."""
 
     rank: int
     shard: Shard | None
@@ -122,14 +114,7 @@ NO_RESULT = CommitResult("", 0, 0)
 @dataclass(slots=True)
 class SaveJob(AbstractContextManager["SaveJob"]):
     """A save between its two halves: staged, or ready to be staged piece by piece. A ``with`` block
-    releases what it holds.
-
-    ``upload``: this rank's shard, if it is staged into a store in memory; ``deferred``: the pieces
-    that remain to be staged in the background; ``staging_error``: the
-    error with which this rank failed to stage the save while other ranks may have succeeded;
-    ``devices``: those of this rank's tensors, by key (``FlatState.devices``).
-    ``copy_to_peers``: called with the ``Receipt`` of this rank's files once they are written.
-    """
+    releases what it holds."""
 
     location: Location
     metadata: VersionMetadata
@@ -165,11 +150,8 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     def build_manifest(
         self, shards: Sequence[Shard], chain: int, receipts: Sequence[Receipt]
     ) -> Manifest:
-        """Return the manifest that commits these shards.
-
-        ``chain``: the number of versions from this one back to a full one, if a shard refers to
-        another version; ``receipts``: those of all ranks.
-        """
+        """Return the manifest that commits these shards; ``chain``: versions back to a full one;
+        ``receipts``: of all ranks."""
         metadata = self.metadata
         version = names.parse_version(self.location.folder.rpartition("/")[2])
         step = version.step if metadata.step is None and version is not None else metadata.step
@@ -204,10 +186,8 @@ class SaveJob(AbstractContextManager["SaveJob"]):
 
 
 class BasePin(msgspec.Struct, frozen=True):
-    """Rank 0's message to the other ranks before any rank writes.
-
-    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created.
-    """
+    """Rank 0's message before any rank writes: is the base intact, and the key of a pin of rank
+    0."""
 
     usable: bool
     key: str
@@ -228,15 +208,12 @@ def before_commit() -> Iterator[None]:
 def pinned_base(
     location: Location, attempt: str, base: SnapshotReader | None, collective: Collective
 ) -> Iterator[SnapshotReader | None]:
-    """Pin the attempt and ``base``, with every version that ``base`` refers to, for the duration of
-    the ``with`` block. Yield ``base`` as the store of ``location`` shows it now.
+    """Pin the attempt, ``base``, and what ``base`` refers to. Yield ``base`` as the store shows it
+    now; None makes the save full: it is of another run, deleted, or visibly damaged.
 
-    Rank 0 creates the pins before any rank writes, and the other ranks check that they see one.
-    Raises ``CommitError`` on a rank that does not: that rank writes to a different location.
-
-    Yields None, which makes the save a full one, if ``base`` is not a version of the same run, was
-    deleted, or is damaged, as far as its manifest, its indexes, and the lengths of its files show.
-    Nothing is pinned in the stores of hosts: only the training deletes what is there.
+    Rank 0 creates the pins before any rank writes. A rank that does not see one writes to a
+    different location, and raises ``CommitError``. Nothing is pinned in stores of hosts: only the
+    training deletes there.
     """
     if location.is_per_host:
         yield None
@@ -302,13 +279,8 @@ def check_receipts(
     world_size: int,
     plan: GlobalPlan | None = None,
 ) -> list[Shard]:
-    """Check that every rank wrote what was planned and that this process sees the files, also those
-    of other versions that the shards refer to.
-
-    Return the shards in rank order. This process stats every file through its own store, which
-    detects a folder that the hosts do not really share. If each host has a store of its own, each
-    rank has checked its files before it sent its receipt. Raises ``CommitError`` or ``StoreError``.
-    """
+    """Return the shards in rank order, once every rank has written what was planned. This process
+    stats every file through its own store: that detects a folder that the hosts do not share."""
     ranks = [receipt.rank for receipt in receipts]
     if ranks != [*range(world_size)]:
         raise CommitError(
@@ -373,13 +345,8 @@ def _require_length(
 def put_manifest(
     location: Location, manifest: Manifest, plan: GlobalPlan | None = None
 ) -> SnapshotReader:
-    """Write the manifest if none exists. This is the commit.
-
-    ``plan``: the plan by which the shards were written; the tree must have exactly its leaves.
-
-    Raises ``CommitError`` if another save committed this version first, and ``StoreError``. The
-    error's field ``outcome`` is "unknown" if the store cannot say whether the manifest exists.
-    """
+    """Write the manifest if none exists: the commit. Its tree must have exactly the leaves of
+    ``plan``. ``CommitError``: another save was first; ``StoreError.outcome`` may be "unknown"."""
     # do not commit a manifest that a reader would reject
     check_manifest(manifest, MANIFEST)
     leaves = check_tree(manifest.tree, MANIFEST)
@@ -423,12 +390,10 @@ def commit_collectively(
     receipt: Receipt,
     commit: Callable[[list[Receipt]], SnapshotReader],
 ) -> tuple[SnapshotReader, CommitResult]:
-    """Gather the receipts of all ranks, have rank 0 call ``commit`` with them, and return the
-    snapshot on all ranks.
+    """Gather all receipts, have rank 0 call ``commit``, and return the snapshot on all ranks.
 
-    A rank that sees another rank fail meanwhile aborts the save. If the commit has begun by then,
-    or the abort reaches no other rank, it looks for the manifest: rank 0 may have died right after
-    the commit. Raises ``RankFailed``, or what ``commit`` raises.
+    A rank that sees another one fail aborts the save. If the commit has begun by then, or the abort
+    reaches no other rank, it looks for the manifest: rank 0 may have died right after the commit.
     """
     snapshot = result = None
     try:
@@ -456,10 +421,8 @@ def commit_collectively(
 
 
 def _put_same_manifest(location: Location, raw: bytes) -> None:
-    """Write the manifest that rank 0 has committed into the store of this host.
-
-    Another rank of this host may do the same. Raises ``CommitError`` if there is another manifest.
-    """
+    """Write rank 0's manifest into the store of this host, as other ranks here may. Raises
+    ``CommitError`` if there is a different one."""
     key = location.key(MANIFEST)
     try:
         location.store.put_if_absent(key, raw)

@@ -57,12 +57,8 @@ def release_buffers(pieces: Iterable[Piece], pool: BufferPool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A shard to be written: its header, its boxes, and the arrays, tensors, or ``Source`` objects
-    with their bytes.
-
-    ``leaf_boxes``, ``sources``, ``box_starts``, and ``box_ends`` (file offsets) are in file order.
-    ``cuts``: the file offsets at which the chunks end; ``length``: the length of the file.
-    """
+    """A shard to be written: its header, and its boxes in file order with the arrays, tensors, or
+    ``Source`` objects that have their bytes. ``cuts``: the file offsets at which chunks end."""
 
     header: bytes
     leaf_boxes: list[LeafBox]
@@ -118,10 +114,8 @@ class Image:
                 _begin_copy(self.sources[i], a - box_start, b - box_start, buffer, a + shift)
 
     def _copy_small_boxes(self, first: int, last: int, buffer: Buffer, shift: int) -> list[int]:
-        """Copy the small boxes from ``first`` to before ``last``, and return the other ones.
-
-        ``shift``: the difference between a file offset and the offset in the buffer.
-        """
+        """Copy the small boxes among ``first`` to before ``last``, and return the others.
+        ``shift``: from a file offset to one in the buffer."""
         addresses = np.array(_contiguous_addresses(self.sources[first:last]), np.int64)
         starts = np.array(self.box_starts[first:last], np.int64)
         sizes = np.array(self.box_ends[first:last], np.int64) - starts
@@ -140,11 +134,8 @@ _SMALL_BOX_BYTES = 512
 
 
 class _Layout(NamedTuple):
-    """Everything in an image that follows from its boxes. ``order``: their order in the file.
-
-    From save to save, a training has the same boxes, and only their sources differ. Nothing may
-    change a layout, because several images have its lists.
-    """
+    """What in an image follows from its boxes, which a training's saves have in common. Nothing may
+    change a layout: several images have its lists."""
 
     order: Sequence[int]
     header: bytes
@@ -164,11 +155,8 @@ def make_image(
     order: Sequence[int] | None = None,
     cache: dict[str, Any] | None = None,
 ) -> Image:
-    """Return the image of a shard with these boxes. Box ``i`` is the whole of ``sources[i]``.
-
-    ``order``: the order of the boxes in the file, as indices. ``cache``: the group's, which keeps
-    the layout for later images of the same boxes in the default order.
-    """
+    """Return the image of a shard whose box ``i`` is all of ``sources[i]``. ``cache``: the group's;
+    keeps the layout for later images of these boxes, unless an ``order`` in the file is given."""
     layouts: dict[bytes, _Layout] = {} if cache is None else cache.setdefault("layouts", {})
     digest = b"" if cache is None else digest_leaf_boxes(leaf_boxes)
     layout = layouts.get(digest)

@@ -41,11 +41,8 @@ Hashes = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class BaseVersion:
-    """The part of an earlier version that one rank may refer to.
-
-    ``folder``: the version's folder name; ``shards``: some or all of its shards, with their
-    ``indexes``.
-    """
+    """The part of an earlier version that one rank may refer to: its folder, and some or all of its
+    shards."""
 
     folder: str
     shards: Sequence[Shard]
@@ -53,11 +50,8 @@ class BaseVersion:
 
     @classmethod
     def from_snapshot(cls, snapshot: SnapshotReader, collective: Collective) -> BaseVersion:
-        """Return the shards that this rank wrote itself, or all shards if it is the only rank.
-
-        With an unchanged layout, no other shard can hold the rank's chunks. After a change of
-        layout, one save writes everything in full.
-        """
+        """Return the shards that this rank wrote, or all for the only rank. No other shard can hold
+        its chunks, unless the layout has changed: then, one save is full."""
         shards, indexes = snapshot.manifest.shards, list[ShardIndex]()
         try:
             if collective.size == 1:
@@ -96,13 +90,8 @@ def as_sibling(location: Location, base: SnapshotReader) -> SnapshotReader | Non
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IncrementalLayout:
-    """The chunks of an image that an incremental shard holds, and the references for the others.
-
-    ``image``: the image, with the cuts that the digests apply to; ``header``: the shard's header;
-    ``digests``: the digest of each chunk; ``written``: for each chunk, True if the shard holds it;
-    ``spans``: the spans that the shard holds, in the shard's order; ``length``: the shard's length
-    in bytes; ``runs`` and ``refers``: the corresponding fields of the index and the manifest.
-    """
+    """The chunks of an image that a shard holds, and references for the others. ``digests`` and
+    ``written`` (is it held) are by chunk; ``runs`` and ``refers``: of index and manifest."""
 
     image: Image
     header: bytes
@@ -125,11 +114,8 @@ class IncrementalLayout:
 
 @gc_paused
 def align_chunks(image: Image, base: BaseVersion) -> Image:
-    """Return the image with each large box cut into the same chunks as in the base.
-
-    Otherwise a leaf that was added, removed, or resized would shift all later data relative to the
-    multiples of ``BLOCK_SIZE`` at which an image is cut, and no later chunk would match the base.
-    """
+    """Return the image with large boxes cut into the same chunks as in the base. With cuts at
+    multiples of ``BLOCK_SIZE``, one leaf of another size would change all chunks behind it."""
     data_cuts = image.cuts - len(image.header)
     indexes = base.indexes
     if any(np.array_equal(index.cuts - index.header, data_cuts) for index in indexes):
@@ -266,11 +252,8 @@ def _find_in_base(
 
 
 def _chunk_layout_hashes(rows: list[tuple[int, int, int]], cuts: Ints) -> list[int]:
-    """Return, for each chunk except the header, a hash of its layout: its length, and the boxes
-    that it holds, each from which of the box's bytes.
-
-    ``rows``: for each box, its hash, its file offset, and its length in bytes.
-    """
+    """Return a hash of the layout of each chunk but the header: its length, and which bytes of
+    which boxes. ``rows``: the hash, file offset, and bytes of each box."""
     table = np.array(rows, np.int64).reshape(-1, 3)
     table = table[table[:, 2] > 0]
     table = table[np.argsort(table[:, 1])]

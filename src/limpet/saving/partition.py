@@ -1,12 +1,8 @@
 """Partition: the ranks decide which rank writes which boxes.
 
-The ranks exchange digests. They exchange boxes and trees only if something changed:
-
-1. Each rank sends digests of its boxes, of its tree, and of the elements that other ranks may also
-   hold.
-2. Rank 0 requests what it does not know yet, from one rank for each distinct digest.
-3. Rank 0 assigns the boxes, compares the elements, merges the trees, and sends each rank a mask of
-   its boxes to write.
+Each rank sends digests of its boxes, its tree, and the elements that other ranks may also hold.
+Rank 0 requests what it does not know yet, from one rank for each distinct digest. It assigns the
+boxes, compares elements, merges trees, and sends each rank a mask of its boxes to write.
 """
 
 from __future__ import annotations
@@ -50,12 +46,8 @@ for each."""
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The boxes that this rank writes, and what only rank 0 knows.
-
-    ``sources``: the boxes that this rank writes, described by ``leaf_boxes``; ``tree``: the
-    snapshot's tree, on rank 0 only; ``plan``: the plan for all ranks, on rank 0 only, or None if
-    one process writes whole leaves.
-    """
+    """The boxes that this rank writes. On rank 0 only, the snapshot's tree and the plan for all
+    ranks, None if one process writes whole leaves."""
 
     attempt: str
     sources: list[Any]
@@ -65,13 +57,8 @@ class Partition:
 
 
 class RankSummary(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's first message.
-
-    ``structure``: the digest of its boxes; ``tree_digest``: the digest of its tree;
-    ``unverified_keys`` and ``unverified_values``: the digests of the keys and of the elements of
-    the leaves that are not declared to be replicated; ``per_rank_nodes``: the nodes of its per-rank
-    values, as JSON; ``known_plans``: the ids of the plans for which it has cached its mask.
-    """
+    """A rank's first message: digests of its boxes, its tree, and the keys and elements of leaves
+    not declared replicated; the nodes of its per-rank values, as JSON; plans whose mask it has."""
 
     structure: bytes
     tree_digest: bytes
@@ -82,12 +69,8 @@ class RankSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DetailRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's reply: the attempt, and the ranks that must send details.
-
-    ``plan_id``: the id of the plan; ``send_masks``: True if rank 0 sends the masks because not
-    every rank has cached its mask; ``local_plan_ranks``, ``tree_ranks``, and ``value_ranks``: the
-    ranks that must send their boxes, their tree, and a digest for each of their unverified leaves.
-    """
+    """Rank 0's reply: the attempt, the plan, whether it will send masks because a rank lacks its
+    own, and which ranks must send their boxes, their tree, and a digest of each unverified leaf."""
 
     attempt: str
     plan_id: bytes
@@ -124,11 +107,8 @@ _PER_RANK_NODES = msgspec.json.Decoder(dict[str, Any])
 def partition_state(
     collective: Collective, group: Group, flat: FlatState, workers: Workers
 ) -> Partition:
-    """Decide together with the other ranks which rank writes which boxes of a state.
-
-    Raises ``PlanError`` if the states of the ranks do not fit together: values, shapes, or elements
-    differ, or boxes overlap or leave gaps.
-    """
+    """Decide with the other ranks which rank writes which boxes. Raises ``PlanError`` if values,
+    shapes, or elements differ, or boxes overlap or leave gaps."""
     if collective.size == 1:
         return _partition_locally(flat, group.rank)
     masks: dict[bytes, Any] = group.cache.setdefault("masks", {})
@@ -475,11 +455,8 @@ NodeVariant = tuple[Any, Ranks]
 
 @dataclass(frozen=True, slots=True)
 class RankNodes:
-    """Nodes that the trees refer to by key, and the keys of lists to merge.
-
-    ``per_rank``: by key, the node of each rank; ``from_first``: by key, the node of the first rank
-    that has one; ``merged_lists``: keys of lists whose length may differ between ranks.
-    """
+    """Nodes by key that the trees refer to, of each rank or the first rank that has one, and the
+    keys of lists whose length may differ between ranks."""
 
     per_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     from_first: Mapping[str, Any] = field(default_factory=dict)
@@ -487,11 +464,8 @@ class RankNodes:
 
 
 def merge_trees(trees: Sequence[NodeVariant], rank_nodes: RankNodes) -> Any:
-    """Merge the trees of all ranks into the tree of the snapshot.
-
-    ``trees`` has each distinct tree with the ranks that have it, and the tree of rank 0 first.
-    Raises ``PlanError`` that names the values that differ and their ranks.
-    """
+    """Merge the distinct trees, with their ranks and that of rank 0 first, into one. Raises
+    ``PlanError``, which names the values that differ and their ranks."""
     merger = _Merger(rank_nodes)
     merged = merger.merge(list(trees), "")
     if merger.differences:
@@ -569,12 +543,8 @@ class _Merger:
 def _has_consistent_keys(
     nodes: Sequence[NodeVariant], merged: Sequence[tuple[Any, Any, str]], key: str
 ) -> bool:
-    """Return True if the members of a dict have consistent keys and distinct names.
-
-    Each member must have the same key on all ranks as in the merged dict. The names in the merged
-    dict must differ: 1 and True are the same name. 1 and "1" are different names, but their keys
-    depend on their positions.
-    """
+    """Return True if each member of a dict has the same key on all ranks as when merged, and
+    another name: 1 and True are one name; 1 and "1" have keys that depend on their positions."""
     expected_keys = {(type(name), name): k for name, _, k in merged}
     return len({name for name, _, _ in merged}) == len(merged) and all(
         expected_keys[type(name), name] == k

@@ -146,12 +146,8 @@ class Pending:
 
 
 class _ExitOnDelete:
-    """An object that ends the process with code 1 when it is deleted.
-
-    It is stored in ``sys``, which the interpreter clears last. An exit from an ``atexit`` handler
-    would prevent the other handlers from running (those that flush logs or end child processes),
-    and Python ignores an exception in an ``atexit`` handler.
-    """
+    """Ends the process with code 1 when deleted: it is in ``sys``, which the interpreter clears
+    last. An exit in ``atexit`` would skip other handlers, and Python ignores an exception there."""
 
     def __del__(self, exit_process: Callable[[int], object] = os._exit) -> None:
         exit_process(1)

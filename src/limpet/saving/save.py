@@ -110,12 +110,8 @@ def finish_in_background(
     after: Callable[[], object] = no_op,
     register: Callable[[Pending | None], object] = no_op,
 ) -> Pending:
-    """Run the second half of a staged save on a background thread. Raises ``CommitError`` if no
-    thread can be started.
-
-    ``register`` gets the save before the thread starts, because an interrupt may prevent this
-    function from returning although the thread runs. It gets None if the save will never begin.
-    """
+    """Run the second half on a thread; ``CommitError`` if none can be started. ``register`` gets
+    the save before, because Ctrl-C may come while the thread runs, or None if it never begins."""
     pending = None
     try:
         staged = None if job.deferred is None else job.deferred.done
@@ -143,14 +139,11 @@ def begin_save(
     base: SnapshotReader | None = None,
     overlap: bool = False,
 ) -> SaveJob:
-    """Run the first half of a save, during which the live state must not change: agree on which
-    rank writes what, and stage if ``stage_now``. Without a ``group``, this process saves alone.
+    """Run the first half of a save, in which the live state must not change: agree on which rank
+    writes what, and stage if ``stage_now``. Without a ``group``, this process saves alone.
 
-    ``base``: a version of the same run; the save refers to the chunks that the base already holds
-    instead of writing them. ``overlap``: leave parameters and optimizer slots, which change only
-    when an optimizer steps, to ``finish_save``; no optimizer may then step before ``deferred.done``
-    of the returned job is set. ``state`` may already be flattened. Both halves end by the
-    deadline of ``location``.
+    ``base``: a version of the run, to whose chunks the save refers. ``overlap``: ``finish_save``
+    stages parameters and optimizer slots, so no optimizer may step before ``deferred.done``.
     """
     started_at = time.perf_counter()
     group = group or Group()
@@ -199,10 +192,8 @@ def begin_save(
 
 
 def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotReader:
-    """Run the second half of a save, which may run in the background: write, gather, and commit.
-
-    Rank 0 calls ``fence`` right before the commit; ``fence`` raises to prevent the commit.
-    """
+    """Run the second half, maybe in the background: write, gather, commit. Rank 0 calls ``fence``
+    right before the commit; it raises to prevent it."""
     location, collective = job.location, job.collective
     with job, collective:
         if job.staging_error is not None:

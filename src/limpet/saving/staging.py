@@ -29,12 +29,11 @@ def stage_pieces(
     upload: MappedUpload | None = None,
     streams: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Copy all pieces into buffers. After this returns, the live state may change.
+    """Copy all pieces into buffers, or with an ``upload`` into its file. Then, the live state may
+    change.
 
-    With an ``upload``, the buffers are the memory of the file itself. The calling thread alone
-    queues the copies from CUDA devices, on ``streams``: that keeps the copy engine busy, and more
-    threads would compete with the training for the GIL. If a copy fails, release all buffers and
-    raise its error.
+    The calling thread alone queues the copies from CUDA, on ``streams``: that keeps the copy engine
+    busy, and more threads would compete with the training for the GIL.
     """
 
     def add_buffer(piece: Piece) -> Buffer:
@@ -70,10 +69,8 @@ def shard_bytes(flat: FlatState, group: Group) -> int:
 
 
 class BufferReservation:
-    """Allocates the buffers that a state needs, on a thread.
-
-    The first touch of new memory takes ten times as long as a copy into it.
-    """
+    """Allocates the buffers for a state on a thread: to touch new memory takes ten times as long as
+    a copy."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -81,10 +78,7 @@ class BufferReservation:
         self._thread: Thread | None = None
 
     def measure(self, state: Any, group: Group) -> None:
-        """Determine how much buffer memory this rank needs for ``state``.
-
-        Raises the errors of ``flatten`` if the state cannot be saved.
-        """
+        """Determine how much buffer memory this rank needs. Raises the errors of ``flatten``."""
         flat = flatten(state, group.rank)
         self._nbytes = 2 * self._pool.buffer_size + shard_bytes(flat, group)
 
@@ -112,11 +106,8 @@ class BufferReservation:
 
 
 class DeferredStaging:
-    """The pieces of a save that a background thread still has to stage, into the memory of
-    ``upload`` if there is one.
-
-    ``done`` is set once the save no longer reads the live state, even if the copy failed.
-    """
+    """The pieces that a background thread still has to stage. ``done`` is set once the save no
+    longer reads the live state, even if the copy failed."""
 
     def __init__(
         self, image: Image, pieces: Sequence[Piece], upload: MappedUpload | None = None
@@ -131,12 +122,8 @@ class DeferredStaging:
             self.release()
 
     def stage(self, workers: Workers) -> list[str]:
-        """Copy the pieces and release the live state.
-
-        Return the keys of the leaves that changed meanwhile; their copies are invalid. Changes are
-        detected by PyTorch's version counters, which miss changes through ``p.data`` and changes
-        that are still in progress.
-        """
+        """Copy the pieces and release the live state. Return the keys of leaves that changed
+        meanwhile, by PyTorch's version counters: they miss ``p.data`` and changes in progress."""
         try:
             if self.done.is_set():
                 return []

@@ -35,11 +35,8 @@ from limpet.types import BLOCK_SIZE
 
 
 def put_local_shard(job: SaveJob) -> MappedUpload | None:
-    """Begin to write this rank's shard if the store is memory, so that it can be staged there.
-
-    None: it is staged into buffers. An incremental save is: it may not need all that it stages.
-    Raises ``StoreError``.
-    """
+    """Begin to write this rank's shard if the store is memory, to stage it there; else None, also
+    if the save is incremental: it may not need all that it stages."""
     rank, size = job.collective.rank, job.collective.size
     if job.base is not None or (rank and not job.image.leaf_boxes):
         return None
@@ -53,11 +50,8 @@ def shard_key(location: Location, name: str) -> str:
 
 
 def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
-    """Write this rank's shard and index, and return the receipt.
-
-    The shard is full, or holds only the chunks that ``base`` lacks. A rank other than rank 0 that
-    has no boxes writes nothing. Raises ``StoreError``, or ``CommitError`` if the state changed.
-    """
+    """Write this rank's shard, or the chunks that ``base`` lacks, and its index. Ranks without
+    boxes, but for rank 0, write nothing. Raises ``CommitError`` if the state changed."""
     location, collective, image = job.location, job.collective, job.image
     rank, pieces, workers = collective.rank, job.pieces, job.workers
     devices = make_device_map(job.devices)
@@ -92,12 +86,8 @@ def write_shard(
     workers: Workers,
     begun: Upload | None = None,
 ) -> list[str]:
-    """Write all pieces, staged or not, in several threads. Return the digest of every chunk of the
-    image once the shard is durable. ``begun``: the upload, if it has begun.
-
-    Raises ``StoreError``, or what ``copy_piece`` raises; then no shard was created, and the pieces
-    that were not yet written keep their buffers.
-    """
+    """Write all pieces, staged or not, in threads; return the digest of every chunk once the shard
+    is durable. If this raises, there is no shard, and unwritten pieces keep their buffers."""
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
     key, head, length = shard_key(location, name), len(image.header), pieces[-1].stop
@@ -142,11 +132,8 @@ def write_shard(
 def group_into_parts(
     pieces: Sequence[Piece], head: int, traits: Traits, most: int
 ) -> list[Sequence[Piece]]:
-    """Return the pieces of each part in which the store uploads them (see ``Store.put``).
-
-    ``most``: the largest number of pieces in a group. A part of more pieces becomes several groups,
-    which the store collects.
-    """
+    """Return the pieces of each part in which the store uploads them (see ``Store.put``). A part of
+    over ``most`` pieces becomes several groups, which the store collects."""
     if not traits.part_size:
         return [[piece] for piece in pieces]
     length = part_length(traits, pieces[-1].stop)
@@ -269,11 +256,8 @@ def digest_chunks(
 
 
 class PackedImage:
-    """An incremental shard to be written: chunks of the complete image, in the order in which the
-    shard holds them. Their digests are known, so the end of the header is the only cut.
-
-    ``pieces``: the pieces of the complete image, staged or not; ``url``: the save, for errors.
-    """
+    """An incremental shard to be written: chunks of the complete image, in the order of the shard.
+    Their digests are known, so the end of the header is the only cut."""
 
     def __init__(self, url: str, layout: IncrementalLayout, pieces: Sequence[Piece]) -> None:
         self._url = url
@@ -285,10 +269,8 @@ class PackedImage:
         self._spare_buffers: list[Buffer] = []
 
     def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
-        """Copy the bytes of a piece of the shard to the start of the buffer.
-
-        Raises ``CommitError`` if the state changed after its digests were computed.
-        """
+        """Copy a piece of the shard to the buffer. ``CommitError``: the state changed after its
+        digests."""
         start, stop = piece.start, piece.stop
         if start < len(self.header):
             buffer.view[: stop - start] = self.header[start:stop]
