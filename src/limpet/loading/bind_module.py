@@ -15,12 +15,8 @@ from limpet.state import modules, sharding, subclasses
 
 
 def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
-    """Bind every member of the module's state dict.
-
-    A member that is not the memory of a parameter or buffer (extra state, a tensor made by a hook,
-    a lazy parameter) is loaded by the module's own code. If the module has custom code for loading,
-    that code runs for every member.
-    """
+    """Bind every member of the module's state dict. The module's code loads what is not the memory
+    of a parameter or buffer (extra state, lazy parameters); custom code loads every member."""
     members = binding.dict_members(module, node, key)
     if members is None:
         return lambda: module
@@ -121,9 +117,8 @@ def _is_dense(value: Any) -> bool:
 
 
 def _has_custom_load(module: Any) -> bool:
-    """Return True if user code runs when the module's state is loaded: hooks, or methods that
-    override those of PyTorch. The overrides in PyTorch's own layers do not count, because they only
-    handle old versions of their state."""
+    """Return True if user code runs when the module is loaded: hooks, or overrides other than those
+    in PyTorch's own layers, which only handle old versions of their state."""
     import torch
 
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(

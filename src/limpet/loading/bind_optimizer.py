@@ -30,12 +30,10 @@ _MIN_DIFFERING_OPTIONS = 2
 
 
 def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
-    """Bind an optimizer's slots and options. The snapshot may also have its ``state_dict()``.
+    """Bind an optimizer's slots and options; the snapshot may also have its ``state_dict()``.
 
-    Slots that do not exist yet (before the first step) are created. If a parameter had no slots
-    when the snapshot was saved, its live slots are removed, so that training continues as if it had
-    never stopped. A parameter that keeps its live value because it has another shape also keeps
-    its live slots, or has none.
+    Missing slots are created, and slots that a parameter did not have yet when it was saved are
+    removed, as if training had never stopped. A parameter of another shape keeps its live slots.
     """
     if node is ABSENT:
         if binding.selected(key) or binding.selected(f"{key}/state"):
@@ -171,13 +169,8 @@ def is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
 def _note_other_class(
     binding: Binding, optimizer: Any, node: Any, groups_key: str, key: str
 ) -> bool:
-    """If an optimizer of another class was saved, record a difference of kind and return True.
-
-    A snapshot does not store the class. For most pairs of classes, each class has several options
-    that the other lacks. (This fails if one class has only additional options, such as Adam and
-    RAdam.) Between two versions of PyTorch, by contrast, options are only added, and one may be
-    renamed.
-    """
+    """If another class was saved, record a difference and return True. The class is not stored, but
+    most classes have several options that the other lacks; PyTorch's releases only add some."""
     saved = {option for group in node["list"] for option in group["dict"]}
     live = {option for group in optimizer.param_groups for option in group}
     saved_only = sorted(option for option in saved - live if not _is_added_later(option))
@@ -249,9 +242,8 @@ def _bind_groups(
 
 
 def _is_added_later(option: str) -> bool:
-    """Return True for an option that is added to the groups after the optimizer is created: by a
-    scheduler, which may be created after the load, or by the optimizer in its first step (those of
-    timm and apex count their steps in the groups)."""
+    """Return True for an option that a scheduler, which may be created after the load, or the first
+    step (of timm and apex) adds to the groups."""
     names = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "step")
     return option.startswith("initial_") or option in names
 
@@ -284,12 +276,8 @@ def _numbers(group: Any) -> list[int] | None:
 def _name_parameters(
     binding: Binding, optimizer: Any, grouped: Sequence[Sequence[str]], members: Members, key: str
 ) -> Members | None:
-    """Return the members in the form in which Limpet saves an optimizer: with the names of the
-    live parameters at the same positions of the groups.
-
-    Record a difference, and return None, if the live groups have other parameters: another number
-    of them, or other names where both sides record them.
-    """
+    """Return the members in Limpet's form, with the names of the live parameters at the same
+    positions. If the groups have others, by number or name, record a difference and return None."""
     (state, state_key), (groups, groups_key) = members["state"], members["param_groups"]
     # the nodes of leaves name the keys of their bytes, because the names are in other keys
     state, groups = rename(state, {}, state_key), rename(groups, {}, groups_key)
@@ -341,9 +329,7 @@ def _note_misfits(
     binding: Binding, optimizer: Any, parameter: Any, name: str, slots: Any, key: str
 ) -> bool:
     """If slots do not fit the live parameter at their position, record differences and return True.
-
-    A slot has the shape of its live slot, or of its parameter, or one element.
-    """
+    A slot has the shape of its live slot or its parameter, or one element."""
     live_slots = optimizer.state.get(parameter) or {}
     misfits = {}
     for slot, child, k in tree.children(slots, key):

@@ -23,12 +23,8 @@ _INDEPENDENT_OF_SLOTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoadedOptions:
-    """The options of a group after a load.
-
-    ``values``: the saved ones where they are loaded, else the live ones; ``change_slots``: whether
-    an option is loaded that may decide which slots the optimizer has, and of which shape and dtype.
-    Then, the saved slots are those that fit.
-    """
+    """The options of a group after a load. ``change_slots``: one of them may decide which slots the
+    optimizer has, of which shape and dtype: then, the saved slots are those that fit."""
 
     values: Mapping[str, Any]
     change_slots: bool
@@ -71,9 +67,8 @@ class SlotOwner:
         return self.optimizer.state.get(self.parameter) or {}
 
     def device_of(self, slot: str) -> Any:
-        """Return the device on which PyTorch keeps a slot: that of its parameter, or the CPU for a
-        step counter unless the optimizer is capturable or fused (see ``load_state_dict`` in
-        torch/optim/optimizer.py)."""
+        """Return the device where PyTorch keeps a slot: its parameter's, or the CPU for a step
+        counter unless capturable or fused (``load_state_dict`` in torch/optim/optimizer.py)."""
         options = self.options.values
         is_on_cpu = slot == "step" and not (options.get("capturable") or options.get("fused"))
         return "cpu" if is_on_cpu else self.parameter.device
@@ -82,13 +77,11 @@ class SlotOwner:
 def bind_slots(
     binding: Binding, owner: SlotOwner, node: Any, key: str, is_exact: bool
 ) -> dict[str, Finalize] | None:
-    """Bind the saved slots of a parameter. Return None if it keeps its live slots, because one of
-    them has another shape.
+    """Bind the saved slots of a parameter, in place of the live ones if ``is_exact``, else added to
+    them. Return None if it keeps its live slots, because one of them has another shape.
 
-    ``is_exact``: whether the saved slots replace the live ones, rather than being added to them.
-    The live slots show what the next step expects, so the saved ones are compared with them, unless
-    an option is loaded that may change the slots. An optimizer that has not stepped has no slots to
-    compare with.
+    The live slots show what the next step expects, so the saved ones are compared with them, if
+    there are any, unless an option is loaded that may change the slots.
     """
     live, saved = owner.live_slots, tree.children(node, key)
     selected = [(slot, child, k) for slot, child, k in saved if binding.selected(k)]
@@ -137,12 +130,8 @@ def _find_resized(
 
 
 def _note_other_kind(binding: Binding, live: Any, node: Any, key: str) -> bool:
-    """If one side is a tensor and the other is not, record a difference and return True.
-
-    None stands for a slot that the optimizer has not created yet. A number may stand for a tensor
-    of one element, and the reverse: early versions of PyTorch had such counters, and L-BFGS keeps
-    either.
-    """
+    """If only one side is a tensor, record a difference and return True. None is a slot not created
+    yet; a number may be a tensor of one element (early PyTorch, L-BFGS), and the reverse."""
     if live is None or node is None or tag_of(node) in tree.PART_TAGS:
         return False
     source = binding.leaf_source(node, key, "tensor")
@@ -217,12 +206,8 @@ def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:
 def _converted_dtype(
     binding: Binding, owner: SlotOwner, stored: str, shape: tuple[int, ...]
 ) -> str | None:
-    """Return the dtype to which a new slot is converted, if ``cast=True`` converts its parameter.
-
-    Only a slot that was saved in the dtype of its parameter is converted with it, as PyTorch's
-    ``load_state_dict`` does. Numbers, such as step counters, and slots that were kept in a higher
-    precision on purpose keep their dtypes.
-    """
+    """Return the dtype to which ``cast=True`` converts a new slot with its parameter: if it was
+    saved in the parameter's dtype, as PyTorch does. Numbers and higher precision keep theirs."""
     if not binding.cast or not shape or binding.saved_dtypes.get(owner.saved_name) != stored:
         return None
     live = dtype_name(owner.parameter.dtype)
@@ -232,12 +217,8 @@ def _converted_dtype(
 def _empty_slot_like(
     binding: Binding, parameter: Any, dtype: str, shape: tuple[int, ...], key: str
 ) -> Any:
-    """Allocate a slot that does not exist yet, distributed over the ranks like its parameter.
-
-    Return None if the parameter is not distributed, or if the slot has one element. Also return
-    None, and record a difference, for a slot of another shape, because only the optimizer knows how
-    to distribute it.
-    """
+    """Allocate a slot, distributed like its parameter. None: the parameter is not, the slot has one
+    element, or (a difference) another shape, which only the optimizer knows how to distribute."""
     if not sharding.is_distributed_tensor(parameter):
         return None
     if shape == tuple(parameter.shape):

@@ -25,13 +25,8 @@ _VERSION_DEPENDENT = frozenset({"verbose", "default_min_lr"})
 
 
 def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    """Bind an object by its ``load_state_dict``, which is called after the bytes are read.
-
-    The keys of the saved state are compared with those of the live ``state_dict()``. If the object
-    has ``check_state_dict``, it compares them itself. If the saved state then consists of plain
-    values, that method is called now, so that the object can reject the state before anything
-    changes.
-    """
+    """Bind an object by ``load_state_dict``, called after the bytes are read. Its keys are compared
+    with the live ones, or ``check_state_dict`` is called: now if they are plain, before changes."""
     if node is ABSENT:
         binding.note_missing(key)
         if binding.selected(key):
@@ -141,11 +136,8 @@ def _compare_lists(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
 
 
 def _is_field(name: Any) -> bool:
-    """Return True for a key that every state of one class has, so that it is compared.
-
-    A name that begins with an underscore is internal: objects add and remove such attributes as
-    they work, and so do releases of a library.
-    """
+    """Return True for a key that every state of one class has. One that begins with an underscore
+    is internal: objects, and releases of a library, add and remove such attributes."""
     is_internal = _is_item(name) or name in _VERSION_DEPENDENT or name.startswith("_")
     return not is_internal or name == _INNER_SCHEDULERS
 

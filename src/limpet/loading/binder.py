@@ -1,9 +1,8 @@
 """Binding: find the target of each leaf, in the live objects or in fresh memory.
 
-Binding compares a snapshot's tree with the live state, collects every difference, and chooses a
-target for each leaf. Nothing in the live state changes before all differences are known. Each
-binding returns a ``Finalize`` function that sets values and calls ``load_state_dict`` after the
-bytes are read.
+It compares a snapshot's tree with the live state and collects every difference, before anything in
+the live state changes. Each binding returns a ``Finalize`` function that sets values and calls
+``load_state_dict`` after the bytes are read.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ _Bind = Callable[[Binding, Any, Any, str], Finalize]
 
 
 def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    """Bind a live value to a node of the snapshot's tree.
-
-    Returns a function to call after the bytes are read, which returns the value for the live state:
-    the live object itself, if it could be filled in place.
-    """
+    """Bind a live value to a node. Returns a function to call after the bytes are read, which
+    returns the value for the live state: the live object, if it could be filled in place."""
     # tensors first: there are many of them, and attribute lookups on tensors are slow
     if binding.torch is not None and isinstance(value, binding.torch.Tensor):
         return _bind_leaf(binding, _bind_tensor, value, node, key)
@@ -230,12 +226,8 @@ def _bind_wrapped(
 
 
 def _bind_per_rank(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    """Bind this rank's own saved value.
-
-    If the snapshot has no value of this rank, the rank keeps its current value. If the value has a
-    ``derive`` method, the rank instead loads the value of the lowest saved rank and derives its own
-    value from it.
-    """
+    """Bind this rank's own saved value. Without one, it keeps its value or, if that has ``derive``,
+    derives one from that of the lowest saved rank."""
     saved = _nodes_by_rank(binding, node, key)
     if not saved:
         return bind_stateful(binding, value, ABSENT, key)

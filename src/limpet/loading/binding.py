@@ -62,13 +62,8 @@ STATE_INVALID = (
 
 @dataclass
 class Binding:
-    """One binding of a live state to the nodes of a snapshot's tree, and the differences between
-    the two.
-
-    ``resized``: the leaves that have another shape than the live value on any rank, with both
-    shapes, if an earlier binding has found them. They and the slots of these parameters keep their
-    live values. ``resized_ids``: the same for parameters of this rank, by ``id``.
-    """
+    """One binding of a live state to a snapshot's tree. ``resized``: leaves of another shape on any
+    rank, with both shapes; they and the slots of these parameters keep their live values."""
 
     targets: LoadTargets
     selected: KeyFilter
@@ -189,11 +184,8 @@ class Binding:
             )
 
     def bind_subclass(self, value: Any, node: Any, key: str) -> Finalize:
-        """Bind a live tensor and a node, of which at least one is of another class than ``Tensor``.
-
-        The names of the class and of the inner tensors, the dtype, the shape, and the context must
-        be those that were saved. No class is looked up by its name.
-        """
+        """Bind a live tensor and a node, one or both of a subclass: its name, inner tensors, dtype,
+        shape, and context must be the saved ones. No class is looked up by its name."""
         if tag_of(node) != "subclass" or not subclasses.is_subclass(value):
             saved = node["subclass"]["class"] if tag_of(node) == "subclass" else tag_of(node)
             self.differences.kinds[key] = f"{saved}, live {subclasses.class_name(value)}"
@@ -257,10 +249,8 @@ class Binding:
                 self.differences.shapes[key] = f"{SLOT_OF} {shapes}"
 
     def resized_parameter(self, parameter: Any, name: str | None) -> str | None:
-        """Return both shapes of a parameter if it has another shape than its leaf, else None.
-
-        ``name``: its qualified name. A parameter that is in no module is found by its ``id``.
-        """
+        """Return both shapes of a parameter if they differ. One in no module is found by its
+        ``id``."""
         if not (self.resized or self.resized_ids):
             return None
         return self._resized_names.get(name) or self.resized_ids.get(id(parameter))

@@ -35,48 +35,27 @@ another shape."""
 
 @dataclass(slots=True)
 class Differences:
-    """The differences between a snapshot and the live state into which it is loaded.
+    """The differences between a snapshot and the live state into which it is loaded."""
 
-    ``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
-    snapshot that the live state lacks; ``shapes``, ``dtypes`` (which can be converted), and
-    ``kinds``: a description of both sides, by key; ``resized``: like ``shapes``, but also of keys
-    that are not loaded, and without the slots of an optimizer; ``casts``: both dtypes of the leaves
-    that are converted; ``ranks``: the ranks whose states differ, or an empty list if all do. The
-    error that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``,
-    ``misfits`` for the rest, and ``mismatched`` and ``dtypes`` for those of the rest that only have
-    another shape or dtype. ``objects``: the keys of the objects with a ``load_state_dict`` of their
-    own whose state has missing or unexpected keys; ``options``: those of the live optimizers that
-    the snapshot lacks, which is not an error; ``modules``: the keys of the live modules;
-    ``absent``: those of the optimizers and other objects that the snapshot lacks as a whole.
-
-    ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
-    it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
-    not an error, but ``describe_reassigned`` describes it.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # the snapshot lacks them
+    unexpected: list[str] = field(default_factory=list)  # the live state lacks them
     shapes: dict[str, str] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)  # they can be converted
     kinds: dict[str, str] = field(default_factory=dict)
-    resized: dict[str, str] = field(default_factory=dict)
-    casts: dict[str, str] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
-    options: list[str] = field(default_factory=list)
+    resized: dict[str, str] = field(default_factory=dict)  # shapes, also if not loaded; no slots
+    casts: dict[str, str] = field(default_factory=dict)  # both dtypes of what is converted
+    objects: list[str] = field(default_factory=list)  # that have missing or unexpected keys
+    options: list[str] = field(default_factory=list)  # of live optimizers; no error
     modules: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    saved_ranks: dict[str, list[int]] = field(default_factory=dict)
-    loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)  # objects that it lacks as a whole
+    ranks: list[int] = field(default_factory=list)  # whose states differ; empty: all
+    saved_ranks: dict[str, list[int]] = field(default_factory=dict)  # of per-rank values
+    loaded_ranks: dict[str, list[int]] = field(default_factory=dict)  # combined: those that differ
 
     def combine_ranks(self, collective: Collective) -> None:
-        """Replace these differences with those of all ranks, so that either all ranks raise the
-        same error or none raises, before any rank reads.
-
-        A key is unexpected only if no rank expects it: with pipeline stages, a layer that one rank
-        lacks belongs to another. A key is missing, or has a different shape, dtype, or kind, if it
-        does on any rank; ``ranks`` lists those ranks.
-        """
+        """Replace these with those of all ranks, so that all raise the same error, before any
+        reads. A key is unexpected only if no rank expects it, as a layer of another pipeline
+        stage."""
         if collective.size == 1:
             if self.saved_ranks:
                 self._keep_reassigned([(self, [collective.rank])])
@@ -147,11 +126,8 @@ class Differences:
         unexpected: bool = True,
         mismatched: bool = True,
     ) -> None:
-        """Raise one error that lists all differences, of the narrowest class that fits them.
-
-        ``node``: the snapshot's tree; ``selected``: a filter for the leaves to load; ``missing``,
-        ``unexpected``, and ``mismatched`` (other shapes): False if such keys are not errors.
-        """
+        """Raise one error of the narrowest class that lists all differences, except kinds that are
+        False. ``node``: the snapshot's tree."""
         lacking, surplus = self.missing * missing, self.unexpected * unexpected
         shapes = self.shapes if mismatched else {}
         others = self.dtypes | self.kinds
@@ -243,11 +219,8 @@ def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
 
 
 def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
-    """Fold keys that one side lacks into as few keys as possible.
-
-    ``present``: the keys that this side has. If it has no key below some level, that level replaces
-    all keys below it. Return each key or level with the number of leaves that it represents.
-    """
+    """Return keys that one side lacks, with the number of leaves of each: a level below which
+    ``present``, what it has, has no key replaces all keys below it."""
     present_levels = {level for key in present for level in key_prefixes(key)}
     below: dict[str, list[str]] = {}
     for key in keys:
@@ -257,11 +230,8 @@ def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, in
 
 
 def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
-    """Return a value for ``keys=`` that selects everything except the surplus.
-
-    Return an empty string if nothing or too much would have to be selected, or if the surplus is a
-    part of a model rather than a member of the state.
-    """
+    """Return a value for ``keys=`` without the surplus, or "" if nothing or too much would have to
+    be selected, or the surplus is a part of a model."""
     unexpected = set(surplus)
     common = [key for key in saved if key not in unexpected] if surplus else []
     selected, excluded = fold_keys(common, surplus), fold_keys(surplus, common)
@@ -423,13 +393,8 @@ of a wrapper are shown."""
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How keys of a snapshot match keys of a live state that have other names.
-
-    ``rename``: the renames, as an expression in Python, or an empty string; ``lacking``,
-    ``surplus``: the missing and the unexpected keys that still have no counterpart; ``unloaded``:
-    the keys of the modules of which the snapshot would then load nothing, although it has values
-    below these keys.
-    """
+    """How keys of a snapshot match live keys of other names. ``rename``: Python code or "";
+    ``lacking``, ``surplus``: without counterpart; ``unloaded``: modules that would load nothing."""
 
     rename: str = ""
     lacking: Sequence[str] = ()
@@ -446,11 +411,8 @@ class Match:
         modules: Sequence[str] = (),
         objects: Sequence[str] = (),
     ) -> Self:
-        """Match the keys that the snapshot lacks with those that the live state lacks.
-
-        ``saved``: all keys of the snapshot; ``modules``: the keys of the live modules; ``objects``:
-        the keys of optimizers and other objects that the snapshot lacks as a whole.
-        """
+        """Match missing with unexpected keys. ``saved``: all keys of the snapshot; ``objects``:
+        optimizers and other objects that it lacks as a whole."""
         common = _levels({*saved}.difference(surplus))
         live, old = ([k for k in keys if not is_slot_key(k)] for keys in (lacking, surplus))
         renames = _unwrap(live, old) or _match_parts(live, old)

@@ -43,11 +43,8 @@ def load_snapshot(
     leniency: Leniency = STRICT,
     group: Group | None = None,
 ) -> Any:
-    """Load an open snapshot, as ``limpet.load`` does, which is in ``run/address.py``. Return the
-    loaded state, or the ``LoadReport`` of a load ``into`` a live state.
-
-    Without a ``group``, this process loads alone.
-    """
+    """Load an open snapshot as ``limpet.load`` does; return the state, or the ``LoadReport`` of a
+    load ``into`` a live state. Without a ``group``, this process loads alone."""
     group = Group() if group is None or into is None else group
     limit = snapshot.location.deadline
     collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)
@@ -124,12 +121,8 @@ def _bind(
     leniency: Leniency,
     collective: Collective,
 ) -> tuple[Finalize, LoadReport | None, str]:
-    """Give every requested leaf a target, live or fresh, without changing the live state.
-
-    Return a function that returns the loaded state after the bytes are read, what that load does to
-    a live state, and a description of the per-rank values that other ranks load than saved them.
-    Raises ``PlanError``.
-    """
+    """Give every requested leaf a target; the live state stays. Return what finishes the load, its
+    report, and a description of per-rank values that other ranks load than saved them."""
     snapshot, selected = targets.snapshot, make_key_filter(keys)
     tree = snapshot.manifest.tree
     if leniency.rename:
