@@ -42,12 +42,8 @@ _WRAPPER_LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mod
 
 @dataclass(slots=True)
 class ArrangedState:
-    """A state to save.
-
-    ``members``: by the name in the checkpoint, the names of members that have another name now.
-    ``renamed``: the paths of the dicts from whose names wrapper prefixes were removed.
-    ``converted``: the paths of the optimizers whose state is now keyed by parameter name.
-    """
+    """A state to save. ``members``: new names of members, by those in the checkpoint; ``renamed``
+    and ``converted``: paths of dicts without prefixes, and of optimizers now keyed by name."""
 
     state: dict[Any, Any]
     members: dict[str, str] = field(default_factory=dict)
@@ -56,10 +52,8 @@ class ArrangedState:
 
 
 def step_from_name(name: str) -> int | None:
-    """Return the step in the name of a file or folder; None if there is none, or more than one.
-
-    Examples: ``step_1000``, ``checkpoint-1000``, ``global_step1000``, ``epoch=3-step=1000.ckpt``.
-    """
+    """Return the one step in the name of a file or folder, else None: ``step_1000``,
+    ``checkpoint-1000``, ``global_step1000``, ``epoch=3-step=1000.ckpt``."""
     steps = {int(m[1]) for m in _STEP_PATTERN.finditer(name)}
     return steps.pop() if len(steps) == 1 else None
 
@@ -80,19 +74,12 @@ def step_from_state(value: Any) -> int | None:
 def arrange_state(
     value: Any, root_key: str | None, *, kind: str = "torch", keep_names: bool = False
 ) -> ArrangedState:
-    """Return the state for a value that was read from a foreign checkpoint of a kind (see
-    ``ForeignCheckpoint``).
+    """Return the state for a value from a foreign checkpoint of a kind (see ``ForeignCheckpoint``).
 
-    A dict of dicts, such as ``{"model": ..., "optimizer": ...}``, is kept. Its members
-    ``model_state_dict`` and ``model_state`` become ``model``, and so do those of other names; the
-    members of Lightning get the names in the docstring of this module. A bare
-    ``optimizer.state_dict()`` is stored under ``optimizer``, and anything else, such as
-    ``model.state_dict()``, under ``model``. If ``root_key`` is given, any value is stored under
-    that key. Prefixes of wrappers (DDP, ``torch.compile``, FSDP) are removed from the names in
-    state dicts of modules, because Limpet saves names without them. ``keep_names=True`` keeps all
-    names. Optimizer state that names its parameters is converted to Limpet's form, which is keyed
-    by qualified parameter name. Other optimizer state keeps its numbers: a load into an optimizer
-    assigns them in order.
+    A dict of dicts is kept, with members renamed as in this module's docstring. A bare state of an
+    optimizer goes under ``optimizer``, anything else under ``model``, and all under a given
+    ``root_key``. Wrapper prefixes are removed, unless ``keep_names``. Optimizer state that names
+    its parameters is keyed by them; other keeps its numbers, which a load assigns in order.
     """
     is_optimizer = _is_optimizer_state_dict(value)
     is_bare = is_optimizer or not isinstance(value, dict) or is_module_state_dict(value)
@@ -173,11 +160,8 @@ def _unwrap_state(value: Any, path: str, renamed: list[str], depth: int = 0) -> 
 
 
 def unwrap_names(names: Sequence[str]) -> list[str]:
-    """Return the names of a state dict without wrapper prefixes.
-
-    ``module.``, the prefix of ``DistributedDataParallel`` and ``DataParallel``, is removed only if
-    all names begin with it.
-    """
+    """Return the names without wrapper prefixes; ``module.`` (DDP, ``DataParallel``) only if all
+    names begin with it."""
     start = len("module.") if all(n.startswith("module.") for n in names) else 0
     return [_remove_wrapper_levels(n[start:]) for n in names]
 
@@ -196,10 +180,8 @@ def _remove_wrapper_levels(name: str) -> str:
 
 
 def _convert_optimizers(arranged: ArrangedState) -> None:
-    """Key every optimizer at the top level of the state by qualified parameter name.
-
-    This is possible if the names are known and exactly one module has all of them.
-    """
+    """Key every optimizer at the top level by parameter name, if exactly one module has all
+    names."""
     modules = {
         k: v for k, v in arranged.state.items() if type(k) is str and is_module_state_dict(v) and v
     }
@@ -216,15 +198,8 @@ def _convert_optimizers(arranged: ArrangedState) -> None:
 
 
 def _convert_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert ``optimizer.state_dict()`` to the form in which Limpet saves optimizers.
-
-    Returns None if the value is not an optimizer state, or does not name its parameters.
-
-    PyTorch numbers parameters in the order of ``model.parameters()``, which a checkpoint does not
-    record. However, since PyTorch 2.6 an optimizer created from ``named_parameters()`` keeps
-    ``param_names``, and ``get_optimizer_state_dict`` of torch.distributed uses names instead of
-    numbers.
-    """
+    """Convert ``optimizer.state_dict()`` to Limpet's form, or return None without names: as PyTorch
+    2.6 keeps ``param_names``, and ``get_optimizer_state_dict`` of torch.distributed uses names."""
     if not _is_optimizer_state_dict(value):
         return None
     groups, state = value["param_groups"], value.get("state", {})

@@ -1,14 +1,9 @@
 """Copy a snapshot to another location, and check every digest on the way.
 
-A full snapshot is copied byte for byte. An incremental snapshot becomes a full one. The attempt of
-its copy is derived from the digest of its manifest, so that all copies of it are identical, byte
-for byte.
-
-The files are written in the order of a save: shards, then their indexes, then the manifest. A copy
-never removes a file. If a copy fails, its files are orphans for ``sweep`` until the copy is
-repeated, which checks and uses them. For the same reason, two concurrent copies to one location do
-not harm each other. A deletion may have decided to delete files with the names of this copy, so a
-copy begins only while no process deletes files of the version (see ``run/sweep.py``).
+An incremental snapshot becomes a full one, whose attempt is derived from the manifest's digest, so
+that all copies are identical. A copy writes files in the order of a save, and never removes one.
+After a failure, its files are orphans for ``sweep``, or a repeated copy checks and uses them. It
+begins only while no process deletes files of the version (see ``run/sweep.py``).
 """
 
 from __future__ import annotations
@@ -55,14 +50,8 @@ average, a part is half full, so this is twice of what they need."""
 def copy_snapshot(
     snapshot: SnapshotReader, location: Location, advance: Advance = no_op
 ) -> SnapshotReader:
-    """Copy ``snapshot`` to ``location``, and return the copy once it is committed.
-
-    The copy uses at most 256 MiB of memory. ``advance(nbytes)`` is called from several threads as
-    bytes are written. Raises ``AlreadyExists`` if ``location`` holds a snapshot, ``FormatError`` if
-    ``snapshot`` is damaged, ``Unavailable`` if a process is deleting files of ``location``,
-    ``CommitError`` if files of the copy disappear, and ``StoreError``. If it raises, nothing was
-    committed.
-    """
+    """Copy ``snapshot``, in at most 256 MiB of memory; return the copy once it is committed.
+    ``advance(nbytes)`` is called from several threads. If this raises, nothing was committed."""
     raise_if_exists(location)
     with snapshot.not_found_if_deleted():
         return _copy(snapshot, location, advance)
@@ -109,12 +98,8 @@ def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> Sna
 def copy_shards(
     source: Location, location: Location, shards: Sequence[Shard], advance: Advance = no_op
 ) -> None:
-    """Copy some shards of a full snapshot with their indexes, and commit nothing.
-
-    Every byte is checked. What the destination has already is not written again. ``advance`` is
-    called from several threads with the number of bytes. Raises
-    ``FormatError`` if a shard is damaged, ``AlreadyExists``, and ``StoreError``.
-    """
+    """Copy some shards of a full snapshot with their indexes, and commit nothing. Every byte is
+    checked, and what the destination has already is not written again."""
     for shard in shards:
         raw = source.store.get(source.file_key(shard.index_path), MAX_MANIFEST)
         index = parse_index(source, shard, raw)
@@ -133,10 +118,8 @@ def _put_index(location: Location, shard_copy: _ShardCopy) -> None:
 
 
 def _require_files(copy: SnapshotReader) -> None:
-    """Read the indexes back, and check the lengths of the shards, before the copy is committed.
-
-    Raises ``CommitError``, not the ``FormatError`` of a damaged source.
-    """
+    """Read the indexes back, and check the lengths of the shards, before the commit. Raises
+    ``CommitError``, not the ``FormatError`` of a damaged source."""
     try:
         copy.read_indexes()
     except FormatError as e:
@@ -150,11 +133,8 @@ def _require_files(copy: SnapshotReader) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShardCopy:
-    """A shard as the copy will have it.
-
-    ``shard``: its entry in the manifest; ``index`` and ``index_bytes``: its index, decoded and
-    encoded; ``new_header``: its header, if the header differs from the source's.
-    """
+    """A shard as the copy will have it: its entry in the manifest, its index, decoded and encoded,
+    and its header, if that differs from the source's."""
 
     shard: Shard
     index: ShardIndex
@@ -220,11 +200,8 @@ def _copy_shard(
     shard_copy: _ShardCopy,
     advance: Advance,
 ) -> None:
-    """Copy a shard. If the destination already has the file, check it instead.
-
-    ``index``: the index of the source shard. Raises ``AlreadyExists`` if the file is not a copy of
-    the shard.
-    """
+    """Copy a shard, with the ``index`` of its source, or check the file that the destination
+    has."""
     if _is_copied(location, shard_copy.index, advance):
         return
     try:
@@ -235,10 +212,8 @@ def _copy_shard(
 
 
 def _is_copied(location: Location, index: ShardIndex, advance: Advance) -> bool:
-    """Return whether the destination has a shard, after checking all of it.
-
-    Raises ``AlreadyExists`` if the file is not the shard of ``index``.
-    """
+    """Return whether the destination has a shard, after checking all of it. ``AlreadyExists``: it
+    is another file."""
     key = location.file_key(index.path)
     try:
         length = location.store.stat(key).length

@@ -124,12 +124,8 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class PreparedExport:
-    """An export that can be written into the folder ``location``.
-
-    ``root``: the key below which everything is exported. ``files``: those to write in ``hf`` and
-    ``safetensors``; ``torch``: the name of the file, and the state in memory. ``tensors``,
-    ``nbytes``, and ``left_out``: as in ``ExportResult``.
-    """
+    """An export that can be written into ``location``: ``files`` of ``hf`` and ``safetensors``, or
+    the file and the state in memory for ``torch``. All of it is below the key ``root``."""
 
     snapshot: SnapshotReader
     location: Location
@@ -151,11 +147,8 @@ class PreparedExport:
         return self.names[-1] + RECORD_SUFFIX
 
     def write(self, advance: Advance = no_op) -> ExportResult:
-        """Write the files. If this raises, none of them remains.
-
-        ``advance(nbytes)`` is called from several threads as bytes of tensors are written. Raises
-        ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, and ``StoreError``.
-        """
+        """Write the files; if this raises, none remains. ``advance(nbytes)`` is called from several
+        threads."""
         location, origin = self.location, _origin(self.snapshot)
         refuse_existing(self)
         written: dict[str, ExportedFile] = {}
@@ -228,11 +221,8 @@ def prepare_export(
     keys: Sequence[str] = (),
     max_shard_size: float = MAX_SHARD_SIZE,
 ) -> PreparedExport:
-    """Check and plan an export, as ``export`` does, before anything is written.
-
-    Raises ``MissingLeaf`` if nothing is selected, and ``Unsupported``, which names everything that
-    the format cannot represent.
-    """
+    """Check and plan an export before anything is written. Raises ``MissingLeaf`` if nothing is
+    selected, and ``Unsupported``, which names everything that the format cannot represent."""
     if to not in SUFFIXES:
         raise LimpetError(
             "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
@@ -286,10 +276,7 @@ def prepare_export(
 
 
 def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
-    """Return the folder to export to, and the name of the file if ``to`` names one (else None).
-
-    Raises ``StoreError``.
-    """
+    """Return the folder to export to, and the name of the file if ``to`` names one, else None."""
     folder, slash, last = to.rpartition("/")
     name = None
     if last.endswith(SUFFIXES[kind]) and not folder.endswith(":/"):  # s3://BUCKET.pt is a bucket
@@ -380,10 +367,8 @@ def _find_container(snapshot: SnapshotReader, root: str) -> Any:
 
 
 def _averaged_model_prefix(node: Any, root: str) -> str:
-    """Return ``module.`` if the members of ``node`` are those of an ``AveragedModel``, else "".
-
-    Such a model has its count, ``n_averaged``, next to the averaged model, its member ``module``.
-    """
+    """Return ``module.`` if ``node`` is an ``AveragedModel``, which has ``n_averaged`` next to its
+    member ``module``, else ""."""
     is_dict = not {"dict", "ordered", "items"}.isdisjoint(node)
     names = {str(name) for name, _, _ in tree.children(node, root)} if is_dict else set()
     others = names - {_AVERAGED_COUNT}
@@ -493,10 +478,8 @@ def _nothing_selected_error(snapshot: SnapshotReader, root: str) -> MissingLeaf:
 
 
 def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """Plan a safetensors file. Larger elements come first, so that all tensors are aligned.
-
-    Raises ``Unsupported`` if there are so many tensors that the library would refuse the header.
-    """
+    """Plan a safetensors file, with larger elements first, so that all tensors are aligned. Raises
+    ``Unsupported`` if the library would refuse the header."""
     ordered = sorted(tensors, key=lambda t: (-DTYPES[t.dtype].itemsize, t.name))
     rows, at = [], 0
     for tensor in ordered:
@@ -528,10 +511,8 @@ def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: float) -> lis
 def _split_into_files(
     tensors: Sequence[OutputTensor], max_shard_size: float
 ) -> Iterator[list[OutputTensor]]:
-    """Split tensors into files, in the order of the state, as ``huggingface_hub`` does.
-
-    A tensor that is larger than ``max_shard_size`` gets its own file.
-    """
+    """Split tensors into files in the order of the state, as ``huggingface_hub`` does. A tensor of
+    more than ``max_shard_size`` gets its own file."""
     shard: list[OutputTensor] = []
     used = 0
     for tensor in tensors:
@@ -551,10 +532,7 @@ def write_files(
     snapshot: SnapshotReader, files: Sequence[OutputFile], location: Location, advance: Advance
 ) -> Iterator[tuple[str, ExportedFile]]:
     """Write the files, and yield each with its name: in ascending order if a store uploads parts or
-    only appends. (A tile takes parts of many leaves, see ``windows.py``.)
-
-    Raises ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, and ``StoreError``.
-    """
+    only appends. (A tile takes parts of many leaves, see ``windows.py``.)"""
     store = location.store
     with snapshot.not_found_if_deleted():
         locations = locate_leaves(snapshot)

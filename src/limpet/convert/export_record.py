@@ -68,11 +68,8 @@ class ExportCheck:
 
 
 def check_export(path: str | Location, advance: Advance = no_op) -> list[ExportCheck]:
-    """Compare the exported files at a path or URL of a file or a folder with their records.
-
-    The result is empty if no record there lists a file. ``advance(nbytes)`` is called from several
-    threads as bytes are read. Raises ``NotFound`` and ``StoreError``.
-    """
+    """Compare the exported files at a path or URL of a file or folder with their records: an empty
+    result if no record lists one. ``advance(nbytes)`` is called from several threads."""
     folder, only = _find_folder(path)
     checks, damaged = [], []
     for name in _record_names(folder, only):

@@ -26,11 +26,8 @@ _PLAIN_TYPES = frozenset({type(None), str, bool, int, float, complex, bytes, byt
 
 @dataclass(slots=True)
 class TorchState:
-    """A state converted to what ``torch.load(weights_only=True)`` reads.
-
-    ``value``: the converted state. ``refused``: by key, the values that cannot be written, each
-    with a description. ``tensors``: the bytes of each tensor, by the address of its memory.
-    """
+    """A state for ``torch.load(weights_only=True)``. ``refused``: what cannot be written, described
+    by key; ``tensors``: the bytes of each tensor, by the address of its memory."""
 
     value: Any = None
     refused: dict[str, str] = field(default_factory=dict)
@@ -38,11 +35,8 @@ class TorchState:
 
 
 def convert_state(value: Any, key: str, prefix: str = "") -> TorchState:
-    """Convert a loaded state, or the part of it at ``key``.
-
-    Arrays become tensors, and optimizers what ``optimizer.load_state_dict`` accepts. ``prefix``: of
-    the names of an averaged model, which is removed. Raises ``LimpetError`` without torch.
-    """
+    """Convert a loaded state, or the part of it at ``key``: arrays to tensors, and optimizers to
+    what ``load_state_dict`` accepts. ``prefix``: of an averaged model's names, which is removed."""
     state = TorchState()
     state.value = _convert(value, key, state)
     if prefix:
@@ -168,11 +162,8 @@ def require_torch() -> None:
 
 
 class _Sink:
-    """The file that ``torch.save`` writes to: counts the bytes, and passes them on in pieces.
-
-    ``error``: what writing has raised. It is raised after ``torch.save``, whose writer would
-    replace it by an error of its own.
-    """
+    """The file that ``torch.save`` writes to. ``error``: what writing has raised, to be raised
+    after ``torch.save``, whose writer would replace it by an error of its own."""
 
     def __init__(self, upload: Upload | None = None, advance: Advance | None = None) -> None:
         self._upload, self._advance = upload, advance

@@ -24,11 +24,8 @@ _MAX_EXPANSION = 8
 
 
 def check_extent(value: Any, nbytes: int, name: str) -> None:
-    """Raise ``Unsupported`` if a value that was read from ``nbytes`` bytes would expand to far
-    more, or if it contains itself. ``name`` describes the origin of the value.
-
-    The time is proportional to the objects in memory, however often each of them occurs.
-    """
+    """Raise ``Unsupported`` if a value from ``nbytes`` bytes contains itself, or would expand to
+    far more. The time is proportional to the objects in memory, however often each occurs."""
     extent = _Extent(name, nbytes)
     extent.add_containers(value)
 

@@ -76,17 +76,11 @@ _MAGIC_BYTES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignCheckpoint:
-    """A checkpoint that was read.
-
-    ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface``, ``transformers`` or
-    ``accelerate`` (a folder with optimizers), or ``dcp``. ``value``: the content, with mapped
-    tensors unless ``mapped`` is False. ``step``: the step of the checkpoint, if known.
-    ``left_out``: files with weights in the same folder that are not part of the checkpoint.
-    ``stored``: the files in a store that were opened.
-    """
+    """A checkpoint that was read; ``value`` has mapped tensors if ``mapped``. ``left_out``: other
+    files with weights in the folder; ``stored``: the files in a store that were opened."""
 
     path: str
-    kind: str
+    kind: str  # torch, lightning, safetensors, huggingface, transformers, accelerate, or dcp
     value: Any
     step: int | None = None
     mapped: bool = True
@@ -97,15 +91,9 @@ class ForeignCheckpoint:
 def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> ForeignCheckpoint:
     """Read the checkpoint in the file or folder at a path, a URL, or a location.
 
-    ``advance(nbytes)`` is called from several threads as bytes are read and checked, up to
-    ``size_of_foreign`` in total. The tensors of a safetensors file in a store are not read yet, and
-    files of the other formats are fetched into temporary files: see ``stored_files``.
-
-    A file that ``limpet.export`` wrote is compared with its record first, which reads it twice.
-
-    Raises ``NotFound``; ``Unsupported`` for an unknown format and for a file that would have to run
-    code; ``FormatError`` for a damaged or incomplete checkpoint; ``NoSpace`` if it cannot be
-    fetched; ``StoreError``; ``OSError``; and ``LimpetError`` if PyTorch is not installed.
+    ``advance(nbytes)`` is called from several threads, up to ``size_of_foreign`` in total. Tensors
+    of a safetensors file in a store are read later; other files are fetched (see ``stored_files``).
+    An exported file is first compared with its record, which reads it twice.
     """
     try:
         import torch  # noqa: F401
@@ -277,12 +265,8 @@ def save_foreign_checkpoint(
     branch: int = 0,
     advance: Advance = no_op,
 ) -> SnapshotReader:
-    """Save a checkpoint, flattened,, as the snapshot at ``location``.
-
-    The note of the snapshot records the origin. ``advance(nbytes)`` is called as bytes are written.
-    Raises as ``limpet.save`` does, and ``StoreError`` if a file in a store was replaced
-    meanwhile. If it raises, nothing was committed.
-    """
+    """Save a checkpoint, flattened, as the snapshot at ``location``; its note has the origin.
+    Raises ``StoreError`` if a file in a store was replaced. If it raises, nothing was committed."""
     path = checkpoint.path
     path = path if checkpoint.stored else os.path.abspath(path)
     note = {"imported_from": {"path": path, "kind": checkpoint.kind}}

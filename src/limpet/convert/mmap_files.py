@@ -32,12 +32,8 @@ _LOCAL_HEADER_SIZE = 30
 
 
 class MappedFile:
-    """A memory-mapped file of ``length`` bytes; ``view`` is its content, read-only.
-
-    The file is unmapped when nothing refers to its memory. ``fetched``: a descriptor of the file,
-    which this object owns, if it was fetched from the URL ``path``. Raises ``NotFound``,
-    ``Unsupported`` if the path is not a regular file, and ``OSError``.
-    """
+    """A memory-mapped file, read-only, unmapped when nothing refers to its memory. ``fetched``: a
+    descriptor that this object owns, if the file was fetched from the URL ``path``."""
 
     def __init__(self, path: str, fetched: int | None = None) -> None:
         self.path = path
@@ -97,11 +93,8 @@ class MappedFile:
             self._fetched.close()
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
-        """Return the row-major tensor whose bytes begin at offset ``start``.
-
-        ``start`` need not be aligned. The tensor must not be written to. The caller has checked
-        that the tensor is within the file.
-        """
+        """Return the row-major tensor whose bytes begin at ``start``, which need not be aligned. It
+        must not be written to. The caller has checked that it is within the file."""
         import torch
 
         torch_dtype = getattr(torch, dtype)
@@ -149,10 +142,8 @@ class _MemoryViewIO(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """An uncompressed record of a zip file: bytes ``start`` to ``stop`` of the mapped file.
-
-    ``crc`` is 0 if ``torch.save`` wrote none (``torch.serialization.set_crc32_options(False)``).
-    """
+    """An uncompressed record of a zip file, at bytes ``start`` to ``stop``. ``crc``: 0 if
+    ``torch.save`` wrote none (``torch.serialization.set_crc32_options(False)``)."""
 
     name: str
     start: int
@@ -163,11 +154,8 @@ class ZipRecord:
 def read_zip_records(
     file: MappedFile, start: int = 0, stop: int | None = None
 ) -> dict[str, ZipRecord]:
-    """Return the records of the zip file at bytes ``start`` to ``stop`` (None: end of the file).
-
-    The keys are the names of the records without the top folder. Raises ``FormatError``, and
-    ``Unsupported`` if a record is compressed or encrypted.
-    """
+    """Return the records of a zip file at these bytes, by name without the top folder. Raises
+    ``FormatError``, and ``Unsupported`` if one is compressed or encrypted."""
     window = file.view[start : file.length if stop is None else stop]
     try:
         with zipfile.ZipFile(_MemoryViewIO(window)) as archive:
@@ -210,10 +198,8 @@ def read_zip_records(
 
 
 def check_crc(file: MappedFile, record: ZipRecord, advance: Advance) -> None:
-    """Read a record and compare its CRC, which PyTorch writes but never checks.
-
-    Raises ``FormatError``.
-    """
+    """Raise ``FormatError`` if a record does not have its CRC, which PyTorch writes but never
+    checks."""
     crc = 0
     for at in range(record.start, record.stop, 16 * MIB):
         part = file.view[at : min(at + 16 * MIB, record.stop)]

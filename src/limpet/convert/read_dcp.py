@@ -1,9 +1,8 @@
 """Read folders of ``torch.distributed.checkpoint`` (DCP) without using DCP.
 
-``.metadata`` is a pickle, which PyTorch unpickles without restrictions. Here a restricted unpickler
-maps the few class names that DCP writes to inert classes, created anew for each pickle, and refuses
-every other name, so no code is run. Each part of a tensor is a separate ``torch.save`` within a
-``.distcp`` file. Its bytes are mapped where they are; tensors are never assembled in memory.
+``.metadata`` is a pickle. A restricted unpickler maps the few class names that DCP writes to inert
+classes, new for each pickle, and refuses all others, so no code is run. Each part of a tensor is a
+``torch.save`` within a ``.distcp`` file, mapped where it is and never assembled in memory.
 """
 
 from __future__ import annotations
@@ -132,11 +131,8 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 @dataclass(slots=True)
 class _StoredBox:
-    """A box of a tensor.
-
-    ``file_span``: the file of its ``torch.save``, and the first and past-the-last byte there.
-    ``tensor``: the mapped tensor, once it was read.
-    """
+    """A box of a tensor. ``file_span``: the file of its ``torch.save``, and the first and
+    past-the-last byte there; ``tensor``: mapped, once it was read."""
 
     key: str
     dtype: str
@@ -200,10 +196,7 @@ class _DcpFolder:
             raise self.format_error("a list of parts for each tensor", "tensors that share parts")
 
     def find_span(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """Return the file, the first byte, and the past-the-last byte of a value.
-
-        Raises ``FormatError`` and ``Unsupported``.
-        """
+        """Return the file, the first byte, and the past-the-last byte of a value."""
         info = self.storage_infos.get((fqn, offset))
         if info is None and not any(offset or ()):
             info = self.storage_infos.get((fqn, None))
@@ -245,11 +238,8 @@ class _DcpFolder:
 
 
 def load_dcp(folder: ForeignFolder, advance: Advance) -> dict[Any, Any]:
-    """Return the state in a DCP folder, nested as it was saved.
-
-    A tensor that is stored in one piece is mapped; any other tensor is a ``LocalBoxes``. Raises
-    ``FormatError`` if anything is missing or differs from the metadata, and ``Unsupported``.
-    """
+    """Return the state in a DCP folder, nested as it was saved. A tensor stored in one piece is
+    mapped; any other one is a ``LocalBoxes``."""
     opened = _DcpFolder(folder)
     values: dict[str, Any] = {}
     boxes: list[_StoredBox] = []
@@ -383,12 +373,8 @@ _FREE_FILLERS = 1 << 17
 def unflatten(
     values: Mapping[str, Any], paths: Mapping[Any, Any], nbytes: int, error: FormatErrorMaker
 ) -> dict[Any, Any]:
-    """Return the nested state.
-
-    DCP flattens nested dicts and lists, and records the path of each value, with keys as text and
-    list positions as integers. A name without a recorded path stays at the top level. ``nbytes``:
-    the length of the metadata, which bounds the positions without a value. Raises ``FormatError``.
-    """
+    """Return the nested state by DCP's paths, in which integers are positions in lists. A name
+    without path stays at the top. ``nbytes``, of the metadata, bounds unused positions."""
     root = _ContainerBuilder()
     for fqn, value in values.items():
         path = paths.get(fqn, (fqn,))

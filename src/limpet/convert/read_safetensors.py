@@ -34,11 +34,8 @@ _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_p
 
 
 def load_safetensors(file: ForeignFile) -> dict[str, Any]:
-    """Return the tensors by name, in the order of the header.
-
-    The format has no digests, so damage in the data cannot be detected. Raises ``FormatError``, and
-    ``Unsupported`` for dtypes that Limpet does not support.
-    """
+    """Return the tensors by name, in the order of the header. (No digests: damage in the data
+    cannot be detected.) ``Unsupported``: a dtype that Limpet does not have."""
     entries, begin = _read_header(file)
     unsupported = sorted({t.dtype for t in entries.values()} - _DTYPES_BY_CODE.keys())
     if unsupported:
@@ -79,11 +76,8 @@ def _read_header(file: ForeignFile) -> tuple[dict[str, HeaderEntry], int]:
 
 
 def _refuse_rank_files(file: ForeignFile, metadata: dict[str, str]) -> None:
-    """Raise ``Unsupported`` for a file that contains the parts of one rank.
-
-    PyTorch's DCP can write the parts of each rank as a safetensors file. The tensors in it have the
-    names of whole tensors, so the file looks like a checkpoint, but is not one.
-    """
+    """Raise ``Unsupported`` for a file that DCP wrote with the parts of one rank: its tensors have
+    the names of whole tensors, so it looks like a checkpoint."""
     encoded = metadata.get("DCP_SHARDING_INFO")
     if encoded is None:
         return
@@ -104,10 +98,8 @@ def _refuse_rank_files(file: ForeignFile, metadata: dict[str, str]) -> None:
 
 
 def find_model_file(names: set[str]) -> str | None:
-    """Return the file from which Transformers would load a model in a folder with these file names.
-
-    The order of preference is that of Transformers. Returns None if there is no such file.
-    """
+    """Return the file, of these in a folder, from which Transformers would load a model, in its
+    order of preference, or None."""
     files = (n + suffix for n in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) for suffix in ("", INDEX_SUFFIX))
     return next((n for n in files if n in names), None)
 
@@ -115,11 +107,8 @@ def find_model_file(names: set[str]) -> str | None:
 def load_huggingface_folder(
     folder: ForeignFolder, name: str, advance: Advance
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """Load the model in a folder. ``name`` is its file or its index.
-
-    Returns the tensors by name, the files that were read, and True if all tensors are mapped.
-    Raises ``FormatError`` if a part is missing, or lacks a tensor that the index lists for it.
-    """
+    """Load the model in a folder, whose file or index is ``name``. Returns the tensors by name, the
+    files that were read, and whether all tensors are mapped."""
     if not name.endswith(INDEX_SUFFIX):
         value, mapped = _load_weights(folder.open(name), advance)
         return value, [name], mapped
@@ -164,10 +153,8 @@ def _load_weights(file: ForeignFile, advance: Advance) -> LoadedFile:
 
 
 def _read_index(file: ForeignFile) -> dict[str, str]:
-    """Return the part of each tensor by name.
-
-    Parts are in the same folder as the index. Raises ``FormatError`` for a name outside of it.
-    """
+    """Return the part of each tensor by name. Parts are in the folder of the index: other names are
+    a ``FormatError``."""
     try:
         if file.length > _MAX_INDEX_SIZE:
             raise ValueError(f"{file.length} bytes")

@@ -62,12 +62,8 @@ class LoadedFile(NamedTuple):
 
 
 def load_torch_file(foreign: ForeignFile, advance: Advance) -> LoadedFile | None:
-    """Load a file of ``torch.save``; return None for any other file.
-
-    A zip file is loaded with mapped tensors, after checking every CRC. The format before
-    PyTorch 1.6 is loaded into memory; it cannot be mapped. Raises ``FormatError``, and
-    ``Unsupported`` for a TorchScript archive and for a pickle that could run code.
-    """
+    """Load a file of ``torch.save``, else return None: a zip file is mapped, after checking every
+    CRC; the format before PyTorch 1.6 is not. Refuses a pickle that could run code."""
     head = foreign.read(0, 16)
     is_legacy = head[:1] == b"\x80" and _LEGACY_MAGIC in head
     if not is_legacy and head[:4] != ZIP_MAGIC:

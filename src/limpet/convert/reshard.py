@@ -46,12 +46,8 @@ shards, or if each upload keeps bytes in memory, the leaves are read several tim
 
 
 def order_leaves(snapshot: SnapshotReader, locations: LeafLocations) -> list[OrderedLeaf]:
-    """Return all leaves in the order that all new shards follow.
-
-    Leaves with larger elements come first, so that every box is aligned. Leaves with the same first
-    level in their keys stay together. Within these groups, the leaves have the order of the old
-    shards.
-    """
+    """Return all leaves in the order of all new shards: larger elements first, so that boxes are
+    aligned, then by the first level of their keys, then as in the old shards."""
     leaves = [
         OrderedLeaf(key, dtype, shape, prod(shape) * DTYPES[dtype].itemsize)
         for key, (dtype, shape) in snapshot.leaves.items()
@@ -130,10 +126,8 @@ def make_shard_image(
 
 
 def batch_shards(images: Iterable[Image], traits: Traits) -> Iterator[list[Image]]:
-    """Group the images of the new shards into batches that are written concurrently.
-
-    ``traits``: of the store, whose uploads together keep at most ``MAX_UPLOAD_BYTES`` in memory.
-    """
+    """Group images of new shards into batches that are written concurrently: their uploads together
+    keep at most ``MAX_UPLOAD_BYTES`` in memory."""
     batch: list[Image] = []
     used = 0
     for image in images:
@@ -159,21 +153,15 @@ def reshard(
     split: str = "even",
     advance: Advance = no_op,
 ) -> SnapshotReader:
-    """Write ``snapshot`` again at ``location`` as ``shards`` shards, and return the new snapshot
-    once it is committed.
+    """Write ``snapshot`` again at ``location`` as ``shards`` shards; return the new, self-contained
+    snapshot once it is committed. It has the state, step, branch, parent, and metadata of the old
+    one.
 
-    ``split="even"`` cuts each leaf that has at least ``shards`` rows along dimension 0, as FSDP2
-    does (``torch.chunk``: equal parts, rounded up; the last part may be shorter or missing). With
-    ``shards`` ranks, rank r then restores from shard r. ``split="none"`` cuts no leaf. A leaf that
-    is not cut goes to the shard that has the fewest bytes. The new snapshot is self-contained. It
-    has the state, step, branch, parent, and metadata of the old one, and ``resharded`` in its
-    metadata names the old snapshot.
-
-    The memory use is at most 256 MiB, for any size of the snapshot, plus the indexes and 40 bytes
-    per leaf of each index. ``advance(nbytes)`` is called from several threads as bytes of leaves
-    are written. Raises ``AlreadyExists`` if ``location`` holds a snapshot, ``FormatError`` if
-    ``snapshot`` is damaged, ``CommitError``, and ``StoreError``. If it raises, nothing was
-    committed, unless the error's ``outcome`` is "unknown".
+    ``split="even"`` cuts leaves with enough rows along dimension 0, as FSDP2 does
+    (``torch.chunk``), so that rank r of as many ranks restores from shard r; ``"none"`` cuts no
+    leaf. An uncut leaf goes to the shard with the fewest bytes. The memory is at most 256 MiB plus
+    the indexes and 40 bytes per leaf of each. ``advance(nbytes)`` is called from several threads.
+    If this raises, nothing was committed, unless the error's ``outcome`` is "unknown".
     """
     raise_if_exists(location)
     with snapshot.not_found_if_deleted():

@@ -108,11 +108,9 @@ class StoredFile:
             self._in_memory.popleft().data = None
 
     def mapped(self, advance: Advance = no_op) -> MappedFile:
-        """Fetch the whole object into a temporary file, which lasts as long as the result.
-
-        Raises ``NoSpace`` if the disk of the folder for temporary files (``TMPDIR``) is too small,
-        and ``StoreError``. ``advance(nbytes)`` is called from several threads.
-        """
+        """Fetch the whole object into a temporary file, which lasts as long as the result;
+        ``NoSpace`` if ``TMPDIR`` is too small. ``advance(nbytes)`` is called from several
+        threads."""
         require_space([self])
         with tempfile.TemporaryFile() as file:
             fd = file.fileno()
@@ -161,9 +159,8 @@ class StoredFile:
 
 
 class _Extent:
-    """Small tensors of a file, one behind the other, which are read with one request and kept until
-    all of them have been used, or until the file drops them. From then on, each is read alone, so
-    that no order of the tensors reads more than twice the bytes."""
+    """Small tensors of a file, read with one request and kept until all have been used or the file
+    drops them. Then, each is read alone: no order of them reads more than twice the bytes."""
 
     def __init__(self, file: StoredFile, start: int) -> None:
         self.file, self.start, self.stop = file, start, start
@@ -219,10 +216,7 @@ def require_space(files: Sequence[ForeignFile]) -> None:
 
 
 class ForeignFolder:
-    """The folder of a foreign checkpoint, local or in a store; ``path`` is its path or URL.
-
-    ``opened``: the stored files that were opened.
-    """
+    """The folder of a foreign checkpoint, local or in a store. ``opened``: the stored files."""
 
     def __init__(self, path: str, location: Location | None) -> None:
         self.path, self._location = path, location
@@ -269,10 +263,7 @@ class ForeignFolder:
 
 
 def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
-    """Return the path, and None if it is local; or the URL and the location in a store.
-
-    Raises ``StoreError``.
-    """
+    """Return the path and None if it is local, else the URL and the location in a store."""
     if isinstance(path, str):
         if "://" not in path:
             return path.rstrip("/") or path, None
@@ -283,11 +274,8 @@ def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
 
 
 def size_of_foreign(path: str, *, all_files: bool = False) -> int:
-    """Return the bytes of the file at a path or URL, or of the files directly in a folder.
-
-    A safetensors file in a store is not fetched, but read while it is saved: it has 0, unless
-    ``all_files`` is True. Raises ``StoreError``.
-    """
+    """Return the bytes of the file at a path or URL, or of the files directly in a folder. A
+    safetensors file in a store, which is read while it is saved, counts only with ``all_files``."""
     path, location = locate_foreign(path)
     if location is not None:
         if location.folder:

@@ -59,15 +59,8 @@ MAX_READ_BYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafLocations:
-    """The locations of the leaves in the old shards.
-
-    The columns have one row for each leaf and each shard that has boxes of that leaf, sorted by
-    leaf and then by shard.
-
-    ``rows``: the rows of each leaf, by key. The columns: ``shard``; ``offset``: the offset of the
-    first of the boxes in the shard; ``nbytes``: the bytes of all of these boxes; ``first_row``:
-    their smallest offset in dimension 0.
-    """
+    """The locations of the leaves in the old shards. The columns have a row for each leaf and each
+    shard with boxes of it, sorted by both: their first offset and bytes, and smallest row."""
 
     rows: dict[str, slice]
     shard: Ints
@@ -84,11 +77,8 @@ class LeafLocations:
 
 
 class OrderedLeaf(NamedTuple):
-    """A leaf, in the order that all new files follow.
-
-    ``group``: the number of the first leaf whose boxes share chunks with this leaf's boxes;
-    ``tile_ends``: the byte offsets in the leaf at which its tiles end, except the last tile.
-    """
+    """A leaf, in the order of all new files. ``group``: the number of the first leaf that shares
+    chunks with it; ``tile_ends``: where its tiles end, in bytes, except the last."""
 
     key: str
     dtype: str
@@ -182,10 +172,8 @@ def _first_rows(leaf: OrderedLeaf, locations: LeafLocations) -> tuple[Ints, Ints
 
 
 def add_cuts(image: Image, leaves: Sequence[OrderedLeaf], images: int = 1) -> Image:
-    """Return an image whose chunks end where tiles end, and are short if there are many images.
-
-    The ``sources`` of its boxes are the number of the leaf, and the first byte of the box in it.
-    """
+    """Return an image whose chunks end where tiles end, and are short if there are many images. A
+    box has as its source the number of the leaf, and the box's first byte in it."""
     tile_cuts = [
         start + tile_end - first
         for (number, first), start, end in zip(
@@ -221,11 +209,8 @@ class LeafSpan(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Chunk ``number`` of a new file.
-
-    Chunks sort in the order in which they are processed, by ``group``, ``tile``, ``leaf``,
-    and ``start`` (the chunk's first byte in that leaf).
-    """
+    """Chunk ``number`` of a new file. Chunks sort in the order in which they are processed;
+    ``start`` is the first byte in the leaf."""
 
     group: int
     tile: int
@@ -266,11 +251,8 @@ def _iter_in_file_order(
 
 
 def group_into_windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Group the chunks into windows of at most ``WINDOW_BYTES``.
-
-    A window ends at the end of a group of leaves or of a tile if it is then at least half full. No
-    old chunk is read twice at such a boundary.
-    """
+    """Group chunks into windows of at most ``WINDOW_BYTES``. One ends with a group of leaves or a
+    tile if it is at least half full: no old chunk is read twice there."""
     window: list[Chunk] = []
     # the last boundary of a group or tile in the window: its index, and the bytes before it
     used = boundary = bytes_before = 0
@@ -296,12 +278,12 @@ def window_size(images: Sequence[Image]) -> int:
 
 
 def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[LeafSpan], dict[tuple[int, int], int]]:
-    """Return the layout of a window: the spans to read, and the offset in the window of each span
-    of a chunk, by leaf and first byte.
+    """Return the spans to read, and the offset in the window of each span of a chunk, by leaf and
+    byte.
 
-    The window holds the leaves in order, each in row-major order, so that it can be read in large
-    pieces. A large span has the same alignment to pages in the window as in its file, which direct
-    writes require, as long as the padding does not exceed ``MAX_PADDING``.
+    The window holds the leaves in order, in row-major order, to be read in large pieces. A large
+    span has the alignment to pages of its file, for direct writes, if padding stays below
+    ``MAX_PADDING``.
     """
     read_spans: list[LeafSpan] = []
     window_offsets: dict[tuple[int, int], int] = {}
