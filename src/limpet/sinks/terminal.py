@@ -205,11 +205,8 @@ _SHOWN = STYLES.keys() - _OMITTED
 
 
 class DefaultTerminal:
-    """Prints lines as a ``Terminal`` does, but at most one line per minute for the saves of a run.
-
-    It prints only while stderr is a terminal and no other sink is attached, and only for the runs
-    that ``open`` names. Events that name no run are of all trainings in this process.
-    """
+    """Prints as a ``Terminal`` does, while stderr is a terminal and no other sink is attached: for
+    runs that ``open`` names, and events of no run. Per run, one line a minute about saves."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
