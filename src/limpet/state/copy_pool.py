@@ -23,11 +23,8 @@ class TooManyBytes(Exception):
 
 
 class CopyPool:
-    """The copies of one capture, which reuse memory of the copies of the capture before it.
-
-    ``max_bytes``: the bytes that all copies may take. Methods raise ``TooManyBytes`` before they
-    take more.
-    """
+    """The copies of one capture, which reuse memory of the copies of the capture before it. Methods
+    raise ``TooManyBytes`` before all copies take more than ``max_bytes``."""
 
     def __init__(self) -> None:
         self.max_bytes = inf
@@ -47,10 +44,8 @@ class CopyPool:
         self._cloned_bytes = 0
 
     def add_copies(self, addresses: Sequence[int], copies: Sequence[Any]) -> bool:
-        """Add copies that the caller makes of contiguous tensors at these addresses.
-
-        Return False, and add nothing, if a tensor may be tied to another one or was copied before.
-        """
+        """Add copies that the caller makes of contiguous tensors at these addresses. Return False,
+        and add nothing, if one may be tied to another or was copied before."""
         made = self._copies_by_address
         added = dict(zip(addresses, copies, strict=True))
         if len(added) < len(addresses) or not (
@@ -61,11 +56,8 @@ class CopyPool:
         return True
 
     def copy_tensor(self, t: Any) -> Any:
-        """Return a copy of a tensor, the same copy for tied tensors, so that they stay tied.
-
-        ``t`` must stay alive until the capture is done. Otherwise, another tensor at the same
-        address would be mistaken for it.
-        """
+        """Return a copy of a tensor, the same for tied ones. ``t`` MUST stay alive until the
+        capture is done: another tensor at its address would be mistaken for it."""
         torch = lazy_torch.torch_or_none()
         if is_distributed_tensor(t):
             self._cloned_bytes += int(to_local(t).nbytes)

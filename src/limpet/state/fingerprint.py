@@ -1,9 +1,5 @@
-"""A few sampled bytes of many tensors, to detect changes that PyTorch does not count.
-
-PyTorch counts the in-place changes of a tensor (its version counter), but not the changes that are
-made through ``p.data`` or by fused optimizers. A ``ModuleStructure`` detects other changes: those
-of which tensors and submodules there are.
-"""
+"""A few sampled bytes of many tensors: changes that PyTorch does not count, such as by
+``p.data``."""
 
 from __future__ import annotations
 
@@ -28,17 +24,12 @@ _MAX_DEVICE_TENSORS = 256
 
 
 class Fingerprint:
-    """Samples of the bytes of tensors at the time of the last ``record``.
+    """Samples of the bytes of tensors at the last ``record``. ``partial``: those not wholly
+    sampled.
 
-    On the CPU, a sample is 64 bytes at the beginning, the middle, and the end of each tensor
-    (10,000 tensors take 0.5 ms). On accelerators, a sample is 64 bytes from the middle of each of
-    at most 256 tensors. The samples are copied on the device, without waiting for it. The sample
-    of a tensor with gaps is its first element.
-
-    A fingerprint does not keep the tensors' memory alive. Whenever a method is called, each tensor
-    must still have the memory that it had when the fingerprint was created.
-
-    ``partial``: the tensors of which not every byte is sampled.
+    On the CPU, 64 bytes at the beginning, the middle, and the end of each (10,000 tensors take 0.5
+    ms); on accelerators, 64 from the middle of at most 256 tensors, copied without waiting. The
+    tensors' memory is not kept alive: it MUST be the same whenever a method is called.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

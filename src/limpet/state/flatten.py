@@ -1,7 +1,6 @@
 """Flattens a state into a tree and leaves: plain values for the manifest, leaves for the shards.
 
-Tensors are not copied here. The source of a leaf is the live tensor. The exception is a view
-without bytes of its own, such as a conjugate: its source is the resolved tensor.
+Tensors are not copied, except views without bytes of their own, such as a conjugate.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from limpet.format import torch_types
 from limpet.format import tree as nodes
 from limpet.format.names import escape_level, join_key
 from limpet.format.numpy_dtypes import to_descr
-from limpet.format.rejected import (
-    NOT_PLAIN,
-    nested_too_deeply,
-    rejections_within,
-    unsupported,
-)
+from limpet.format.rejected import NOT_PLAIN, nested_too_deeply, rejections_within, unsupported
 from limpet.generators import DeferredIsolation
 from limpet.state import modules, optimizers, sharding, sparse, subclasses
 from limpet.state.replication import (
@@ -42,12 +36,8 @@ from limpet.types import DTYPES, Box
 
 # One is created for every leaf, and creating a frozen dataclass takes eight times as long.
 class LocalLeaf(msgspec.Struct, frozen=True, gc=False):
-    """A box of a leaf that is about to be saved.
-
-    ``shape`` is the shape of the global tensor. ``source`` is a strided torch tensor, a NumPy
-    array, or a ``Source`` of dtype ``dtype`` with the elements of ``box``. The elements of an array
-    whose dtype has no name in the format are rows of uint8.
-    """
+    """A box of a leaf that is about to be saved. ``source``: a strided tensor, an array, or a
+    ``Source`` with its elements; those of an array whose dtype has no name are rows of uint8."""
 
     key: str
     dtype: str
@@ -61,10 +51,8 @@ class LocalLeaf(msgspec.Struct, frozen=True, gc=False):
 class FlatState:
     """A flattened state: the tree for the manifest, and the leaves in the order of the tree.
 
-    ``per_rank``: by key, the nodes of values that are stored per rank. ``from_first``: by key, the
-    nodes of values that are taken from the first rank. The tree refers to them as
-    ``{"own": key}`` and ``{"first": key}``. ``merged_lists``: keys of lists whose length may differ
-    between ranks.
+    ``per_rank`` and ``from_first``: by key, nodes of values per rank, or of the first rank, as
+    ``{"own": key}`` and ``{"first": key}`` in the tree. ``merged_lists``: may differ in length.
     """
 
     tree: Any = None
@@ -90,10 +78,8 @@ class FlatState:
 
 @gc_paused
 def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
-    """Flatten a state, as the rank ``rank`` of the save.
-
-    Raises ``Unsupported``, which names all values that cannot be saved faithfully.
-    """
+    """Flatten a state, as the rank ``rank`` of the save. Raises ``Unsupported``, which names all
+    values that cannot be saved faithfully."""
     if type(state) is not dict:
         raise Unsupported(
             f"The state is {with_article(type(state).__name__)}, not a plain dict",
@@ -235,11 +221,8 @@ class _Flattener:
             self.enclosing_ids.pop()
 
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
-        """Encode an object by its ``state_dict()``.
-
-        An error for a value inside that state also names the object, because the user may not know
-        the value.
-        """
+        """Encode an object by its ``state_dict()``. An error for a value in it names the object,
+        too."""
         with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
             state = value.state_dict()
         self.inside_object += 1

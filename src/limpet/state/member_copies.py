@@ -1,7 +1,7 @@
 """Copies of the members of a module that may change between two optimizer steps.
 
-Most of them are small: the buffers of thousands of layers. Their memory is read all at once. What
-they are is found again at every copy, because code may replace, add, or remove them at any time.
+Most are small, such as buffers of thousands of layers, and are read all at once. They are found
+again at every copy: code may replace, add, or remove them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,8 @@ _metadata_of = attrgetter("dtype", "shape", "is_cpu")
 
 
 class MemberCopies:
-    """Copies the mutable members of the submodules that PyTorch's own code saves.
-
-    ``submodules``: each with its prefix and True if its parameters may change too. The modules have
-    no hooks, and override neither ``state_dict`` nor the methods that it calls.
-    ``stable_addresses``: the addresses of the tensors that need no copy.
-    """
+    """Copies the mutable members of submodules that PyTorch's own code saves: each with its prefix,
+    and True if its parameters may change, too. ``stable_addresses`` need no copy."""
 
     def __init__(
         self, submodules: list[tuple[str, Any, bool]], stable_addresses: frozenset[int]
@@ -51,10 +47,8 @@ class MemberCopies:
         self._groups: list[tuple[NDArray[np.void], NDArray[np.int64]]] = []
 
     def copy(self, pool: CopyPool) -> dict[str, Any] | None:
-        """Return a copy of each member by its name, or None if some need ``pool``, one by one.
-
-        Each call overwrites the small copies of the call before it.
-        """
+        """Return a copy of each member by its name, or None if some need ``pool``, one by one. Each
+        call overwrites the small copies of the call before it."""
         names, tensors = self._find_members()
         torch: Any = lazy_torch.torch_or_none()
         if not {*map(type, tensors)} <= {torch.Tensor, torch.nn.Parameter}:
@@ -130,16 +124,10 @@ class MemberCopies:
 
 
 def find_mutable_members(
-    module: torch.nn.Module,
-    stable_storages: Container[int],
-    stable_addresses: frozenset[int],
+    module: torch.nn.Module, stable_storages: Container[int], stable_addresses: frozenset[int]
 ) -> tuple[PrefixedModules, MemberCopies] | None:
-    """Return the submodules with members that may change: those with code of their own, which
-    builds their part of the state dict, and the others.
-
-    None means that user code (hooks or an overridden ``state_dict``) may build the state dict, so
-    the whole module must be captured.
-    """
+    """Return the submodules with members that may change: those with code of their own, and the
+    others. None: hooks or an overridden ``state_dict`` build the state dict."""
     base: Any = lazy_torch.torch_or_none().nn.Module
     custom: PrefixedModules = []
     plain: list[tuple[str, Any, bool]] = []

@@ -1,7 +1,4 @@
-"""Copies of thousands of short ranges of host memory, all at once.
-
-A loop in Python takes longer for each range than the copy of its bytes.
-"""
+"""Copies of thousands of short ranges of host memory at once, which a loop in Python cannot."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ def group_ranges(ranges: Iterable[tuple[int, int]]) -> list[RangesOfSize]:
 
 
 def read_ranges(groups: Sequence[RangesOfSize]) -> list[NDArray[np.void]]:
-    """Return a copy of the bytes of ranges of host memory, one array of ranges per size.
-
-    All ranges must be memory of this process that can be read.
-    """
+    """Return a copy of ranges of readable memory of this process, one array of ranges per size."""
     return [_host_memory(size)[addresses - _FIRST_ADDRESS] for size, addresses in groups]
 
 
@@ -44,10 +38,8 @@ def write_ranges(memory: memoryview, offsets: NDArray[np.int64], ranges: NDArray
 
 @cache
 def _host_memory(size: int) -> NDArray[np.void]:
-    """Return an array whose element ``i`` is the ``size`` bytes at address ``_FIRST_ADDRESS + i``.
-
-    It covers the whole address space. NumPy reads only the elements that are used.
-    """
+    """Return an array whose element ``i`` is the ``size`` bytes at address ``_FIRST_ADDRESS + i``,
+    over the whole address space. NumPy reads only the elements that are used."""
 
     class AddressSpace:
         __array_interface__ = {  # noqa: RUF012  (NumPy reads it once)

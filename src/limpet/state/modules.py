@@ -1,8 +1,7 @@
 """Modules as nested dicts, and the qualified names of their parameters.
 
-Wrapper prefixes are removed from names. DDP, DataParallel, ``torch.compile``, FSDP, and activation
-checkpointing leave no trace in a key, so the snapshot of a wrapped model loads into a bare model.
-The state of an optimizer is keyed by the qualified names of its parameters.
+Wrappers (DDP, ``torch.compile``, FSDP, activation checkpointing, ...) leave no trace in a key, so
+the snapshot of a wrapped model loads into a bare one.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ def is_stateful(value: object) -> bool:
 
 @contextmanager
 def calling(value: object, key: str, method: str, effect: str, **fields: Any) -> Iterator[None]:
-    """Raise ``MemberFailed`` from an exception of the object's ``method``, which the block calls.
-
-    ``effect``: what happened to the live state, for the message. An error of Limpet passes.
-    """
+    """Raise ``MemberFailed`` from an exception of the object's ``method``, which the block calls,
+    with the ``effect`` on the live state. An error of Limpet passes."""
     try:
         yield
     except LimpetError:
@@ -62,10 +59,8 @@ UNCHANGED = "Limpet has not modified the live state"
 
 
 def require_complete(value: object, key: str) -> None:
-    """Raise ``Unsupported`` for an object whose ``state_dict()`` is known to omit what it needs.
-
-    It would be saved without an error, and would not continue from where it was.
-    """
+    """Raise ``Unsupported`` for an object whose ``state_dict()`` is known to omit what it needs: it
+    would not continue from where it was."""
     torchmetrics, schedulefree = sys.modules.get("torchmetrics"), sys.modules.get("schedulefree")
     if torchmetrics is not None and isinstance(
         value, (torchmetrics.Metric, torchmetrics.MetricCollection)
@@ -124,10 +119,7 @@ def submodules_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> list[str]:
-    """Return the state-dict names without wrapper prefixes.
-
-    Raises ``PlanError`` if two names become the same.
-    """
+    """Return names without wrapper prefixes. Raises ``PlanError`` if two become the same."""
     torch = torch_or_none()
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     wrapped_paths = set()
@@ -169,11 +161,8 @@ def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
 
 
 def parameter_names(state: Any) -> dict[int, str]:
-    """Return the qualified names of the parameters of all modules in the state, by ``id``.
-
-    The name of a parameter of the module at ``model`` is, for example, ``model.layers.0.weight``.
-    It does not depend on the rest of the state, so adding a module renames no parameter.
-    """
+    """Return the qualified names (``model.layers.0.weight``) of the parameters of all modules, by
+    ``id``. They do not depend on the rest of the state."""
     names: dict[int, str] = {}
     torch = torch_or_none()
     for path, module in find_named_instances(state, torch.nn.Module) if torch is not None else ():

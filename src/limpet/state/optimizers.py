@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
 
 def is_standard_optimizer(value: object) -> bool:
-    """Return True for an optimizer whose state can be keyed by parameter names.
-
-    Such an optimizer uses PyTorch's own ``state_dict`` and ``load_state_dict``, without hooks.
-    Other optimizers are saved by their own ``state_dict()``.
-    """
+    """Return True for an optimizer with PyTorch's own ``state_dict`` and ``load_state_dict``,
+    without hooks. The state of any other is its ``state_dict()``."""
     torch = torch_or_none()
     if torch is None or not isinstance(value, torch.optim.Optimizer):
         return False
@@ -36,13 +33,8 @@ def is_standard_optimizer(value: object) -> bool:
 def group_parameter_names(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> list[list[str]]:
-    """Return the names of the parameters of each group.
-
-    The name of a parameter that belongs to no module in the state is its position: ``0.3`` is the
-    fourth parameter of the first group.
-
-    Raises ``PlanError`` if two parameters would have the same name.
-    """
+    """Return the names of the parameters of each group; ``0.3`` is the fourth parameter of the
+    first group if no module in the state has it. Raises ``PlanError`` if two names are equal."""
     grouped = [
         [names.get(id(p), f"{i}.{j}") for j, p in enumerate(group["params"])]
         for i, group in enumerate(optimizer.param_groups)
@@ -62,12 +54,8 @@ def group_parameter_names(
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
 ) -> dict[str, Any]:
-    """Return an optimizer's state, keyed by parameter names.
-
-    The result is ``{"state": {parameter: {slot: value}}, "groups": [{option: value, "params":
-    [parameter, ...]}]}``. Raises ``PlanError`` if the optimizer has state that is not a dict of
-    slots for a parameter of its groups.
-    """
+    """Return ``{"state": {parameter: {slot: value}}, "groups": [{option: value, "params":
+    [...]}]}`` by parameter names. Raises ``PlanError`` for state that is no dict of slots."""
     grouped = group_parameter_names(optimizer, names)
     name_by_id = {
         id(parameter): name

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 def find_ddp_replication(state: Any) -> dict[int, Replication]:
     """Return how the ranks replicate the tensors that DDP synchronizes, by memory address.
 
-    Parameters, and their optimizer slots, are ``REPLICATED``. Buffers are ``FROM_FIRST`` if DDP
-    broadcasts them before each forward pass.
-
-    torch.distributed must be initialized. Raises ``Unsupported`` for an optimizer of the flat
-    parameters of FSDP1.
+    Parameters and their slots are ``REPLICATED``, buffers ``FROM_FIRST`` if DDP broadcasts them.
+    Raises ``Unsupported`` for an optimizer of the flat parameters of FSDP1.
     """
     torch = lazy_torch.torch_or_none()
     if torch.distributed.get_world_size() == 1:
@@ -76,10 +73,9 @@ T = TypeVar("T")
 class Replication(IntEnum):
     """How the ranks that have the same box of a leaf replicate it.
 
-    ``UNVERIFIED``: nothing declares that the copies are equal. The ranks compare their digests
-    before the box is stored once. ``REPLICATED``: the copies are equal by declaration (DTensor,
-    DDP, ``Boxed``), or only one rank can have the box. ``FROM_FIRST``: the copy of the lowest rank
-    that has the box is stored, whatever the other ranks have.
+    ``UNVERIFIED``: they compare digests before it is stored once. ``REPLICATED``: equal by
+    declaration (DTensor, DDP, ``Boxed``), or of one rank only. ``FROM_FIRST``: that of the lowest
+    rank is stored.
     """
 
     UNVERIFIED = 0

@@ -1,9 +1,7 @@
 """The state at the last step boundary, for a save in the middle of the next step.
 
-During a forward or backward pass, parameters and slots still have the values of the preceding step
-boundary, but buffers, counters, and random generators have changed. A ``Savepoint`` copies the
-latter at each boundary and combines both on request. It does not copy stable parameters and slots
-(see ``step_hooks``), and it flattens the state only on request.
+During a step, parameters and slots still have the values of the boundary before it, but buffers,
+counters, and random generators have changed. A ``Savepoint`` copies only these at each boundary.
 """
 
 from __future__ import annotations
@@ -20,29 +18,14 @@ import numpy as np
 
 from limpet import lazy_torch
 from limpet.generators import DeferredIsolation
-from limpet.state import modules, optimizers
+from limpet.state import modules, optimizers, walk
 from limpet.state.copy_pool import CopyPool
 from limpet.state.fingerprint import Fingerprint, ModuleStructure, are_same
 from limpet.state.flatten import FlatState, flatten
-from limpet.state.member_copies import (
-    MemberCopies,
-    PrefixedModules,
-    find_mutable_members,
-)
+from limpet.state.member_copies import MemberCopies, PrefixedModules, find_mutable_members
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
 from limpet.state.sharding import Boxed
 from limpet.state.step_hooks import StepPreHook
-from limpet.state.walk import (
-    Memo,
-    find_stable_storages,
-    map_containers,
-    modules_in,
-    optimizers_in,
-    parameters_and_slots,
-    slots_of,
-    storage_address,
-    to_local,
-)
 from limpet.threads import Latch
 
 if TYPE_CHECKING:
@@ -67,26 +50,20 @@ class _Invalidated(Exception):
 class Savepoint:
     """The state at the last ``capture``, available until an optimizer in it begins a step.
 
-    ``state``: as for ``limpet.save``. The training thread calls ``capture`` when a step is
-    complete, and after a load. ``capture`` copies everything except the stable parameters and slots
-    of the optimizers in the state. Each copy stays on the device of its original. Each capture
-    reuses the memory of the copies of the capture before it.
+    The training thread calls ``capture`` when a step is complete, and after a load. It copies all
+    but the stable parameters and slots. Another thread may ``hold`` the savepoint to save it: until
+    ``release``, the training thread waits before an optimizer steps, the next capture, and a load.
 
-    Another thread may ``hold`` the savepoint to save it. Until ``release``, the training thread
-    waits before an optimizer steps, before the next capture, and before a load.
-
-    PyTorch's version counters detect changes of parameters and slots outside of an optimizer step.
-    A ``Fingerprint`` detects changes that do not increment those counters (``p.data``, NumPy, a
-    kernel that is not PyTorch's). A change that does neither remains undetected: one through
-    ``p.data`` that affects only elements that are not sampled or, on an accelerator, only tensors
-    that are not sampled.
+    PyTorch's version counters and a ``Fingerprint`` detect changes of parameters and slots outside
+    of a step. One that does not count, of elements or (on an accelerator) tensors that are not
+    sampled, remains undetected.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state  # may be replaced before the first capture
         self._captured: Any = None
         self._invalid_reason: str | None = _NO_SAVEPOINT
-        self._memo: Memo = {}
+        self._memo: walk.Memo = {}
         self._parameter_names: dict[int, str] | None = None
         self._copies = CopyPool()
         self._step_hook = StepPreHook((), self._on_step_begin)
@@ -121,10 +98,8 @@ class Savepoint:
         return _PARAMETER_CHANGED if changed else None
 
     def capture(self, label: Any = None, max_bytes: float = inf) -> None:
-        """Create the savepoint: copy the values that may change before the next optimizer step.
-
-        What code of the user draws in the meantime is undone. Raises ``TooManyBytes``.
-        """
+        """Copy the values that may change before the next optimizer step, and undo what code of the
+        user draws in the meantime. Raises ``TooManyBytes``."""
         self._invalidate(_INTERRUPTED)
         self._copies.max_bytes = max_bytes
         self.label, self._captured = label, None
@@ -136,7 +111,7 @@ class Savepoint:
             self._fingerprint.record()
             self._copies.recycle()
             self._memo, self._parameter_names = {}, None
-            self._captured = map_containers(self.state, self._capture_value, self._memo)
+            self._captured = walk.map_containers(self.state, self._capture_value, self._memo)
             self._memo = {}
         self._invalid_reason = None
 
@@ -151,11 +126,8 @@ class Savepoint:
         self._captured, self._copies, self.label = None, CopyPool(), None
 
     def hold(self) -> bool:
-        """Keep the savepoint until ``release``. Return False if it is not available.
-
-        While it is held, no optimizer begins a step, but other code may change parameters: ask for
-        ``invalid_reason`` again after the copy.
-        """
+        """Keep the savepoint until ``release``; False: it is not available. Other code than
+        optimizers may still change parameters: ask for ``invalid_reason`` again after the copy."""
         with self._lock:
             if self._invalid_reason is not None:
                 return False
@@ -184,13 +156,9 @@ class Savepoint:
 
     def flatten_captured(self, rank: int = 0) -> FlatState | None:
         """Return the state of the last ``capture``, flattened as ``rank``, or None if it is not
-        available.
+        available (see ``invalid_reason``). Raises ``Unsupported`` as ``flatten`` does.
 
-        It is not available after an optimizer began a step, after a change of parameters or slots
-        outside of an optimizer step, and after a change of the state's structure.
-
-        The leaves are copies, and live parameters and slots. They are valid until the next
-        ``capture`` or the next step of an optimizer. Raises ``Unsupported`` as ``flatten`` does.
+        The leaves are copies, and live parameters and slots, valid until the next capture or step.
         """
         if self.invalid_reason is not None:
             return None
@@ -215,9 +183,9 @@ class Savepoint:
     def _is_structure_unchanged(self) -> bool:
         """Return True if optimizers, modules, parameters, and slots are those of the last scan."""
         return (
-            optimizers_in(self.state) == self._optimizers
-            and modules_in(self.state) == self._modules
-            and are_same(parameters_and_slots(self._optimizers), self._owned_tensors)
+            walk.optimizers_in(self.state) == self._optimizers
+            and walk.modules_in(self.state) == self._modules
+            and are_same(walk.parameters_and_slots(self._optimizers), self._owned_tensors)
             and _read_addresses(self._stable_tensors) == self._addresses
             and ModuleStructure(self._modules).is_equal(self._signature)
         )
@@ -226,13 +194,15 @@ class Savepoint:
         """Find the stable memory again, because it changed: the first step creates the slots."""
         self._addresses = [0]  # if this scan is interrupted, the structure counts as changed
         self._step_hook.remove()
-        self._optimizers = optimizers_in(self.state)
+        self._optimizers = walk.optimizers_in(self.state)
         self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
-        self._modules = modules_in(self.state)
-        self._owned_tensors = parameters_and_slots(self._optimizers)
-        self._stable_storages = find_stable_storages(self._owned_tensors, self._modules)
+        self._modules = walk.modules_in(self.state)
+        self._owned_tensors = walk.parameters_and_slots(self._optimizers)
+        self._stable_storages = walk.find_stable_storages(self._owned_tensors, self._modules)
         self._stable_tensors = [
-            to_local(t) for t in self._owned_tensors if storage_address(t) in self._stable_storages
+            walk.to_local(t)
+            for t in self._owned_tensors
+            if walk.storage_address(t) in self._stable_storages
         ]
         self._fingerprint = Fingerprint(self._stable_tensors)
         self._signature = ModuleStructure(self._modules)
@@ -245,7 +215,7 @@ class Savepoint:
             id(o)
             for o in self._optimizers
             if optimizers.is_standard_optimizer(o)
-            and all(storage_address(t) in self._stable_storages for t in slots_of(o))
+            and all(walk.storage_address(t) in self._stable_storages for t in walk.slots_of(o))
         }
         self._addresses = addresses
 
@@ -255,7 +225,7 @@ class Savepoint:
         if torch is not None and isinstance(value, torch.Tensor):
             return (
                 value
-                if storage_address(value) in self._stable_storages
+                if walk.storage_address(value) in self._stable_storages
                 else self._copies.copy_tensor(value)
             )
         if isinstance(value, np.ndarray):
@@ -264,7 +234,7 @@ class Savepoint:
             return copy(value)
         if isinstance(value, PerRank | Replicated):
             return type(value)(
-                map_containers(value.value, self._capture_value, self._memo, depth + 1)
+                walk.map_containers(value.value, self._capture_value, self._memo, depth + 1)
             )
         if isinstance(value, Boxed):
             tensor = self._capture_value(value.tensor, depth)
@@ -277,16 +247,18 @@ class Savepoint:
                 if self._parameter_names is None:
                     self._parameter_names = modules.parameter_names(self.state)
                 state = optimizers.optimizer_state(value, self._parameter_names, "")
-                return map_containers(state, self._capture_value, self._memo, depth)
+                return walk.map_containers(state, self._capture_value, self._memo, depth)
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
             return _CapturedOptimizer(
-                value, map_containers(groups, self._capture_value, self._memo, depth)
+                value, walk.map_containers(groups, self._capture_value, self._memo, depth)
             )
         is_own = type(value).__module__.partition(".")[0] in _OWN_PACKAGES
         if not is_own or id(value) in map(id, self._optimizers):  # an optimizer has hooks
             self._isolation.begin()
         if modules.is_stateful(value) and not isinstance(value, type):
-            state = map_containers(value.state_dict(), self._capture_value, self._memo, depth + 1)
+            state = walk.map_containers(
+                value.state_dict(), self._capture_value, self._memo, depth + 1
+            )
             return PerRank(state) if keeps_per_rank(value) else state
         return value
 
@@ -295,7 +267,7 @@ class Savepoint:
         if mutable_members is None or mutable_members[0]:
             self._isolation.begin()
         if mutable_members is None:
-            return map_containers(
+            return walk.map_containers(
                 modules.module_state(module, ""), self._capture_value, self._memo, depth
             )
         custom, member_copies = mutable_members
@@ -308,7 +280,7 @@ class Savepoint:
             for prefix, sub in member_copies.submodules:
                 sub._save_to_state_dict(members, prefix, False)
         captured = copies | {
-            name: map_containers(v, self._capture_value, self._memo, depth)
+            name: walk.map_containers(v, self._capture_value, self._memo, depth)
             for name, v in members.items()
         }
         return _CapturedModule(module, captured, self._stable_storages)
@@ -327,7 +299,7 @@ class _CapturedModule:
         live_state = self.module.state_dict()
         others = live_state.keys() - self.captured.keys()
         if len(others) + len(self.captured) != len(live_state) or not all(
-            storage_address(live_state[name]) in self.stable_storages for name in others
+            walk.storage_address(live_state[name]) in self.stable_storages for name in others
         ):
             raise _Invalidated
         merged = {**live_state, **self.captured}
@@ -362,7 +334,7 @@ def _merge_live_state(captured: Any, names: dict[int, str]) -> Any:
             return value.merge_live_state()
         return value.merge_live_state(names) if isinstance(value, _CapturedOptimizer) else value
 
-    return map_containers(captured, merge, {})
+    return walk.map_containers(captured, merge, {})
 
 
 def _read_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -372,9 +344,5 @@ def _read_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _read_version_counters(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return PyTorch's version counter of each tensor.
-
-    The counters are not sufficient alone: fused optimizers and ``p.data`` change tensors without
-    incrementing them.
-    """
+    """Return PyTorch's version counter of each tensor."""
     return [*map(attrgetter("_version"), tensors)]

@@ -1,7 +1,6 @@
 """Finds the boxes of a global tensor that this process has: DTensor, ShardedTensor, and Boxed.
 
-This module does not start a collective operation, does not copy elements, and does not import a
-part of torch that the program has not imported.
+It starts no collective, copies no elements, and imports no part of torch that the program has not.
 """
 
 from __future__ import annotations
@@ -80,14 +79,11 @@ class Boxed:
 
 
 class LocalBoxes(msgspec.Struct, frozen=True):
-    """The boxes of one global tensor that this process has.
+    """The boxes of one global tensor that this process has, each with a tensor that shares the live
+    memory. A global tensor without elements is one box of every rank that has it.
 
-    ``shape``: the shape of the global tensor. ``box_tensors``: boxes, each with a tensor of the
-    box's sizes that shares the memory of the live tensor. The list is empty if this rank has no
-    elements. If the global tensor has no elements, every rank that has it lists it as one box.
-    ``dtype``: the dtype's name, or None for a dtype that cannot be written. ``tie_key``: a hashable
-    object that is equal for values that are one tensor under several names, also on ranks without
-    elements. ``is_numpy``: True for a NumPy array.
+    ``dtype`` is None if it cannot be written. ``tie_key``: hashable, and equal for values that are
+    one tensor under several names, also on ranks without elements.
     """
 
     shape: tuple[int, ...]
@@ -104,26 +100,19 @@ def is_distributed_tensor(value: Any) -> bool:
 
 def get_local_boxes(value: Any, key: str) -> LocalBoxes | None:
     """Return the boxes that this process has of a distributed tensor; None for another value.
-
-    ``key`` is the name of the value in errors. Raises ``Unsupported`` for placements that do not
-    describe which elements a rank has (such as ``Partial``, a pending sum), and for a local tensor
-    that does not match its placements.
-    """
+    Raises ``Unsupported`` for placements such as ``Partial``, or another local tensor."""
     extract = _extractor(value)
     return None if extract is None else extract(value, key)
 
 
 def empty_like(parameter: Any, dtype: Any) -> Any:
-    """Return an uninitialized tensor of ``dtype`` with the shape and device of ``parameter``.
-
-    For a DTensor, the result is a DTensor with the same placements. It does not require a gradient.
-    ``torch.empty_like`` is not used for a DTensor, because it loses a custom order of the mesh
-    dimensions.
-    """
+    """Return an uninitialized tensor of ``dtype`` like ``parameter``, with its placements if it is
+    a DTensor. It requires no gradient."""
     import torch
 
     if not isinstance(parameter, _loaded_class(_DTENSOR_MODULE, "DTensor")):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # ``torch.empty_like`` of a DTensor loses a custom order of the mesh dimensions
     spec, local = parameter._spec, _wait_tensor(parameter._local_tensor)
     return type(parameter)(
         torch.empty_like(local, dtype=dtype, requires_grad=False),
@@ -139,11 +128,7 @@ def _extractor(value: Any) -> Callable[[Any, str], LocalBoxes] | None:
 
 @lru_cache(256)
 def _extractor_for_type(cls: type) -> Callable[[Any, str], LocalBoxes] | None:
-    """Return the extractor for a type.
-
-    The results are cached, because nearly all values have one of a few types. A class keeps its
-    bases, so a cached result stays valid.
-    """
+    """Return the extractor for a type. A class keeps its bases, so a cached result stays valid."""
     if issubclass(cls, _loaded_class(_DTENSOR_MODULE, "DTensor")):
         return _boxes_of_dtensor
     if issubclass(cls, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
@@ -193,10 +178,7 @@ def _make_local_boxes(
     on_this_rank: bool = True,
 ) -> LocalBoxes:
     """Return the ``LocalBoxes`` of a tensor or an array whose local part is ``local``.
-
-    ``on_this_rank``: this rank has a part of the tensor, so a global tensor without elements gets
-    its one box here.
-    """
+    ``on_this_rank``: a global tensor without elements gets its one box here."""
     if on_this_rank and not prod(shape):
         box_tensors = [(Box.whole(shape), local.reshape(shape))]
     if isinstance(local, np.ndarray):
@@ -209,11 +191,8 @@ def _make_local_boxes(
 
 
 def _parse_placements(placements: Sequence[Any], key: str) -> Placements:
-    """Return the placements as plain records.
-
-    Only exact classes are accepted, because a subclass may have another meaning. Raises
-    ``Unsupported`` for other classes.
-    """
+    """Return the placements as plain records. Raises ``Unsupported`` for any but the exact classes,
+    because a subclass may have another meaning."""
     replicate, shard, strided = _placement_classes()
     parsed: list[ShardPlacement | None] = []
     for p in placements:
@@ -241,10 +220,8 @@ def _placement_classes() -> tuple[Any, Any, Any]:
 
 
 def _shard_order(spec: Any, placements: Placements) -> tuple[int, ...] | None:
-    """Return the order of the mesh dimensions if the spec records one (torch >= 2.9).
-
-    None means that the split factors of the placements determine the order.
-    """
+    """Return the order of the mesh dimensions if the spec records one (torch >= 2.9); None: the
+    split factors determine it."""
     uses_split_factors = getattr(spec, "use_strided_shard_as_shard_order", None)
     if uses_split_factors is None:
         uses_split_factors = any(p is not None and p.split_factor > 1 for p in placements)
@@ -278,10 +255,8 @@ def _boxes_of_sharded_tensor(value: Any, key: str) -> LocalBoxes:
 
 
 def _empty_local_tensor(value: Any) -> Any:
-    """Return an empty local tensor for a ``ShardedTensor`` that has no shard on this rank.
-
-    The result is the same object for the lifetime of ``value``.
-    """
+    """Return the local tensor, always the same, of a ``ShardedTensor`` without a shard on this
+    rank."""
     import torch
 
     empty = torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
@@ -296,11 +271,8 @@ def _boxes_of_boxed(value: Boxed, key: str) -> LocalBoxes:
 
 
 def _to_dense_local(tensor: Any, key: str) -> Any:
-    """Return a local tensor as a dense tensor that is detached from the autograd graph.
-
-    Raises ``Unsupported`` for a tensor that is not dense or is on the meta device, and for a
-    subclass of Tensor, whose memory layout is unknown.
-    """
+    """Return a dense local tensor, detached from the autograd graph. Raises ``Unsupported`` for one
+    that is not dense, on the meta device, or of a subclass, whose memory layout is unknown."""
     import torch
 
     if type(tensor) is not torch.Tensor:

@@ -1,12 +1,8 @@
 """Stable leaves: the parameters and slots that do not change between two optimizer steps.
 
-Forward and backward passes may change everything else: buffers such as those of BatchNorm, the
-scales of FP8, plain tensors, random generators, and the weights of an embedding with ``max_norm``.
-Parameters and slots can therefore be copied during forward and backward passes, until an optimizer
-begins its next step. ``StepPreHook`` reports that moment.
-
-Stability is a property of memory. A parameter that shares its storage with a buffer is not stable,
-whichever object owns it.
+Forward and backward passes may change everything else: buffers, scales of FP8, plain tensors,
+random generators, and embeddings with ``max_norm``. Stability is a property of memory: a parameter
+that shares its storage with a buffer is not stable.
 """
 
 from __future__ import annotations
@@ -33,11 +29,8 @@ if TYPE_CHECKING:
 
 
 def find_stable_leaves(state: dict[str, Any], flat: FlatState) -> set[str]:
-    """Return the keys of the leaves that are unchanged until an optimizer in ``state`` steps.
-
-    ``flat`` is the flattened state. The result contains neither leaves without elements nor leaves
-    that ``flatten`` had to copy.
-    """
+    """Return the keys of the leaves of ``flat`` that are unchanged until an optimizer in ``state``
+    steps, without those that have no elements or that ``flatten`` had to copy."""
     torch = lazy_torch.torch_or_none()
     if torch is None:
         return set()
@@ -50,17 +43,12 @@ def find_stable_leaves(state: dict[str, Any], flat: FlatState) -> set[str]:
 
 
 class StepPreHook:
-    """Calls ``before_step`` when an optimizer begins a step, before the step changes anything.
+    """Calls ``before_step`` when an optimizer begins a step; if that raises, the step does not
+    happen.
 
-    If ``before_step`` raises an exception, the step does not happen.
-
-    ``optimizers``: the hook covers these optimizers and every optimizer that has a parameter in the
-    same memory, such as the optimizer inside a wrapper. None covers every optimizer of the process.
-    The hook is active until ``remove`` is called or the object is garbage collected.
-
-    The implementation is PyTorch's global hook for all optimizers. It covers closures, foreach and
-    fused implementations, and subclasses. It does not cover objects that are not a
-    ``torch.optim.Optimizer``.
+    It covers these optimizers (None: all) and each that has a parameter in the same memory, such as
+    one inside a wrapper, until ``remove`` is called or the object is garbage collected. It uses
+    PyTorch's global hook, which covers closures, fused implementations, and subclasses.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Tensors of classes with ``__tensor_flatten__``, such as torchao's quantized tensors.
 
-Such a class says which tensors its objects consist of, and with which context they are put together
-(see ``torch.utils._python_dispatch.TraceableWrapperSubclass``). ``DTensor`` is handled in
-``sharding``. Any such class is known, not a list of names, as torchao renames classes. No class
-is looked up by the name in a snapshot, which would select code.
+Such a class says of which tensors its objects consist, and with which context they are put together
+(``torch.utils._python_dispatch.TraceableWrapperSubclass``), except ``DTensor`` (``sharding``). Any
+such class is known, as torchao renames classes. None is looked up by the name in a snapshot, which
+would select code.
 """
 
 from __future__ import annotations

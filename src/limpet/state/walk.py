@@ -1,7 +1,4 @@
-"""Walks over the containers of a state: find and copy members, and the memory that they use.
-
-``find_named_instances`` is the only search for members. ``map_containers`` makes a copy.
-"""
+"""Walks over the containers of a state: find and copy members, and the memory that they use."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ IMMUTABLE_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in the containers of a state, each once.
-
-    Optimizers that override ``state_dict`` are included.
-    """
+    """Return the optimizers in the containers of a state, each once."""
     torch = lazy_torch.torch_or_none()
     return [] if torch is None else list(find_instances(state, torch.optim.Optimizer))
 
@@ -77,11 +71,8 @@ def _find_slots(per_parameter: Iterable[Any]) -> Iterator[torch.Tensor]:
 def find_stable_storages(
     tensors: Iterable[torch.Tensor], modules: Sequence[torch.nn.Module]
 ) -> frozenset[int]:
-    """Return the storage addresses of the tensors whose memory only an optimizer step changes.
-
-    This leaves out memory that a forward pass of the modules may change (buffers, and the weights
-    of embeddings with ``max_norm``), and inference tensors, whose changes PyTorch does not count.
-    """
+    """Return the storage addresses of the tensors whose memory only an optimizer step changes: not
+    what a forward pass may, nor inference tensors, whose changes PyTorch does not count."""
     mutable_storages = {0}
     for sub in (sub for module in modules for sub in module.modules()):
         mutable_storages.update(storage_address(b) for b in sub._buffers.values() if b is not None)
@@ -116,12 +107,8 @@ def find_instances(value: Any, kind: type[Any]) -> Iterator[Any]:
 def find_named_instances(
     value: Any, kind: type[Any], named: bool = True, separator: str = "."
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the instances of ``kind`` as ``find_instances`` does, each with its first path.
-
-    ``separator``: that of the levels, ``"."`` as in names of parameters or ``"/"`` as in keys.
-    ``named``: False if the caller needs no paths. Most members of a dict are neither instances nor
-    containers. They are skipped, and their names are not computed.
-    """
+    """Yield the instances of ``kind`` as ``find_instances`` does, each with its first path, whose
+    levels ``separator`` joins: ``"."`` as in names of parameters, or ``"/"`` as in keys."""
     seen: dict[int, Any] = {}  # the values stay alive, so that no id is reused
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -152,14 +139,10 @@ def find_named_instances(
 def map_containers(
     value: Any, map_value: Callable[[Any, int], Any], memo: Memo, depth: int = 0
 ) -> Any:
-    """Copy nested dicts, lists, and tuples, and pass every other value through ``map_value``.
-
-    An object that occurs again, also inside itself, gets the same result, so the time of a walk is
-    proportional to the number of values. A value that is too deep for ``flatten`` is not copied;
-    ``flatten`` reports it later.
-    """
+    """Copy nested dicts, lists, and tuples, and pass every other value through ``map_value``. An
+    object that occurs again, also inside itself, gets the same result."""
     cls = type(value)
-    if depth > 2 * MAX_DEPTH:
+    if depth > 2 * MAX_DEPTH:  # ``flatten`` reports it later
         return value
     if id(value) in memo:
         return memo[id(value)][1]
