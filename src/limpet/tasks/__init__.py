@@ -2,10 +2,7 @@
 
 Terms: a *task* is a range of records; a *lease* is the assignment of a task to a worker, for a
 limited time; an *attempt* is one lease of a task; a *job* is a set of tasks that end together.
-May import: the root modules, ``format``, ``ranks``, and ``tasks``. It knows neither
-snapshots nor stores.
-
-Each public name is imported on first use, as in ``limpet``.
+May import: the root modules, ``format``, ``ranks``, and ``tasks``, neither snapshots nor stores.
 """
 
 from __future__ import annotations

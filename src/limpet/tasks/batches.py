@@ -1,15 +1,4 @@
-"""A batch sampler that reads ahead in the training tasks, and counts only what steps consume.
-
-::
-
-    batches = limpet.tasks.TaskBatches(queue.training, batch_size=32)
-    loader = DataLoader(dataset, batch_sampler=batches, num_workers=4)
-    while not queue.finished("training"):
-        for batch in loader:
-            train(batch)
-            batches.consumed()
-            ckpt.step()
-"""
+"""A batch sampler that reads ahead in the training tasks, and counts only what steps consume."""
 
 from __future__ import annotations
 

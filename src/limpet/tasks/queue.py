@@ -15,14 +15,7 @@ from typing import Any, NoReturn
 
 from limpet.arguments import whole
 from limpet.errors import LimpetError, TaskError
-from limpet.tasks.spec import (
-    KINDS,
-    DataSets,
-    Kind,
-    check_kind,
-    check_seconds,
-    make_spec,
-)
+from limpet.tasks.spec import KINDS, DataSets, Kind, check_kind, check_seconds, make_spec
 from limpet.tasks.tables import (
     JobTables,
     TaskTable,
@@ -152,9 +145,8 @@ class Queue:
     def finished(self, kind: Kind) -> bool:
         """Return True if no task of this kind is open or leased.
 
-        Then, raises the ``JobFailed`` of a training job that has failed: otherwise a training would
-        end as if it were complete. That of an evaluation is raised to whoever waits for its job,
-        and not to its workers, which may have more to do.
+        Then, raises the ``JobFailed`` of a training job that has failed: a training would end as if
+        it were complete. That of an evaluation is raised to whoever waits for its job.
         """
         check_kind(kind)
         with self._entered():

@@ -20,19 +20,8 @@ from msgspec import Meta
 
 from limpet.deadline import Deadline
 from limpet.errors import Denied, LimpetError, StoreError, TaskError, Unavailable
+from limpet.ranks import wire
 from limpet.ranks.error_report import ErrorReport
-from limpet.ranks.wire import (
-    Channel,
-    Connections,
-    HandshakeLimits,
-    Listener,
-    Message,
-    Messages,
-    Refused,
-    Session,
-    connect,
-    make_secret,
-)
 from limpet.tasks.queue import Queue
 from limpet.tasks.spec import Kind, check_kind, check_seconds
 from limpet.tasks.task import (
@@ -63,7 +52,7 @@ _LONGEST_WAIT = 0.5
 """Seconds for which a request for a task waits for one. So long, the owner does not notice that the
 worker has left."""
 
-_HANDSHAKES = HandshakeLimits(connections=256)
+_HANDSHAKES = wire.HandshakeLimits(connections=256)
 """More than for peers: hundreds of workers may connect at once, and none may displace another."""
 
 _IDLE = Deadline("the next request", inf)
@@ -81,14 +70,14 @@ _ADDRESS = re.compile(
 # -- messages ------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class Hello(wire.Message, frozen=True):
     """The first message of a worker that has connected to an address: its name. Later, it has no
     effect: the leases of a worker are those of one name."""
 
     worker: Annotated[str, Meta(max_length=_MAX_NAME)]
 
 
-class Get(Message, frozen=True):
+class Get(wire.Message, frozen=True):
     """Lease a task, and wait for at most so many seconds for a change of the queue if there is
     none. Without a task, the answer is a ``Reply``. Otherwise, it is a ``Leased``."""
 
@@ -97,26 +86,26 @@ class Get(Message, frozen=True):
     wait: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
-class Finished(Message, frozen=True):
+class Finished(wire.Message, frozen=True):
     """Ask ``Queue.finished``."""
 
     kind: str
 
 
-class Consumed(Message, frozen=True):
+class Consumed(wire.Message, frozen=True):
     """Records were consumed, by one step."""
 
     reports: list[Report]
 
 
-class Done(Message, frozen=True):
+class Done(wire.Message, frozen=True):
     """A task is complete."""
 
     report: Report
     result: str
 
 
-class Failed(Message, frozen=True):
+class Failed(wire.Message, frozen=True):
     """An attempt failed, and others would, too, if it is final."""
 
     report: Report
@@ -124,20 +113,20 @@ class Failed(Message, frozen=True):
     is_final: bool
 
 
-class Released(Message, frozen=True):
+class Released(wire.Message, frozen=True):
     """A worker returns a task."""
 
     report: Report
 
 
-class Renew(Message, frozen=True):
+class Renew(wire.Message, frozen=True):
     """Start the time of a lease anew."""
 
     report: Report
     seconds: float | None
 
 
-class Leased(Message, frozen=True):
+class Leased(wire.Message, frozen=True):
     """A task."""
 
     kind: str
@@ -151,15 +140,15 @@ class Leased(Message, frozen=True):
     position: int
 
 
-class Reply(Message, frozen=True):
+class Reply(wire.Message, frozen=True):
     """The answer to a request: yes or no."""
 
     value: bool
 
 
 Request = Hello | Get | Finished | Consumed | Done | Failed | Released | Renew
-MESSAGES = Messages(
-    msgspec.msgpack.Decoder(Request | Leased | Reply | Refused), max_bytes=MAX_RESULT + MIB
+MESSAGES = wire.Messages(
+    msgspec.msgpack.Decoder(Request | Leased | Reply | wire.Refused), max_bytes=MAX_RESULT + MIB
 )
 
 _TASK = "id", "attempt", "job", "data", "start", "stop", "epoch", "position"
@@ -174,10 +163,8 @@ def format_address(host: str, port: int, secret: str) -> str:
 
 
 def parse_address(address: object) -> tuple[str, int, str]:
-    """Return the host, the port, and the secret of an address of a queue.
-
-    Raises ``LimpetError``, without the text, if it is none: it may have the secret.
-    """
+    """Return the host, the port, and the secret of an address of a queue. Raises ``LimpetError``
+    without the text, which may have the secret."""
     parts = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if parts is None:
         raise LimpetError(
@@ -214,12 +201,12 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
 
     def __init__(self, queue: Queue, describe_end: Callable[[str], str] | None = None) -> None:
         self._queue, self._describe_end = queue, describe_end
-        self._connections = Connections("limpet-task")
+        self._connections = wire.Connections("limpet-task")
         self.workers: set[str] = set()
         """The names of the workers that are connected, and have made a request."""
 
         self._lock = Lock()
-        self._listeners: list[Listener] = []
+        self._listeners: list[wire.Listener] = []
         self._count = 0
 
     def connect(self, worker: str) -> socket.socket:
@@ -253,10 +240,10 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
         workers may connect, also again and again, such as an actor that Ray restarts. Raises
         ``TaskError`` if this host does not have the address.
         """
-        secret = make_secret() if secret is None else secret
+        secret = wire.make_secret() if secret is None else secret
         format_address("host", 0, secret)
         try:
-            listener = Listener(host, secret, "serve tasks", self._accept, _HANDSHAKES, port)
+            listener = wire.Listener(host, secret, "serve tasks", self._accept, _HANDSHAKES, port)
         except StoreError as e:
             raise TaskError(e.what, expected=e.expected, found=e.found, todo=e.todo) from e
         with self._lock:
@@ -281,7 +268,7 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
 
     # -- implementation --------------------------------------------------------------------------
 
-    def _accept(self, sock: socket.socket, session: Session) -> None:
+    def _accept(self, sock: socket.socket, session: wire.Session) -> None:
         """Serve a worker that has connected to an address."""
         try:
             host, port = sock.getpeername()[:2]
@@ -290,18 +277,16 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
             return
         self._start(sock, f"{host}:{port}", session)
 
-    def _start(self, sock: socket.socket, worker: str, session: Session | None = None) -> bool:
+    def _start(self, sock: socket.socket, worker: str, session: wire.Session | None = None) -> bool:
         with self._lock:
             self._count += 1
             name = f"{worker} (connection {self._count})"
-        channel = Channel(sock, name, MESSAGES, _IDLE, session, part_seconds=_SEND_SECONDS)
+        channel = wire.Channel(sock, name, MESSAGES, _IDLE, session, part_seconds=_SEND_SECONDS)
         return self._connections.start(channel, self._serve)
 
-    def _serve(self, channel: Channel) -> None:
-        """Answer the requests of a worker until its connection ends, and recover its tasks.
-
-        A worker that sends something else, or does not read its replies, is treated as lost.
-        """
+    def _serve(self, channel: wire.Channel) -> None:
+        """Answer the requests of a worker until its connection ends, and recover its tasks. One
+        that sends something else, or does not read its replies, is lost."""
         worker, cause, is_first = channel.peer, "its connection has ended", True
         try:
             while True:
@@ -324,13 +309,13 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
             self.workers.discard(worker)
             self._queue.recover(worker, cause)
 
-    def _answer(self, request: Request, worker: str) -> Message:
+    def _answer(self, request: Request, worker: str) -> wire.Message:
         try:
             return self._do(request, worker)
         except LimpetError as e:
-            return Refused(ErrorReport.of(e))
+            return wire.Refused(ErrorReport.of(e))
 
-    def _do(self, request: Request, worker: str) -> Message:
+    def _do(self, request: Request, worker: str) -> wire.Message:
         queue, value = self._queue, True
         match request:
             case Hello():
@@ -367,11 +352,15 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
     forked has no access to it.
     """
 
-    def __init__(self, connection: socket.socket | Channel, reply_seconds: float = 60.0) -> None:
+    def __init__(
+        self, connection: socket.socket | wire.Channel, reply_seconds: float = 60.0
+    ) -> None:
         check_seconds("reply_seconds", reply_seconds)
         if isinstance(connection, socket.socket):
             connection.set_inheritable(False)  # no program that this process starts keeps it alive
-            connection = Channel(connection, _OWNER, MESSAGES, _REQUEST, part_seconds=reply_seconds)
+            connection = wire.Channel(
+                connection, _OWNER, MESSAGES, _REQUEST, part_seconds=reply_seconds
+            )
         self._channel, self._reply_seconds = connection, reply_seconds
         self._process = os.getpid()
         self._lock = Lock()
@@ -393,7 +382,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         name = f"process {os.getpid()} on {socket.gethostname()}" if worker is None else worker
         host, port, secret = parse_address(address)
         try:
-            channel = connect(
+            channel = wire.connect(
                 (host, port),
                 secret,
                 f"{_OWNER} at {host}:{port}",
@@ -483,10 +472,8 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         return isinstance(answer, Reply) and answer.value
 
     def _request(self, request: Request) -> Leased | Reply:
-        """Send a request, and return its answer. Raises the error that the owner has answered.
-
-        If this does not end with an answer, the connection does: half a message may be under way.
-        """
+        """Send a request, and return its answer, or raise the owner's error. Without an answer, the
+        connection ends: half a message may be under way."""
         if os.getpid() != self._process:  # another thread may have had the lock at the fork
             raise self._lost("this process was forked from the one that has connected")
         with self._lock:
@@ -495,13 +482,13 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
             try:
                 self._channel.renew()
                 self._channel.send(request)
-                answer = self._channel.receive(Leased, Reply, Refused)
+                answer = self._channel.receive(Leased, Reply, wire.Refused)
             except BaseException as e:
                 self.close()
                 if isinstance(e, LimpetError) and not isinstance(e, Denied):
                     raise self._lost(str(e).rstrip(".")) from e
                 raise
-        if isinstance(answer, Refused):
+        if isinstance(answer, wire.Refused):
             raise answer.error.to_peer_error()
         return answer  # type: ignore[no-any-return]
 

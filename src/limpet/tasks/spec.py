@@ -27,10 +27,8 @@ _MAX_RECORDS = 1 << 62
 
 
 class TaskRange(NamedTuple):
-    """The records of one task: ``start`` up to ``stop`` of a data set, in one epoch.
-
-    ``stop`` is None for a stream, which is one task per epoch.
-    """
+    """The records of one task: ``start`` up to ``stop`` of a data set, in one epoch. ``stop`` is
+    None for a stream, which is one task per epoch."""
 
     data: str
     start: int
@@ -40,10 +38,8 @@ class TaskRange(NamedTuple):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job: every record of its data sets once per epoch, in tasks of ``task_size`` records.
-
-    ``after`` names the job that must be complete before a task of this one is handed out.
-    """
+    """A job: every record of its data sets once per epoch, in tasks of ``task_size`` records, once
+    the job ``after`` is complete."""
 
     kind: Kind
     name: str

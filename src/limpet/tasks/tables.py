@@ -1,7 +1,6 @@
 """The jobs of a queue: which tasks are open, leased, and complete, and all changes of that.
 
-There are no locks and no clocks here. Sets of task numbers are intervals, so that 100,000 tasks
-take little memory and few bytes in a version.
+No locks and no clocks. Sets of task numbers are intervals, so 100,000 tasks take little memory.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ Interval = tuple[int, int]
 
 
 class IntervalSet:
-    """A set of ints, stored as sorted disjoint intervals. ``add`` and ``in`` take O(log n) steps.
-
-    Workers complete tasks roughly in order, so that the number of intervals is about that of the
-    workers.
-    """
+    """A set of ints, stored as sorted disjoint intervals, about as many as there are workers, which
+    complete tasks roughly in order. ``add`` and ``in`` take O(log n) steps."""
 
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
         self._starts: list[int] = []
@@ -84,11 +80,8 @@ _FIELDS = ("spec", "first_id", "completed", "positions", "results")
 
 
 class TaskTable:
-    """The tasks of a job, numbered from 0; their ids begin with ``first_id``.
-
-    A task is open (nobody has leased it), leased, or completed. Only what steps have consumed and
-    what tasks have returned is in the state: an open and a leased task look the same there.
-    """
+    """The tasks of a job, numbered from 0; their ids begin with ``first_id``. Only what steps have
+    consumed and tasks have returned is in the state: there, a leased task is open."""
 
     def __init__(self, spec: JobSpec, first_id: int) -> None:
         self.spec = spec
@@ -233,11 +226,8 @@ def _is_partial(spec: JobSpec, completed: IntervalSet, number: int, position: ob
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """The assignment of a task to a worker, from ``begin`` to ``end`` on the queue's clock.
-
-    ``seconds``: the time for which a report extends it.
-    ``position``: the first record that no step had consumed when the lease began.
-    """
+    """The assignment of a task to a worker, from ``begin`` to ``end`` on the queue's clock. A
+    report extends it to ``seconds``. ``position``: the first record not consumed at its begin."""
 
     attempt: int
     worker: str
@@ -253,11 +243,8 @@ class Lease:
 
 
 class JobTables:
-    """The jobs by name, in the order in which they were added, and the leases of their tasks.
-
-    A lease takes the lowest open task of the first job that has one and is not blocked. Every
-    operation on leases takes O(log n) steps, amortized.
-    """
+    """The jobs by name, in order, and the leases of their tasks. A lease takes the lowest open task
+    of the first job that has one and is not blocked. O(log n) steps, amortized."""
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
@@ -480,10 +467,8 @@ class JobTables:
         return lease
 
     def unfinished(self, report: Report) -> tuple[TaskTable, int] | None:
-        """Return the task of a report, from any attempt, and None if it has ended already.
-
-        Raises ``TaskError`` for an attempt that was never made.
-        """
+        """Return the task of a report, from any attempt, and None if it has ended already. Raises
+        ``TaskError`` for an attempt that was never made."""
         task, attempt = whole(report.task), whole(report.attempt, 1, self._next_attempt - 1)
         if task is None or attempt is None or whole(report.position) is None:
             raise TaskError("A report of an attempt that was never made", found=repr(report)[:300])
@@ -594,10 +579,10 @@ def match_tables(
     loaded: LoadedState, live: Mapping[str, TaskTable]
 ) -> tuple[list[TaskTable], list[TaskTable]]:
     """Return the tables that receive the progress of a state, and the live ones that a load drops.
+    A job keeps its table, so that who waits for it need not know of the load.
 
-    A job that the queue has keeps its table, so that who waits for it need not know of the load.
-    Raises ``PlanError`` if a job has another specification, and if a training job would be dropped
-    that has not begun: it is one that the script adds for the first time.
+    Raises ``PlanError`` if a job differs, or if a training job would be dropped that has not begun:
+    the script adds it for the first time.
     """
     receiving = []
     for table in loaded.tables:

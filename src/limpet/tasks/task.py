@@ -1,7 +1,7 @@
 """A leased task, its reports, and its result, as its worker sees them.
 
-The two sides of a queue hand out tasks of one kind only. Reports go to the queue, in this process
-or in another. Results are JSON text: what a worker sends cannot run code, or change on its way.
+Reports go to the queue, in this process or in another. Results are JSON text: what a worker sends
+cannot run code, or change on its way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ _MAX_DEPTH = 64
 
 
 class Report(NamedTuple):
-    """What every report of a worker contains.
-
-    ``position``: the first record of the task that no step has consumed, as the worker knows it. It
-    is absolute, so that a report that arrives twice has the effect of one.
-    """
+    """What every report of a worker contains. ``position``: the first record that no step has
+    consumed, absolute, so that a report that arrives twice has the effect of one."""
 
     job: str
     task: int
@@ -168,20 +165,14 @@ def make_task(kind: str, **fields: Any) -> Task:
 
 
 class TrainingSide:
-    """The training tasks of a queue: all that a data pipeline needs.
-
-    A pipeline that reads ahead and could ask for evaluation tasks would take all of them while it
-    looks for the next training task (seeds/003, "Problem 1"). It gets this object instead.
-    """
+    """The training tasks of a queue, for a data pipeline: one that could ask for evaluation tasks
+    would take all of them while it reads ahead."""
 
     def __init__(self, source: TaskSource) -> None:
         self._source = source
 
     def get(
-        self,
-        worker: str | None = None,
-        timeout: float = 0.0,
-        lease_seconds: float | None = None,
+        self, worker: str | None = None, timeout: float = 0.0, lease_seconds: float | None = None
     ) -> TrainingTask | None:
         """Lease a training task: ``Queue.get("training", ...)``."""
         task = self._source.get("training", worker, timeout, lease_seconds)
