@@ -22,12 +22,8 @@ has a result; its evaluation has failed; it is damaged, or was deleted before it
 
 
 class Follower:
-    """Finds versions of a run that the evaluation ``name`` has not evaluated yet.
-
-    Each record is read once. A look at a run in which nothing is new costs one listing, and a
-    request for each folder without a version, such as that of a save in progress. ``metrics``: the
-    names of those in the results that were recorded earlier, as far as they were looked up.
-    """
+    """Finds versions of a run that the evaluation ``name`` has not evaluated yet. If nothing is
+    new, a look costs one listing, and a request for each folder without a version."""
 
     def __init__(self, run: Run, name: str, selection: Selection) -> None:
         self._run, self._name, self._selection = run, name, selection
@@ -44,10 +40,8 @@ class Follower:
         return sorted([version for version, known in self._known.items() if known == state])
 
     def next(self) -> tuple[Snapshot, Sequence[Version]] | None:
-        """Return the snapshot to evaluate next, and the versions that wait behind it.
-
-        The result is None if nothing is to be evaluated now. Raises ``StoreError``.
-        """
+        """Return the snapshot to evaluate next, and the versions that wait behind it, or None.
+        Raises ``StoreError``."""
         listing = self._run.listing()
         folders = self._list(listing)
         while True:
@@ -67,9 +61,8 @@ class Follower:
         self._known[version] = "done"
 
     def _list(self, listing: Listing) -> Sequence[Version]:
-        """Return the versions of the lineage that have a folder. The others are forgotten, because
-        they may be saved again. Only those that were evaluated still count, so that no other one is
-        evaluated for them, until the training continues on another branch."""
+        """Return the versions of the lineage with a folder; forget others, which may be saved
+        again. Evaluated ones count until the training continues on a branch."""
         branch = self._run.branch(listing)
         folders = lineage_folders(self._run.catalog, listing, branch)
         for version in self._known.keys() - set(folders):

@@ -30,10 +30,8 @@ class FunctionName:
 
     @classmethod
     def of(cls, function: Callable[..., Any] | str, what: str) -> FunctionName:
-        """Return the name of a function, or of one given as ``package.module:function``.
-
-        Raises ``LimpetError`` if no other process could import it.
-        """
+        """Return the name of a function, or of one given as ``package.module:function``. Raises
+        ``LimpetError`` if no other process could import it."""
         if isinstance(function, str):
             module, colon, name = function.partition(":")
             if not (module and colon and name):

@@ -1,7 +1,7 @@
 """The states of metrics: what a worker returns for a task, and how the states of tasks are merged.
 
-A state is plain JSON, so that nothing that a worker sends can run code. Sums are added exactly
-(``math.fsum``), so the result does not depend on the order in which tasks end.
+A state is plain JSON, which cannot run code. Sums are added exactly (``math.fsum``), so the result
+does not depend on the order in which tasks end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ _EXPECTED = 'a dict such as {"loss": (sum, count)}, or with a torchmetrics Metri
 
 
 class MetricStates:
-    """Collects what ``evaluate`` returns for the batches of a task.
-
-    ``templates`` holds one ``Metric`` of each name, which knows how its states are merged. It is
-    filled here, and lives longer than a task.
-    """
+    """Collects what ``evaluate`` returns for the batches of a task. It fills ``templates``, which
+    live longer, with one ``Metric`` of each name, which knows how its states are merged."""
 
     def __init__(self, templates: dict[str, Any]) -> None:
         self._templates = templates
@@ -34,11 +31,8 @@ class MetricStates:
         self._states: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, returned: object, where: str) -> None:
-        """Add what ``evaluate`` returned for one batch. ``where`` names it in errors.
-
-        A ``Metric`` is reset, so that a function can use one for all of its batches. Raises
-        ``LimpetError`` if the value is not valid.
-        """
+        """Add what ``evaluate`` returned for one batch, and reset each ``Metric``: a function may
+        use one for all. ``where`` names it in errors. Raises ``LimpetError`` if it is not valid."""
         if not isinstance(returned, Mapping) or not returned:
             raise _invalid(where, "nothing" if returned is None else to_repr(returned)[:200])
         for name, value in returned.items():
@@ -75,11 +69,8 @@ class MetricStates:
 
 
 def compute(states: Sequence[State], templates: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of all tasks together, by name.
-
-    ``states``: the results of ``MetricStates.to_plain``. Raises ``LimpetError`` if a metric is
-    not a number, or has no samples.
-    """
+    """Return the metrics of all tasks together, by name. Raises ``LimpetError`` if a metric is not
+    a number, or has no samples."""
     metrics: dict[str, float] = {}
     for name in _names(state["pairs"] for state in states):
         found = [state["pairs"][name] for state in states if name in state["pairs"]]

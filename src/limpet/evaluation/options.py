@@ -112,16 +112,10 @@ class Selection:
         return [version for version in versions if version in kept]
 
     def next(
-        self,
-        versions: Sequence[Version],
-        done: Collection[Version],
-        failed: Collection[Version],
+        self, versions: Sequence[Version], done: Collection[Version], failed: Collection[Version]
     ) -> tuple[Version | None, list[Version]]:
-        """Return the version to evaluate next, and those that wait behind it.
-
-        ``done`` and ``failed``: those with a result, and those whose evaluation failed. Without
-        ``skip_none``, a version counts as skipped once a newer one has been evaluated.
-        """
+        """Return the version to evaluate next, and those that wait behind it. Without
+        ``skip_none``, a version counts as skipped once a newer one has been evaluated."""
         finished = {*done, *failed}
         wanted = self.wanted(versions)
         again = [v for v in wanted if self.retry and v in failed]

@@ -90,10 +90,8 @@ class LocalProcess:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of a worker, which gets another process if it is lost.
-
-    ``restarts``: how often in a row it was started again, since ``completed`` tasks were complete.
-    """
+    """The place of a worker, which gets another process if it is lost, ``restarts`` times in a row
+    since ``completed`` tasks were complete."""
 
     name: str
     process: WorkerProcess
@@ -108,10 +106,9 @@ class _Place:
 class WorkerPool:
     """Workers that live for the whole evaluation, and the queue from which they take tasks.
 
-    All workers run the same loop (``Worker``): the processes that this pool starts, and replaces if
-    they are lost; those that connect to ``workers.listen``; and, if there are neither, the
-    evaluator itself. ``functions``: those of the user, or their names. Raises ``LimpetError`` if
-    another process cannot import a function, or the cluster cannot be used.
+    All run the same loop (``Worker``): the processes that this pool starts and replaces, those that
+    connect to ``workers.listen``, or the evaluator itself. Raises ``LimpetError`` if no other
+    process can import a function, or the cluster cannot be used.
     """
 
     def __init__(
@@ -151,10 +148,8 @@ class WorkerPool:
         self._records = 0
 
     def start(self) -> None:
-        """Start all workers, and find out how many records the data has.
-
-        Raises ``LimpetError`` if that fails, unless the pool is closed meanwhile.
-        """
+        """Start all workers, and find out how many records the data has. Raises ``LimpetError`` if
+        that fails, unless the pool is closed meanwhile."""
         try:
             if self._is_inline:
                 self._inline = Worker(resolve(self._functions))
@@ -174,11 +169,8 @@ class WorkerPool:
                 raise
 
     def evaluate(self, url: str, digest: str) -> dict[str, float]:
-        """Return the metrics of the version at ``url``, whose manifest has ``digest``.
-
-        Raises ``WorkerError`` if the version has no score, ``WorkerLost`` if no worker stays alive
-        or the workers were ended meanwhile, and ``LimpetError`` if a worker has other data.
-        """
+        """Return the metrics of a version. Raises ``WorkerError`` if it has no score,
+        ``WorkerLost`` if no worker stays alive, and ``LimpetError`` if a worker has other data."""
         work = replace(self._work, url=url, digest=digest)
         batch = work.batch_size or 1
         task_size = max(1, -(-self._records // (_TASKS * batch))) * batch
@@ -248,10 +240,8 @@ class WorkerPool:
             job.cancel()
 
     def _tend(self, job: Job, is_starting: bool) -> None:
-        """Replace the workers that have ended, and those that do not answer in time.
-
-        Raises ``WorkerLost`` if one is lost before the evaluation has started, or if none is left.
-        """
+        """Replace the workers that have ended, or do not answer in time. Raises ``WorkerLost`` if
+        one is lost before the evaluation has started, or if none is left."""
         connected = {worker.partition(" ")[0] for worker in set(self._server.workers)}
         for number, place in enumerate(self._places):
             place.has_asked |= place.name in connected

@@ -1,8 +1,7 @@
-"""Workers on a Ray cluster, each of which is an actor.
+"""Workers on a Ray cluster, each of which is an actor. Only this module imports ray.
 
 Ray starts the actors, places them, and ends them when their owner, the evaluator, ends. They
-connect to the queue of the evaluator as any worker does: Ray carries only its address. This is the
-only module that imports ray, and only if an evaluation uses it.
+connect to its queue as any worker does: Ray carries only the address.
 """
 
 from __future__ import annotations
@@ -70,11 +69,8 @@ class RayProcess:
 
 
 class RayCluster:
-    """The Ray cluster that the program is connected to, or the one that Ray finds.
-
-    ``options``: those of the actors, such as ``num_cpus``. Raises ``LimpetError`` if Ray is not
-    installed, if there is no cluster, or if an option is invalid.
-    """
+    """The Ray cluster that the program is connected to, or the one that Ray finds. Raises
+    ``LimpetError`` without Ray or a cluster, and for invalid ``options`` of the actors."""
 
     def __init__(self, options: Mapping[str, Any], device: str | None) -> None:
         unknown = sorted(map(str, options.keys() - set(_OPTIONS)))

@@ -1,8 +1,7 @@
 """A worker: it takes tasks from the queue of the evaluator, evaluates, and returns the results.
 
-A worker knows nothing beforehand: each task says which functions to call on which version. It is a
-thread of the evaluator, a process, an actor of Ray, or ``limpet evaluate --connect`` on another
-machine, and does the same everywhere. Tasks and results are JSON: nothing is pickled.
+It is a thread of the evaluator, a process, an actor of Ray, or ``limpet evaluate --connect``, and
+knows nothing beforehand: each task says which functions to call on which version, as JSON.
 """
 
 from __future__ import annotations
@@ -49,13 +48,10 @@ _WAIT_SECONDS = 60.0
 class Work:
     """What a task is about: the name of its data set, as JSON.
 
-    ``kind``: count the records of the data, evaluate the records of the task on a version, or merge
-    the ``states`` of all tasks of a version. ``functions``: the names of those of the user, the
-    same in all tasks; empty if the worker has them, as the evaluator. ``batch_size``: the number of
-    records in a batch; None: each record of the data is a batch. ``keys``: patterns of the leaves
-    to load; then ``setup`` gets them as a dict, else the snapshot. ``records``: the number that the
-    worker must have. ``start``, ``load``, and ``task``: the time limits, in seconds; None: there is
-    no lease.
+    ``functions``: their names, the same in all tasks; empty if the worker has them. ``batch_size``:
+    None if each record is a batch. With ``keys``, ``setup`` gets a dict of leaves, else the
+    snapshot. ``records``: the number that the worker must have. The time limits are None without a
+    lease.
     """
 
     kind: Literal["count", "evaluate", "merge"]
@@ -83,11 +79,8 @@ class Work:
 
 
 class Worker:
-    """Does the tasks of an evaluation, one after the other.
-
-    ``functions``: ``setup``, ``evaluate``, ``data``, and ``collate``, if the tasks do not name
-    them. ``collate`` merges the records of a batch; None: as ``torch.utils.data.DataLoader`` does.
-    """
+    """Does the tasks of an evaluation, one after the other, with these ``functions`` if the tasks
+    do not name them. ``collate`` may be None, as for ``torch.utils.data.DataLoader``."""
 
     def __init__(self, functions: Mapping[str, Any] | None = None) -> None:
         self._functions = functions or {}
@@ -98,11 +91,8 @@ class Worker:
         self._templates: dict[str, Any] = {}
 
     def do(self, task: EvaluationTask) -> None:
-        """Do a task, and report its result, or why it has none.
-
-        Raises ``TaskError`` if the connection to the evaluator is over, and another ``LimpetError``
-        if this worker, unlike an earlier one, cannot import the functions or create the data.
-        """
+        """Do a task, and report its result, or why it has none. Raises ``TaskError`` without the
+        evaluator, and ``LimpetError`` if only this worker lacks the functions or the data."""
         work = Work.decode(task.data)
         try:
             if not self._records:
@@ -285,11 +275,8 @@ def work_for(queue: RemoteQueue) -> None:
 
 
 def work_at(address: str, say: Callable[[str], object]) -> None:
-    """Do the tasks of the evaluator that listens at an address, until it ends.
-
-    It may begin to listen within a minute. ``say`` gets what to tell the user. Raises ``TaskError``
-    if nothing listens there, and ``Denied`` if it has another secret.
-    """
+    """Do the tasks of the evaluator that listens at an address, within a minute, until it ends.
+    Raises ``TaskError`` if nothing listens there, and ``Denied`` if it has another secret."""
     host, port, _ = parse_address(address)
     end = time.monotonic() + _CONNECT_SECONDS
     while True:
