@@ -1,10 +1,7 @@
 """``torch.distributed.checkpoint`` (DCP) on top of this engine.
 
-Pass a ``StorageWriter`` or ``StorageReader`` to DCP. It then writes ordinary snapshots and loads
-them with all digests checked. DCP makes the plans, gathers them, and reports errors; this module
-converts its plans to boxes. See ``docs/import-export.md``.
-
-Terms: an *FQN* (fully qualified name) is DCP's name of a leaf, such as ``model.fc.weight``.
+DCP makes the plans, gathers them, and reports errors; this module converts its plans to boxes. An
+*FQN* (fully qualified name) is DCP's name of a leaf, such as ``model.fc.weight``.
 """
 
 from __future__ import annotations
@@ -41,16 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from limpet import events, machine
-from limpet.errors import (
-    CommitError,
-    LimpetError,
-    NoSnapshot,
-    NotFound,
-    PlanError,
-    ShapeMismatch,
-    Unsupported,
-)
+from limpet import errors, events, machine
 from limpet.format import names, tree
 from limpet.format.manifest import Manifest
 from limpet.format.rejected import unsupported
@@ -100,7 +88,7 @@ class SnapshotStorage:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
             locate(checkpoint_id)
-        except LimpetError:
+        except errors.LimpetError:
             return False
         return True
 
@@ -151,12 +139,10 @@ class _PinnedReceipt:
 
 @dataclass(slots=True, weakref_slot=True)
 class _ActiveSave:
-    """A save in progress on one rank. ``version``: that of the folder's name, if it has one.
-    ``rank``: the rank that saves by itself; None if all ranks save one snapshot.
+    """A save in progress on one rank. ``rank``: it saves by itself; None: all save one snapshot.
 
-    ``release_pin`` removes the pin of this rank; the rank calls it if it fails. After the commit,
-    the coordinator removes the pins of all ranks. If there is no commit because another rank
-    failed, the pin is removed when this object is garbage-collected.
+    A rank that fails calls ``release_pin``. After the commit, the coordinator removes the pins of
+    all ranks. Without one, the pin is removed when this object is garbage-collected.
     """
 
     location: Location
@@ -196,7 +182,7 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     def __init__(self, url: Url, *, _extensions: Sequence[Any] | None = None) -> None:
         super().__init__()
         if _extensions:
-            raise Unsupported(
+            raise errors.Unsupported(
                 "A StorageWriter cannot apply _extensions: its files are plain safetensors",
                 found=format_list([type(e).__name__ for e in _extensions], 5),
                 todo="Omit _extensions; compress or encrypt where the files are stored",
@@ -272,7 +258,7 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
 
     def _active_save(self) -> _ActiveSave:
         if self._save is None:
-            raise PlanError(
+            raise errors.PlanError(
                 "A method of a StorageWriter was called before a save has begun",
                 todo="Pass it to torch.distributed.checkpoint.save, which calls its methods",
             )
@@ -282,10 +268,8 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
 def _resolve_item(
     item: WriteItem, planner: SavePlanner, planner_data: Any
 ) -> tuple[_WrittenItem, LocalLeaf]:
-    """Return an item of DCP's plan as a box, and a leaf with its bytes.
-
-    Raises ``ShapeMismatch`` and ``Unsupported``.
-    """
+    """Return an item of DCP's plan as a box, and a leaf with its bytes. Raises ``ShapeMismatch``
+    and ``Unsupported``."""
     fqn = item.index.fqn
     path = fqns.path_of(fqn, planner_data)
     key = fqns.key_of(path)
@@ -301,7 +285,7 @@ def _resolve_item(
     tensor, dtype = _materialize_tensor(value, key)
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if box.sizes != tuple(tensor.shape):
-        raise ShapeMismatch(
+        raise errors.ShapeMismatch(
             f"The tensor that DCP's planner provides for {fqn!r} is not the part that it planned",
             expected=list(box.sizes),
             found=list(tensor.shape),
@@ -318,7 +302,7 @@ def _require_whole_tensors(rank: int, leaves: list[LocalLeaf]) -> None:
     """Raise ``Unsupported`` if a rank that saves by itself has only a part of a tensor."""
     parts = [leaf.key for leaf in leaves if leaf.box.sizes != leaf.shape]
     if parts:
-        raise Unsupported(
+        raise errors.Unsupported(
             f"Rank {rank} cannot save its part of {len(parts)} sharded tensors by itself: a"
             " snapshot has whole tensors",
             expected="ranks that save one snapshot together, or tensors that each rank has as a"
@@ -329,10 +313,8 @@ def _require_whole_tensors(rank: int, leaves: list[LocalLeaf]) -> None:
 
 
 def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
-    """Return a strided tensor with the elements of ``value``, and its dtype.
-
-    Raises ``Unsupported``.
-    """
+    """Return a strided tensor with the elements of ``value``, and its dtype, or raise
+    ``Unsupported``."""
     wait = getattr(type(value), "trigger_wait", None)  # a collective may still be writing to it
     tensor = value if wait is None else wait(value)
     supported = (torch.Tensor, torch.nn.Parameter)
@@ -376,14 +358,12 @@ def _commit(
     save: _ActiveSave, metadata: Metadata, results: list[list[WriteResult]], receipts: list[Receipt]
 ) -> SnapshotReader:
     """Check the boxes of all ranks against DCP's plan and the files in the store, and commit.
-
-    Raises ``CommitError`` and ``PlanError``.
-    """
+    Raises ``CommitError`` and ``PlanError``."""
     location = save.location
     written = {r.index.fqn: r.storage_data for rank in results for r in rank}
     missing = [fqn for fqn in metadata.state_dict_metadata if fqn not in written]
     if missing:
-        raise CommitError(
+        raise errors.CommitError(
             f"Nothing was committed to {location.url}: no rank wrote {len(missing)} planned leaves",
             expected=format_list(missing, 5),
             todo="Check what finish_plan of the planner omits",
@@ -460,7 +440,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         self._entries: dict[str, fqns.FqnEntry] = {}
         self._saved_by_dcp = False
         self._is_of_rank = False
-        self._error: LimpetError | None = None
+        self._error: errors.LimpetError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -469,11 +449,8 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         self._snapshot = None
 
     def read_metadata(self, *args: Any, rank: int | None = None, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata for the snapshot, created from its manifest and indexes.
-
-        If this fails, DCP calls it again with the ``rank`` whose own snapshot may be there. A
-        snapshot of all ranks that exists and cannot be read raises its error again.
-        """
+        """Return DCP's metadata for the snapshot. If this fails, DCP calls it with the ``rank``,
+        whose own snapshot must not hide one of all ranks that cannot be read."""
         snapshot = self._snapshot = self._open(rank)
         dcp_metadata = snapshot.metadata.get(METADATA_KEY)
         self._saved_by_dcp = dcp_metadata is not None
@@ -509,13 +486,15 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
     def _open(self, rank: int | None) -> SnapshotReader:
         self._is_of_rank = rank is not None
         if rank is not None:
-            if self._error is not None and not isinstance(self._error, NotFound | NoSnapshot):
+            if self._error is not None and not isinstance(
+                self._error, errors.NotFound | errors.NoSnapshot
+            ):
                 raise self._error
             return open_location(rank_location(self.url, rank))
         self._error = None
         try:
             return open_reader(self.url)
-        except LimpetError as e:
+        except errors.LimpetError as e:
             self._error = e
             raise
 
@@ -533,7 +512,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise ``PlanError`` if the ranks have found different versions at an address."""
         if len({plan.storage_data for plan in plans}) > 1:
-            raise PlanError(
+            raise errors.PlanError(
                 f"The ranks have opened different versions at {self.checkpoint_id}",
                 expected="one version",
                 found="another one on some ranks, because the run has changed meanwhile",
@@ -544,7 +523,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         snapshot = self._snapshot
         if snapshot is None:
-            raise PlanError(
+            raise errors.PlanError(
                 "read_data of a StorageReader was called before a load has begun",
                 todo="Pass it to torch.distributed.checkpoint.load, which calls its methods",
             )
@@ -569,13 +548,11 @@ def _add_target(
     item: ReadItem, entry: fqns.FqnEntry, planner: LoadPlanner, targets: LoadTargets
 ) -> torch.Tensor:
     """Add a read of the item into the tensor that the planner provides, and return that tensor.
-
-    Raises ``ShapeMismatch`` if the tensor has another shape than the item.
-    """
+    Raises ``ShapeMismatch`` if the tensor has another shape than the item."""
     tensor = planner.resolve_tensor(item).detach()
     sizes = tuple(item.lengths)
     if tuple(tensor.shape) != sizes:
-        raise ShapeMismatch(
+        raise errors.ShapeMismatch(
             f"DCP's planner provides a tensor of the wrong shape for {item.dest_index.fqn!r}",
             expected=list(sizes),
             found=list(tensor.shape),

@@ -1,9 +1,7 @@
 """Convert between the names of ``torch.distributed.checkpoint`` (DCP) and the tree of a snapshot.
 
-DCP flattens a nested state: ``{"model": {"fc.weight": t}}`` becomes the FQN ``model.fc.weight``,
-and a mapping records the path ``("model", "fc.weight")``. With the path, the tree has the nested
-state again, and the leaf has the key ``model/fc.weight``. The FQN of a path is the path joined with
-dots.
+DCP flattens ``{"model": {"fc.weight": t}}`` to the FQN ``model.fc.weight``, and records the path
+``("model", "fc.weight")``, with which the tree has the nested state again.
 """
 
 from __future__ import annotations
@@ -39,11 +37,8 @@ def fqn_of(path: ObjectPath) -> str:
 
 
 def path_of(fqn: str, mapping: Any) -> ObjectPath:
-    """Return the path of an FQN in the nested state.
-
-    If ``mapping`` is not a mapping of DCP's planner that contains a valid path of this FQN, the
-    path is the FQN as a single level.
-    """
+    """Return the path of an FQN in the nested state: a single level if ``mapping``, of DCP's
+    planner, has no valid path of it."""
     path = mapping.get(fqn) if isinstance(mapping, Mapping) else None
     is_path = isinstance(path, tuple) and all(
         type(level) is str or (type(level) is int and level >= 0) for level in path
@@ -57,12 +52,8 @@ def key_of(path: ObjectPath) -> str:
 
 
 def build_tree(leaves: Mapping[ObjectPath, Any]) -> Any:
-    """Return the tree with these leaves.
-
-    Levels that are names become dicts, levels that are numbers become lists.
-
-    Raises ``PlanError`` if two paths contradict each other.
-    """
+    """Return the tree with these leaves: names become dicts, numbers lists. Raises ``PlanError`` if
+    two paths contradict each other."""
     members: dict[ObjectPath, dict[str | int, None]] = {(): {}}
     for path in leaves:
         for depth, level in enumerate(path):
@@ -91,12 +82,8 @@ def build_tree(leaves: Mapping[ObjectPath, Any]) -> Any:
 
 
 def collect_entries(root: Any, flattened: bool) -> dict[str, FqnEntry]:
-    """Return the entries of a tree by FQN.
-
-    ``flattened``: True if the tree was built from DCP's leaves. Otherwise the tree is split into
-    leaves where DCP's planner would split the same state. Raises ``PlanError`` if two leaves have
-    the same FQN.
-    """
+    """Return the entries of a tree by FQN, split where DCP's planner would split the state unless
+    DCP's leaves made it (``flattened``). Raises ``PlanError`` for two leaves with one FQN."""
     entries: dict[str, FqnEntry] = {}
     for entry in _walk(FqnEntry((), "", root), flattened):
         is_leaf = type(entry.node) is dict and next(iter(entry.node)) in tree.LEAF_TAGS
@@ -133,10 +120,8 @@ def _walk(entry: FqnEntry, flattened: bool) -> Iterator[FqnEntry]:
 
 
 def _is_terminal(members: Iterable[Any]) -> bool:
-    """Return True if DCP treats a list with these nodes as one value.
-
-    That is so if neither the list nor a list in it contains a tensor or a dict.
-    """
+    """Return True if DCP treats a list as one value: neither it nor a list in it has a tensor or
+    dict."""
     for node in members:
         tag = next(iter(node)) if type(node) is dict else None
         if tag in (*_DICT_TAGS, *_TENSOR_TAGS) or (
