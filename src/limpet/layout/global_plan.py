@@ -122,11 +122,7 @@ def _assign_writers(
     # groups collide, each box is still assigned to one of its own holders.
     sums = np.add.reduceat(splitmix64(rank.astype(np.uint64))[order], all_boxes.starts)
     shared = np.flatnonzero(all_boxes.holder_counts > 1)
-    starts, counts, sums = (
-        all_boxes.starts[shared],
-        all_boxes.holder_counts[shared],
-        sums[shared],
-    )
+    starts, counts, sums = (all_boxes.starts[shared], all_boxes.holder_counts[shared], sums[shared])
     nbytes = all_boxes.nbytes[order[starts]]
     # Groups with fewer holders come first because they have fewer choices.
     by_group = np.lexsort((-nbytes, sums, counts))

@@ -159,11 +159,7 @@ def requesting_workers(folder: str, number: int) -> list[int]:
 
 
 def _write_record(
-    folder: str,
-    status: Status | None,
-    *,
-    has_ended: bool = False,
-    requests: tuple[int, ...] = (),
+    folder: str, status: Status | None, *, has_ended: bool = False, requests: tuple[int, ...] = ()
 ) -> None:
     pid = os.getpid()
     worker = launched_worker()

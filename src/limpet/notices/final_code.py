@@ -12,15 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from limpet.notices.exit_status import (
-    DONE,
-    FAILED,
-    GIVE_UP,
-    SAVED,
-    UNSAVED,
-    Status,
-    WorkerRecord,
-)
+from limpet.notices.exit_status import DONE, FAILED, GIVE_UP, SAVED, UNSAVED, Status, WorkerRecord
 
 
 def find_signals(*names: str) -> tuple[signal.Signals, ...]:

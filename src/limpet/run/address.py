@@ -30,13 +30,7 @@ from limpet.run.lineage import find_best, find_latest
 from limpet.run.records import read_recorded_objectives
 from limpet.run.run import Run
 from limpet.sinks.terminal import default_terminal
-from limpet.snapshot.location import (
-    Location,
-    Url,
-    locate,
-    path_advice,
-    suggest_similar_path,
-)
+from limpet.snapshot.location import Location, Url, locate, path_advice, suggest_similar_path
 from limpet.snapshot.reader import SnapshotReader, open_location, open_snapshot
 from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.open import open_store

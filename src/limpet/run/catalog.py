@@ -22,13 +22,7 @@ from limpet.format.names import Version
 from limpet.format.records import MAX_RECORD, Branch, decode_branch
 from limpet.format.sealed import sealed_digest
 from limpet.run.lease import LeaseObserver
-from limpet.run.listing import (
-    FolderFiles,
-    Listing,
-    find_link_targets,
-    find_links,
-    list_files,
-)
+from limpet.run.listing import FolderFiles, Listing, find_link_targets, find_links, list_files
 from limpet.run.metrics import select_numbers
 from limpet.run.policy import Record
 from limpet.run.records import EvaluationReader

@@ -14,13 +14,7 @@ from limpet.arguments import real, whole
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
-from limpet.format.records import (
-    AboutVersion,
-    Branch,
-    Evaluation,
-    LastingPin,
-    encode_record,
-)
+from limpet.format.records import AboutVersion, Branch, Evaluation, LastingPin, encode_record
 from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run import lineage, retention, sweep
 from limpet.run.catalog import Catalog, VersionRecord
@@ -92,10 +86,7 @@ class Run:
         return snapshot_of(lineage.find_latest(self.catalog))
 
     def newest(
-        self,
-        use: Callable[[Snapshot], object],
-        at: int | None = None,
-        branch: int | None = None,
+        self, use: Callable[[Snapshot], object], at: int | None = None, branch: int | None = None
     ) -> tuple[Snapshot | None, list[tuple[Version, LimpetError]]]:
         """Return the newest version that ``use`` accepts, and the skipped versions with reasons.
 

@@ -186,11 +186,7 @@ class Promotion:
         self._previous = previous
         self.is_local, self.has_begun = Latch(), Latch()
 
-    def finish(
-        self,
-        job: SaveJob,
-        check_writer: Callable[[Store], object],
-    ) -> SnapshotReader:
+    def finish(self, job: SaveJob, check_writer: Callable[[Store], object]) -> SnapshotReader:
         """Finish a save on all ranks, and return the version of the run. Rank 0 calls
         ``check_writer`` before the commit. Raises as ``finish_save`` and ``FormatError``."""
         try:
