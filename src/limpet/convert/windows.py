@@ -124,9 +124,11 @@ def _shard_table(shard: int, leaves: LeafColumns, numbers: Mapping[str, int]) ->
 
 
 def group_leaves(
-    snapshot: SnapshotReader, leaves: Iterable[OrderedLeaf], locations: LeafLocations
+    snapshot: SnapshotReader, leaves: list[OrderedLeaf], locations: LeafLocations
 ) -> list[OrderedLeaf]:
     """Return the leaves, which are in order, with their groups and tiles."""
+    if sum(leaf.nbytes for leaf in leaves) <= WINDOW_BYTES:
+        return leaves  # all of them are in one window
     indexes = snapshot.indexes()
 
     def old_chunk(leaf: OrderedLeaf) -> tuple[int, int]:
