@@ -76,11 +76,6 @@ class LimpetError(Exception):
         """True if live tensors may have been overwritten in part (``live_state``)."""
         return "live_state" in self.fields
 
-    @property
-    def is_after_commit(self) -> bool:
-        """True if the version was committed before the error occurred (``committed``)."""
-        return "committed" in self.fields
-
     def with_advice(self, advice: str = "", **fields: Any) -> LimpetError:
         """Return a copy with ``advice`` appended to ``todo``, and with more fields: for a layer
         that knows more. The caller chains the original error."""

@@ -519,7 +519,7 @@ def warn_save_failed(error: LimpetError, last_saved_step: int) -> None:
     """Warn of a save that failed, or of a failure after the commit."""
     message = (
         "Old versions accumulate"
-        if error.is_after_commit
+        if "committed" in error.fields
         else f"NOTHING WAS SAVED; there is no version since step {last_saved_step}"
     )
     warn_user(f"{message}: {format_with_notes(error)}", SaveFailed)
