@@ -24,7 +24,22 @@ def test_public_names_are_sorted_and_exist():
         _ = limpet.Manager
 
 
-@pytest.mark.parametrize("package", [limpet.preemption, limpet.storage, limpet.tasks])
+PACKAGES = [limpet.preemption, limpet.storage, limpet.tasks]
+
+
+@pytest.mark.parametrize("package", [limpet, *PACKAGES])
+def test_type_checkers_see_every_public_name(package):
+    """In strict mode, they see what is imported "as" itself, or assigned."""
+    seen = set()
+    for node in ast.walk(ast.parse(Path(package.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            seen.update(a.asname for a in node.names if a.asname == a.name)
+        elif isinstance(node, ast.Assign):
+            seen.update(t.id for t in node.targets if isinstance(t, ast.Name))
+    assert set(package.__all__) <= seen
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_the_names_of_a_public_package_are_sorted_and_exist(package):
     assert package.__all__ == sorted(package.__all__)
     for name in package.__all__:

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from limpet.generators import isolated_rng as isolated_rng
     from limpet.loading.differences import LoadReport as LoadReport
     from limpet.ranks.group import Group as Group
-    from limpet.run.address import (
-        load as load,
-        open_version as open,  # noqa: F401  (as in the table below)
-    )
+    from limpet.run.address import load as load, open_version
     from limpet.run.policy import (
         AtEnd as AtEnd,
         AtSteps as AtSteps,
@@ -56,6 +53,8 @@ if TYPE_CHECKING:
     from limpet.training.member import Member as Member
     from limpet.training.preemption import Preemption as Preemption
     from limpet.training.training_evaluation import TrainingEvaluation as TrainingEvaluation
+
+    open = open_version
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
