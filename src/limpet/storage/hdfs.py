@@ -1,17 +1,12 @@
-"""A store in a folder of HDFS, through hdfs-native. The commit is a rename, which never replaces a
-file.
+"""A store in a folder of HDFS, through hdfs-native. The commit is a rename, which replaces no file.
 
 Terms: the *NameNode* keeps the names and lengths of files, and *DataNodes* keep their blocks. The
 *lease* of a file belongs to the client that writes it, until the file is closed.
 
 A file is written under a temporary name, made durable, and renamed. That a file exists proves
-nothing: a file whose writer died is visible, with the length that it had last, and can be renamed.
-So the length is compared before the rename.
-
-If a NameNode is away, hdfs-native waits for minutes, and no call of it has a timeout. So each call
-runs in a thread of its own, which is abandoned if the call takes too long. It ends when hdfs-native
-gives up. (The asynchronous client can be cancelled, but version 0.14.7 panics when it has to wait
-before it connects again.)
+nothing: one whose writer died is visible, and can be renamed. So the length is compared before.
+No call of hdfs-native has a timeout, and it waits for minutes for a NameNode that is away. So each
+runs in a thread of its own, and may be abandoned.
 """
 
 from __future__ import annotations
@@ -109,10 +104,7 @@ class HdfsServer(Server):
         self._client: Any = None
 
     def call(self, request: Callable[[Any], T], deadline: Deadline) -> T:
-        """Return what ``request(client)`` returns by the deadline.
-
-        Raises ``TimeoutError`` and the errors of hdfs-native.
-        """
+        """Return what ``request(client)`` returns by the deadline, or raise ``TimeoutError``."""
         if self._client is None:
             with self._lock:
                 if self._client is None:
@@ -124,11 +116,8 @@ class HdfsServer(Server):
         from hdfs_native import Client
 
         class ClientOfWriters(Client):
-            """Its writers are closed only by a call of ``close``.
-
-            They are Python file objects, which Python closes when nothing refers to them any more.
-            That runs in any thread, such as the training, and waits for a NameNode that is away.
-            """
+            """Its writers are closed only by ``close``: Python closes file objects, which they are,
+            in any thread, such as the training, and that waits for a NameNode that is away."""
 
             def create(self, *args: Any) -> Any:
                 return _without_finalizer(super().create(*args))
@@ -148,10 +137,7 @@ _servers: dict[tuple[int, str, HdfsOptions], HdfsServer] = {}
 
 
 def shared_server(server: str, options: HdfsOptions) -> HdfsServer:
-    """Return the server with these options that all stores of this process share.
-
-    Raises ``StoreError`` if hdfs-native is not installed.
-    """
+    """Return the server with these options that all stores of this process share."""
     try:
         import hdfs_native  # noqa: F401
     except ImportError as e:
@@ -162,14 +148,11 @@ def shared_server(server: str, options: HdfsOptions) -> HdfsServer:
 
 
 def close_file(client: Any, path: str, writer: Any) -> None:
-    """Close a file without the pause of hdfs-native. Raises its errors.
+    """Close a file without hdfs-native's pause: it often asks before a DataNode has reported the
+    last block, and again after 500 ms, almost all of the time of a save of small files.
 
-    The NameNode closes a file once a DataNode has reported its last block. hdfs-native often asks
-    too early, and then asks again after 500 ms: in a save of four small files, almost all of the
-    time.
-
-    ``writer.close`` runs in another thread. If the last block was reported in the meantime, this
-    closes the file with a request of its own, and leaves that thread to end.
+    ``writer.close`` runs in another thread. If the block was reported in the meantime, this closes
+    the file with a request of its own, and leaves that thread to end.
     """
     call = Call(writer.close, "limpet-close")
     for pause in _CLOSE_PAUSES:
@@ -182,11 +165,8 @@ def close_file(client: Any, path: str, writer: Any) -> None:
 
 
 def _is_reported(client: Any, path: str) -> bool:
-    """Return True if the NameNode knows that a DataNode has the whole last block of a file.
-
-    Then, no lease has to be recovered, and ``recover_lease`` only closes the file. Before that, the
-    NameNode counts the space of a full block. (If the block is full, this returns False.)
-    """
+    """Return True if the NameNode knows of a DataNode with the last block: then, ``recover_lease``
+    only closes the file. Before, it counts a full block (of a full one, this is False)."""
     status = client.get_file_info(path)
     if not status.length % status.blocksize:
         return False
@@ -306,10 +286,8 @@ class HdfsFolder(Remote):
             self.delete_file(path, key)
 
     def delete_file(self, path: str, key: str) -> None:
-        """Delete a file if it exists, and then the folders that are empty.
-
-        An error of a folder is of no importance: the file is deleted.
-        """
+        """Delete a file if it exists, and folders that are then empty, whose errors do not
+        matter."""
         if self.call("delete", "delete", key, lambda c: c.delete(path, recursive=False)):
             with suppress(StoreError):
                 self.for_cleanup(key)._delete_empty_folders(path.rpartition("/")[0], key)
@@ -322,11 +300,8 @@ class HdfsFolder(Remote):
         return view
 
     def _delete_empty_folders(self, path: str, key: str) -> None:
-        """Delete a folder and those above it, up to the first one that is not empty.
-
-        The NameNode has no request that deletes only a folder: one for an empty folder also deletes
-        a file of that name. So each path must be that of a folder.
-        """
+        """Delete a folder and those above it, up to the first one that is not empty. Each path must
+        be a folder: the request would also delete a file of that name."""
         if len(path) <= len(self._top):
             return
         status = self.look_up(path, key)
@@ -345,10 +320,8 @@ class HdfsFolder(Remote):
         *arguments: Any,
         seconds: float = LONGEST_CALL,
     ) -> T:
-        """Return ``request(client, *arguments)``, one call of hdfs-native.
-
-        ``seconds``: when it is abandoned, if not at the deadline. Raises ``StoreError``.
-        """
+        """Return ``request(client, *arguments)``, one call of hdfs-native, which is abandoned after
+        ``seconds``, if not at the deadline."""
         server = self.server
         limit = Deadline.after(seconds, self.deadline.purpose).earlier(self.deadline)
         server.throttle.count(operation)
@@ -365,12 +338,8 @@ def _to_stat(key: str, status: Any) -> Stat:
 
 
 class HdfsFile:
-    """A file that is being written under a temporary name, and then renamed to its key.
-
-    Each call of hdfs-native is a step of its own, so nothing follows one that was abandoned. A step
-    is abandoned early enough for a few more tries. If one took too long, the next ones get more
-    time: HDFS may be slow.
-    """
+    """A file under a temporary name, which is then renamed to its key. Each call is a step of its
+    own, abandoned early enough for more tries. After a slow one, the next ones get more time."""
 
     def __init__(self, key: str, length: int) -> None:
         self._key, self._length = key, length
@@ -476,15 +445,13 @@ class HdfsFile:
         return min(longest, max(1.0, folder.deadline.seconds_left / 4))
 
     def _go_on(self, folder: HdfsFolder, data: bytes) -> None:
-        """Write ``data``, of which DataNodes may have a part, after an error of the writer.
+        """Write ``data``, of which DataNodes may have a part, after an error of the writer: a
+        DataNode is gone at the beginning of a block, which the client does not replace.
 
-        The client replaces a DataNode that fails within a block, but not one that is gone when it
-        begins a block. Then, the file is closed with the bytes that the DataNodes have, and opened
-        again. If all bytes are known, they go to a new file instead, which takes less time. In
-        either case, they are synced, because a failure may appear only then.
-
-        A sync has an effect only on a block that gets bytes. If the last block gets no more of
-        them, and its DataNodes may have them only in memory, the file is copied.
+        If all bytes are known, they go to a new file. Else this one is closed with what DataNodes
+        have, and opened again. They are synced, which has an effect only on a block that gets
+        bytes: without more of them, and a last block that may be in memory only, the file is
+        copied.
         """
         rest = b"".join([*self._tail, data])
         begin = self._position + len(data) - len(rest)
@@ -516,10 +483,8 @@ class HdfsFile:
             self._step(folder, "write", copy)
 
     def _recover(self, folder: HdfsFolder, begin: int, rest: bytes) -> Any:
-        """Let the NameNode close the file, and return its status. ``rest`` has what it lacks.
-
-        ``begin``: where ``rest`` begins in the file. Raises ``StoreError``.
-        """
+        """Let the NameNode close the file, and return its status. ``rest``, which begins at
+        ``begin``, has what it lacks."""
         self._recover_lease(folder)
         found = folder.look_up(self._path, self._key)
         if found is None:
@@ -536,11 +501,8 @@ class HdfsFile:
         return found
 
     def _recover_lease(self, folder: HdfsFolder) -> None:
-        """Let the NameNode close the file with the bytes that the DataNodes have.
-
-        Raises ``Unavailable`` if it does not in time, and other kinds of ``StoreError``. Each
-        question whether the file is closed makes the DataNodes begin anew, so the pauses grow.
-        """
+        """Let the NameNode close the file with what the DataNodes have; ``Unavailable`` if that
+        takes too long. Each question makes the DataNodes begin anew, so the pauses grow."""
         path = self._path
         for pause in _RECOVERY_PAUSES:
             if folder.call("recover_lease", "close", self._key, lambda c: c.recover_lease(path)):
@@ -554,10 +516,8 @@ class HdfsFile:
         )
 
     def _rename(self, folder: HdfsFolder) -> None:
-        """Rename the file to its key, and delete the others. Raises ``AlreadyExists``.
-
-        A rename keeps the time of the last change.
-        """
+        """Rename the file to its key, which keeps the time of its last change, and delete the
+        others."""
         path, target, key = self._path, folder.path(self._key), self._key
         status = self._status
         try:
@@ -608,10 +568,7 @@ def _append(client: Any, path: str, limit: Deadline) -> Any:
 
 
 def _sync(folder: HdfsFolder, key: str, writer: Any) -> None:
-    """Make all bytes durable; the client has done that for each completed block.
-
-    Raises ``StoreError`` if HDFS cannot do it, and the errors of hdfs-native.
-    """
+    """Make all bytes durable, as the client has done for each completed block."""
     found = "an hdfs-native without it: install 0.14.7 or a later version"
     if hasattr(writer, "hsync"):
         try:
@@ -624,12 +581,8 @@ def _sync(folder: HdfsFolder, key: str, writer: Any) -> None:
 
 
 def open_hdfs(url: str, **options: Any) -> RetryStore:
-    """Return the store at ``hdfs://NAMENODE:PORT/folder`` or ``hdfs://NAMESERVICE/folder``.
-
-    ``hdfs:///folder`` is in the file system that ``fs.defaultFS`` names. For the options, see
-    ``HdfsOptions``. Raises ``StoreError`` if the URL or an option is invalid, or if hdfs-native is
-    not installed.
-    """
+    """Return the store at ``hdfs://NAMENODE:PORT/folder`` or ``hdfs://NAMESERVICE/folder``, or in
+    the default file system (``hdfs:///folder``), with ``HdfsOptions``."""
     match = _URL.fullmatch(url)
     if match is None:
         raise StoreError(
@@ -659,11 +612,8 @@ _DATANODE = re.compile(r'host_name: \\?"([^"\\]*)\\?".*?xfer_port: ([0-9]+)', re
 
 
 def translate(error: BaseException, action: str, key: str, url: str) -> StoreError:
-    """Return the error of the store for an error of hdfs-native, or for a call that was too slow.
-
-    ``action``: "read", for the message. If it is "commit", the outcome of a failure may be unknown.
-    Stack traces of the server are left out.
-    """
+    """Return the store's error for one of hdfs-native, or for a call that was too slow, without
+    stack traces of the server. After the ``action`` "commit", the outcome may be unknown."""
     what = f"Cannot {action} {key or 'the folder'} in {url}"
     fields: dict[str, Any] = {"key": key, "store": url}
     unknown = {"outcome": "unknown"} if action == "commit" else {}

@@ -27,10 +27,8 @@ Objects = dict[str, tuple[bytes, float]]
 
 
 class MemoryStore:
-    """A store that keeps objects as bytes. ``at(folder)`` returns a view of a folder.
-
-    All views of one store share its lock and its objects.
-    """
+    """A store that keeps objects as bytes. All its views, which ``at(folder)`` returns, share its
+    lock and objects."""
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name
@@ -126,11 +124,8 @@ class MemoryStore:
     def _put_object(
         self, key: str, data: bytes, *, accept_existing: bool, partial_key: str | None = None
     ) -> Stat:
-        """Add an object atomically.
-
-        ``accept_existing``: succeed if the key already holds equal bytes. ``partial_key``: the key
-        of the unfinished upload, which must exist and is removed.
-        """
+        """Add an object atomically, where equal bytes may exist if ``accept_existing``.
+        ``partial_key``: of the unfinished upload, which must exist and is removed."""
         path = self._folder + key
         with self._lock:
             if partial_key is not None and self._partials.pop(partial_key, None) is None:

@@ -66,11 +66,8 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
 
 
 def check_url(url: str | os.PathLike[str]) -> str:
-    """Return a URL or a path as text; in a path, ``~`` is replaced (see ``expand_home``).
-
-    Raises ``StoreError`` if it is empty, if it is a URL that lost a slash, as in ``pathlib``, or if
-    a folder in it has no name. (In a local path, two slashes are one.)
-    """
+    """Return a URL or a path as text, with ``~`` replaced (``expand_home``). Raises ``StoreError``
+    if it is empty, lost a slash as in ``pathlib``, or has a folder without a name."""
     text = os.fspath(url)
     if not text:
         raise StoreError("The URL does not name a folder", expected=_supported(), found=repr(text))
@@ -105,10 +102,8 @@ def _is_known(scheme: str) -> bool:
 
 
 def _check_options(function: OpenStore, scheme: str, url: str, options: dict[str, Any]) -> None:
-    """Raise ``StoreError`` if a function that opens a store does not take these options.
-
-    The call itself is not tried, so a ``TypeError`` of the function's own code is not hidden.
-    """
+    """Raise ``StoreError`` if a function does not take these options. It is not called, so that no
+    ``TypeError`` of its own code is hidden."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -185,11 +180,8 @@ _functions: dict[str, OpenStore] = {"memory": _open_memory}
 
 
 def expand_home(path: str) -> str:
-    """Replace ``~`` or ``~user`` at the beginning of a path with the home directory.
-
-    Shells do the same, but not in arguments such as ``--out=~/runs``. Raises ``StoreError`` if the
-    home directory is unknown.
-    """
+    """Replace ``~`` or ``~user`` at the beginning of a path, as shells do, but not in
+    ``--out=~/runs``. Raises ``StoreError`` if the home directory is unknown."""
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         raise StoreError(

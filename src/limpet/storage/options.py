@@ -41,10 +41,8 @@ def option(
     *,
     is_secret: bool = False,
 ) -> Any:
-    """Return the field of an option. ``expected``: what a valid value is, for the message.
-
-    ``is_secret``: neither a ``repr`` nor a message shows the value. True is not a number.
-    """
+    """Return the field of an option. ``expected``: what is valid, for the message; ``is_secret``:
+    nothing shows the value. True is not a number."""
     rule = {"types": types, "expected": expected, "is_valid": is_valid, "is_secret": is_secret}
     return field(default=default, repr=not is_secret, metadata=rule)
 

@@ -285,10 +285,8 @@ class RetryStore:
         return self.repeat("read", key, read)
 
     def _compare_md5(self, key: str, data: bytes, expected: str, arrived: set[bytes]) -> None:
-        """Raise ``Unavailable`` if the bytes have changed on their way.
-
-        The same bytes twice have not: the tag of the server only looks like their MD5.
-        """
+        """Raise ``Unavailable`` if the bytes have changed on their way. The same bytes twice have
+        not: then, the server's tag only looks like their MD5."""
         import hashlib
 
         if not expected or hashlib.md5(data, usedforsecurity=False).hexdigest() == expected:
@@ -418,12 +416,8 @@ class RetryStore:
         return store._require_stat(key, len(data))
 
     def _create(self, key: str, data: bytes, *, accept_equal: bool) -> None:
-        """Create an object with one conditional PUT.
-
-        If a reply is lost, the next try finds the object, and this succeeds if it has exactly these
-        bytes. ``accept_equal``: the same for an object that was there before. Raises
-        ``AlreadyExists``.
-        """
+        """Create an object with one conditional PUT. After a lost reply, or with ``accept_equal``,
+        an object with exactly these bytes is accepted; otherwise ``AlreadyExists``."""
         may_be_own = accept_equal
 
         def put(remote: Remote) -> bool:
@@ -443,11 +437,8 @@ class RetryStore:
         self._require_equal(key, data, error)
 
     def _require_conditional_put(self, key: str, data: bytes) -> None:
-        """Check that the server does not replace an object that this process has created.
-
-        Repeat the PUT, which must fail. If it succeeds, the object has the same bytes as before. A
-        server that ignores the condition could let two writers both commit.
-        """
+        """Check that the server does not replace an object of this process, by the same PUT, which
+        must fail: otherwise two writers could both commit."""
         with _outcome_unknown():
             if self.repeat("write", key, lambda remote: remote.create(key, data)):
                 raise StoreError(
@@ -469,11 +460,8 @@ class RetryStore:
             return stat
 
     def _require_equal(self, key: str, data: bytes, error: StoreError) -> Stat:
-        """Return the status of an object if it has exactly these bytes. Otherwise, raise ``error``.
-
-        ``error``: that of its creation, after which the object may be of this process: it exists,
-        or the outcome is unknown.
-        """
+        """Return the status of an object with exactly these bytes. Otherwise raise ``error``, that
+        of its creation, after which it exists or the outcome is unknown."""
         is_there = isinstance(error, AlreadyExists)
         try:
             with _outcome_unknown():
@@ -499,11 +487,8 @@ class RetryStore:
 
 
 class _Reader(RangeReader):
-    """The bytes of a range. The request is sent with the first call of ``read_into``.
-
-    Between two calls, the reply waits in the connection, so memory is needed for one view only.
-    Only the calls count as requests in progress: whoever uses the bytes may send requests, too.
-    """
+    """The bytes of a range, requested by the first ``read_into``. Between calls, the reply waits in
+    the connection, and is no request in progress: whoever uses the bytes may send requests."""
 
     def __init__(self, store: RetryStore, key: str, offset: int, length: int) -> None:
         self._store, self._key = store, key

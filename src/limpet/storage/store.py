@@ -229,13 +229,8 @@ class Store(Protocol):
 
 
 def list_level(store: Store, folder: str, prefix: str = "") -> Iterable[Entry]:
-    """Return what is directly in a folder (``""``: the root), in any order, and nothing below it.
-
-    Only names that begin with ``prefix`` are returned. The cost depends only on the names in this
-    folder. If the folder does not exist, the result is empty. The result comes from the store's
-    own method ``list_level(folder, prefix)``, which is optional: a store without it is listed
-    recursively.
-    """
+    """Return what is directly in a folder (``""``: the root), in any order, if its name begins with
+    ``prefix``. A store without the optional method ``list_level`` is listed recursively."""
     if (method := getattr(store, "list_level", None)) is not None:
         entries: Iterable[Entry] = method(folder, prefix)
         return entries
@@ -257,21 +252,16 @@ def exists(store: Store, key: str) -> bool:
 
 
 def within(store: Store, deadline: Deadline) -> Store:
-    """Return a view of a store all of whose calls end by a deadline, with success or an error.
-
-    It comes from the store's own method ``within(deadline)``, which is optional: the calls of a
-    store without it (a local folder, memory) wait for no server.
-    """
+    """Return a view of a store, by its optional method ``within``, all of whose calls end by a
+    deadline. A store without it waits for no server."""
     method = getattr(store, "within", None)
     view: Store = store if method is None else method(deadline)
     return view
 
 
 def put_mapped(store: Store, key: str, length: int) -> MappedUpload | None:
-    """Begin to write an object into memory (see ``Store.put``). None: the store is not memory.
-
-    The upload comes from the store's own method ``put_mapped(key, length)``, which is optional.
-    """
+    """Begin to write an object into memory, by the optional method ``put_mapped`` (see
+    ``Store.put``). None: the store is not memory."""
     method = getattr(store, "put_mapped", None)
     upload: MappedUpload | None = None if method is None else method(key, length)
     return upload
@@ -282,19 +272,15 @@ MAX_PARTS = 10_000
 
 
 def part_length(traits: Traits, length: int) -> int:
-    """Return the length of the parts in which a store uploads an object of ``length`` bytes.
-
-    It is a multiple of ``BLOCK_SIZE``, at least ``part_size``, and such that ``MAX_PARTS`` suffice.
-    """
+    """Return the length of the parts of an upload: a multiple of ``BLOCK_SIZE``, at least
+    ``part_size``, and such that ``MAX_PARTS`` suffice."""
     least = max(traits.part_size, -(-length // (MAX_PARTS - 1)))
     return -(-least // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def upload_memory(traits: Traits, length: int) -> int:
-    """Return how many bytes an upload of an object of ``length`` bytes keeps in memory.
-
-    A small object is kept as a whole, and once more while it is sent. See ``Traits``.
-    """
+    """Return how many bytes an upload keeps in memory (see ``Traits``): a small object is kept
+    whole, and once more while it is sent."""
     if not traits.upload_memory:
         return 0
     longest_part = -(-length // (MAX_PARTS - 1)) if traits.part_size else 0
@@ -319,10 +305,8 @@ def check_key(key: str, store: str) -> str:
 
 
 class WrittenRanges:
-    """The ranges of an object of ``length`` bytes that have been written.
-
-    Many threads may add ranges, because each does a single append to a list.
-    """
+    """The ranges of an object that have been written. Many threads may add some: each only appends
+    to a list."""
 
     def __init__(self, key: str, store: str, length: int) -> None:
         self._fields = {"key": key, "store": store}
@@ -333,10 +317,8 @@ class WrittenRanges:
 
     @contextmanager
     def adding(self, offset: int, size: int) -> Iterator[None]:
-        """Add a range when the block, which writes it, has succeeded.
-
-        Raises ``StoreError`` before the block if the range does not lie within the object.
-        """
+        """Add a range when the block, which writes it, has succeeded. Raises ``StoreError`` before,
+        if it is not in the object."""
         self.check(offset, size)
         yield
         if size:
@@ -354,10 +336,8 @@ class WrittenRanges:
             )
 
     def require_complete(self) -> None:
-        """Raise ``StoreError`` unless each byte was written exactly once.
-
-        The error names the first byte that was not written or was written twice.
-        """
+        """Raise ``StoreError``, which names the first byte that was not written or was written
+        twice."""
         end = 0
         for offset, size in [*sorted(self._ranges), (self._length, 0)]:
             if offset != end:
@@ -447,10 +427,8 @@ def refuse_partial(key: str, store: str) -> None:
 
 
 def weak_store_error(key: str, store: str, promise: str, found: str) -> Denied:
-    """Return the error for a write to a store that cannot keep ``promise``: it does ``found``.
-
-    It is ``Denied``, as for a read-only folder: nothing was written, and reading goes on.
-    """
+    """Return the error for a write to a store that cannot keep ``promise``: ``Denied``, as for a
+    read-only folder, because reading goes on."""
     return Denied(
         f"{store} cannot keep a promise of Limpet; nothing was written to it",
         expected=promise,

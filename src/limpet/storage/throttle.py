@@ -1,10 +1,9 @@
 """Repeats the requests to a server that is busy or unreachable, until a deadline.
 
-All transfers of a process to one server share a ``Throttle``. It limits how many requests are in
-progress: a server that refuses a request for its rate halves the limit, which then recovers by one
-request per second. (The idea is TCP's additive increase, multiplicative decrease.) The pauses
-between the tries have full jitter, so that many clients do not return at the same time.
-(M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.)
+A ``Throttle`` for each server limits the requests in progress: a refusal for the rate halves the
+limit, which recovers by one per second (TCP's additive increase, multiplicative decrease). Pauses
+have full jitter, so that many clients do not return at once. (M. Brooker, "Exponential Backoff And
+Jitter", AWS Architecture Blog, 2015.)
 """
 
 from __future__ import annotations
@@ -84,12 +83,8 @@ def store_statistics(store: object) -> dict[str, float]:
 
 
 class Throttle:
-    """The limit of the requests to one server, and their statistics.
-
-    ``concurrency``: the largest number of requests in progress. ``patience``: seconds after the
-    last success from which on a request is no longer repeated. Without it, each call of a save, and
-    of the cleanup after its failure, would wait anew for a server that is away.
-    """
+    """The limit of the requests to one server, and their statistics. ``patience``: seconds after
+    the last success from which on none is repeated: the calls of a save must not each wait anew."""
 
     def __init__(
         self,

@@ -119,10 +119,8 @@ class GoogleOptions(CloudOptions):
 
 
 class CloudServer(Server):
-    """The clients with certain options in this process, and what it has learned of the server.
-
-    ``suspect``: the URLs of the containers one reply of which was not that of such a server.
-    """
+    """The clients with certain options in this process. ``suspect``: the URLs of containers one
+    reply of which was not that of such a server."""
 
     def __init__(self, options: CloudOptions, variables: frozenset[tuple[str, str]]) -> None:
         super().__init__(options.concurrency, options.timeout)
@@ -202,12 +200,9 @@ _process: list[int] = []  # the first one that used obstore
 
 
 def shared_server(options: CloudOptions) -> CloudServer:
-    """Return the server with these options that all stores of this process share.
-
-    A process that has changed its environment variables gets another one. Raises ``StoreError`` if
-    obstore is not installed, or if the process was forked from one that has used it: the threads of
-    obstore exist only in the parent, and each call would wait for them forever.
-    """
+    """Return the server that stores of this process with these options and environment variables
+    share. Fails after a fork: obstore's threads stay in the parent, and calls would wait
+    forever."""
     try:
         import obstore  # noqa: F401
     except ImportError as e:
@@ -273,11 +268,8 @@ def translated(action: str, key: str, url: str) -> Iterator[None]:
 
 
 def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
-    """Return the error of the store at ``url`` for an error of obstore.
-
-    ``action``: "read", for the message. Fields: ``status`` of the reply; ``throttled`` and
-    ``outcome`` for ``Throttle``; ``foreign`` if the reply may be that of another kind of server.
-    """
+    """Return the store's error for one of obstore. Fields: ``status``; ``throttled`` and
+    ``outcome`` for ``Throttle``; ``foreign`` if another kind of server may have replied."""
     if isinstance(error, StoreError):
         return error
     scheme = url.partition(":")[0]

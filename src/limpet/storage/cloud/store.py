@@ -175,11 +175,8 @@ class CloudFolder(Remote):
             )
 
     def _stats(self, page: Any) -> Iterator[Stat]:
-        """Yield the objects of a page.
-
-        Other tools create "folders" as empty objects whose names end with a slash. obstore leaves
-        out the slash, so an empty object counts only if there is one with exactly its name.
-        """
+        """Yield the objects of a page. "Folders" of other tools are empty objects, of whose names
+        obstore leaves out the slash: an empty object counts only if one has exactly its name."""
         for found in page:
             path = found["path"]
             if path.startswith(self.prefix):
@@ -228,10 +225,8 @@ class CloudFolder(Remote):
         self._send("DeleteObject", "delete", key, obstore.delete, self.object_name(key))
 
     def _require_credentials(self, action: str, key: str) -> None:
-        """Raise ``Denied`` if the store was opened without credentials, which suffice to read only.
-
-        For a write to Google, obstore would look for credentials all the same.
-        """
+        """Raise ``Denied`` if the store has no credentials, and can only read. For a write to
+        Google, obstore would look for some all the same."""
         if self.options.anonymous:
             raise Denied(
                 f"Cannot {action} {key} in {self.url}: it was opened with anonymous=True",
@@ -253,10 +248,8 @@ class CloudFolder(Remote):
         longest: int = 15,
         **options: Any,
     ) -> T:
-        """Return ``request(client, ...)``, which sends one request. Raises ``StoreError``.
-
-        ``longest``: the longest timeout of the client, in seconds.
-        """
+        """Return ``request(client, ...)``, which sends one request; ``longest``: the client's
+        longest timeout, in seconds."""
         server = self.server
         try:
             with translated(action, key, self.url):
@@ -317,12 +310,8 @@ class _CloudReply(Reply):
 
 
 class _Pages:
-    """The pages of a listing. After a failure, or with another client, whose requests may take
-    another time, it goes on behind what has arrived.
-
-    It asks the server for the names from there on. Azure includes the first of them, and other
-    servers ignore that.
-    """
+    """The pages of a listing. After a failure, or with another client, it asks for names behind
+    those that have arrived. Azure includes the first of them, and other servers ignore that."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
@@ -351,14 +340,11 @@ class _Pages:
 
 
 class CloudStream:
-    """Writes a large object by obstore's writer, which sends the bytes in parts of ``part`` bytes.
+    """Writes a large object by obstore's writer, in parts of ``part`` bytes. Each call runs in a
+    thread, to end by the deadline. Parts of an upload that fails stay, and nobody sees them.
 
-    Each call of the writer runs in a thread, so that it ends by the deadline. (obstore waits
-    without regard to signals, and its own limits of time are those of one request.) The writer
-    repeats a part that fails, because nobody else has the bytes. It ignores ``Retry-After`` and the
-    throttle, and doubles its pauses, up to 5 s. So its failures are final.
-
-    An upload that fails leaves parts that nobody sees. obstore cannot delete them.
+    The writer repeats a part that fails, because nobody else has the bytes, without ``Retry-After``
+    and the throttle, in pauses of up to 5 s. So its failures are final.
     """
 
     def __init__(self, key: str, length: int, part: int) -> None:
@@ -387,10 +373,8 @@ class CloudStream:
             self._begin(folder)
 
     def _begin(self, folder: CloudFolder) -> None:
-        """Get a writer that has more than one part, so that the upload has begun.
-
-        obstore does not repeat the request of Google that begins one if the connection breaks.
-        """
+        """Get a writer with more than one part, so that the upload has begun: obstore does not
+        repeat Google's request for that if the connection breaks."""
         import obstore
 
         self._seconds = folder.deadline.seconds_left
@@ -409,12 +393,8 @@ class CloudStream:
         self._first = []
 
     def commit(self, folder: CloudFolder) -> None:
-        """Complete the object, unless the key is taken: the parts themselves have no condition.
-
-        Azure accepts the completion of a stream only once. If its reply is lost, obstore repeats it
-        and gets an error. So the object is looked up after each failure. The key has no
-        object before, so one of the right length is this one.
-        """
+        """Complete the object, unless the key is taken. Azure accepts that once, and obstore gets
+        an error if it repeats it. So after a failure, an object of the right length is this one."""
         if self._writer is None:
             self._begin(folder)
         if not self._is_checked:
@@ -454,19 +434,14 @@ class CloudStream:
 
 
 def open_azure(url: str, **options: Any) -> RetryStore:
-    """Return the store at ``az://CONTAINER/folder``. For the options, see ``AzureOptions``.
-
-    Characters such as ``%`` and ``+`` stand for themselves. Raises ``StoreError`` if the URL or an
-    option is invalid, or if obstore is not installed.
-    """
+    """Return the store at ``az://CONTAINER/folder``, with ``AzureOptions``. Characters such as
+    ``%`` and ``+`` stand for themselves."""
     return _open(url, AzureOptions.from_mapping(options))
 
 
 def open_google(url: str, **options: Any) -> RetryStore:
-    """Return the store at ``gs://BUCKET/folder``. For the options, see ``GoogleOptions``.
-
-    Experimental: it is tested on Ceph, not on Google. Otherwise, see ``open_azure``.
-    """
+    """Return the store at ``gs://BUCKET/folder``, with ``GoogleOptions``. Experimental: it is
+    tested on Ceph, not on Google."""
     return _open(url, GoogleOptions.from_mapping(options))
 
 

@@ -45,12 +45,8 @@ _position_lock = Lock()
 
 
 class FileStat(NamedTuple):
-    """The status of a file.
-
-    ``kind`` is "file", "folder", "link" (a symbolic link), or "other". ``size`` is in bytes, and
-    ``modified`` in seconds since 1970. ``inode`` is the pair (device, inode), which is unique for
-    each file.
-    """
+    """The status of a file. ``kind``: "file", "folder", "link", or "other"; ``modified``: seconds
+    since 1970; ``inode``: (device, inode), unique for each file."""
 
     kind: str
     size: int
@@ -76,10 +72,8 @@ class Fs:
             return os.write(fd, data)
 
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
-        """Read, and return the number of bytes read.
-
-        It may be less than requested, and it is 0 at the end of the file.
-        """
+        """Read, and return the number of bytes, which may be fewer than requested: 0 at the end of
+        the file."""
         if hasattr(os, "preadv"):
             return os.preadv(fd, [into], offset)
         with _position_lock:
@@ -89,11 +83,8 @@ class Fs:
         return len(data)
 
     def fallocate(self, fd: int, length: int) -> bool:
-        """Reserve ``length`` bytes and set the file size.
-
-        Return False if the file system does not support it. This uses the system call and not
-        ``posix_fallocate``, which writes zeros to the whole file if the call is not supported.
-        """
+        """Reserve ``length`` bytes and set the size, or return False. Unlike this system call,
+        ``posix_fallocate`` writes zeros where it is not supported."""
         if not hasattr(_LIBC, "fallocate"):
             return False
         while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
@@ -111,10 +102,8 @@ class Fs:
         return _file_stat(os.fstat(fd))
 
     def stat(self, path: str, *, follow: bool = True) -> FileStat:
-        """Return the status of a file. ``follow``: of the target, if the path is a symbolic link.
-
-        Raises ``FileNotFoundError`` or ELOOP if the link leads to nothing.
-        """
+        """Return the status of a file, or with ``follow`` of a link's target: ``FileNotFoundError``
+        or ELOOP if there is none."""
         return _file_stat(os.stat(path, follow_symlinks=follow))
 
     def link(self, source: str, target: str) -> None:
@@ -124,11 +113,8 @@ class Fs:
             os.link(source, target)
 
     def rename_noreplace(self, source: str, target: str) -> None:
-        """Rename without replacing an existing file.
-
-        Raises ``OSError`` with EEXIST if the target exists, and with EINVAL, ENOSYS, or EOPNOTSUPP
-        if the file system does not support the call.
-        """
+        """Rename. Raises ``OSError``: EEXIST if the target exists; EINVAL, ENOSYS, or EOPNOTSUPP if
+        the file system cannot do it."""
         if not hasattr(_LIBC, "renameat2"):
             raise _libc_error("renameat2", errno.ENOSYS)
         old, new = os.fsencode(source), os.fsencode(target)
@@ -161,11 +147,11 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 
 def map_file(fd: int, length: int, *, writable: bool) -> Any:
-    """Return the first ``length`` bytes of a file as shared memory, an array of ctypes. It is
-    unmapped when nothing refers to it. A forked process does not have memory that is writable.
+    """Return a file's first bytes as shared memory, a ctypes array, unmapped when nothing refers to
+    it.
 
-    Not ``mmap.mmap``, which keeps a descriptor of the file, and would also unmap this address in a
-    forked process that has other memory there. Raises ``OSError``.
+    A fork does not get it if writable. ``mmap.mmap`` would keep a descriptor of the file, and unmap
+    this address in a fork that has other memory there.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     size = ctypes.c_size_t(length)

@@ -104,11 +104,8 @@ _ENTRY_KINDS: dict[str, Literal["object", "folder", "link"]] = {
 
 
 class LocalStore:
-    """A store in the folder ``root``, which the first write creates.
-
-    ``direct``: bypass the page cache with O_DIRECT if the alignment and the file system allow it.
-    ``fs``: the system calls, which tests replace.
-    """
+    """A store in the folder ``root``, which the first write creates. ``direct``: use O_DIRECT where
+    possible; ``fs``: the system calls, which tests replace."""
 
     folder_mode = 0o777
     """The mode of new folders, without the bits of the umask."""
@@ -143,11 +140,8 @@ class LocalStore:
         return Stat(key, file_stat.size, file_stat.modified)
 
     def refuse_obstacle(self, key: str, path: str, expected: str) -> None:
-        """Raise ``StoreError`` if ``key`` cannot be written because ``path`` is something else.
-
-        ``path``: the path of the key's file or folder. ``expected``: "file" or "folder". What is in
-        the way is not an object: a caller that tried again after ``AlreadyExists`` would never end.
-        """
+        """Raise ``StoreError`` if ``path`` is not of the ``expected`` kind. It is no object: a
+        caller that tried again after ``AlreadyExists`` would never end."""
         while path != self._root:
             kind = expected
             try:
@@ -212,11 +206,8 @@ class LocalStore:
             return False
 
     def path(self, key: str, *, to_change: bool = False) -> str:
-        """Return the path of a key's file. Raises ``StoreError`` if the key is not a valid path.
-
-        ``to_change``: the file will be written or deleted. Raises ``StoreError`` if a folder of the
-        key is a symbolic link: what is behind the link belongs to someone else.
-        """
+        """Return the path of a key's file. ``to_change``: raise ``StoreError`` if a folder of it is
+        a symbolic link, because what is behind it belongs to someone else."""
         check_key(key, self.url)
         try:
             os.fsencode(key)
@@ -251,11 +242,8 @@ class LocalStore:
                 self.fs.mkdir(folder, self.folder_mode)
 
     def sync_folders(self, folder: str) -> None:
-        """Make all folder names from the root down to ``folder`` durable, and the names in it.
-
-        The first call also syncs all parents of the root, because another process may have created
-        any of them recently. Parents of the root that this process may not read are skipped.
-        """
+        """Make folder names from the root to ``folder``, and the names in it, durable: at first
+        also all readable parents of the root, which another process may have just created."""
         for path in (folder, *map(str, Path(folder).parents)):
             is_above_root = len(path) < len(self._root)
             if is_above_root and self._root_synced:
@@ -410,10 +398,7 @@ class LocalStore:
                 self.remove_empty_folders(folder)
 
     def link_target(self, key: str) -> str | None:
-        """Return the key of the object or folder that a symbolic link leads to.
-
-        The result is None if the target is not in this store.
-        """
+        """Return the key of what a symbolic link leads to, or None if that is not in this store."""
         root, target = os.path.realpath(self._root), os.path.realpath(self.path(key))
         inside = target.startswith(root.rstrip("/") + "/")
         return target[len(root.rstrip("/")) + 1 :] if inside else None
@@ -456,11 +441,8 @@ class LocalStore:
 
 
 class LocalUpload(Upload):
-    """A temporary file in the object's folder, until ``commit`` gives it the object's name.
-
-    The upload uses two file descriptors. ``_fd`` uses the page cache, writes the data that is not
-    aligned, and is synced. ``_direct_fd`` writes the rest.
-    """
+    """A temporary file in the object's folder, until ``commit`` names it. ``_fd`` uses the page
+    cache for data that is not aligned, and is synced; ``_direct_fd`` writes the rest."""
 
     _suffix = "partial"
     _access = os.O_WRONLY
@@ -505,10 +487,8 @@ class LocalUpload(Upload):
             offset += len(view)
 
     def commit(self, *, accept_existing: bytes | None = None) -> Stat:
-        """Commit as specified in the ``Upload`` protocol.
-
-        ``accept_existing``: succeed if an object with exactly these bytes already exists.
-        """
+        """Commit as ``Upload`` says; an object with exactly the bytes ``accept_existing`` may
+        exist."""
         with self._using_descriptors("commit", last=True):
             try:
                 self._written.require_complete()
@@ -546,11 +526,8 @@ class LocalUpload(Upload):
 
     @contextmanager
     def _using_descriptors(self, action: str, *, last: bool = False) -> Iterator[None]:
-        """Keep the descriptors open while a thread uses them.
-
-        A descriptor that is closed too early may already refer to another file. ``last``: no other
-        call may be active now or begin later.
-        """
+        """Keep the descriptors open while a thread uses them: a closed one may be another file.
+        ``last``: no other call is active or begins later."""
         with self._lock:
             if self._closed or (last and self._active_calls):
                 active = f"active writes: {self._active_calls}"

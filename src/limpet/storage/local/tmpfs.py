@@ -1,16 +1,12 @@
 """A store in memory that outlives the process: files in a folder on tmpfs, such as ``/dev/shm``.
 
-The files are those of a ``LocalStore``, which can read them. What differs is how they are written:
-an upload is memory (``put_mapped``), so that a save stages into the file itself, and the state is
-not in memory twice. Nothing survives the end of the machine or of its container.
+A ``LocalStore`` can read them. An upload is memory (``put_mapped``): a save stages into the file
+itself, and the state is not in memory twice. Nothing survives the machine or its container.
 
-To allocate a page of tmpfs and to map it takes six times as long as to copy into it: to copy 1 GiB
-by 2 threads took 44 ms into a file that was used before, which is also what a copy into other warm
-memory takes, and 190 ms into a new file, after 250 ms to allocate it (2 cores, Linux 6.18). So the
-files are used in turn: that of a deleted object becomes a *spare file*, with its pages and its
-mapping, and the next upload takes it. The object itself is gone: its name is, before anything is
-overwritten, and nobody else has the file open. If the file system was mounted with
-``huge=within_size``, a new file is as fast.
+To allocate and map pages of tmpfs takes six times as long as to copy into them (1 GiB by 2 threads:
+44 ms into a used file, 190 ms into a new one, after 250 ms to allocate it). So the file of a
+deleted object becomes a *spare file*, with its pages and its mapping, for the next upload. Its name
+goes before anything is overwritten, and nobody else has the file open.
 """
 
 from __future__ import annotations
@@ -55,15 +51,12 @@ _in_use: weakref.WeakSet[MappedFile | TmpfsStore] = weakref.WeakSet()
 
 
 class MappedFile:
-    """A file of ``length`` bytes that is mapped into memory, with all its pages allocated.
+    """A file that is mapped into memory, with all its pages allocated: on a full file system, a
+    write to a page that does not exist ends the process with SIGBUS. ``on_map`` gets each new
+    buffer.
 
-    ``fd``: a descriptor for reading and writing, which this object closes; ``buffer``: the mapped
-    bytes. ``on_map`` is called with each new ``buffer``.
-
-    The pages are allocated before anything is written through the mapping: on a full file system, a
-    write to a page that does not exist ends the process with SIGBUS. A forked process gets neither
-    the mapping nor the descriptor. Otherwise, the worker of a data loader would keep the memory of
-    a deleted file until it ends.
+    This object closes ``fd``. A fork gets neither it nor the mapping: the worker of a data loader
+    would keep the memory of a deleted file.
     """
 
     def __init__(self, fd: int, on_map: Callable[[Buffer], object]) -> None:
@@ -77,10 +70,8 @@ class MappedFile:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def resize(self, length: int, fs: Fs) -> None:
-        """Set the length, and map the file. All bytes that it had before keep their pages.
-
-        Raises ``OSError``. No other thread may use the file.
-        """
+        """Set the length, and map the file; bytes that it had keep their pages. No other thread may
+        use it."""
         if length > self.length:
             if self.length:
                 # only the new bytes: to allocate those that exist takes seven times as long
@@ -109,10 +100,8 @@ class MappedFile:
         self.buffer = Buffer.over(memoryview(b""))
 
     def is_unused_elsewhere(self) -> bool:
-        """Return True if the file has one name, and nobody else has it open or mapped.
-
-        The kernel grants a write lease on a file only then. False also if it cannot tell.
-        """
+        """Return True if nobody else has the file, of one name, open or mapped, as far as is known:
+        only then, the kernel grants a write lease."""
         with suppress(OSError):
             fcntl.fcntl(self.fd, _F_SETSIG, _IGNORED_SIGNAL)
             try:
@@ -124,12 +113,11 @@ class MappedFile:
 
 
 class TmpfsStore(LocalStore):
-    """A store in the folder ``root`` on tmpfs, which the first write creates.
+    """A store in a folder on tmpfs. ``spare_files``: how many files of deleted objects are kept for
+    the next uploads. ``on_map``: gets the memory of each file, for example to page-lock it.
 
-    ``spare_files``: how many files of deleted objects are kept for the next uploads. A process
-    keeps only files that it wrote and deleted itself: if another process deletes them, their memory
-    is released at the next upload. ``on_map``: called with the memory of each file when it is
-    mapped, for example to page-lock it.
+    Only files that this process wrote and deleted become spare; if another process deletes one, its
+    memory is released at the next upload.
     """
 
     space_advice = (
@@ -170,10 +158,8 @@ class TmpfsStore(LocalStore):
         return self.put_mapped(key, length)
 
     def put_mapped(self, key: str, length: int) -> TmpfsUpload:
-        """Begin to write an object into memory. All its pages are allocated when this returns.
-
-        Raises ``NoSpace`` if the file system is full.
-        """
+        """Begin to write an object into memory, all of which is allocated; ``NoSpace`` if the file
+        system is full."""
         return TmpfsUpload(self, key, length)
 
     def delete(self, key: str) -> None:
@@ -185,10 +171,8 @@ class TmpfsStore(LocalStore):
         super().delete(key)
 
     def remove_leftovers(self) -> int:
-        """Delete the unfinished uploads and spare files of processes that have ended.
-
-        Returns their size in bytes. Those of other processes that run stay.
-        """
+        """Delete unfinished uploads and spare files of processes that have ended; return their
+        bytes."""
         removed = 0
         for stat in self.partials(""):
             if stat.key.endswith(SUFFIX) and stat.length and self._is_abandoned(stat.key):
@@ -216,11 +200,8 @@ class TmpfsStore(LocalStore):
                 self._committed[path] = file
 
     def take(self, length: int, move: Callable[[str], object]) -> MappedFile | None:
-        """Return the spare file whose length is the most similar, or None.
-
-        ``move`` gets the path of the file, and must rename it. Files that another process has
-        deleted, or that it has open, are not used; their memory is released.
-        """
+        """Return the spare file of the most similar length, or None. ``move`` must rename its path.
+        Those that another process deleted or has open are released, not used."""
         if length < MIN_SPARE_BYTES:
             return None
         with self._lock:
@@ -263,11 +244,8 @@ class TmpfsStore(LocalStore):
         return is_kept
 
     def preallocate(self, length: int) -> None:
-        """Create a spare file for an upload of about ``length`` bytes, unless there are enough.
-
-        This takes half a second per GiB, so a background thread calls it, also while others use the
-        store. Raises ``NoSpace``.
-        """
+        """Create a spare file of about ``length`` bytes, unless there are enough: in a background
+        thread, half a second per GiB."""
         if len(self._spares) >= self._max_spares:
             return
         with self.translate_errors("allocate", "a spare file", writing=True):
@@ -307,10 +285,7 @@ class TmpfsStore(LocalStore):
 
 
 class TmpfsUpload(LocalUpload):
-    """A mapped file without its final name. It implements ``storage.store.MappedUpload``.
-
-    The file is a spare one, whose pages exist already, or a new one.
-    """
+    """A mapped file, spare or new, without its final name: a ``storage.store.MappedUpload``."""
 
     _suffix = SUFFIX
     _access = os.O_RDWR

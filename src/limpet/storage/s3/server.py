@@ -84,12 +84,8 @@ _AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
 
 
 class S3Server(Server):
-    """The clients with certain options and environment variables in this process.
-
-    A program or a service that issues credentials may never answer, and boto3 would wait for it in
-    the middle of a request. So one thread fetches them, for which each request waits until its
-    deadline. ``url``: that of the server; it is known from the first request on.
-    """
+    """The clients with certain options and environment variables. One thread fetches credentials,
+    for which each request waits until its deadline: boto3 would wait forever within a request."""
 
     def __init__(self, options: S3Options, variables: frozenset[tuple[str, str]]) -> None:
         super().__init__(options.concurrency or MAX_REQUESTS, options.timeout)
@@ -103,10 +99,8 @@ class S3Server(Server):
         self._forget_credentials()
 
     def client(self, deadline: Deadline, longest: int) -> Any:
-        """Return a client whose timeouts are at most ``longest``, and end by the deadline.
-
-        Raises ``Unavailable`` if the credentials do not arrive in time, and errors of boto3.
-        """
+        """Return a client with timeouts of at most ``longest``, by the deadline; ``Unavailable`` if
+        the credentials do not arrive in time."""
         self._await_credentials(deadline)
         timeout = fit_timeout(min(deadline.seconds_left, longest))
         client = self._clients.get(timeout)
@@ -117,11 +111,8 @@ class S3Server(Server):
         return client
 
     def look_for_credentials(self, client: Any) -> bool:
-        """Look for credentials again, because the server has refused those of a client.
-
-        Return True if that may help, because they were not refused before. boto3 keeps credentials
-        that have expired, unless it knows when they do.
-        """
+        """Look for credentials again, because a client's were refused; return whether that may
+        help. boto3 keeps expired ones, unless it knows when they expire."""
         with self._lock:
             if client is not None and client not in self._clients.values():
                 return True  # another thread has done this
@@ -136,11 +127,8 @@ class S3Server(Server):
         self._clients: dict[int, Any] = {}
 
     def _await_credentials(self, deadline: Deadline) -> None:
-        """Wait until there are credentials that are valid for some minutes, or none at all.
-
-        boto3 renews credentials 15 minutes before they expire. Until ``_LAST_MINUTES``, requests do
-        not wait for that.
-        """
+        """Wait for credentials that are valid for some minutes, or none at all. boto3 renews them
+        15 minutes before they expire; until ``_LAST_MINUTES``, requests do not wait for that."""
         is_due = getattr(self._credentials, "refresh_needed", None)
         if self._session is not None and (is_due is None or not is_due()):
             return
@@ -242,11 +230,8 @@ _lock = Lock()
 
 
 def shared_server(options: S3Options) -> S3Server:
-    """Return the server with these options that all stores of this process share.
-
-    A forked process gets its own: connections cannot be shared. So does a process that has changed
-    the environment variables of AWS. Raises ``StoreError`` if boto3 is not installed.
-    """
+    """Return the server that all stores of this process with these options and AWS variables share.
+    A fork gets its own: connections cannot be shared."""
     try:
         import boto3  # noqa: F401
     except ImportError as e:

@@ -207,10 +207,8 @@ class S3Folder(Remote):
         )
 
     def _require_field(self, reply: Any, name: str, key: str = "") -> None:
-        """Raise ``StoreError`` if a reply lacks what every server with the API of S3 sends.
-
-        A web server answers any request, and an empty list of objects would be an empty run.
-        """
+        """Raise ``StoreError`` if a reply lacks what every S3 server sends: a web server answers
+        any request, and an empty list would be an empty run."""
         if name not in reply:
             raise StoreError(
                 f"Cannot use {self.url}: {self.server.url} does not answer as S3 does",
@@ -272,11 +270,8 @@ class S3Folder(Remote):
     # -- requests ------------------------------------------------------------------------------
 
     def send(self, method: str, action: str, key: str, longest: int = 15, **fields: Any) -> Any:
-        """Send one request, and return the reply.
-
-        ``method``: that of the client; ``longest``: its longest timeout, in seconds. Raises
-        ``StoreError``; it is ``Unavailable`` if other credentials may help.
-        """
+        """Send one request, with a timeout of at most ``longest`` seconds. ``Unavailable``: other
+        credentials may help, too."""
         server, client = self.server, None
         try:
             with self.translated(action, key):
@@ -318,12 +313,8 @@ class _S3Reply(Reply):
         self.tag, self.md5 = reply.get("ETag", ""), stated_md5(reply)
 
     def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
-        """See ``Reply``.
-
-        boto3 returns when a block is full. The blocks begin small and grow as long as they arrive
-        fast, so that the deadline is checked in time. Near the deadline, they are small: a reply
-        may become slow.
-        """
+        """See ``Reply``. boto3 returns when a block is full, so blocks begin small and grow while
+        they arrive fast, and are small near the deadline: it is checked in time."""
         done, place = 0, f"{self._key} in {self._folder.url}"
         fields = {"key": self._key, "store": self._folder.url}
         while done < len(view):
@@ -346,10 +337,8 @@ class _S3Reply(Reply):
 
 
 class S3Parts:
-    """A multipart upload. Part ``n`` is a fixed range of the object.
-
-    The server checks the CRC-32C of each part on arrival, or without ``has_crc`` its MD5.
-    """
+    """A multipart upload, whose part ``n`` is a fixed range. The server checks each part's CRC-32C,
+    or its MD5 without ``has_crc``."""
 
     def __init__(
         self,
@@ -413,10 +402,8 @@ class S3Parts:
                 raise (error if status == 412 else self._aborted_error(folder)) from e
 
     def _is_complete(self, folder: S3Folder) -> bool:
-        """Return True if the object is this one: the reply to an earlier try was lost.
-
-        Then, the upload is gone. If it is still there, another writer has created the object.
-        """
+        """Return True if the object is this one, after a lost reply: the upload is gone. If it is
+        still there, another writer has created the object."""
         try:
             if self._id in folder.uploads(self._name):
                 return False
@@ -439,11 +426,11 @@ class S3Parts:
 
 
 class PartBody:
-    """The bytes of a part, as the file that boto3 wants. Blocks are views of the caller's memory.
+    """The bytes of a part, as the file that boto3 wants, in blocks that are views of the caller's
+    memory.
 
-    urllib3 asks for blocks of 16 KiB; a loop over so many would hold the interpreter's lock. It
-    sends what it gets. A block must be sent before a timeout ends, so the shorter parts of a slow
-    network have shorter blocks: 1 MiB of 8, and 4 MiB of 28.
+    urllib3 asks for 16 KiB, too many turns under the interpreter's lock, and sends what it gets. A
+    block must be sent before a timeout, so shorter parts, of a slow network, have shorter blocks.
     """
 
     def __init__(self, views: Sequence[memoryview], deadline: Deadline) -> None:
@@ -496,11 +483,8 @@ def md5(views: Sequence[memoryview | bytes]) -> str:
 
 
 def open_s3(url: str, **options: Any) -> RetryStore:
-    """Return the store at ``s3://BUCKET/folder``. For the options, see ``S3Options``.
-
-    Characters such as ``%`` and ``+`` stand for themselves. Raises ``StoreError`` if the URL or an
-    option is invalid, or if boto3 is not installed.
-    """
+    """Return the store at ``s3://BUCKET/folder``, with ``S3Options``. Characters such as ``%`` and
+    ``+`` stand for themselves."""
     bucket, _, folder = url.removeprefix("s3://").partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise StoreError(
@@ -563,11 +547,7 @@ def shows_credentials(error: Exception) -> bool:
 
 
 def translate(error: Exception, action: str, key: str, url: str, server: str) -> StoreError:
-    """Return the error of the store for an error of boto3, or of reading a reply.
-
-    ``action``: "read", for the message; ``server``: the URL of the endpoint. Messages contain no
-    credentials.
-    """
+    """Return the store's error, without credentials, for one of boto3 or of reading a reply."""
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
 
@@ -670,10 +650,8 @@ def _translate_reply(error: Any, what: str, server: str, fields: dict[str, Any])
 
 
 def _seconds(retry_after: str | None, date: str | None) -> float | None:
-    """Return the pause of a Retry-After header, which holds seconds or a date; None without one.
-
-    ``date``: the time of the reply. The clock of this machine may differ from that of the server.
-    """
+    """Return the pause of a Retry-After header, in seconds or a date; ``date``: the reply's time,
+    because the clocks may differ."""
     if retry_after is None:
         return None
     if retry_after.strip().isdecimal():
@@ -687,11 +665,8 @@ def _seconds(retry_after: str | None, date: str | None) -> float | None:
 
 
 def no_tag_error(key: str, url: str) -> Unavailable:
-    """Return the error for a reply without the tag of what was written.
-
-    A server or a proxy may report success before it finds an error, which it then writes to the
-    body of the reply.
-    """
+    """Return the error for a reply without the tag of what was written: a server may report success
+    before it finds an error, which is then in the body."""
     return Unavailable(
         f"The reply to the write of {key} to {url} lacks the entity tag",
         outcome="unknown",
@@ -701,11 +676,8 @@ def no_tag_error(key: str, url: str) -> Unavailable:
 
 
 def stated_md5(reply: Any) -> str:
-    """Return the MD5 of an object, as its entity tag says, or "".
-
-    The tag of an object that was written by one PUT is its MD5, unless it is encrypted with a key
-    of KMS or of the customer. Some servers use tags that only look like it.
-    """
+    """Return the MD5 of an object by its entity tag, or "": an object of one PUT that is not
+    encrypted with a key has it. Some tags only look like it."""
     tag = str(reply.get("ETag", "")).strip('"')
     is_md5 = re.fullmatch("[0-9a-f]{32}", tag) is not None
     encryption = (reply.get("ServerSideEncryption") or "AES256", reply.get("SSECustomerAlgorithm"))
