@@ -74,12 +74,8 @@ class Observer:
 
 
 class Round(msgspec.Struct, frozen=True):
-    """The value of a round in the store: the actions that all ranks perform at ``step``.
-
-    Each ``attempt`` has another ``step``. If the round fails, ``reason`` says why and ``rank`` is
-    the rank that caused it. ``seconds_left``: the seconds from the write of this value until all
-    ranks must have acted, if ``cause`` demands that.
-    """
+    """The value of a round: the actions that all ranks perform at ``step``, which each ``attempt``
+    moves. ``seconds_left``: from its write until all must have acted, if ``cause`` demands it."""
 
     actions: tuple[str, ...] = ()
     step: int = 0
@@ -95,10 +91,8 @@ _ROUND = msgspec.json.Decoder(Round)
 
 
 class RoundParticipant:
-    """The part of one rank in the rounds, one round after the other.
-
-    It waits only for responses of the store. All calls must be from one thread.
-    """
+    """The part of one rank in the rounds, one after the other. It waits only for the store. All
+    calls must be from one thread."""
 
     def __init__(
         self,
@@ -155,10 +149,8 @@ class RoundParticipant:
             self._own_deadline = deadline
 
     def poll(self) -> float:
-        """Poll the round once, perform this rank's part, and return the seconds to the next poll.
-
-        Raises ``RankFailed`` if the store does not respond.
-        """
+        """Poll the round, perform this rank's part, and return the seconds to the next poll.
+        ``RankFailed``: the store does not respond."""
         self._measure_speed()
         text = self._kv.get_text(self._key) or ""
         current = _ROUND.decode(text) if text else None
@@ -185,11 +177,9 @@ class RoundParticipant:
         return delay
 
     def _observe_deadline(self, current: Round | None) -> None:
-        """Learn of the deadline in a round, and until when to wait for acknowledgments.
-
-        The seconds count from now, because the clocks of hosts differ. The value is at most one
-        interval between two polls old, and each rank that replaces it counts down.
-        """
+        """Learn of a round's deadline, and until when to wait. The seconds count from now, as
+        clocks differ: the value is at most one poll old, and each rank that replaces it counts
+        down."""
         if current is not None and current.seconds_left is not None and current != self._current:
             self._learn(RoundDeadline(self.clock() + current.seconds_left, current.cause))
             if self._ack_by == inf:
@@ -281,10 +271,8 @@ class RoundParticipant:
     # -- failed ranks ----------------------------------------------------------------------------
 
     def _check_failures(self, current: Round) -> Round:
-        """End the round if ranks have failed.
-
-        Rank 0 monitors all ranks that have not acknowledged; the other ranks monitor rank 0.
-        """
+        """End the round if ranks have failed: rank 0 monitors all that have not acknowledged, and
+        they rank 0."""
         timeouts, now = self._kv.timeouts, self.clock()
         interval = min(max(1.0, self._size / 2000), timeouts.silent / 4)
         if now >= self._ack_by:
@@ -316,10 +304,8 @@ class RoundParticipant:
         return current if failure is None else _aborted(current, failure)
 
     def _abort_late(self, current: Round) -> Round:
-        """End the round because ranks have not acknowledged in the time that the deadline leaves.
-
-        Rank 0 names them. If it is late itself, the others end the round a little later.
-        """
+        """End the round because ranks acknowledge too late for the deadline. Rank 0 names them. If
+        it is late itself, the others end the round a little later."""
         acks = {r: self._ack_key(r, current.attempt) for r in range(self._size)}
         missing = [0]
         if self._kv.rank:
@@ -387,11 +373,8 @@ class RoundParticipant:
         self._observer.on_failure(frozenset({action}), error)
 
     def abort(self, error: Exception) -> None:
-        """End the agreement after an error of the store.
-
-        Training continues, but stops at a step that this rank has acknowledged and whose outcome
-        it does not know.
-        """
+        """End the agreement after an error of the store. Training goes on, but stops at an
+        acknowledged step whose outcome this rank does not know."""
         failed_actions = self.proposed.union(
             self._current.actions if self._current is not None else ()
         )
@@ -429,12 +412,8 @@ class Proposal(NamedTuple):
 
 
 class Agreement:
-    """Agreement of all ranks on actions at a common step, such as a save or a stop.
-
-    Each rank creates one object, in the same order relative to the group's other operations.
-    ``name``: the purpose of the agreement; ``idle_poll``: the shortest and the longest interval in
-    seconds between two polls of the store while no round is open.
-    """
+    """Agreement of all ranks on actions at a common step. Each rank creates one, in the same order
+    among the group's operations. ``idle_poll``: shortest and longest pause of polls, in seconds."""
 
     def __init__(
         self,
@@ -465,18 +444,13 @@ class Agreement:
         self._thread.start()
 
     def propose(self, action: str, seconds: float | None = None, cause: str = "") -> None:
-        """Propose an action to all ranks.
+        """Propose an action, from any thread or signal handler: without a lock, at once, and not
+        twice.
 
-        ``seconds``: the time from now until all ranks must have acted, because of ``cause``. Every
-        wait for the agreement then ends in a third of it, and ``Observer.on_deadline`` tells all
-        ranks. Of several deadlines, the earliest one counts.
-
-        May be called from any thread or signal handler: takes no lock and returns immediately. An
-        action that is already proposed is not proposed twice.
-
-        The proposal fails if a rank is dead or hangs, if a rank has closed the agreement, or if the
-        store does not respond. The event ``not_agreed`` then reports the failure, and the action
-        may be proposed again.
+        ``seconds``: until all ranks must have acted, because of ``cause``; the earliest one counts.
+        Every wait then ends in a third of it, and ``Observer.on_deadline`` tells all ranks. If a
+        rank is dead, hangs, or has closed, or the store does not respond, ``not_agreed`` is
+        emitted, and the action may be proposed again.
         """
         deadline = None
         if seconds is not None:
@@ -485,11 +459,11 @@ class Agreement:
             self._proposals.put(Proposal(action, self._gate.delivery_count, deadline))
 
     def step(self) -> frozenset[str]:
-        """Return the actions that all ranks perform now, usually none.
+        """Return the actions that all ranks perform now. Call it after each step, equally often on
+        all ranks.
 
-        Call this after each training step, equally often on all ranks. It waits only at a step on
-        which the ranks are about to agree. Raises ``RankFailed``, once, if the store failed and
-        this rank cannot know whether the ranks agreed: others may act at this step.
+        Waits only at a step to agree on. Raises ``RankFailed``, once, if the store failed and
+        others may act at this step.
         """
         with self._raising():
             return self._gate.step()
@@ -509,11 +483,8 @@ class Agreement:
             raise
 
     def close(self) -> None:
-        """End the agreement because the training of this rank has ended.
-
-        From now on, the ranks cannot agree on any action. Open rounds end for the other ranks, and
-        their training continues. Waits for the store for at most 2 seconds.
-        """
+        """End the agreement because the training of this rank has ended: open rounds end for the
+        others, whose training goes on. Waits at most 2 seconds for the store."""
         if not self._closed:
             self._closed = True
             self._gate.disable()
@@ -522,12 +493,9 @@ class Agreement:
             self._kv.peer_error = None
 
     def publish_error(self, error: BaseException) -> BaseException | None:
-        """End the agreement because the training of this rank has ended with an error.
-
-        The other ranks raise it at their next ``step``. Waits for the store for at most 2 seconds.
-        Returns the error of the rank that raised before this one, if ``error`` may be a consequence
-        of it: that of a collective operation whose connection was lost. Otherwise, returns None.
-        """
+        """End the agreement with an error, which others raise at their next ``step``; takes at most
+        2 s. Returns an earlier rank's error if ``error``, a lost connection, may be its
+        consequence."""
         if self._closed:
             return None
         report = encode_raised(error, self._kv.rank)

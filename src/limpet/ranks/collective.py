@@ -1,9 +1,8 @@
 """Operations that all ranks perform together, such as a save, with gather, scatter, and broadcast.
 
 Rank 0 is the coordinator. A rank that fails notifies the others, which then raise an error too. If
-a rank dies or hangs, rank 0 detects it, and the other ranks detect a failure of rank 0, both within
-the bounds of ``Timeouts``. No collective of the training process group is ever called, so a
-collective may continue in any thread.
+one dies or hangs, rank 0 detects it, and the others detect it of rank 0, within ``Timeouts``. No
+collective of the training's process group is called, so one may continue in any thread.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ _decoders_lock = Lock()
 
 
 def _decoder_of(value_type: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return the decoder of the values of a type, which one thread creates.
-
-    Two threads that create a decoder of one type at the same time crash the process.
-    """
+    """Return the decoder of a type's values, made by one thread: two that make one at once crash
+    the process."""
     with _decoders_lock:
         if value_type not in _decoders:
             _decoders[value_type] = msgspec.msgpack.Decoder(value_type)
@@ -55,14 +52,8 @@ def _decoder_of(value_type: type[T]) -> msgspec.msgpack.Decoder[T]:
 
 
 class StoreCollective(AbstractContextManager["StoreCollective", None]):
-    """The collective of several ranks, over their ``KVClient``.
-
-    ``sequence_number``: the same on all ranks; ``operation``: a description of the operation, by
-    which ranks detect immediately that they run different operations; ``timeout``: the maximum
-    duration of each wait in seconds, if it differs from ``Timeouts``; ``cause``: the reason why
-    this rank started the operation, for the other ranks; ``deadline``: the end of all waits, with
-    ``late_seconds`` for a rank that has failed to say why.
-    """
+    """The collective of several ranks, over their ``KVClient``. ``sequence_number``, ``operation``:
+    the same on all. ``late_seconds``: after the ``deadline``, for a failed rank to say why."""
 
     def __init__(
         self,
@@ -177,11 +168,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self._gathered_keys.clear()
 
     def _receive(self, key: str, value_type: type[T], delete: bool) -> T:
-        """Receive a value from rank 0, then delete the keys that this rank has written.
-
-        Rank 0 has read these values before it sends its own. Each rank deletes its own keys because
-        rank 0 would need too long for all of them.
-        """
+        """Receive a value from rank 0, then delete the keys that this rank has written, which rank
+        0 has read: it would need too long for all of them."""
         received: list[bytes] = []
 
         def is_done() -> bool:
@@ -204,11 +192,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         pending_ranks: Callable[[], Sequence[int]],
         key_of: Callable[[int], str],
     ) -> None:
-        """Wait until ``is_done`` returns True.
-
-        ``pending_ranks``: returns the ranks whose values may be missing; ``key_of``: returns the
-        key of a rank. Raises the error of a rank that failed.
-        """
+        """Wait until ``is_done``, for the values of ``pending_ranks``. Raises the error of a rank
+        that failed."""
         # Rank 0 needs at least this long to reply.
         initial_delay = 0.0002 + (self.size * 1e-5 if self.rank else 0)
         self._wait(
@@ -304,22 +289,16 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     # -- the end ---------------------------------------------------------------------------------
 
     def begin_commit(self) -> None:
-        """Mark the point of no return; rank 0 calls this directly before the commit.
-
-        Raises the error of another rank if one has failed. From now on, the failure of another rank
-        does not abort the operation.
-        """
+        """Mark the point of no return, on rank 0 directly before the commit: raises the error of a
+        rank that has failed, and later failures do not abort."""
         self._raise_failure(
             self._kv.compare_and_set(f"{self._sequence_number}/failed", COMMIT_BEGUN)
         )
         self._commit_begun = True
 
     def abort(self, error: BaseException) -> bool:
-        """Send the error of this rank to the other ranks.
-
-        Returns True if the commit has not begun and never will. Returns False if it may have begun
-        or if the other ranks cannot be notified.
-        """
+        """Send this rank's error to the others. Returns False if the commit may have begun, or they
+        cannot be notified; True if it never will."""
         if self._failed:
             return True
         self._failed = True
@@ -340,10 +319,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         return f"{self._sequence_number}/failed", report
 
     def advance(self) -> None:
-        """Record progress, so that other ranks do not consider this rank stuck.
-
-        Raises ``Unavailable`` if the deadline has passed.
-        """
+        """Record progress, so that this rank does not count as stuck. ``Unavailable``: the deadline
+        has passed."""
         self._kv.advance()
         if self._deadline is not None:
             self._deadline.check()
@@ -354,12 +331,9 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             self.close()
 
     def close(self) -> None:
-        """End the collective for this rank and delete its keys in the store.
-
-        The last rank to leave deletes all remaining keys. A rank that failed deletes the values
-        that only rank 0 would read. Rank 0 deletes no values that it sent, so that a late rank
-        still gets as far as the others.
-        """
+        """End the collective for this rank and delete its keys; the last rank deletes the others.
+        After a failure, rank 0 keeps what it sent, so that a late rank gets as far as the
+        others."""
         was_left, self._left = self._left, True
         if was_left:
             return
@@ -389,11 +363,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         )
 
     def _delete_leftovers(self) -> None:
-        """Delete the values that no rank read because the collective failed.
-
-        Every operation that this rank has not reached has left at least one value. So the first of
-        these is looked at in any case, and the next ones until one has none.
-        """
+        """Delete values that no rank read because the collective failed. Each operation has left at
+        least one, so the search ends at the first one without."""
         op_number, found = 0, True
         while found or op_number <= self._op_number:
             op_number += 1

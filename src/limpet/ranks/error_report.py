@@ -38,14 +38,8 @@ Plain = str | int | float | bool | None
 
 
 class ErrorReport(msgspec.Struct, frozen=True):
-    """An error of another process.
-
-    ``module`` and ``name``: those of its class; ``what``, ``expected``, ``found``, ``todo``: its
-    parts, each of at most 4,000 characters (that of another error is its text); ``fields``: those
-    with plain values or tuples of strings. ``args``: the arguments of an error that is not one of
-    Limpet, if all of them are plain; ``trace``: its traceback, if that is sent.
-    ``rank`` and ``operation``: where a collective operation failed.
-    """
+    """An error of another process. The four parts have at most 4,000 characters each; ``fields``
+    are plain values or tuples of strings; ``args`` are those of an error that is not Limpet's."""
 
     module: str
     name: str
@@ -137,20 +131,16 @@ ARRIVAL = msgspec.json.Decoder(Arrival)
 
 
 def encode_error(error: BaseException, rank: int, operation: str, commit_begun: bool) -> str:
-    """Encode an error of this rank for the other ranks.
-
-    ``commit_begun``: whether rank 0 had begun the commit before the error.
-    """
+    """Encode an error of this rank for the others. ``commit_begun``: had rank 0 begun the commit
+    before."""
     is_unknown = commit_begun and not isinstance(error, LimpetError)
     more = {"outcome": "unknown"} if is_unknown else {}
     return encode_json(ErrorReport.of(error, rank, operation, **more))
 
 
 def encode_json(value: object) -> str:
-    """Encode a struct or a dataclass as JSON.
-
-    Surrogates, which UTF-8 cannot encode but file names may contain, are escaped.
-    """
+    """Encode a struct or dataclass as JSON, with surrogates escaped, which file names may
+    contain."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -191,11 +181,8 @@ def encode_raised(error: BaseException, rank: int) -> str:
 
 
 def decode_raised(text: str) -> BaseException:
-    """Return the error that this rank raises because the training of another rank has raised.
-
-    It is a ``RankFailed`` if an error of that class cannot be made here. A note has the traceback
-    of the other rank.
-    """
+    """Return the error to raise because another rank's training has raised, with its traceback as a
+    note: a ``RankFailed`` if that class cannot be made here."""
     report = ERROR_REPORT.decode(text)
     report = msgspec.structs.replace(report, fields={"rank": report.rank, **report.fields})
     error = report.to_error()

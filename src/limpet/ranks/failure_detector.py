@@ -10,15 +10,12 @@ from limpet.text import format_ranks
 
 
 class FailureDetector:
-    """Monitors ranks that this rank waits for, starting with its first check.
+    """Monitors ranks that this rank waits for. ``waited``: seconds, almost without those in which
+    this process was suspended; ``stuck``: that a live rank may make no progress (None:
+    ``Timeouts``).
 
-    ``waited``: the seconds so far, almost without those for which this process was suspended.
-
-    ``operation``: the operation that the ranks perform, for messages. ``stuck``: seconds that a
-    live rank may make no progress. If it is None, the bound of ``Timeouts`` applies, also to a rank
-    without a first heartbeat. ``position``: a rank that itself waits at an earlier position is not
-    stuck. If a rank that waits at any position were exempt, two ranks could wait for each other
-    forever.
+    A rank that itself waits at a position before ``position`` is not stuck. If one at any position
+    were exempt, two ranks could wait for each other forever.
     """
 
     def __init__(
@@ -42,13 +39,12 @@ class FailureDetector:
     def failed(
         self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False
     ) -> RankFailed | None:
-        """Return an error if one of these ranks has ended, is dead, or is stuck, else None.
+        """Return an error about the first of these ranks that has ended, is dead, or is stuck. It
+        also names those that have used half of their time: one check does not find all that die at
+        once.
 
-        Ranks for which ``has_arrived`` returns True are exempt. It is called only for ranks that
-        seem to have failed, because calling it for all ranks would be slow.
-
-        The error is about the first failed rank. It also names ranks that have used half of their
-        time: if several ranks die at once, one check does not find all of them.
+        ``has_arrived`` exempts ranks. It is slow, so only those that seem to have failed are asked
+        about.
         """
         self._observe(ranks)
         if all(self._failure_reason(r) is None for r in ranks):
@@ -62,10 +58,8 @@ class FailureDetector:
         return None
 
     def stragglers(self, ranks: Sequence[int], has_arrived: Callable[[int], bool]) -> list[int]:
-        """Return the ranks without progress for ``STRAGGLER_SECONDS`` as of the last check.
-
-        Ranks for which ``has_arrived`` returned True are omitted and not checked again.
-        """
+        """Return the ranks without progress for ``STRAGGLER_SECONDS``. Those that ``has_arrived``
+        are not checked again."""
         late_ranks = [
             r
             for r in ranks
@@ -95,10 +89,8 @@ class FailureDetector:
             self._observed[rank] = (heartbeat, beat_at, progress_at)
 
     def _failure_reason(self, rank: int, fraction: float = 1.0) -> tuple[str, str] | None:
-        """Return the expected and the found behavior of a rank that has failed, else None.
-
-        ``fraction``: the fraction of the timeouts to apply.
-        """
+        """Return a failed rank's expected and found behavior, or None. ``fraction``: of the
+        timeouts."""
         heartbeat, beat_at, progress_at = self._observed[rank]
         silent_for, idle_for = self.waited - beat_at, self.waited - progress_at
         if heartbeat is not None and heartbeat.count < 0:

@@ -170,13 +170,8 @@ class Group(AbstractContextManager["Group", None]):
         cause: str = "",
         deadline: Deadline | None = None,
     ) -> Collective:
-        """Start a collective.
-
-        ``operation``: a description that is the same on all ranks, such as "the save of
-        version_500"; ``timeout``: the maximum duration of each wait in seconds, if it differs from
-        the default; ``cause``: the reason why this rank started the operation; ``deadline``: that
-        of the operation.
-        """
+        """Start a collective. ``operation``: the same on all ranks, such as "the save of
+        version_500"; ``timeout``: of each wait, in seconds; ``cause``: why this rank started it."""
         kv = self.kv
         if kv is None or self.size == 1:
             return LocalCollective(deadline)
@@ -210,10 +205,8 @@ class Group(AbstractContextManager["Group", None]):
         )
 
     def next_sequence_number(self) -> int:
-        """Return the number of the group's next operation, which makes its keys unique.
-
-        All ranks call this in the same order from the training thread.
-        """
+        """Return the number of the next operation, for its keys. All ranks call this in the same
+        order from the training thread."""
         return next(self._sequence_numbers)
 
     def await_operation(self, timeout: float) -> str | None:
@@ -242,10 +235,8 @@ class Group(AbstractContextManager["Group", None]):
             collective.gather(True, bool)
 
     def twin(self) -> Group:
-        """Return a group of the same ranks, whose operations another thread begins.
-
-        All ranks call this in the same order from the training thread.
-        """
+        """Return a group of the same ranks, whose operations another thread begins. All ranks call
+        this in the same order from the training thread."""
         twin = Group(self.kv, self.size)
         twin._sequence_numbers = count(self.next_sequence_number() * _TWIN_NUMBERS)
         return twin
@@ -289,11 +280,8 @@ def all_reduce(
     result_type: type[U],
     deadline: Deadline | None = None,
 ) -> U:
-    """Gather ``local_value()`` of each rank, apply ``combine`` on rank 0, and return the result.
-
-    All ranks get the same result. If one rank raises an error, all ranks do. ``deadline``: that of
-    the waits for the other ranks.
-    """
+    """Gather ``local_value()`` of each rank, apply ``combine`` on rank 0, and return the result on
+    all. If one rank raises an error, all ranks do."""
     with closing(group.collective(operation, deadline=deadline)) as collective, collective:
         values = collective.gather(local_value(), value_type)
         return collective.broadcast(None if values is None else combine(values), result_type)
@@ -307,10 +295,8 @@ def broadcast_from_first(
     on_each: Callable[[], object] = no_op,
     deadline: Deadline | None = None,
 ) -> T:
-    """Call ``on_each`` on all ranks, then ``on_first`` on rank 0, and return its result.
-
-    All ranks get the same result. If one rank raises an error, all ranks do.
-    """
+    """Call ``on_each`` on all ranks, then ``on_first`` on rank 0, and return its result on all. If
+    one rank raises an error, all ranks do."""
     with closing(group.collective(operation, deadline=deadline)) as collective, collective:
         on_each()
         all_are_here = collective.gather(True, bool)
@@ -320,20 +306,16 @@ def broadcast_from_first(
 def call_members(
     group: Group, call: T | None, call_type: type[T], deadline: Deadline | None = None
 ) -> T:
-    """Tell the members of a group which operation the training begins next. Return that.
-
-    Rank 0 passes the ``call``. It waits for no other rank; the operation that follows does.
-    """
+    """Tell the members of a group which operation the training begins next: rank 0 passes the
+    ``call``. It waits for no other rank; the operation that follows does."""
     with closing(group.collective(_CALL, deadline=deadline)) as collective, collective:
         return collective.broadcast(call, call_type)
 
 
 @contextmanager
 def failing_together(group: Group, operation: str, deadline: Deadline | None) -> Iterator[None]:
-    """Send an error of the ``with`` block, which precedes an operation of all ranks, to the others.
-
-    Otherwise, they would wait in the operation for this rank, and never learn the cause.
-    """
+    """Send an error of the block, which precedes an operation of all ranks, to the others, which
+    would wait there for this rank and never learn the cause."""
     try:
         yield
     except BaseException as e:
@@ -349,20 +331,16 @@ def failing_together(group: Group, operation: str, deadline: Deadline | None) ->
 
 @dataclass
 class _Server:
-    """The TCPStore that this process serves as rank 0, until it ends.
-
-    ``groups``: for each group, the prefix of its keys, and the numbers of its operations.
-    """
+    """The TCPStore that this process serves as rank 0, until it ends. ``groups``: for each, the
+    prefix of its keys, and the numbers of its operations."""
 
     store: Any
     pid: int
     groups: list[tuple[str, count[int]]] = field(default_factory=list)
 
     def await_others(self) -> None:
-        """Wait until the others have left the last operations that this rank has left.
-
-        They may still read its last value, or its error.
-        """
+        """Wait until the others have left the last operations of this rank: they may still read its
+        values."""
         if self.pid != os.getpid():
             return
         end = time.monotonic() + _LEAVING_SECONDS
@@ -470,10 +448,8 @@ def use_group(group: Group) -> Iterator[None]:
 
 
 def current_group(spec: GroupSpec = None) -> Group:
-    """Return the group with which this process saves and loads.
-
-    Raises ``LimpetError`` for an invalid ``spec``, or for a group without this process.
-    """
+    """Return the group with which this process saves and loads. Raises ``LimpetError`` for an
+    invalid ``spec``, or a group without this process."""
     if isinstance(spec, str) and spec != "alone":
         raise LimpetError(
             "Invalid value for group=",
@@ -506,11 +482,8 @@ def current_group(spec: GroupSpec = None) -> Group:
 
 
 def saving_group(spec: GroupSpec = None) -> Group:
-    """Return the same group as ``current_group``, for a caller that is about to save.
-
-    Raises ``LimpetError`` if torchrun started several processes and torch.distributed is not
-    initialized in this one: each process would save its own state under the same name.
-    """
+    """Return the ``current_group`` for a save. Raises ``LimpetError`` if torchrun started several
+    processes without torch.distributed: each would save its own state under one name."""
     group = current_group(spec)
     world_size = read_settings().launched_world_size
     simulated = getattr(_thread_local, "group", None) is not None
@@ -530,11 +503,8 @@ def saving_group(spec: GroupSpec = None) -> Group:
 
 
 def _torch_group(torch: Any, ranks: Sequence[int]) -> Group:
-    """Return the group of these ranks, created once per initialization of torch.distributed.
-
-    Nothing of Limpet keeps the store for longer than the default process group, which has it too.
-    Otherwise, the store of rank 0 would serve its old keys to the next initialization.
-    """
+    """Return the group of these ranks, created once per initialization of torch.distributed. Only
+    the default group may keep the store: it would serve old keys to the next initialization."""
     from torch.distributed import distributed_c10d
 
     default_group = distributed_c10d._get_default_group()
@@ -568,10 +538,7 @@ def _close_group(group: Group, store: Any, pid: int) -> None:
 
 
 def _connect_store(torch: Any, store: Any, name: str) -> Any:
-    """Return the store over a separate connection, if the store supports that.
-
-    ``name``: a prefix before all keys.
-    """
+    """Return the store, with a prefix, over a separate connection, if it supports that."""
     if torch.distributed.get_backend() == "fake":
         raise Unsupported(
             "torch.distributed uses a fake process group, whose other ranks do not exist",

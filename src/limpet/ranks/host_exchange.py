@@ -61,11 +61,8 @@ CONTROL_SIZE = -(-_CONTROL_BYTES // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIO
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A rank with its host, its process, and its shared memory.
-
-    ``fd``: the file descriptor of the memory in that process; ``token``: the number at the start of
-    the memory.
-    """
+    """A rank and its shared memory: ``fd`` in its process; ``token``: the number at the memory's
+    start."""
 
     rank: int
     host: tuple[str, str]
@@ -82,11 +79,8 @@ class MemorySlice(NamedTuple):
 
 
 class SharedSegment:
-    """The shared memory of one rank, mapped into this process.
-
-    ``fd``: its descriptor, which this object closes; ``token``: the token of the rank that created
-    it, or None for new memory, which gets a token. The methods raise ``OSError``.
-    """
+    """The shared memory of one rank, mapped here. This object closes ``fd``; ``token``: of the rank
+    that created it, or None for new memory, which gets one. The methods raise ``OSError``."""
 
     def __init__(self, fd: int, token: int | None = None) -> None:
         self.fd = fd
@@ -142,11 +136,8 @@ def _map_memory(fd: int, length: int, offset: int) -> mmap.mmap:
 
 @contextmanager
 def connect_host_peers(collective: Collective, url: str) -> Iterator[HostPeers | None]:
-    """Connect the ranks of this host, which read the snapshot at ``url`` together.
-
-    Yields None for the only rank of a host, or if the ranks cannot map each other's memory; the
-    event ``read_alone`` then reports the reason. All ranks of the collective must enter.
-    """
+    """Connect the ranks of this host, which read the snapshot at ``url`` together; all ranks must
+    enter. Yields None for the only rank of a host, or after ``read_alone``, which says why."""
     segments: list[SharedSegment] = []
     try:
         peers = _gather_peers(collective, segments)
@@ -173,10 +164,8 @@ def connect_host_peers(collective: Collective, url: str) -> Iterator[HostPeers |
 
 
 def _gather_peers(collective: Collective, segments: list[SharedSegment]) -> list[Peer]:
-    """Return the ranks that share memory with this one, in rank order.
-
-    Creates the memory of this rank and adds it to ``segments``.
-    """
+    """Return the ranks that share memory with this one, whose memory is created and added to
+    ``segments``."""
     fd = token = -1
     with suppress(OSError):  # the ranks that cannot open the memory report it
         segments.append(SharedSegment.create())
@@ -196,10 +185,8 @@ def _gather_peers(collective: Collective, segments: list[SharedSegment]) -> list
 
 
 def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
-    """Return the reason why a rank of this set cannot share memory, or an empty string.
-
-    ``first_rank`` identifies the set; ``reason`` is the reason of this rank.
-    """
+    """Return the reason, or "", why a rank of the set that begins with ``first_rank`` cannot share
+    memory."""
     reports = collective.gather((first_rank, reason), tuple[int, str])
     reason_by_leader: dict[int, str] = {}
     for leader, rank_reason in reports or ():
@@ -247,11 +234,8 @@ _ITEM_MASK = (1 << _ITEM_BITS) - 1
 
 
 class HostPeers:
-    """The ranks of one host in a collective.
-
-    All of them make the same calls. The collective reports errors. ``segments``: their memory, in
-    rank order; ``peer_index``: the position of this rank among them.
-    """
+    """The ranks of one host in a collective. All make the same calls; the collective reports
+    errors."""
 
     def __init__(
         self,
@@ -281,12 +265,11 @@ class HostPeers:
         read: Read,
         consume: Consume,
     ) -> bool:
-        """Exchange items with these sizes in bytes.
+        """Read each item on the rank that ``readers`` says, in several threads, and ``consume`` it
+        on all.
 
-        Each item is read on one rank (``readers``: the positions of these ranks), and then
-        ``consume`` is called on all ranks. ``groups``: the own items of this rank, in the groups
-        that it calls ``read`` with. Several threads make the calls. Returns False on all ranks,
-        without any call, if one of them cannot allocate its window.
+        ``groups``: this rank's own items, as it calls ``read`` with them. Returns False on all
+        ranks, without any call, if one cannot allocate its window.
         """
         if not sizes or not self._is_usable:
             return self._is_usable
@@ -351,12 +334,8 @@ Task = Callable[[], None]
 
 
 class _Exchange:
-    """One exchange, as seen by one rank.
-
-    A rank publishes its items in the order in which they are read. The n-th, from 1, has *turn* n
-    and goes to slot ``(n - 1) % slots``. ``_consuming[r]``: the last turn of rank r that this rank
-    has begun to consume; ``_published``: its own last turn; ``_held``: what it has read.
-    """
+    """One exchange, as seen by one rank. Its n-th item, from 1, has *turn* n and goes to slot ``(n
+    - 1) % slots``. ``_consuming[r]``: the last turn of rank r that it has begun to consume."""
 
     def __init__(
         self,
@@ -493,12 +472,9 @@ class _Exchange:
         ]
 
     def _pending(self) -> list[tuple[int, list[int]]]:
-        """Return what this rank has left to do: the number of a wait for it, and the ranks that it
-        must wait for.
-
-        A turn is published after an earlier turn was consumed. So of two ranks of which one waits
-        for the other, the latter waits at a lower number.
-        """
+        """Return what is left to do: the number of a wait, and the ranks to wait for. A turn is
+        published after an earlier one was consumed: a rank that is waited for waits at a lower
+        number."""
         found = []
         if self._published < self._layout.turns[self._own]:
             ranks = self._occupants() if self._next_held() else []
@@ -517,11 +493,8 @@ class _Exchange:
         return sorted({rank for ranks in awaited for rank in ranks}) if all(awaited) else []
 
     def _fence(self) -> None:
-        """Order the accesses to memory before and after this call, on every processor.
-
-        Other processes must see the bytes of a slot before its word. To lock twice is a full
-        barrier: nothing moves above the second acquisition, which follows the first release.
-        """
+        """Order the accesses to memory before and after, so that others see a slot's bytes before
+        its word. To lock twice is a full barrier: nothing moves above the second lock."""
         for _ in range(2):
             with self._lock:
                 pass

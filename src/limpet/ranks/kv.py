@@ -74,11 +74,8 @@ _last_closed_at = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long ranks wait for one another, in seconds.
-
-    ``silent``: the time without a heartbeat after which a rank is considered dead; ``stuck``: the
-    time after which a live rank that neither joins nor makes progress is considered stuck.
-    """
+    """How long ranks wait for one another, in seconds. ``silent``: without a heartbeat, then a rank
+    is dead; ``stuck``: a live rank neither joins nor makes progress."""
 
     silent: float = 60.0
     stuck: float = 600.0
@@ -86,12 +83,8 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The last heartbeat of a rank.
-
-    ``count``: the number of heartbeats so far; ``progress``: a counter that increases with the
-    rank's progress; ``host``: the name of its host; ``waiting_at``: the earliest position at which
-    it waits for others.
-    """
+    """The last heartbeat of a rank. ``count``: of heartbeats so far; ``progress``: increases with
+    its progress; ``waiting_at``: the earliest position at which it waits for others."""
 
     count: int
     progress: int
@@ -107,10 +100,8 @@ class Heartbeat:
 
 
 class Greeting(NamedTuple):
-    """What a rank writes for the other ranks until all have joined.
-
-    ``token`` is empty if there is no greeting; ``sent_at``: the time of day.
-    """
+    """What a rank writes until all have joined. ``token``: "" if there is none; ``sent_at``: the
+    time of day."""
 
     token: str = ""
     sent_at: float = 0.0
@@ -127,10 +118,7 @@ class Greeting(NamedTuple):
 
 
 class KeyValueStore(Protocol):
-    """The methods of ``torch.distributed.Store`` that Limpet uses.
-
-    They are called such that none of them waits for a key.
-    """
+    """The methods of ``torch.distributed.Store`` in use, called so that none waits for a key."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -143,13 +131,11 @@ class KeyValueStore(Protocol):
 
 
 class KVClient:
-    """A client of one rank for the store.
+    """A client of one rank for the store, for any thread; ``RankFailed`` if the store does not
+    respond within ``timeouts.silent`` seconds.
 
-    Every method may be called from any thread. A method raises ``RankFailed`` if the store does not
-    respond within ``timeouts.silent`` seconds. ``with_prefix``: returns a view of the store with a
-    prefix before all keys, if the store outlives this start of the job. The first request of a rank
-    then waits for the session, for at most ``timeouts.stuck`` seconds: rank 0 replies as soon as
-    its own client has started. ``interrupt``: ends the call of ``store`` in progress (see
+    ``with_prefix``: returns a view with a prefix, if the store outlives this start of the job; the
+    first request then waits for the session. ``interrupt``: ends the call in progress (see
     ``interrupter_of``), if only this client uses its connection.
     """
 
@@ -219,10 +205,8 @@ class KVClient:
     # -- values ----------------------------------------------------------------------------------
 
     def put_all(self, values: Mapping[str, bytes]) -> list[str]:
-        """Set the values, of any length, of keys that have none, in few requests.
-
-        Returns the keys to pass to ``delete``.
-        """
+        """Set values of any length, of keys that have none, in few requests. Returns the keys for
+        ``delete``."""
         extra_keys: list[str] = []
         batch: dict[str, bytes] = {}
         for key, value in values.items():
@@ -287,11 +271,8 @@ class KVClient:
         return b"".join([value, *(part[1:] for part in extra_parts if part)]), [key, *extra_keys]
 
     def _get_or_none(self, key: str, store: KeyValueStore | None = None) -> bytes | None:
-        """Return the value of a key, or None, in one request.
-
-        This uses a ``compare_set`` that changes nothing, because ``get`` would wait for a key that
-        has just been deleted.
-        """
+        """Return the value of a key, or None, by a ``compare_set`` that changes nothing: ``get``
+        would wait for a key that has just been deleted."""
         value = bytes((store or self._store).compare_set(key, NO_VALUE, NO_VALUE))
         return None if value == NO_VALUE.encode() else value
 
@@ -300,11 +281,8 @@ class KVClient:
         return bool(self._call(lambda: self._store.check(keys)))
 
     def compare_and_set(self, key: str, value: str, expected: str = "") -> str:
-        """Set a short value if the current value is ``expected`` (empty: if there is none).
-
-        Returns the current value after that. If there is none but one was expected, the store
-        returns ``expected``.
-        """
+        """Set a short value if the current one is ``expected`` ("": none), and return the value
+        after that: ``expected`` if there is none but one was expected."""
         return bytes(self._call(lambda: self._store.compare_set(key, expected, value))).decode()
 
     def get_text(self, key: str) -> str | None:
@@ -342,10 +320,8 @@ class KVClient:
             self._waiting_at.remove(position)
 
     def heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
-        """Return the last heartbeats of ranks; None for a rank without a first heartbeat.
-
-        The ``count`` of a rank that has ended is -1.
-        """
+        """Return the last heartbeats of ranks, None before the first. The ``count`` of an ended
+        rank is -1."""
         heartbeats: dict[int, Heartbeat] = {}
 
         def read(batch: Sequence[int]) -> None:
@@ -445,11 +421,8 @@ class KVClient:
         return Greeting.decode(text.decode())
 
     def await_session(self, exceeded: Callable[[float], str] = lambda waited: "") -> None:
-        """Wait for the reply of rank 0. Raises ``RankFailed`` if it has ended, died, or is late.
-
-        ``exceeded``: returns the limit that a wait of so many seconds exceeds, besides that of
-        ``Timeouts``, or an empty string.
-        """
+        """Wait for rank 0's reply. ``RankFailed``: it has ended, died, or is late. ``exceeded``:
+        returns the limit that a wait of so many seconds exceeds, or ""."""
         if self._pid != os.getpid() or self._joined.is_set():
             return
         self.start()
@@ -574,12 +547,8 @@ class KVClient:
                 answer.put((None, e))
 
     def close(self) -> None:
-        """Send a last heartbeat, end the thread, and close the connection.
-
-        If the store does not respond within 2 seconds, the connection is interrupted. A store
-        without a connection gets ``timeouts.silent`` seconds, because a call that returned while
-        the interpreter ends would end the process with "terminate called".
-        """
+        """Send a last heartbeat, end the thread, and close the connection: by interruption after 2
+        s. A store without one gets ``timeouts.silent``, because of ``interrupter_of``."""
         with self._start_lock:
             self._closed, thread, self._thread = True, self._thread, None
         atexit.unregister(self.close)
@@ -597,10 +566,8 @@ class KVClient:
 
 
 class Neighbors:
-    """The ranks before and after this one, if they are on this host.
-
-    All calls are made in the thread that owns the connection.
-    """
+    """The ranks before and after this one, if on this host. Used in the thread of the
+    connection."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -609,11 +576,8 @@ class Neighbors:
         self._host = ""
 
     def report(self, store: KeyValueStore, closed: bytes) -> None:
-        """Make the last heartbeat of a neighbor whose process has ended say so. Call it after each
-        heartbeat of this rank.
-
-        ``closed``: the heartbeat of a process that has ended regularly, which stays.
-        """
+        """Make the last heartbeat of a neighbor whose process has ended say so, after each one of
+        this rank. ``closed``: of a process that has ended regularly, which stays."""
         if not self._host:
             self._announce(store)
         for rank in list(self._unknown):
@@ -640,11 +604,8 @@ class Neighbors:
 
 
 def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout: float) -> None:
-    """Emit the event that this rank waits, and for which ranks.
-
-    ``waited``: the seconds so far; ``timeout``: the seconds after which this rank gives up if the
-    ranks make no progress.
-    """
+    """Emit for which ranks this rank waits. ``timeout``: seconds without progress until it gives
+    up."""
     emit(
         "ranks_awaited",
         what=operation,
@@ -656,14 +617,13 @@ def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout
 
 
 def interrupter_of(description: str) -> Callable[[], bool]:
-    """Return a function that makes the call of a TCPStore in progress, and all later ones, fail.
+    """Return a function that makes calls of a TCPStore fail, now and later; False without a
+    connection.
 
-    A call of a TCPStore does not return while the process that hosts the store is stopped, whatever
-    the timeout. If it returns after the interpreter has begun to end, PyTorch's binding ends the
-    process with "terminate called" and exit code -6. So the client ends its call before. PyTorch
-    offers no method for that, but shows the file descriptor in the ``repr`` of the store, which is
-    ``description``. The function uses a duplicate of it. It returns False if there is no
-    connection: stores of other kinds, whose calls do not wait for a process, have none.
+    A call does not return while the host process of the store is stopped. If it returns while the
+    interpreter ends, PyTorch ends the process with "terminate called" (exit code -6). So the client
+    ends it before, through a duplicate of the descriptor in the store's ``repr``, ``description``:
+    PyTorch has no method for that.
     """
     match = _CLIENT.search(description)
     fds: list[int] = []

@@ -44,10 +44,8 @@ class StepGate:
         self._changed = Condition(self._lock)
 
     def step(self) -> frozenset[str]:
-        """Count a step and return the actions for it, usually none.
-
-        Waits at the armed step. Raises ``RankFailed`` if the agreement failed or does not respond.
-        """
+        """Count a step and return the actions for it. Waits at the armed step. ``RankFailed``: the
+        agreement failed or does not respond."""
         self.current_step = step = self.current_step + 1
         return NO_ACTIONS if step < self._stop_at else self._wait_at(step)
 
@@ -158,10 +156,8 @@ class StepGate:
             self._update_stop()
 
     def is_delivered_after(self, action: str, since: int) -> bool:
-        """Return True if ``step`` will return an action or has returned it after ``since``.
-
-        ``since`` is an earlier value of ``delivery_count``.
-        """
+        """Return True if ``step`` has returned an action after ``since``, a ``delivery_count``, or
+        will."""
         with self._lock:
             return self._last_delivery.get(action, 0) > since or any(
                 action in actions for actions in self._granted.values()

@@ -90,12 +90,9 @@ class Refused(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A set of messages. ``decoder`` decodes a union of them with ``Refused``.
-
-    It is created when its module is imported: ``msgspec`` crashes if two threads build the
-    description of a type at the same time. ``max_bytes``: the longest payload of a frame. A longer
-    one ends the connection before it is read.
-    """
+    """A set of messages, created at the import: ``msgspec`` crashes if two threads build
+    ``decoder``, of their union with ``Refused``. A payload beyond ``max_bytes`` ends the
+    connection."""
 
     decoder: msgspec.msgpack.Decoder[Any]
     max_bytes: int = MAX_FRAME_BYTES
@@ -120,10 +117,8 @@ def _proof(key: bytes, label: bytes, *parts: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Session:
-    """The authentication of the messages of one connection, in both directions.
-
-    ``sent`` and ``received`` count the messages, so that none can be repeated or left out.
-    """
+    """The authentication of a connection's messages, in both directions. The counts prevent that
+    one is repeated or left out."""
 
     key: bytes = field(repr=False)
     is_client: bool
@@ -153,10 +148,8 @@ class Session:
 def answer_challenge(
     secret: str, nonce: bytes, challenge: bytes, peer: str
 ) -> tuple[bytes, Session]:
-    """Return the proof of the client that has sent ``MAGIC + nonce``, and its session.
-
-    Raises ``Denied`` if the server does not know the secret.
-    """
+    """Return the proof of the client that sent ``MAGIC + nonce``, and its session. ``Denied``: the
+    server does not know the secret."""
     key, nonces = secret.encode(), nonce + challenge[:NONCE_BYTES]
     if not hmac.compare_digest(_proof(key, b"server", nonces), challenge[NONCE_BYTES:]):
         raise Denied(
@@ -280,11 +273,8 @@ class Channel:
     @overload
     def receive(self, *kinds: type[Message]) -> Any: ...
     def receive(self, *kinds: type[Message]) -> Any:
-        """Return the next message, which must be of one of these kinds.
-
-        Raises ``FormatError`` if it is another one or is invalid, ``Denied`` if it was changed, and
-        the error of a ``Refused``.
-        """
+        """Return the next message. Raises ``FormatError`` if it is of another kind or invalid,
+        ``Denied`` if it was changed, and the error of a ``Refused``."""
         (length,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
         if length > self._messages.max_bytes:
             raise self._invalid(f"a message of {length} bytes")
@@ -309,11 +299,9 @@ class Channel:
             self.send(Refused(ErrorReport.of(error)))
 
     def renew(self, nbytes: int = 0) -> None:
-        """Give the next answer, or the next ``PART_BYTES`` of a file, ``part_seconds`` from now.
-
-        ``nbytes``: what the other side allocates or reads before it answers. It gets one second
-        more for each ``PART_BYTES`` of them.
-        """
+        """Give the next answer, or ``PART_BYTES`` of a file, ``part_seconds`` from now, and one
+        more for each ``PART_BYTES`` of ``nbytes``, which the other side first allocates or
+        reads."""
         seconds = self.part_seconds + nbytes / PART_BYTES
         self.deadline = replace(self.deadline, at=self.deadline.clock() + seconds)
 
@@ -381,11 +369,8 @@ def connect(
     part_seconds: float,
     limit: Callable[[], float] = lambda: math.inf,
 ) -> Channel:
-    """Connect to a ``Listener``, and make the handshake, within 10 s or ``part_seconds``.
-
-    The arguments are as for ``Channel``. Raises ``Unavailable`` if nothing answers there, and
-    ``Denied`` if it does not know the secret.
-    """
+    """Connect to a ``Listener``, with the handshake, within 10 s or ``part_seconds``.
+    ``Unavailable``: nothing answers; ``Denied``: it does not know the secret. See ``Channel``."""
     deadline = Deadline.after(min(_CONNECT_SECONDS, part_seconds), purpose)
     try:
         left = max(0.001, min(deadline.seconds_left, limit()))
@@ -415,10 +400,7 @@ def connect(
 
 
 class Connections:
-    """The connections of a server, each of which has a thread.
-
-    ``name``: that of the threads. ``most``: the largest number of connections.
-    """
+    """The connections of a server, at most ``most``, each of which has a thread."""
 
     def __init__(self, name: str, most: float = math.inf) -> None:
         self._name, self._most = name, most
@@ -430,11 +412,8 @@ class Connections:
         return len(self._threads)
 
     def start(self, channel: Channel, serve: Callable[[Channel], object]) -> bool:
-        """Serve a connection. Return False, and close it, if that is not possible.
-
-        ``serve(channel)`` answers requests until the connection ends. An error that it raises is
-        sent to the other side, and ends the connection.
-        """
+        """Serve a connection, or close it and return False. An error that ``serve(channel)`` raises
+        is sent to the other side, and ends the connection."""
         thread = Thread(target=self._run, args=(channel, serve), name=self._name, daemon=True)
         with self._lock:
             is_served = not self.is_closed and len(self._threads) < self._most
@@ -487,11 +466,8 @@ class HandshakeLimits:
 
 @dataclass(eq=False, slots=True)
 class _Handshake:
-    """A connection whose peer has not proved yet that it knows the secret.
-
-    ``received``: the bytes of the message that is arriving; ``nonces``: both, once the hello has
-    arrived.
-    """
+    """A connection whose peer has not yet proved that it knows the secret. ``received``: the bytes
+    of the message that is arriving; ``nonces``: both, after the hello."""
 
     connection: socket.socket
     deadline: Deadline
