@@ -116,8 +116,6 @@ class BufferPool:
     def acquire_many(self, count: int, check: Callable[[], object] = lambda: None) -> list[Buffer]:
         """Return ``count`` buffers, or fewer if the budget is smaller. Only one thread at a time
         collects several: two could each wait for what the other has."""
-        if count == 1:
-            return [self.acquire(check)]
         buffers: list[Buffer] = []
         own = object()  # not a lock: the wait for a lock cannot call ``check``
         try:

@@ -103,6 +103,8 @@ class Workers:
             if is_canceled():
                 raise StoreError("Another thread failed while this one waited for a free buffer")
 
+        if count == 1:
+            return [self.pool.acquire(check)]
         return self.pool.acquire_many(count, check) if count else []
 
 
