@@ -109,8 +109,7 @@ class StoredFile:
 
     def mapped(self, advance: Advance = no_op) -> MappedFile:
         """Fetch the whole object into a temporary file, which lasts as long as the result;
-        ``NoSpace`` if ``TMPDIR`` is too small. ``advance(nbytes)`` is called from several
-        threads."""
+        ``NoSpace`` if ``TMPDIR`` is too small. Several threads call ``advance(nbytes)``."""
         require_space([self])
         with tempfile.TemporaryFile() as file:
             fd = file.fileno()

@@ -53,8 +53,8 @@ class Differences:
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)  # combined: those that differ
 
     def combine_ranks(self, collective: Collective) -> None:
-        """Replace these with those of all ranks, so that all raise the same error, before any
-        reads. A key is unexpected only if no rank expects it, as a layer of another pipeline
+        """Replace these with those of all ranks, before any reads, so that all raise the same
+        error. A key is unexpected only if no rank expects it: it may be of another pipeline
         stage."""
         if collective.size == 1:
             if self.saved_ranks:

@@ -177,9 +177,8 @@ class RoundParticipant:
         return delay
 
     def _observe_deadline(self, current: Round | None) -> None:
-        """Learn of a round's deadline, and until when to wait. The seconds count from now, as
-        clocks differ: the value is at most one poll old, and each rank that replaces it counts
-        down."""
+        """Learn of a round's deadline, and until when to wait. Seconds count from now, as clocks
+        differ: the value is at most one poll old, and each rank that replaces it counts down."""
         if current is not None and current.seconds_left is not None and current != self._current:
             self._learn(RoundDeadline(self.clock() + current.seconds_left, current.cause))
             if self._ack_by == inf:
@@ -493,9 +492,8 @@ class Agreement:
             self._kv.peer_error = None
 
     def publish_error(self, error: BaseException) -> BaseException | None:
-        """End the agreement with an error, which others raise at their next ``step``; takes at most
-        2 s. Returns an earlier rank's error if ``error``, a lost connection, may be its
-        consequence."""
+        """End the agreement with an error, which others raise at their next ``step``, within 2 s.
+        Returns an earlier rank's error if ``error``, a lost connection, may follow from it."""
         if self._closed:
             return None
         report = encode_raised(error, self._kv.rank)

@@ -332,8 +332,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
 
     def close(self) -> None:
         """End the collective for this rank and delete its keys; the last rank deletes the others.
-        After a failure, rank 0 keeps what it sent, so that a late rank gets as far as the
-        others."""
+        After a failure, rank 0 keeps what it sent: a late rank gets as far as the others."""
         was_left, self._left = self._left, True
         if was_left:
             return

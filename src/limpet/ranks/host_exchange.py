@@ -473,8 +473,7 @@ class _Exchange:
 
     def _pending(self) -> list[tuple[int, list[int]]]:
         """Return what is left to do: the number of a wait, and the ranks to wait for. A turn is
-        published after an earlier one was consumed: a rank that is waited for waits at a lower
-        number."""
+        published after an earlier one was consumed: a rank that is awaited waits at a lower one."""
         found = []
         if self._published < self._layout.turns[self._own]:
             ranks = self._occupants() if self._next_held() else []

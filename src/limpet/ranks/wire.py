@@ -90,9 +90,8 @@ class Refused(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A set of messages, created at the import: ``msgspec`` crashes if two threads build
-    ``decoder``, of their union with ``Refused``. A payload beyond ``max_bytes`` ends the
-    connection."""
+    """A set of messages, made at the import: ``msgspec`` crashes if two threads build ``decoder``,
+    of their union with ``Refused``. A longer payload than ``max_bytes`` is not read."""
 
     decoder: msgspec.msgpack.Decoder[Any]
     max_bytes: int = MAX_FRAME_BYTES
@@ -300,8 +299,7 @@ class Channel:
 
     def renew(self, nbytes: int = 0) -> None:
         """Give the next answer, or ``PART_BYTES`` of a file, ``part_seconds`` from now, and one
-        more for each ``PART_BYTES`` of ``nbytes``, which the other side first allocates or
-        reads."""
+        more for each ``PART_BYTES`` of ``nbytes``, which the other side allocates or reads."""
         seconds = self.part_seconds + nbytes / PART_BYTES
         self.deadline = replace(self.deadline, at=self.deadline.clock() + seconds)
 

@@ -41,10 +41,8 @@ class Options:
 
 
 def check_arguments(options: Options) -> dict[str, str]:
-    """Return the arguments that must be equal on all ranks as text, by name.
-
-    The text has no memory addresses. Raises ``LimpetError`` for an invalid argument.
-    """
+    """Return the arguments that must be equal on all ranks as text, by name, without memory
+    addresses. Raises ``LimpetError`` for an invalid one."""
     values: dict[str, Any] = vars(options)
     incremental = values["incremental"]
     incremental_valid = type(incremental) is bool or whole(incremental, 1) is not None
@@ -101,10 +99,8 @@ def _invalid_error(name: str, value: object, expected: str) -> LimpetError:
 
 
 def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise ``PlanError`` unless all ranks have the same arguments.
-
-    Ranks with different arguments would not save at the same step.
-    """
+    """Raise ``PlanError`` if ranks have different arguments: they would not save at the same
+    step."""
     for name, expected in arguments_by_rank[0].items():
         for rank, arguments in enumerate(arguments_by_rank):
             if arguments.get(name) != expected:
@@ -119,12 +115,8 @@ def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_state(state: object) -> None:
-    """Raise ``LimpetError`` unless the state is a dict.
-
-    Raises ``PlanError`` if it contains the ``state_dict()`` of an optimizer or scheduler. Such a
-    dict is a copy made once. Training does not change it, and loading into it does not change the
-    optimizer or scheduler.
-    """
+    """Raise ``LimpetError`` unless the state is a dict, ``PlanError`` if it has the
+    ``state_dict()`` of an optimizer or scheduler: such a copy neither changes nor loads into it."""
     if type(state) is not dict:
         expected = 'a dict such as {"model": model}, or a function that returns one'
         raise _invalid_error("state", state, expected)
@@ -162,11 +154,8 @@ def check_loadable(state: dict[str, Any]) -> None:
 def _walk_dicts(
     value: dict[Any, Any], path: str, seen: set[int], depth: int = 0
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the dicts nested in a state with their paths, each object once.
-
-    ``seen`` holds the ids of those that have been visited. A dict that is too deep for a save is
-    left out; the save reports it.
-    """
+    """Yield the dicts nested in a state with their paths, each object once (``seen``: their ids).
+    The save reports those that are too deep for it."""
     for name, member in value.items() if depth < MAX_DEPTH else ():
         if type(member) is dict and id(member) not in seen:
             seen.add(id(member))
@@ -182,11 +171,8 @@ def check_not_version(run: Run) -> None:
 
 
 def check_not_snapshot(run: Run) -> None:
-    """Raise ``LimpetError`` if the URL of an empty run is that of a snapshot.
-
-    That is the case if the folder itself holds a snapshot, or if the URL is the address of a
-    version in another run.
-    """
+    """Raise ``LimpetError`` if an empty run's URL is that of a snapshot, or the address of a
+    version."""
     other_url, version = resolve_address(run.url)
     if version is not None and Run(other_url).listing().versions:
         raise _not_a_run_error(run, "the address of a version")
@@ -205,10 +191,8 @@ def _not_a_run_error(run: Run, found: str) -> LimpetError:
 
 
 def check_run_empty(run: Run) -> None:
-    """Raise ``LimpetError`` if the run has versions.
-
-    A new training in such a run would mix the versions of two trainings.
-    """
+    """Raise ``LimpetError`` if the run has versions, which must not mix with those of a new
+    training."""
     versions = run.listing().versions
     if not versions:
         check_not_snapshot(run)
@@ -229,11 +213,8 @@ def acquire_run(
     *,
     is_resumed: bool,
 ) -> None:
-    """Make this training the one that writes to the run, or raise on all ranks.
-
-    The ranks must have equal arguments, and without a resume the run must be empty. A run that is
-    not writable raises now, not at the first save.
-    """
+    """Make this training the one that writes to the run, or raise on all ranks: now, not at the
+    first save. Ranks have equal arguments, and without a resume the run is empty."""
 
     def check_and_lock(arguments_by_rank: Sequence[dict[str, str]]) -> bool:
         check_ranks_agree(arguments_by_rank)

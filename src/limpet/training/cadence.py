@@ -29,11 +29,8 @@ class _Moment(NamedTuple):
 
 
 class Cadence:
-    """Evaluates the save policy at each step.
-
-    ``busy`` says what happens to a save that is due while another one is in flight: it waits
-    (``"wait"``) or is skipped (``"skip"``).
-    """
+    """Evaluates the save policy at each step. ``busy``: a due save waits for the one in flight
+    (``"wait"``), or is skipped (``"skip"``)."""
 
     def __init__(
         self,
@@ -60,18 +57,13 @@ class Cadence:
 
     @property
     def has_begun(self) -> bool:
-        """True if a save of this step has begun, or if nothing was done since the resume.
-
-        All ranks get the same result, also if the save has failed on one of them.
-        """
+        """True on all ranks if a save of this step has begun, even if it failed, or nothing was
+        done since the resume."""
         return self._begun_step == self._step_counter.progress.step
 
     def restart(self, since: tuple[int, int] | None = None, *, is_saving: bool = True) -> None:
-        """Count from now on, because a save begins or training resumes from a version.
-
-        ``since``: count from this number of steps and of epochs instead. ``is_saving``: a version
-        of this step exists, or will exist.
-        """
+        """Count from now, or from the steps and epochs ``since``. ``is_saving``: a version of this
+        step will exist."""
         self._save_number += 1
         step, epochs = self._step_counter.progress.step, self._step_counter.progress.epoch
         self._begun_step = step if is_saving and since is None else None
@@ -85,12 +77,8 @@ class Cadence:
         agreement: Agreement | LocalAgreement,
         busy: bool,
     ) -> Literal["request", "cadence", "preemption"] | None:
-        """Return why the state after this step must be saved, or None if no save is due.
-
-        ``requested`` is True if a request for a save is pending on this rank. ``agreed_proposals``
-        holds the proposals that the ranks have agreed on for this step. ``busy`` is True if a save
-        is in flight.
-        """
+        """Return why the state after this step must be saved, or None. ``requested``: on this rank;
+        ``agreed_proposals``: of the ranks, for this step; ``busy``: a save is in flight."""
         if self.has_begun:  # ``end_epoch``, or the end of a guarded call, follows the step
             # neither epochs nor proposals until now cause a save: there is a version already
             self._save_number += 1
@@ -129,10 +117,7 @@ class Cadence:
         return self._policy.due(now)
 
     def _is_due_by_count(self) -> bool:
-        """Return True if a save is due by steps or epochs.
-
-        No time is involved, so all ranks get the same result.
-        """
+        """Return True if a save is due by steps or epochs: on all ranks, as no time is involved."""
         last = self._last_skip if self._skip_allowed else self._last_save
         now = PolicyInput(
             step=self._step_counter.progress.step,
@@ -149,10 +134,8 @@ class Cadence:
         return self._group.rank == 0 and not (self._skip_allowed and busy) and self.is_due()
 
     def _skip_if_busy(self, busy: bool) -> bool:
-        """Return True if the due save is skipped because a save is in flight on rank 0.
-
-        Of consecutive steps at which the same save is due, only the first counts as skipped.
-        """
+        """Return True if the due save is skipped because one is in flight on rank 0. The same save,
+        due at the next steps, is counted once."""
         operation = "the decision to skip a save"
         if not broadcast_from_first(self._group, operation, lambda: busy, bool):
             return False

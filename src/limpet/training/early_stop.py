@@ -27,11 +27,8 @@ STOP_PROPOSAL = "stop"
 
 
 class EarlyStop:
-    """Observes the scores of the steps for a ``StopWhen``, or does nothing if there is none.
-
-    A score is given to a step, or an evaluation records it about the version of the step. With
-    several ranks, only rank 0 observes, and all ranks stop at a step on which they agree.
-    """
+    """Observes scores, of steps or recorded about their versions, for a ``StopWhen``, if there is
+    one. Only rank 0 does; all ranks stop at a step on which they agree."""
 
     def __init__(self, stop: StopWhen | None, run: Run, group: Group) -> None:
         self._stop = stop
@@ -67,11 +64,8 @@ class EarlyStop:
         agreement: Agreement | LocalAgreement,
         agreed: bool,
     ) -> None:
-        """Observe the metrics of a step, and the scores that were recorded since the last call.
-
-        If a step provides two values of the metric, the first one counts. ``agreed`` is True if
-        the ranks have agreed to stop at this step.
-        """
+        """Observe the metrics of a step (the first value counts), and the scores recorded since the
+        last call. ``agreed``: the ranks have agreed to stop at this step."""
         if self._stop is not None and self._group.rank == 0 and not self._is_decided:
             self._update(self._stop, metrics, step)
         if agreed or (self._group.size == 1 and self._is_decided):
@@ -95,10 +89,8 @@ class EarlyStop:
         return {} if self._stop is None else {"stop": self._history.to_plain()}
 
     def resume_from(self, training_metadata: Mapping[str, Any], step: int) -> None:
-        """Continue from what the resumed version, of ``step``, stores, and from all records.
-
-        All ranks call this. Raises ``StoreError``, on all ranks, if the records cannot be read.
-        """
+        """Continue from what the version of ``step`` stores, and all records. All ranks call this.
+        Raises ``StoreError``, on all ranks."""
         if self._stop is not None:
             stored = training_metadata.get("stop")
             self._history = ScoreHistory.from_plain(self._stop, stored)
@@ -131,10 +123,7 @@ class EarlyStop:
     # -- background threads of rank 0 ----------------------------------------------------------
 
     def after_save(self, snapshot: SnapshotReader) -> None:
-        """Read the records of the newest versions. ``snapshot``: the one just committed.
-
-        Raises ``StoreError``.
-        """
+        """Read the records of the newest versions, after the commit of ``snapshot``."""
         if self._stop is None or self._is_decided:
             return
         stored, version = read_training_metadata(snapshot).get("stop"), snapshot.version
@@ -155,11 +144,8 @@ class EarlyStop:
     def before_deletion(
         self, versions: Collection[Version], known: Mapping[Version, VersionRecord]
     ) -> Collection[Version]:
-        """Read the records of versions that are to be deleted. See ``BeforeDeletion``.
-
-        A version is kept until another one stores its score. Otherwise, the score would be lost if
-        the process died before the next save.
-        """
+        """Read the records of versions to delete (``BeforeDeletion``). One is kept until another
+        stores its score, which would be lost if the process died before the next save."""
         if self._stop is None or self._is_decided:
             return ()
         scores = self._recorded.read_before_deletion(versions, known)
@@ -187,11 +173,8 @@ class _Lineage:
 
 
 class RecordedScores:
-    """Reads the records about the versions of a run in background threads, for one metric.
-
-    The training thread takes the scores, and never waits for the store. A resume begins again with
-    another lineage; what a thread then still finds on the lineage before is lost.
-    """
+    """Reads the records about versions in threads, for one metric. The training takes the scores,
+    and never waits. After a resume, what a thread finds on the former lineage is lost."""
 
     def __init__(self, run: Run, metric: str) -> None:
         self._run = run
@@ -200,10 +183,7 @@ class RecordedScores:
         self._polled = 0
 
     def restart(self) -> None:
-        """Begin with the current lineage of the run, and read the records of all its versions.
-
-        Raises ``StoreError``.
-        """
+        """Begin with the current lineage of the run, and read the records of all its versions."""
         catalog, listing = self._run.catalog, self._run.listing()
         known = catalog.read_versions(listing) if listing.folders else {}
         versions = [v for v in lineage_of(catalog, listing) if v in known and known[v].digest]
@@ -237,10 +217,8 @@ class RecordedScores:
     def read_before_deletion(
         self, versions: Collection[Version], known: Mapping[Version, VersionRecord]
     ) -> dict[Version, float]:
-        """Read the records of versions that are to be deleted, and return their scores.
-
-        ``known``: all versions that exist. Raises ``StoreError``.
-        """
+        """Read the records of versions to delete, and return their scores. ``known``: all
+        versions."""
         lineage = self._lineage
         lineage.digests = {v: d for v, d in lineage.digests.items() if v in known}
         return self._read(lineage, {v: known[v].digest for v in versions})
@@ -279,12 +257,8 @@ more. Every version stores them, in about 20 bytes each."""
 
 
 class ScoreHistory:
-    """Follows a ``StopWhen`` over the scores of steps, in the order of the steps.
-
-    The newest ``MAX_SCORES`` scores are kept by step, and the ones before are folded into one
-    ``StopState``. A score that arrives late is inserted at its step, and the result is computed
-    again.
-    """
+    """Follows a ``StopWhen`` over the scores of steps. The newest ``MAX_SCORES`` are kept, the
+    others folded into one ``StopState``: a late score is inserted at its step."""
 
     def __init__(self, stop: StopWhen) -> None:
         self._stop = stop

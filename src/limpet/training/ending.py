@@ -55,11 +55,8 @@ _END = "the end of the training"
 
 
 class Ending:
-    """Ends a training: saves what the policy says, and warns of steps that no version holds.
-
-    ``AtEnd`` saves the last step when training ends normally. ``OnException`` saves the state
-    before the step that raised. No state is ever saved that may belong to no step.
-    """
+    """Ends a training: saves what ``AtEnd`` and ``OnException`` say, and warns of steps that no
+    version holds. No state is ever saved that may belong to no step."""
 
     def __init__(
         self,
@@ -129,12 +126,8 @@ class Ending:
     # -- the end -------------------------------------------------------------------------------
 
     def finish(self, error: BaseException | None, is_leaving: bool) -> bool:
-        """Wait for the save in flight, and save the last step with ``AtEnd``.
-
-        ``error`` is the exception that is being handled, or None at a normal end. ``is_leaving``:
-        the process leaves, and the training continues in another one. Return True if steps may
-        remain unsaved that nothing has reported.
-        """
+        """Wait for the save in flight, and save with ``AtEnd``. ``error``: being handled, or None;
+        ``is_leaving``: the training goes on elsewhere. Return True if steps may be unsaved."""
         could_save = self._lifecycle.can_save
         at_end = could_save and self.policy.at_end and not is_process_ending()
         if at_end and error is not None:
@@ -169,11 +162,8 @@ class Ending:
             self._wait()
 
     def finish_after(self, error: BaseException, agreement: Agreement | LocalAgreement) -> None:
-        """End the training after ``error`` has ended the ``with`` block, and release everything.
-
-        Failures are reported in addition to ``error``. Raises the error of the rank that raised
-        first, from ``error``.
-        """
+        """End the training after ``error`` in the ``with`` block; other failures are reported with
+        it. Raises the error of the rank that raised first, from ``error``."""
         if isinstance(error, Preempted | NoProgress):
             self._release()
             return
@@ -224,12 +214,9 @@ class Ending:
     def _save_before_exception(
         self, label: SaveSpec, error: BaseException, problems: list[str]
     ) -> None:
-        """Save the state after the last step, because the next step has raised.
-
-        Whatever prevents the save is appended to ``problems``. If another rank raised a different
-        error first, that error is most likely the cause. It is then reported in ``problems``, or
-        as a note on ``error`` and in the note of the version.
-        """
+        """Save the state after the last step; what prevents that goes to ``problems``. So does
+        another rank's earlier error, the likely cause, or it is noted on ``error`` and the
+        version."""
         step, cause = label.version.step, describe_cause(error)
         first = Arrival(self._group.rank, "", cause)
         try:
@@ -250,11 +237,8 @@ class Ending:
             self._save_captured(label._replace(note={**label.note, "error": cause}), problems)
 
     def _save_captured(self, label: SaveSpec, problems: list[str]) -> None:
-        """Save the captured state, if all ranks still have it.
-
-        Whatever prevents the save is appended to ``problems``. Raises the error of the save if it
-        fails.
-        """
+        """Save the captured state, if all ranks have it; what prevents that goes to
+        ``problems``."""
         saver, earlier_error = self.saver, None
         try:
             saver.wait()
@@ -300,11 +284,8 @@ class Ending:
 
 
 def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
-    """Return True if all ranks must now save ``step``, the last step of this rank.
-
-    ``is_saved`` is True if a version holds that step. This rank then does not wait for the others.
-    Raises ``RankFailed`` unless all ranks end at this step, without an exception.
-    """
+    """Return True if all ranks must now save this rank's last step. If a version has it, the others
+    are not waited for. ``RankFailed``: not all ranks end at this step without an exception."""
     with closing(group.collective(_END)) as collective, collective:
         if not is_saved:
             _compare_steps(collective, step, "The ranks did not end at the same step")
@@ -321,10 +302,7 @@ def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
 
 
 def report_exception(group: Group, error: BaseException) -> None:
-    """Make ranks that end normally save nothing, because this rank has raised ``error``.
-
-    Does not wait for the other ranks.
-    """
+    """Make ranks that end normally save nothing, because of ``error``, without waiting for them."""
     with suppress(RankFailed):  # the other ranks know already that a rank failed
         collective = group.collective(_END, JOIN_TIMEOUT, describe_cause(error))
         collective.abort(error)
@@ -336,11 +314,8 @@ _ALREADY_SAVED = "saved"
 
 
 def _first_reason(reasons: list[str]) -> str:
-    """Return why the state before an exception is not saved, or an empty string.
-
-    ``reasons`` holds the reason of each rank. The reason is that rank 0 has already saved the
-    state, or that the first rank without the state has lost it.
-    """
+    """Return why the state before an exception is not saved, or "": rank 0 has saved it, or what
+    the first rank without it says."""
     without_state = [rank for rank, why in enumerate(reasons) if why not in ("", _ALREADY_SAVED)]
     if reasons[0] == _ALREADY_SAVED or not without_state:
         return reasons[0]
@@ -349,10 +324,7 @@ def _first_reason(reasons: list[str]) -> str:
 
 
 def _compare_steps(collective: Collective, step: int, problem: str) -> None:
-    """Wait for the other ranks, with the timeout of ``collective``.
-
-    Raises ``RankFailed`` unless all ranks join, and their last completed step is the same.
-    """
+    """Wait for the other ranks. Raises ``RankFailed`` unless all join after the same last step."""
     steps = collective.gather(step, int)
     if steps is not None and (other := {*steps} - {step}):
         rank = steps.index(min(other))
@@ -366,10 +338,8 @@ def _compare_steps(collective: Collective, step: int, problem: str) -> None:
 
 
 def _first_error_text(first: Arrival, own_error: str) -> str:
-    """Return a sentence about the error that another rank raised first, if it is a different one.
-
-    The sentence begins with a space. It is empty if there is no such error.
-    """
+    """Return a sentence, after a space, about a different error that another rank raised first, or
+    ""."""
     if first.cause in ("", own_error):
         return ""
     return f" Rank {first.rank} raised first: {first.cause}"
@@ -383,11 +353,8 @@ _AUTHOR = "training"
 
 
 def record_end(saver: Saver, epochs: int) -> None:
-    """Record about the newest version that the training has ended, so that nobody waits for more.
-    ``epochs``: the number of complete epochs.
-
-    Raises ``StoreError``.
-    """
+    """Record about the newest version that the training has ended after ``epochs`` complete epochs,
+    so that nobody waits for more."""
     newest, run, reason = saver.writer.newest, saver.run, saver.early_stop.end_reason
     if newest is None or saver.group.rank:
         return
@@ -407,10 +374,8 @@ def record_end(saver: Saver, epochs: int) -> None:
 
 
 def ended_epochs(saver: Saver) -> int:
-    """Return how many epochs were complete when a training ended at the newest version, or 0.
-
-    All ranks call this. Raises ``StoreError``, on all ranks.
-    """
+    """Return how many epochs were complete when a training ended at the newest version, or 0. All
+    ranks call this; they raise ``StoreError`` together."""
 
     def read() -> int:
         newest = saver.writer.newest
@@ -423,12 +388,8 @@ def ended_epochs(saver: Saver) -> int:
 
 
 def report_missing_metrics(saver: Saver) -> None:
-    """Emit ``metric_missing`` for metrics that policies use, and that nothing has given to a
-    version: no step, no epoch, no exact or inexact evaluation.
-
-    It is no warning, because an evaluation may begin after the training. While one is at work, or
-    if the store cannot be read, nothing is concluded.
-    """
+    """Emit ``metric_missing`` for metrics of policies that no version has, unless an evaluation is
+    at work, or the store cannot be read. It is no warning: one may still follow."""
     awaited, given = saver.early_stop.awaited_metric, set[str]()
     needed = saver.keep.metrics.union(() if awaited is None else (awaited,))
     if not needed - saver.evaluated_metrics:
@@ -449,12 +410,8 @@ def report_missing_metrics(saver: Saver) -> None:
 
 
 def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> None:
-    """Report further failures when ``error`` ends the training.
-
-    Each failure becomes a note on ``error`` and a warning. The note alone is not enough: Python
-    shows neither ``SystemExit`` nor an exception that the caller catches. If warnings are errors,
-    only the note remains, and for exceptions such as ``SystemExit`` a line on stderr.
-    """
+    """Add failures to ``error`` as notes and warnings: Python may show no note. If warnings are
+    errors, there are only notes, and lines on stderr for ``SystemExit`` and the like."""
     for message in messages:
         error.add_note(f"In addition, {message}")
         warning = f"The training ended with {type(error).__name__}. In addition, {message}"
@@ -479,13 +436,8 @@ def warn_collected(
     step_counter: StepCounter,
     line: tuple[str, int],
 ) -> None:
-    """Warn of the unsaved steps of a Checkpointer that was never closed.
-
-    It may be collected at any moment, in any thread, and at the end of the process. Therefore
-    nothing is saved, and no sink is called, which could hold a lock. ``line``: the user's line that
-    made the first step. At the end of the process, Python would print a traceback if warnings are
-    errors; the message then is a line on stderr.
-    """
+    """Warn of unsaved steps of a Checkpointer that was never closed, made at the user's ``line``:
+    in any thread, or at exit, so that nothing is saved, and no sink, which may lock, is called."""
     step, begun_step = step_counter.progress.step, saver.begun_step
     if not lifecycle.can_save or step == begun_step or isinstance(policy, Never):
         return
@@ -508,11 +460,8 @@ def describe_cause(error: BaseException) -> str:
 
 
 def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: bool) -> str:
-    """Return why the last steps were not saved, and what to do.
-
-    ``error`` is the exception that ended the training. ``skipped`` is True if a save that was due
-    was skipped.
-    """
+    """Return why the last steps were not saved, and what to do. ``skipped``: was a due save
+    skipped."""
     if error is not None:
         return (
             f"the training ended with an exception ({describe_cause(error)}). Only OnException()"
@@ -551,11 +500,8 @@ def _forget(saver: ref[Saver], trainings: dict[ref[Saver], ref[Ending]] = _train
 
 
 def take_over(newer: Ending) -> None:
-    """End the earlier trainings of this process that have the run and the rank of a ``newer`` one.
-
-    A warning names the steps that no version holds. Raises ``LimpetError``, and changes nothing,
-    if such a Checkpointer was made by another thread, or one of its calls is running.
-    """
+    """End earlier trainings of this process with the run and rank of a ``newer`` one.
+    ``LimpetError``, and no change, if another thread made one, or one of its calls is running."""
     saver = newer.saver
     for known, owner in _trainings.copy().items():
         earlier = known()

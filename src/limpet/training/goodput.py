@@ -44,13 +44,8 @@ class Durations:
 
 
 class Goodput:
-    """Counts saves, and measures the time spent on saves and on steps.
-
-    Goodput is the share of wall time since the run first began, across processes, that was spent
-    on steps that a committed version holds. The rest is time lost to saves, restarts, waiting for
-    machines, and repeated steps. ``clock`` is monotonic. ``wall`` is the time of day, because only
-    it continues from process to process. Both return seconds.
-    """
+    """Counts saves and their seconds. Goodput: the share of wall time since the run began, in all
+    its processes, spent on steps in a version. ``wall``: the time of day, which goes on."""
 
     def __init__(self, clock: Clock = time.monotonic, wall: Clock = time.time) -> None:
         self._clock = clock
@@ -84,11 +79,8 @@ class Goodput:
 
     @property
     def usual_seconds(self) -> tuple[float, float]:
-        """The times in seconds that nearly all steps and nearly all saves take (p95), or 0.0.
-
-        A call of ``PreemptionGuard.run`` that makes several steps is one step here: the training
-        cannot leave in it.
-        """
+        """The seconds that nearly all steps and saves take (p95), or 0.0. A call of
+        ``PreemptionGuard.run`` is one step: the training cannot leave in it."""
         step_seconds = max(self.step_durations.p95(), self.call_durations.p95())
         return step_seconds, self.save_durations.p95()
 

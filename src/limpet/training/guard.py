@@ -111,10 +111,8 @@ class PreemptionGuard:
             self._ckpt._end_call()
 
     def _publish_error(self, error: BaseException) -> None:
-        """Make the other ranks raise ``error``, with which the training of this one ends.
-
-        Raises the error of the rank that raised first, from ``error``, if that is its consequence.
-        """
+        """Make the other ranks raise ``error``; raises that of the rank that raised first, if it is
+        the cause."""
         agreement = self._response.agreement
         is_exit = isinstance(error, SystemExit) and not error.code
         if isinstance(error, Preempted) or is_exit or isinstance(agreement, LocalAgreement):

@@ -27,12 +27,8 @@ R = TypeVar("R")
 
 
 def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Raise ``LimpetError``, before anything is changed, if a call of such a method is running.
-
-    ``running`` is a lock that says who holds it. ``setdefault`` takes it in one operation, and
-    ``finally`` releases it wherever an exception of a signal handler comes. Python runs handlers
-    only at calls and jumps; there is none before the release, so that it is never interrupted.
-    """
+    """Raise ``LimpetError``, before any change, if a call of such a method is running. One
+    operation, ``setdefault``, takes the lock, and no handler of a signal interrupts its release."""
 
     name = method.__name__.lstrip("_")
 
@@ -45,6 +41,7 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
                 raise self._lifecycle.refusal(name)
             return method(self, *args, **kwargs)
         finally:
+            # a handler of a signal runs only at calls and jumps, and none is before the release
             if running and running[_CALL] is own:
                 del running[_CALL]
             if len(isolations.open) > depth:
@@ -72,12 +69,8 @@ def show_lines(checkpointer: object, run: str, quiet: bool) -> Callable[[], obje
 
 
 class Lifecycle:
-    """The states of a Checkpointer: resumed, started (by the first step or save), and closed.
-    ``was_taken_over``: a newer Checkpointer of this process closes it, or has closed it.
-
-    ``is_state_valid`` is False after a ``resume`` that failed and may have overwritten a part of
-    the live state.
-    """
+    """The states of a Checkpointer. ``was_taken_over``: by a newer one of this process;
+    ``is_state_valid``: False after a ``resume`` that may have overwritten a part of the state."""
 
     def __init__(self) -> None:
         self.is_state_valid = True
@@ -125,19 +118,14 @@ class Lifecycle:
         return self.is_started and self.is_state_valid and not (self.is_closed or self.is_forked)
 
     def interruption(self) -> BaseException | None:
-        """Return the exception that ends the training, as in a ``finally`` block after an error.
-
-        An exception that was being handled at the last step too is not the end: the whole training
-        runs in an ``except`` block.
-        """
+        """Return the exception that ends the training, such as in ``finally``: not one that was
+        already handled at the last step, because the training runs in an ``except`` block."""
         error = sys.exception()
         return None if id(error) == self._outer_exception else error
 
     def emit_finished(self, run: str, step: int, saved_step: int) -> None:
-        """Emit ``finished`` for a training that has begun, unless another event says why it ends.
-
-        ``saved_step``: the step of the newest version.
-        """
+        """Emit ``finished`` for a training that has begun, unless another event says why it
+        ends."""
         error = self.interruption()
         is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)
         if (self.is_started or self.is_resumed) and not is_named:

@@ -43,11 +43,8 @@ LONG_NOTICE = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What follows from a notice. ``seconds``: the time until this process must have exited.
-
-    ``train_seconds``: the time for which the training goes on after a first save; 0: it saves and
-    exits at once. Both are infinite if the training saves, and goes on without a deadline.
-    """
+    """What follows from a notice. ``seconds``: until the exit; ``train_seconds``: of training after
+    a first save (0: exit at once). Infinite: the training goes on without a deadline."""
 
     seconds: float
     train_seconds: float
@@ -96,10 +93,8 @@ class Preemption:
                 _refuse("notices=", "sources, such as SignalNotice(signal.SIGTERM)", source)
 
     def plan(self, notice: Notice, exit_seconds: float) -> Plan:
-        """Return what to do after ``notice``.
-
-        ``exit_seconds`` is the time that a save, one more step, and the exit are expected to take.
-        """
+        """Return what to do. ``exit_seconds``: that a save, one more step, and the exit are
+        expected to take."""
         if not notice.stops:
             return Plan(inf, inf)
         grace = self.grace
@@ -120,10 +115,8 @@ DEFAULT = Preemption()
 
 
 def _unknown_seconds(grace: float | None) -> float:
-    """Return the time until the stop after a notice that does not say it.
-
-    ``grace`` is that of ``Preemption``, which cannot make ``limpet run`` kill later.
-    """
+    """Return the time until the stop if the notice does not say it. ``grace`` of ``Preemption``
+    cannot delay ``limpet run``."""
     kills_after = run_grace()
     if kills_after is None:
         return max(UNKNOWN_SECONDS, grace or 0.0)

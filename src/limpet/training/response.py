@@ -64,11 +64,8 @@ E = TypeVar("E", BaseException, BaseException | None)
 
 
 class PreemptionResponse(Observer):
-    """Responds to notices, of this process and of other ranks, as ``Preemption`` says.
-
-    The watcher of the sources, the thread of the agreement, and the exit timer call it on their
-    threads. The training thread calls ``respond`` at each step.
-    """
+    """Responds to notices, of this process and other ranks, as ``Preemption`` says. Threads of the
+    watcher, the agreement, and the exit timer call it, and the training ``respond``."""
 
     def __init__(
         self,
@@ -172,17 +169,13 @@ class PreemptionResponse(Observer):
             self._watcher.raise_error(ended)
 
     def end(self, error: E, finish: Callable[[E], object]) -> None:
-        """Call ``finish``, which ends the training because of ``error``, or normally with None.
-        Then leave the status of this process for ``limpet run``, unless it has left one already.
+        """Call ``finish``, which ends the training, then leave this process's status for ``limpet
+        run``.
 
-        After a notice, an error leaves ``FAILED`` at once: the command is expected to stop then, so
-        its exit code alone does not say that it failed. An error that may be the consequence of the
-        stop leaves nothing: that of PyTorch for a connection to a rank that has ended, or for a
-        worker of a ``DataLoader``, and an interrupt.
-
-        After a normal end, the process leaves ``DONE`` when it exits (see ``leave_done_at_exit``).
-        An exit with code 0 in the ``with`` block is a normal end. If ``finish`` raises after it,
-        the last step may not be saved, and nothing is left.
+        After a notice, the command is expected to stop, so an error leaves ``FAILED``; one that may
+        follow from the stop (a lost rank or worker, an interrupt) leaves nothing. A normal end,
+        also by exit code 0, leaves ``DONE`` at the exit, unless ``finish`` raises: the last step
+        may not be saved.
         """
         forget_done()  # of an earlier training in this process
         is_failed = error is not None and (not isinstance(error, SystemExit) or bool(error.code))
@@ -240,10 +233,8 @@ class PreemptionResponse(Observer):
                 self._savepoint_saver.expect(agreed, self._clock() + plan.train_seconds)
 
     def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
-        """Leave without the other ranks if they could not agree on what a notice demands.
-
-        A rank whose training has ended is no reason: this one is about to end too.
-        """
+        """Leave alone if the ranks could not agree on a notice; not if a training has ended: this
+        one will, too."""
         is_demanded = not actions.isdisjoint((SAVE, LEAVE)) and self._deadline is not None
         if is_demanded and "ended" not in error.fields:
             self._failure = error
@@ -353,11 +344,8 @@ class PreemptionResponse(Observer):
     # -- the training thread ---------------------------------------------------------------------
 
     def respond(self, agreed: frozenset[str]) -> None:
-        """Save and leave if the ranks have agreed on that, or cannot agree.
-
-        In a block of ``watch_scope``, only note it, unless the time of the block is over. Raises
-        ``Preempted``, unless ``exit_fn`` returns.
-        """
+        """Save and leave if the ranks have agreed on that, or cannot agree; in ``watch_scope``,
+        only note it while there is time. Raises ``Preempted``, unless ``exit_fn`` returns."""
         # leave also if the ranks could not agree, or if their threads save
         is_urgent = self._failure is not None or self._savepoint_saver.is_decided
         leaves = LEAVE in agreed or is_urgent
@@ -373,12 +361,8 @@ class PreemptionResponse(Observer):
             self._leave(LEAVE in agreed)
 
     def leave_after(self, error: BaseException) -> Preempted | None:
-        """Return the exception with which to leave after ``error`` has ended the training, or None.
-
-        After a notice, an error may be the consequence of a rank that has ended or left. The thread
-        then saves what it can, and this rank leaves. The error is shown: it may have another cause,
-        such as a lack of memory.
-        """
+        """Return the exception with which to leave after ``error``, or None. After a notice, it may
+        follow from a rank that left: the thread saves what it can, and ``error`` is shown."""
         why = f"{type(error).__name__} had ended the training: {str(error)[:200]}"
         self._ended_by = is_own_failure(error), why
         self._timer.clear("error")

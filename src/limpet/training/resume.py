@@ -54,13 +54,8 @@ from limpet.training.arguments import check_not_snapshot
 
 @dataclass(kw_only=True)
 class Resume:
-    """A resume from the versions of a run, and from the tiers, by all ranks.
-
-    Rank 0 chooses the version, and all ranks load it. If it is damaged for one rank, all ranks fall
-    back to an older one together. ``at`` and ``branch``: as for ``Run.newest``. ``ladder`` leaves
-    out states from which restarts made no progress. ``acquire_lock`` is called before a branch is
-    started.
-    """
+    """A resume by all ranks from versions and tiers. Rank 0 chooses; if one is damaged for a rank,
+    all fall back together. ``ladder`` leaves out states from which restarts made no progress."""
 
     run: Run
     state: dict[str, Any]
@@ -84,13 +79,9 @@ class Resume:
     """The newer states of tiers that are skipped."""
 
     def load_newest(self) -> ResumePoint | None:
-        """Load the newest intact version into the state, or return None if the run is empty.
-
-        A newer state of a tier is loaded instead, if its files are on hosts that answer. Unless the
-        version is the newest one of the current lineage, a branch is durably started. Raises
-        ``LimpetError`` for an invalid request, the errors of ``Run.newest`` and ``limpet.load``,
-        and ``NoProgress`` if the ladder has nothing left.
-        """
+        """Load the newest intact version, or a newer state of a tier; None: the run is empty. A
+        branch is durably started unless it is the lineage's newest. ``NoProgress``: the ladder
+        ends."""
         tiers, ladder = self.tiers, self.ladder
         tiers.open(self.run.store, self.state, is_resumed=True)
         self._collective = collective = self.group.collective(f"the resume of {self.run.url}")
@@ -121,10 +112,8 @@ class Resume:
             collective.close()
 
     def _require_valid_state(self) -> None:
-        """Raise on all ranks if the run is empty, and a state of a tier that turned out to be
-        damaged has overwritten a part of the live state of a rank. This counts as a restart from
-        there that made no progress: the ladder then leaves it out, before anything is overwritten.
-        """
+        """Raise on all ranks if the run is empty and a damaged state of a tier has overwritten live
+        state. It counts as a restart without progress, so the ladder leaves it out."""
         found = self._collective.gather(self._is_partially_loaded, bool)
         is_invalid = self._collective.broadcast(None if found is None else any(found), bool)
         if is_invalid:
@@ -316,11 +305,8 @@ class Resume:
     # -- all ranks -----------------------------------------------------------------------------
 
     def _load(self, snapshot: SnapshotReader) -> None:
-        """Load a version. If it is damaged for one rank, all ranks raise that error.
-
-        Raises ``RankFailed`` if the store of another rank denies access or does not answer,
-        because the version may then be intact.
-        """
+        """Load a version. All ranks raise if it is damaged for one. ``RankFailed``: another rank's
+        store denies access or does not answer, so it may be intact."""
         try:
             load_snapshot(snapshot, self.state, leniency=self.leniency, group=self.group)
         except LimpetError as e:
@@ -371,12 +357,8 @@ CAST = 'mismatched="cast"'
 def check_start(
     start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
 ) -> None:
-    """Check the arguments of ``Checkpointer.resume`` that select a version of another run.
-
-    ``goes_back`` is True if the caller also selects a version of the run itself. Raises
-    ``LimpetError`` for ``start`` together with such a version, for a partial selection without
-    ``start`` other than ``missing="keep"``, and for a ``start`` that is not an address.
-    """
+    """Check the arguments that select a version of another run: a valid address, without one of the
+    run itself (``goes_back``). Without ``start``, the only choice is ``missing="keep"``."""
     is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
     if start is not None and not is_location:
         raise LimpetError(
@@ -402,11 +384,8 @@ def start_from(
     keys: str | Sequence[str] | None,
     leniency: Leniency,
 ) -> ResumePoint:
-    """Load a version of another run, or a part of it, into ``state``.
-
-    If the state has no ``Progress``, steps continue from those of the version only if all of it is
-    loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``limpet.load``.
-    """
+    """Load a version of another run, or a part of it. Without a ``Progress``, steps continue from
+    its steps only if all of it is loaded, else from 0."""
     snapshot = open_on_all_ranks(start, group)
     try:
         report = load_snapshot(snapshot, state, keys, None, leniency, group)
@@ -441,10 +420,7 @@ _NAME = re.compile(r"(?:version_)?([0-9]{1,18})(?:\.([0-9]{1,9}))?")
 
 
 def parse_at(at: int | str | None) -> tuple[int | None, int | None]:
-    """Return the step and the branch that the caller of ``resume`` asks for: see ``Run.newest``.
-
-    ``at``: a step, or the name of a version. Raises ``LimpetError``.
-    """
+    """Return the step and the branch of a step or a version's name: see ``Run.newest``."""
     if at is None:
         return None, None
     if not isinstance(at, str | bool) and hasattr(at, "__index__"):
@@ -482,16 +458,9 @@ def count_skipped(skipped: Sized) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The version that was loaded, and how training continues from it.
-
-    ``from_own_run`` is True if the version belongs to the run itself. ``note`` is metadata about
-    the origin of the run, which later versions store. ``training_metadata`` is the state of early
-    stopping and goodput that the version stores. ``skipped`` holds the newer states that were not
-    loaded. ``durable`` is the newest version of the run. ``tier`` is the name of the tier from
-    which the version was loaded, or None if it is a version of the run. ``start_report``: what was
-    loaded from a version of another run. ``sessions``: those whose work continues, also in versions
-    that are left behind. ``is_exact``: the whole version was loaded as it is.
-    """
+    """The version that was loaded, and how training continues. ``note``: the run's origin;
+    ``durable``: its newest version; ``sessions``: those that continue, of versions left behind,
+    too."""
 
     snapshot: SnapshotReader
     step: int
@@ -508,15 +477,8 @@ class ResumePoint:
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):
-    """An instruction from rank 0 to the other ranks.
-
-    If ``done`` is False, the ranks load the version ``version`` with the manifest ``digest``. If
-    it is True, training continues from the version that was loaded last, on ``branch``, or from no
-    version if ``version`` is None. ``tier``: the name of the tier that has the version, or None
-    for a version of the run; ``sources``: where its files are there; ``durable``: the newest
-    version of the run, if a state of a tier was loaded. ``given_up``: why all ranks leave instead,
-    for people.
-    """
+    """Rank 0's instruction: load ``version`` with the manifest ``digest``, or if ``done`` go on
+    from the last one, on ``branch`` (None: from none). ``given_up``: why all leave, for people."""
 
     done: bool
     version: str | None = None
@@ -567,10 +529,8 @@ def make_resume_point(
 
 
 def left_state_invalid(error: BaseException | None) -> bool:
-    """Return True if an error of a resume, or one of its causes, may have left the state invalid.
-
-    Errors other than ``LimpetError`` count as such, because they may occur at any point.
-    """
+    """Return True if an error of a resume, or a cause of it, may have left the state invalid, as
+    any other than a ``LimpetError`` may."""
     depth = 0
     while error is not None and depth < 20:
         if not isinstance(error, LimpetError) or error.is_state_invalid:

@@ -60,11 +60,8 @@ _Found = tuple[list[str], list[str], int]
 def check_whole_state(
     run: str, snapshot: SnapshotReader, state: dict[str, Any], group: Group
 ) -> None:
-    """Compare the live state with ``snapshot``, which was just loaded, on all ranks.
-
-    Each rank reads what it has loaded again. Emits ``resume_checked`` on rank 0 if all is equal,
-    and ``resume_differs`` otherwise, also with an error of the comparison: the resume is complete.
-    """
+    """Read again on each rank what it has loaded, and compare it with the live state. Emits
+    ``resume_checked``, or ``resume_differs``, also after an error: the resume is complete."""
     began = time.perf_counter()
     with closing(group.collective(f"the check of the resume of {run}")) as ranks, ranks:
         try:

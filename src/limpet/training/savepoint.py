@@ -51,13 +51,8 @@ there is no limit."""
 
 
 class StepSavepoint:
-    """The state after the last step, for a save while the next step runs, or after it has raised.
-
-    With ``is_required``, every ``mark`` captures the state, and raises if that fails. Otherwise,
-    ``mark`` captures it if that takes at most a hundredth of a step, or if a notice is pending.
-    Without ``is_useful``, only a required capture is made. ``step_durations``: of the steps of the
-    training.
-    """
+    """The state after the last step, for a save in the next one or after its exception. ``mark``
+    captures it if it ``is_required``, or urgent, or takes at most a hundredth of a step."""
 
     def __init__(
         self,
@@ -81,11 +76,9 @@ class StepSavepoint:
     def mark(
         self, make_label: Callable[[], SaveSpec], is_pending: bool, is_partial: bool = False
     ) -> None:
-        """Capture the state, which is the state after a step, unless that is too expensive.
-
-        ``is_pending`` is True after a notice. ``is_partial`` is True for a step in a call of
-        ``PreemptionGuard.run``: only a save after an exception may hold a part of a call.
-        """
+        """Capture the state after a step, unless too expensive. ``is_pending``: after a notice;
+        ``is_partial``: in ``PreemptionGuard.run``: only a save after an exception has a part of
+        it."""
         self._is_partial = is_partial
         if self._is_required:
             self._savepoint.capture(make_label())
@@ -111,12 +104,8 @@ class StepSavepoint:
                 self._savepoint.free()
 
     def _reshard(self) -> None:
-        """Free the parameters that a forward pass without a backward pass, such as an evaluation,
-        has gathered in modules of ``fully_shard``, by the hook of their ``state_dict()``.
-
-        A capture would do that, too. But each rank decides for itself whether it captures, and the
-        next forward pass must gather the same parameters on all ranks.
-        """
+        """Free what a forward pass without backward has gathered in ``fully_shard`` modules, by a
+        hook of ``state_dict()``: on all ranks, because the next pass must gather the same."""
         if self._sharded is None:
             state = self._savepoint.state
             owned = (p for o in optimizers_in(state) for p in parameters_of(o))
@@ -200,12 +189,8 @@ _STORE_POLL_SECONDS = 0.25
 
 
 class SavepointSaver:
-    """Saves the savepoint on a thread of its own, which starts at the first notice.
-
-    ``expect`` is called on the threads of notices, ``claim`` and ``wait`` in the training thread.
-    ``on_lost`` is called when the newest state of a tier is saved because a rank is dead: nothing
-    better can follow.
-    """
+    """Saves the savepoint on its own thread, from the first notice. ``expect`` is called by threads
+    of notices, ``on_lost`` when a rank is dead and the newest state of a tier is saved."""
 
     def __init__(
         self,
@@ -291,9 +276,8 @@ class SavepointSaver:
         self._is_hastened = True
 
     def flush(self, deadline: Deadline) -> bool:
-        """Save the newest state of a tier, because neither the last step nor the one before was
-        saved. This returns by ``deadline``, also if the store does not answer. Return True if the
-        step of that state, or a later one, is saved."""
+        """Save the newest state of a tier, because no late step was saved. Returns by ``deadline``:
+        True if the step of that state, or a later one, is saved."""
         before = self._saves.saved_step
 
         def save() -> None:
@@ -348,10 +332,8 @@ class SavepointSaver:
         return None
 
     def _needed_at(self, deadline: Deadline, now: float) -> float:
-        """Return the time at which the savepoint must be saved.
-
-        That is after half of the time, or now if the step in progress will not end in time.
-        """
+        """Return when to save: after half of the time, or now if the step in progress ends too
+        late."""
         step, save = self._durations.usual_seconds
         step_ends_at = max(self._durations.step_began_at + step, now)
         if step and step_ends_at + 1.25 * save + SLACK > deadline.at:
@@ -359,13 +341,8 @@ class SavepointSaver:
         return (self._leave_at + deadline.at) / 2
 
     def _hold_together(self, deadline: Deadline) -> bool:
-        """Hold the savepoint of one step on all ranks. Return False if its save is in flight.
-
-        While a rank holds a savepoint, no optimizer of it begins a step. A rank whose savepoint is
-        of an earlier step than that of another one releases it, and holds the next one.
-        Raises ``RankFailed`` if a rank does not respond in a third of the time, and
-        ``DeadlinePassed`` if a rank has no savepoint in the time before the save must begin.
-        """
+        """Hold the savepoint of one step on all ranks, so that no optimizer steps; a rank with an
+        earlier one releases it and holds the next. Return False if its save is in flight."""
         group, limit = self._own_group, self._hold_limit(deadline)
         if group.kv is not None:
             if not self._begun_key:

@@ -49,15 +49,12 @@ P = ParamSpec("P")
 
 
 class Saver:
-    """Saves states of a training in the background, through a ``VersionWriter``.
+    """Saves states of a training in the background, through a ``VersionWriter``. Only the training
+    thread calls methods; any thread may read the properties.
 
-    At most one save is in flight that the next one must wait for. With the local tier, a save is
-    complete on the local disks first, and is then promoted to the run: the next save only waits
-    until its promotion has begun. A wait makes the version that was saved ``writer.newest``. The
-    training thread calls all methods; other threads may read the properties.
-
-    With the option ``overlap``, parameters and slots are copied during the next step, and an
-    optimizer's step waits for the copy. ``all_ranks``: those of the training, and its members.
+    At most one save is in flight that the next one must wait for; with the local tier, only until
+    its promotion to the run begins. With ``overlap``, an optimizer's step waits for the copy.
+    ``all_ranks``: those of the training, and its members.
     """
 
     def __init__(
@@ -143,12 +140,8 @@ class Saver:
     # -- waiting -------------------------------------------------------------------------------
 
     def wait(self, deadline: Deadline | None = None) -> SnapshotReader | None:
-        """Wait for the saves in flight, and return the newest version. Raises the error of one that
-        failed, and once the error of a retention that failed.
-
-        With a ``deadline``, the process is about to leave, and only the newest save counts. Raises
-        ``TimeoutError`` at the deadline.
-        """
+        """Wait for the saves in flight, and return the newest version, or raise their error, and
+        once that of a retention. With a ``deadline``, before an exit, only the newest counts."""
         if deadline is None:
             for pending, _ in self._saves:
                 pending.wait_ended()
@@ -167,10 +160,8 @@ class Saver:
         return self.writer.newest
 
     def wait_before_save(self, step: int) -> None:
-        """Wait on all ranks until the save of ``step``, which is due, may begin.
-
-        Raises the error of an earlier save that failed.
-        """
+        """Wait on all ranks until the due save of ``step`` may begin; raises the error of an
+        earlier one."""
         was_busy, began = self.must_wait, time.perf_counter()
         try:
             self._on_all_ranks(self.wait_for_turn)
@@ -252,11 +243,8 @@ class Saver:
     # -- saving --------------------------------------------------------------------------------
 
     def start(self, state: Any, spec: SaveSpec) -> None:
-        """Begin to save ``state``, which may change when this method returns.
-
-        No other save may be in flight (see ``wait_before_save``). Raises any error that occurs
-        before the save continues in the background.
-        """
+        """Begin to save ``state``, which may change when this returns. No other save may be in
+        flight (``wait_before_save``)."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         try:
             # in the time before the process must leave, nothing is written twice
@@ -339,11 +327,8 @@ class Saver:
         group: Group,
         end_staging: Callable[[], str | None],
     ) -> None:
-        """Save the state of a savepoint in the calling thread. ``group``: all ranks.
-
-        ``end_staging`` is called when the state is copied. It returns why the copy is not valid, or
-        None. A save of the same version may be in flight: the first one to commit counts.
-        """
+        """Save a savepoint in the calling thread. ``group``: all ranks. ``end_staging``, called
+        after the copy, returns why it is not valid, or None. The same version may be in flight."""
         version = spec.version
         location = self.run.location(version).limit("save", None, deadline)
         metadata = self.make_metadata(spec._replace(reason="preemption"))
@@ -460,11 +445,8 @@ class Saver:
         self.begun_step = self.saved_step
 
     def close(self) -> None:
-        """Release the memory. No further save may begin.
-
-        If an interrupt ended the wait for the save in flight, that save still completes and then
-        releases the buffers.
-        """
+        """Release the memory; no save may begin. One in flight, after an interrupted wait, still
+        completes."""
         self._closing = True
         if self._guard is not None:
             self._guard.remove()
@@ -478,11 +460,8 @@ class Saver:
 
 
 class SaveSpec(NamedTuple):
-    """The version to save, the reason, and the metadata for its manifest.
-
-    ``on_finished`` is called with True if the save was committed, and with False if it failed.
-    ``deadline`` is the time by which the process leaves. Retention is then left to the next one.
-    """
+    """The version to save, and its metadata. ``on_finished`` gets whether it was committed;
+    ``deadline``: when the process leaves, in which case retention is left to the next."""
 
     version: Version
     reason: str
@@ -494,10 +473,8 @@ class SaveSpec(NamedTuple):
 
 
 def version_of(snapshot: SnapshotReader) -> Version:
-    """Return the version of a snapshot, from the name of its folder if possible.
-
-    This avoids a read of the manifest, which another rank may have written.
-    """
+    """Return the version of a snapshot, if possible from its folder's name: its manifest may be
+    unread."""
     return parse_version(snapshot.location.folder) or snapshot.version
 
 
@@ -505,11 +482,8 @@ def version_of(snapshot: SnapshotReader) -> Version:
 
 
 def is_store_failure(error: StoreError | CommitError) -> bool:
-    """Return True if a store or a commit failed, on this rank or on another one.
-
-    Other failures of one rank also reach the other ranks as ``RankFailed``. For those, the result
-    is False.
-    """
+    """Return True if a store or a commit failed, here or on another rank, whose other failures are
+    ``RankFailed``, too."""
     cause = error.__cause__ if isinstance(error, RankFailed) else None
     reported_by_rank = cause is not None and not error.fields.get("lost")
     return not reported_by_rank or isinstance(cause, StoreError | CommitError)
@@ -528,11 +502,8 @@ def warn_save_failed(error: LimpetError, last_saved_step: int) -> None:
 def emit_structure_change(
     run_url: str, before: SnapshotReader | None, after: SnapshotReader
 ) -> None:
-    """Emit ``structure_changed`` if the leaves of a version differ from those of the one before.
-
-    A change is not an error: an optimizer creates its slots at its first step, or a layer is
-    unfrozen. The event helps a person who investigates the change later.
-    """
+    """Emit ``structure_changed`` if a version has other leaves than the one before: no error,
+    because slots are created and layers unfrozen, but a help for people."""
     old, new = {} if before is None else before.leaves, after.leaves
     if old and old != new:
         events.emit(

@@ -57,12 +57,8 @@ def read_generators() -> dict[str, bytes]:
 
 
 def report_lacking(run_url: str, state: dict[str, Any], first_generators: dict[str, bytes]) -> None:
-    """Warn of what ``state`` lacks, after the second step of a training.
-
-    ``first_generators``: those after the first step. Only what two looks prove is reported. An
-    object of an unknown class may hold whatever seems to be missing. Modules that save nothing
-    although they have buffers are an event: these may be constants, or a cache.
-    """
+    """Warn, after the second step, of what two looks prove that the state lacks; unknown objects
+    may have it. Modules with buffers that save nothing are an event: these may be constants."""
     torch: Any = torch_or_none()
     if torch is None:
         return

@@ -19,10 +19,7 @@ from limpet.text import to_repr
 
 
 class StepCounter:
-    """Counts the steps and epochs, and advances the ``ElasticSampler`` objects of a state.
-
-    A ``Progress`` keeps the counts: that of the state, or one of this object if the state has none.
-    """
+    """Counts steps and epochs in the state's ``Progress``, or its own, and advances samplers."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.has_counted = False
@@ -107,11 +104,8 @@ class StepCounter:
         self.progress.resume(None)
 
     def resume_at(self, step: int, from_own_run: bool, metadata: Mapping[str, Any]) -> None:
-        """Continue at ``step``.
-
-        ``from_own_run`` is True if a version of the run itself was loaded. Its step then replaces
-        that of the ``Progress`` in the state. ``metadata``: what the version stores.
-        """
+        """Continue at ``step``, which replaces that of the ``Progress`` after a version of the run
+        itself. ``metadata``: what the version stores."""
         if not self._is_in_state:
             first = {"epoch": 0, "step": 0, "samples": 0}
             self.progress.load_state_dict(metadata.get("progress", first))

@@ -46,11 +46,8 @@ Steps = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of an evaluation inside the training.
-
-    ``version``: the one with whose folder it is recorded. ``first_step`` and ``last_step``: those
-    whose parameters were evaluated. ``is_exact``: the metrics are those of the version.
-    """
+    """The result of an evaluation, with whose ``version`` it is recorded. ``is_exact``: the metrics
+    are those of the version, not of parameters after different steps."""
 
     version: str
     is_exact: bool
@@ -197,9 +194,8 @@ class TrainingEvaluation:
         self._share = Share(self._spec, self._group.rank, self._group.size, step)
 
     def _advance(self, share: Share, step: int, may_end: bool) -> None:
-        """Evaluate one batch, or all of them if the training is paused, and end the evaluation if
-        this was the last one. ``may_end`` is False between the mini-batches of a step, where the
-        state belongs to no step."""
+        """Evaluate one batch, or all if the training is paused. ``may_end`` is False between the
+        mini-batches of a step, where the state belongs to no step."""
         abandon = f"abandon {self._number}"
         while not share.is_complete and abandon not in self._agreed:
             share.evaluate_next(step)
@@ -326,10 +322,8 @@ class TrainingEvaluation:
     # -- what is recorded ----------------------------------------------------------------------
 
     def _read_last(self, arguments: str) -> Steps:
-        """Return the numbers of steps and of epochs at which the last completed evaluation began.
-
-        All ranks call this. Raises ``LimpetError`` if their ``arguments`` differ.
-        """
+        """Return the steps and epochs at which the last complete evaluation began. All ranks call
+        this; ``LimpetError`` if their ``arguments`` differ."""
 
         def combine(found: list[str]) -> list[int]:
             if len({*found}) > 1:
@@ -413,10 +407,7 @@ class TrainingEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSpec:
-    """What is evaluated. ``records``: the number of records in ``data``.
-
-    The other fields are as for ``TrainingEvaluation``.
-    """
+    """What is evaluated, as in ``TrainingEvaluation``. ``records``: their number in ``data``."""
 
     model: Any
     evaluate: Callable[[Any, Any], Any]
@@ -436,10 +427,8 @@ class EvaluationSpec:
 
 
 class ShareResult(msgspec.Struct, frozen=True):
-    """What a rank sends: its merged state, or why it has none.
-
-    ``error``: of the user's function. ``is_complete``: False if the rank stopped before the end.
-    """
+    """What a rank sends: its merged state, or the ``error`` of the user's function.
+    ``is_complete``: False if the rank stopped before the end."""
 
     state: State
     error: str
@@ -464,11 +453,8 @@ class Share:
         return self.rounds_done == self.rounds
 
     def evaluate_next(self, step: int) -> None:
-        """Evaluate the next batch with the parameters after ``step``.
-
-        An ``Exception`` is kept in ``error``: the other ranks must learn of it. After that, a call
-        evaluates nothing.
-        """
+        """Evaluate the next batch after ``step``. Its ``Exception`` is kept: other ranks must learn
+        of it. Later calls evaluate nothing."""
         batch = self.rounds_done * self._ranks + self._rank
         is_own = batch < self._spec.batches
         start, stop = self._spec.range_of(batch if is_own else batch % self._spec.batches)

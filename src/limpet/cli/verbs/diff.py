@@ -24,8 +24,8 @@ from limpet.types import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A difference at one key of both snapshots. ``aspect``: kind, dtype, shape, name, metadata,
-    value, or bytes, of whose ``elements`` ``differing`` differ, by at most ``max_difference``."""
+    """A difference at one key of both. ``aspect``: kind, dtype, shape, name, metadata, value, or
+    bytes, of whose ``elements`` ``differing`` differ, by at most ``max_difference``."""
 
     key: str
     aspect: str

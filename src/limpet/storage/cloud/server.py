@@ -200,9 +200,8 @@ _process: list[int] = []  # the first one that used obstore
 
 
 def shared_server(options: CloudOptions) -> CloudServer:
-    """Return the server that stores of this process with these options and environment variables
-    share. Fails after a fork: obstore's threads stay in the parent, and calls would wait
-    forever."""
+    """Return the server that stores with these options and environment variables share. Fails after
+    a fork: obstore's threads stay in the parent, and calls would wait forever."""
     try:
         import obstore  # noqa: F401
     except ImportError as e:
