@@ -389,12 +389,8 @@ def _yielded(sampler: ElasticSampler, samples: int) -> int:
 
 
 class SamplerGroup:
-    """The passes of a group of samplers, and the random generators before their first pass.
-
-    Each loader draws from the global generators when its iterator is created, which an
-    uninterrupted run does not do in the middle of an epoch. So the group saves the generators
-    before the first draw after a resume, and restores them at the first batch.
-    """
+    """The passes of samplers. Loaders draw from the global generators when iterators are created,
+    so the group saves these before that after a resume, and restores them at the first batch."""
 
     def __init__(self) -> None:
         self.events = 0

@@ -95,7 +95,7 @@ def compute(states: Sequence[State], templates: Mapping[str, Any]) -> dict[str, 
 def check_mergeable(name: str, metric: Any) -> None:
     """Raise ``LimpetError`` if states of tasks of different sizes cannot be merged exactly."""
     reductions = metric._reductions
-    averaged = [key for key, reduce in reductions.items() if _name_of(reduce) == "dim_zero_mean"]
+    averaged = [k for k, r in reductions.items() if getattr(r, "__name__", "") == "dim_zero_mean"]
     if averaged:
         raise LimpetError(
             f"The metric {name} cannot be merged exactly",
@@ -123,10 +123,6 @@ def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _names(parts: Iterable[Mapping[str, Any]]) -> list[str]:
     return sorted({name for part in parts for name in part})
-
-
-def _name_of(reduction: object) -> str:
-    return getattr(reduction, "__name__", "")
 
 
 def _exact_sum(values: Iterable[float]) -> float:

@@ -104,12 +104,8 @@ class _Place:
 
 
 class WorkerPool:
-    """Workers that live for the whole evaluation, and the queue from which they take tasks.
-
-    All run the same loop (``Worker``): the processes that this pool starts and replaces, those that
-    connect to ``workers.listen``, or the evaluator itself. Raises ``LimpetError`` if no other
-    process can import a function, or the cluster cannot be used.
-    """
+    """Workers that live for the whole evaluation, and the queue from which they take tasks. Raises
+    ``LimpetError`` if no other process can import a function, or without the cluster."""
 
     def __init__(
         self,

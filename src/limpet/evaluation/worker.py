@@ -46,24 +46,18 @@ _WAIT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Work:
-    """What a task is about: the name of its data set, as JSON.
-
-    ``functions``: their names, the same in all tasks; empty if the worker has them. ``batch_size``:
-    None if each record is a batch. With ``keys``, ``setup`` gets a dict of leaves, else the
-    snapshot. ``records``: the number that the worker must have. The time limits are None without a
-    lease.
-    """
+    """What a task is about: the name of its data set, as JSON."""
 
     kind: Literal["count", "evaluate", "merge"]
-    functions: Mapping[str, FunctionName | None]
-    batch_size: int | None
-    keys: Sequence[str] = ()
+    functions: Mapping[str, FunctionName | None]  # empty if the worker has them
+    batch_size: int | None  # None: each record is a batch
+    keys: Sequence[str] = ()  # patterns of the leaves that ``setup`` gets instead of the snapshot
     device: str | None = None
     url: str = ""
     digest: str = ""
-    records: int = 0
-    states: Sequence[State] = ()
-    start: float | None = None
+    records: int = 0  # that the worker must have
+    states: Sequence[State] = ()  # of all tasks, to be merged
+    start: float | None = None  # the time limits in seconds; None: there is no lease
     load: float | None = None
     task: float | None = None
 

@@ -139,11 +139,8 @@ class _PinnedReceipt:
 
 @dataclass(slots=True, weakref_slot=True)
 class _ActiveSave:
-    """A save in progress on one rank. ``rank``: it saves by itself; None: all save one snapshot.
-
-    A rank that fails calls ``release_pin``. After the commit, the coordinator removes the pins of
-    all ranks. Without one, the pin is removed when this object is garbage-collected.
-    """
+    """A save in progress on one rank. ``release_pin`` is called if it fails; the coordinator
+    removes the pins of all ranks after the commit, else the end of this object does."""
 
     location: Location
     version: names.Version | None

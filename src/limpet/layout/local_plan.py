@@ -91,12 +91,8 @@ class LocalPlan:
 def make_local_plan(
     leaf_boxes: Sequence[LeafBox], from_first: NDArray[np.bool_] | None = None, digest: bytes = b""
 ) -> LocalPlan:
-    """Make the plan that this rank sends to the coordinator. ``from_first``: which leaf boxes the
-    first rank that has them must write; ``digest``: of the leaf boxes, if it is known.
-
-    Raises ``PlanError`` if a box exceeds its tensor or two boxes of a leaf differ in dtype or
-    global shape, and ``Unsupported`` for an unknown dtype.
-    """
+    """Make the plan that this rank sends to the coordinator. Raises ``PlanError`` for a box outside
+    its tensor, or two types of one leaf, and ``Unsupported`` for an unknown dtype."""
     leaves, box_leaf = _distinct_leaves(leaf_boxes)
     leaf_types = {(leaf_box.dtype, leaf_box.shape) for leaf_box in leaves}
     itemsizes = {dtype: itemsize(dtype) for dtype, _ in leaf_types}

@@ -45,10 +45,7 @@ def local_boxes(
     shard_order: tuple[int, ...] | None = None,
 ) -> LocalLayout:
     """Return the boxes of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh has.
-
-    ``shard_order``: the mesh dimensions in the order in which they shard the tensor. If it is None,
-    it follows from the split factors (``infer_shard_order``), otherwise it is from first to last.
-    """
+    ``shard_order``: by default ``infer_shard_order``, otherwise from first to last."""
     if shard_order is None:
         shard_order = infer_shard_order(mesh_shape, placements)
         if shard_order is not None:

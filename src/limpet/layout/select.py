@@ -28,10 +28,7 @@ def match_all(key: str) -> bool:
 
 def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     """Return a function that returns True if a key matches one of the patterns; None: all match.
-
-    ``*`` matches within a level, ``**`` across levels, ``?`` one character. A pattern without
-    wildcards also matches all keys below it, and those that continue it with a dot, as parameters.
-    """
+    One without wildcards also matches the keys that continue it with a slash or a dot."""
     if patterns is None:
         return match_all
     plain: set[str] = set()
@@ -97,12 +94,8 @@ def _with_stored_key(leaf: Any, key: str) -> Any:
 
 
 def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
-    """Return the tree with members of dicts renamed. Each leaf's node keeps the key of its bytes.
-
-    ``{"model/old": "model/new"}`` renames ``old`` of ``model`` and all members that start with
-    ``old.``. Raises ``PlanError`` for a rename that changes the level, matches nothing, or gives
-    two members one name.
-    """
+    """Return the tree with members, and those that continue them with a dot, renamed. Raises
+    ``PlanError`` for another level, no match, or two members with one name."""
     patterns = [old for old, new in renames.items() if _WILDCARDS & set(old + new)]
     members = _find_members(node, patterns, key)
     for old, new in renames.items():
@@ -166,12 +159,9 @@ def is_slot_key(key: str) -> bool:
 def is_renamed(key: str, names: Iterable[str]) -> bool:
     """Return True if a key is one of the names or below one, or that of a slot: slots follow their
     parameters."""
-    return is_slot_key(key) or any(_is_at_or_below(key, name) for name in names)
-
-
-def _is_at_or_below(key: str, name: str) -> bool:
-    """Return True if a rename of ``name`` is one of ``key``, too."""
-    return key == name or key.startswith((f"{name}.", f"{name}/"))
+    return is_slot_key(key) or any(
+        key == name or key.startswith((f"{name}.", f"{name}/")) for name in names
+    )
 
 
 def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:

@@ -13,11 +13,8 @@ BEFORE = 300.0
 
 @dataclass(frozen=True, slots=True)
 class PlannedEvent:
-    """Something that a platform will do to this machine.
-
-    ``key`` identifies it in later answers. ``seconds``: until it may begin, 0.0 once it has begun,
-    None if unknown. ``is_final``: the machine does not come back.
-    """
+    """Something that a platform will do to this machine. ``seconds``: until it may begin, 0.0 once
+    it has begun, None if unknown. ``is_final``: the machine does not come back."""
 
     key: str
     source: str
@@ -58,7 +55,7 @@ class PlannedEvents:
         self._is_first = False
         self._reported = {event.key for event in events}
         self._begun &= self._reported
-        return min(stops, key=_urgency, default=risks[0] if risks else None)
+        return min(stops, key=lambda n: n.seconds or 0.0, default=risks[0] if risks else None)
 
 
 def most_urgent(checks: Iterable[Callable[[], Notice | None]]) -> Notice | None:
@@ -78,7 +75,3 @@ def most_urgent(checks: Iterable[Callable[[], Notice | None]]) -> Notice | None:
     if risk is None and error is not None:
         raise error
     return risk
-
-
-def _urgency(notice: Notice) -> float:
-    return 0.0 if notice.seconds is None else notice.seconds

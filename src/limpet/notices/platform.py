@@ -60,22 +60,15 @@ def _detect_clouds(variables: Mapping[str, str], dmi_root: str) -> list[NoticeSo
     aws = variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
     is_disabled = variables.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
     if not is_disabled and (aws or _is_ec2(dmi_root)):
-        sources.append(AwsNotice(aws or _default_aws_address(variables)))
+        is_ipv6 = variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower() == "ipv6"
+        sources.append(AwsNotice(aws or (_AWS_IPV6 if is_ipv6 else LINK_LOCAL)))
     gcp = variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP")
     if gcp or _read(dmi_root, "product_name").startswith("Google Compute Engine"):
-        sources.append(GcpNotice(_with_scheme(gcp) if gcp else LINK_LOCAL))
+        address = gcp or LINK_LOCAL
+        sources.append(GcpNotice(address if "://" in address else f"http://{address}"))
     if _read(dmi_root, "chassis_asset_tag") == _AZURE_TAG:
         sources.append(AzureNotice())
     return sources
-
-
-def _default_aws_address(variables: Mapping[str, str]) -> str:
-    mode = variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
-    return _AWS_IPV6 if mode == "ipv6" else LINK_LOCAL
-
-
-def _with_scheme(address: str) -> str:
-    return address if "://" in address else f"http://{address}"
 
 
 def _is_ec2(dmi_root: str) -> bool:

@@ -26,10 +26,9 @@ _JOIN_SECONDS = 1.0
 class NoticeWatcher:
     """Polls each source of notices on a thread of its own, and passes on what they report.
 
-    One of the threads at a time calls ``on_notice``, a method, which is referenced weakly: a
-    training that nobody closed is collected. ``detect`` returns more sources, on a thread. A source
-    with ``start(wake)`` and ``close()`` is started by ``start``, and calls ``wake`` to be polled at
-    once.
+    One of them at a time calls ``on_notice``, a method, which is referenced weakly: a training that
+    nobody closed is collected. ``start`` starts a source with ``start(wake)`` and ``close()``,
+    which calls ``wake`` to be polled at once. ``detect`` returns more sources, on a thread.
     """
 
     def __init__(

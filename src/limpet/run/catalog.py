@@ -37,28 +37,20 @@ _VERSION = re.compile(rb"version_[0-9]{1,18}(?:\.[1-9][0-9]{0,8})?")
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """The facts about one version that retention and selection need.
-
-    ``files`` has the length of every file that the manifest names or refers to. ``bases`` are the
-    versions that this one needs, by references or by links. A damaged manifest has no ``digest``
-    and no ``files``; its ``bases`` are all versions whose names occur in its bytes.
-    """
+    """The facts about one version that retention and selection need. A damaged manifest has no
+    ``digest`` and no ``files``; its ``bases`` are all versions named in its bytes."""
 
     digest: str = ""
-    files: Mapping[str, int] = field(default_factory=dict)
-    bases: frozenset[Version] = frozenset()
+    files: Mapping[str, int] = field(default_factory=dict)  # lengths, of base versions, too
+    bases: frozenset[Version] = frozenset()  # that this one needs, by references or links
     metrics: Mapping[str, float] = field(default_factory=dict)
     manifest: Stat | None = None
     trained_seconds: float | None = None
 
 
 class Catalog:
-    """Reads manifests, branch records, and evaluations once, because none ever changes.
-
-    But a version may be deleted and its step saved again: who depends on it *looks again*, which
-    compares the status of its manifest. After a ``StoreError``, its content is unknown, and nothing
-    may be deleted.
-    """
+    """Reads manifests, branch records, and evaluations once, because none ever changes. After a
+    ``StoreError``, the content of one is unknown, and nothing may be deleted."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

@@ -82,11 +82,8 @@ def find_roots(
     look_again_from: int = 0,
     listing: Listing | None = None,
 ) -> Roots:
-    """Read the pins of a run, and then its manifests. ``now``: in seconds since the epoch.
-
-    With a ``listing``, its pins and versions count. That is enough to decide, but not to delete
-    files: a listing is not atomic, and may lack both the pin and the version of a save.
-    """
+    """Read the pins of a run, and then its manifests. With a ``listing``, its pins and versions
+    count: enough to decide, but not to delete files, because a listing is not atomic."""
     now = time.time() if now is None else now
     pinned: dict[Version, str] = {}
     attempts: set[str] = set()

@@ -100,14 +100,10 @@ def request_and_wait(
     *,
     wait: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
-    interval: float = 1.0,
+    interval: float = 1.0,  # as ``timeout`` in seconds of ``clock``
 ) -> RequestedSave:
-    """Request a save from the training that writes to ``run``, and return a version committed after
-    this call. An error or an interrupt withdraws the request.
-
-    ``timeout`` and ``interval`` are in seconds of ``clock``, as the argument of ``wait``. Raises
-    ``DeadlinePassed`` if no training answers within ``timeout``, and ``StoreError``.
-    """
+    """Request a save from the training, and return a version committed after this call. An error or
+    an interrupt withdraws it. Raises ``DeadlinePassed`` after ``timeout``, and ``StoreError``."""
     deadline = clock() + timeout
     before = frozenset(run.listing().versions)
     request_id = random_id()

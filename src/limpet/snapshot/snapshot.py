@@ -197,14 +197,11 @@ def _describe_leaf(leaves: LeafSpecs, node: Any, key: str) -> str:
     if tag == "tied":
         return f"the same tensor as {short_name(node['tied'])}"
     if tag not in tree.LEAF_TAGS:
-        return to_printable(_short_repr.repr(tree.decode(node, key, _describe_torch_type)))
+        value = tree.decode(node, key, lambda inner, _: torch_types.describe(inner))
+        return to_printable(_short_repr.repr(value))
     dtype, shape = leaves[key]
     size = format_size(prod(shape) * DTYPES[dtype].itemsize)
     return f"{dtype} [{', '.join(map(str, shape))}], {size}"
-
-
-def _describe_torch_type(node: Any, key: str) -> Any:
-    return torch_types.describe(node)
 
 
 def _members(node: Any, key: str) -> Iterator[tuple[Any, str]]:

@@ -49,17 +49,14 @@ class LocalLeaf(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class FlatState:
-    """A flattened state: the tree for the manifest, and the leaves in the order of the tree.
-
-    ``per_rank`` and ``from_first``: by key, nodes of values per rank, or of the first rank, as
-    ``{"own": key}`` and ``{"first": key}`` in the tree. ``merged_lists``: may differ in length.
-    """
+    """A flattened state: the tree for the manifest, and the leaves in the order of the tree, which
+    has ``{"own": key}`` for ``per_rank`` nodes, and ``{"first": key}`` for ``from_first``."""
 
     tree: Any = None
     leaves: list[LocalLeaf] = field(default_factory=list)
     per_rank: dict[str, Any] = field(default_factory=dict)
     from_first: dict[str, Any] = field(default_factory=dict)
-    merged_lists: list[str] = field(default_factory=list)
+    merged_lists: list[str] = field(default_factory=list)  # may differ in length between ranks
 
     def devices(self) -> dict[str, Any]:
         """Return the devices of the tensors by key; only one tensor if all are on one device; none

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 
 def find_ddp_replication(state: Any) -> dict[int, Replication]:
-    """Return how the ranks replicate the tensors that DDP synchronizes, by memory address.
-
-    Parameters and their slots are ``REPLICATED``, buffers ``FROM_FIRST`` if DDP broadcasts them.
-    Raises ``Unsupported`` for an optimizer of the flat parameters of FSDP1.
-    """
+    """Return by address how the ranks replicate what DDP synchronizes: parameters and their slots,
+    and buffers if it broadcasts them. Raises ``Unsupported`` for flat parameters of FSDP1."""
     torch = lazy_torch.torch_or_none()
     if torch.distributed.get_world_size() == 1:
         return {}

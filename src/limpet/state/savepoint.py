@@ -155,11 +155,8 @@ class Savepoint:
             hold.wait()
 
     def flatten_captured(self, rank: int = 0) -> FlatState | None:
-        """Return the state of the last ``capture``, flattened as ``rank``, or None if it is not
-        available (see ``invalid_reason``). Raises ``Unsupported`` as ``flatten`` does.
-
-        The leaves are copies, and live parameters and slots, valid until the next capture or step.
-        """
+        """Return the state of the last ``capture``, valid until the next one or the next step, or
+        None if it is not available (``invalid_reason``). Raises ``Unsupported``."""
         if self.invalid_reason is not None:
             return None
         names = modules.parameter_names(self.state)

@@ -80,16 +80,12 @@ class Boxed:
 
 class LocalBoxes(msgspec.Struct, frozen=True):
     """The boxes of one global tensor that this process has, each with a tensor that shares the live
-    memory. A global tensor without elements is one box of every rank that has it.
+    memory. Each rank that has a tensor without elements lists it as one box."""
 
-    ``dtype`` is None if it cannot be written. ``tie_key``: hashable, and equal for values that are
-    one tensor under several names, also on ranks without elements.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the global tensor
     box_tensors: list[tuple[Box, Any]]
-    dtype: str | None
-    tie_key: Any
+    dtype: str | None  # None: it cannot be written
+    tie_key: Any  # hashable, equal for one tensor under several names, also without elements
     is_numpy: bool = False
 
 

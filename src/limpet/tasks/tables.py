@@ -578,12 +578,8 @@ def check_state(state: object) -> LoadedState:
 def match_tables(
     loaded: LoadedState, live: Mapping[str, TaskTable]
 ) -> tuple[list[TaskTable], list[TaskTable]]:
-    """Return the tables that receive the progress of a state, and the live ones that a load drops.
-    A job keeps its table, so that who waits for it need not know of the load.
-
-    Raises ``PlanError`` if a job differs, or if a training job would be dropped that has not begun:
-    the script adds it for the first time.
-    """
+    """Return the tables that receive the progress of a state, those of live jobs if they exist, and
+    the live ones that a load drops. Raises ``PlanError`` for another job, or a new one."""
     receiving = []
     for table in loaded.tables:
         own = live.get(table.spec.name)
@@ -594,9 +590,10 @@ def match_tables(
                 found=own.spec.text[:300],
                 todo="Add it with the saved arguments, or give the new job another name",
             )
-        receiving.append(table if own is None else own)
+        receiving.append(table if own is None else own)  # who waits for it knows of no load
     names = {table.spec.name for table in loaded.tables}
     dropped = [table for name, table in live.items() if name not in names]
+    # a training job that has not begun is one that the script adds for the first time
     new = [t.spec.name for t in dropped if t.spec.kind == "training" and not t.is_touched]
     if new:
         raise PlanError(

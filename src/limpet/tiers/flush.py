@@ -97,9 +97,8 @@ def flush_states(
     """Save the states of one training on this host that are newer than all versions of ``run``.
     Yield each version, or the error for it, oldest first; those after an error are saved, too.
 
-    ``check_writer`` raises ``LimpetError`` if this process may not write to the run, by default
-    while another training does. Then nothing more is committed, and this raises. So it does for
-    ``FormatError``, ``StoreError``, and if other processes of this host flush for too long.
+    An error of ``check_writer``, by default that another training writes to the run, is raised, and
+    nothing more is committed. Also raises ``FormatError`` and ``StoreError``.
     """
     with ExitStack() as held:
         for record in sorted(records, key=lambda r: r.folder):

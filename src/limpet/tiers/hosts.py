@@ -32,12 +32,8 @@ class Placement:
 
 
 def place_copies(domain_of_rank: Sequence[str], copies: int) -> Placement:
-    """Return the placement of each rank's shard and its copies, the same on all ranks. Raises
-    ``LimpetError`` for an invalid argument.
-
-    The copies of a rank are in different domains as far as there are enough, then on different
-    ranks. The ranks of a domain hold equally many copies or one more.
-    """
+    """Return the placement, the same on all ranks: copies on different domains if there are enough,
+    then on different ranks, equally many each or one more. Raises ``LimpetError``."""
     if type(copies) is not int or copies < 1:
         raise LimpetError(
             "Invalid value for copies=",

@@ -28,22 +28,18 @@ WHERE: dict[TierName, str] = {"memory": "in memory", "local": "on the local disk
 
 
 class HostFiles(msgspec.Struct, frozen=True, array_like=True):
-    """What one host has of a snapshot. The size does not depend on the number of hosts.
-
-    ``digest`` is "" if the host has no intact manifest; ``problem`` says why it is damaged.
-    ``count`` is the number of files that it names, and ``held`` the ranges of their numbers (see
-    ``files_of``), each as its start and end, that the host has in full length.
-    """
+    """What one host has of a snapshot. ``digest``: "" without an intact manifest. ``held``: the
+    start and the end of ranges of the files of ``files_of`` that it has in full length."""
 
     rank: int
     folder: str
     digest: str = ""
     branch: int = 0
     parent: Parent | None = None
-    count: int = 0
+    count: int = 0  # of the files that the manifest names
     held: list[int] = []
-    problem: str = ""
-    has_manifest: bool = True
+    problem: str = ""  # why the manifest is damaged
+    has_manifest: bool = True  # otherwise, it was read from another host
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):

@@ -119,11 +119,10 @@ class LadderExhausted(Exception):
 class Ladder:
     """Counts the restarts of a training under ``limpet run``, and decides what they leave out.
 
-    Only rank 0 calls it, except ``give_up``: ``choose`` before a resume loads anything, ``check``
-    for each version that it may load, ``record`` for the one that it loaded, and ``end`` or
-    ``leave``. Nothing is counted outside ``limpet run``, where a person decides, and without
-    ``saves``, where no progress would be visible. With ``at=``, a person has decided: all records
-    are deleted.
+    Only rank 0 calls it, except ``give_up``: ``choose`` and ``check`` before a load, ``record``
+    after it, ``end`` or ``leave``. Nothing counts outside ``limpet run``, or without ``saves``,
+    where no progress would be visible. ``at=`` is the decision of a person, and deletes all
+    records.
     """
 
     def __init__(self, run: Run, group: Group, *, saves: bool) -> None:

@@ -99,11 +99,7 @@ class LocalSnapshots(HostTier):
         check_writer: Callable[[Store], object],
     ) -> tuple[Pending, Promotion] | None:
         """Promote what an earlier training has left, oldest first, in the background; None:
-        nothing. All ranks call this in the training thread. Damaged versions are skipped.
-
-        The result is the newest version from which the training continues: ``kept``, or one before;
-        if there is none, a snapshot of the tier.
-        """
+        nothing. The result is the newest one up to ``kept``, or else a snapshot of the tier."""
         if not leftovers:
             return None
         promotions = []
@@ -126,7 +122,8 @@ class LocalSnapshots(HostTier):
                     if promoted is not None and is_kept:
                         newest = promoted
                     elif not is_kept and self._hosts.is_first:
-                        self._delete_version(leftover.version)
+                        keys = [stat.key for stat in self.store.list(leftover.folder)]
+                        self._delete(HostSnapshot.of_files(leftover.version, keys))
             last = leftovers[-1]
             return newest or SnapshotReader(
                 self.locate(last.folder, last.sources), None, last.digest
@@ -135,10 +132,6 @@ class LocalSnapshots(HostTier):
         pending = Pending(lambda: Snapshot(promote()), run.url, no_op, None)
         pending.start()
         return pending, promotions[-1]
-
-    def _delete_version(self, version: Version) -> None:
-        keys = [stat.key for stat in self.store.list(str(version))]
-        self._delete(HostSnapshot.of_files(version, keys))
 
     # -- during the training -----------------------------------------------------------------------
 
@@ -167,11 +160,8 @@ class LocalSnapshots(HostTier):
 
 
 class Promotion:
-    """The second half of a save to a local disk: complete it there, then commit it to the run.
-
-    ``is_local`` is set once the version is complete locally, ``has_begun`` once the one before is
-    committed, too; then the next save may begin. Both are set when the save fails.
-    """
+    """The second half of a save to a local disk. ``is_local`` is set once it is complete there, and
+    ``has_begun`` once the one before is committed, too; both when the save fails."""
 
     def __init__(
         self,

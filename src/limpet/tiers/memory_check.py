@@ -46,16 +46,12 @@ class TierCost:
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
     """A limit of the memory, the bytes that the tier can use, with those that it has, and those
-    that others ``used``. ``remedy``: what to set, with the fields of ``_sizes``."""
+    that others use. ``remedy``: what to set, with the fields of ``_sizes``."""
 
     name: str
     available: int
     used: int
     remedy: str
-
-    def describe_remedy(self, needed: int) -> str:
-        """Return what to set so that the tier can use ``needed`` bytes."""
-        return self.remedy.format(**_sizes(needed + self.used))
 
 
 def check_memory(
@@ -73,12 +69,12 @@ def check_memory(
     )
     exceeded = [limit for limit in limits if limit.available < cost.total]
     if exceeded:
+        remedies = [x.remedy.format(**_sizes(cost.total + x.used)) for x in exceeded]
         raise NoSpace(
             f"The memory tier in {os.fspath(folder)} does not fit into the memory of this host",
             expected=str(cost),
             found="; ".join(f"{_show(limit.available)} in {limit.name}" for limit in exceeded),
-            todo=". ".join(limit.describe_remedy(cost.total) for limit in exceeded)
-            + ". Or use fewer copies, or no MemoryTier",
+            todo=". ".join([*remedies, "Or use fewer copies, or no MemoryTier"]),
             store=os.fspath(folder),
             needed=cost.total,
             available=exceeded[0].available,

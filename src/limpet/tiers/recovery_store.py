@@ -40,10 +40,8 @@ class Peers:
 class RecoveryStore:
     """Reads files of the state in ``folder`` from this host, and what it lacks from its peers.
 
-    Only the bytes that are asked for are fetched: a load proves each chunk by its digest. An event
-    reports a peer that does not answer; those that may be busy are asked again for ``seconds`` per
-    call. Every failure is a ``NotFound``, after which the training resumes from an older state.
-    Nothing can be written.
+    Peers that may be busy are asked again for ``seconds`` per call. Every failure is a
+    ``NotFound``, after which the training resumes from an older state. Nothing can be written.
     """
 
     def __init__(

@@ -112,12 +112,8 @@ class Tiers:
     def flush(
         self, run: Run, deadline: Deadline, check_writer: Callable[[Store], object]
     ) -> SnapshotReader | None:
-        """Save the snapshots of this host that are newer than all versions (see ``flush_states``),
-        and return the newest version then, which another rank may have saved, or None.
-
-        Any rank may call this, on any thread; those of other hosts do the same. Raises the errors
-        of ``flush_states``, and that of the newest state only if none was saved.
-        """
+        """Save the newer snapshots of this host (``flush_states``), and return the newest version
+        then, of any rank. Raises the error of the newest state if none was saved."""
         records = [
             MemoryRecord(tier.store.url, run.url, tier.name == "local")
             for tier in self._all

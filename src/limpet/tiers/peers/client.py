@@ -24,21 +24,17 @@ class FileReceipt:
 
 
 class PeerConnection:
-    """A connection to the server of a peer, for one thread, closed after an error. ``seconds``: the
-    time for each answer and each ``PART_BYTES``; ``limit()``: those left for all calls.
-
-    The calls raise ``Unavailable`` if the peer is away, slow, or busy, ``Denied`` if it does not
-    know the secret, and its own error if it refuses a request.
-    """
+    """A connection to the server of a peer, for one thread. Raises ``Unavailable`` if it is away,
+    slow, or busy, ``Denied`` for another secret, and its error if it refuses a request."""
 
     def __init__(
         self,
         address: PeerAddress,
         secret: str,
         rank: int,
-        seconds: float,
+        seconds: float,  # for each answer, and for each ``PART_BYTES`` of a file
         purpose: str,
-        limit: Callable[[], float] = lambda: math.inf,
+        limit: Callable[[], float] = lambda: math.inf,  # the seconds left for all calls
     ) -> None:
         peer = f"rank {address.rank} at {address.host}:{address.port}"
         self._channel = connect(
