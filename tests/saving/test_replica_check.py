@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from limpet.buffers import BufferPool
 from limpet.errors import PlanError
-from limpet.saving.partition import RankNodes, digest_on_device, digest_values, merge_trees
+from limpet.saving.partition import RankNodes, digest_values, merge_trees
+from limpet.state.arrays.torch import digest_on_device
 from limpet.state.flatten import LocalLeaf
 from limpet.state.replication import Replication
 from limpet.threads import Workers

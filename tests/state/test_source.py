@@ -6,7 +6,7 @@ import pytest
 import limpet
 from limpet.errors import StoreError
 from limpet.saving import partition
-from limpet.state.source import Source
+from limpet.state.arrays.own import Source
 from tests.fakegroup import FakeGroup
 from tests.states import unused_url
 
@@ -53,7 +53,7 @@ def test_ranks_write_parts_of_a_source_by_rows(monkeypatch):
 
 
 def test_a_part_of_a_part():
-    part = Rows(100).rows(10, 50).rows(5, 2)
+    part = Rows(100)[10:60,][5:7,]
     assert part.shape == (2, 8)
     data = bytearray(part.nbytes)
     part.read_into(0, memoryview(data))

@@ -12,7 +12,7 @@ from typing import Any
 
 from limpet.errors import Unsupported
 from limpet.format.tree import MAX_DEPTH
-from limpet.state.sparse import PARTS
+from limpet.state.composites import SPARSE_PARTS
 from limpet.types import MIB
 
 _FREE_NODES = 1 << 17
@@ -97,7 +97,7 @@ class _Extent:
         return 0
 
     def _add_tensor(self, t: Any) -> None:
-        methods = PARTS.get(str(t.layout).removeprefix("torch."))
+        methods = SPARSE_PARTS.get(str(t.layout).removeprefix("torch."))
         if methods is not None:
             for method in methods.values():
                 self._add_tensor(getattr(t.detach(), method)())

@@ -22,7 +22,7 @@ from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, is_valid_shape
 from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
 from limpet.layout.shard_layout import LeafBox
-from limpet.state.sharding import LocalBoxes
+from limpet.state.arrays import LocalBoxes
 from limpet.threads import Workers, no_op
 from limpet.types import DTYPES, Advance, Box
 

@@ -22,7 +22,7 @@ from limpet.convert.mmap_files import MappedFile, format_error
 from limpet.errors import FormatError, NoSpace, NotFound, StoreError
 from limpet.format.safetensors import MAX_HEADER
 from limpet.snapshot.location import Location, locate
-from limpet.state.source import Source
+from limpet.state.arrays.own import Source
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import expand_home

@@ -47,7 +47,7 @@ from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
 from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox
-from limpet.lazy_torch import dtype_name, rank_and_world_size
+from limpet.lazy_torch import rank_and_world_size
 from limpet.loading.targets import LoadTargets
 from limpet.run.address import open_reader
 from limpet.saving.commit import (
@@ -57,12 +57,13 @@ from limpet.saving.commit import (
     put_manifest,
     raise_if_exists,
 )
-from limpet.saving.image import make_image, split_into_pieces, synchronize_streams
+from limpet.saving.image import make_image, split_into_pieces, synchronize
 from limpet.saving.write import write_index, write_shard
 from limpet.snapshot import pins as pin
 from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.read import Target
 from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.state.arrays import part_library
 from limpet.state.flatten import LocalLeaf
 from limpet.text import format_list
 from limpet.threads import Workers, no_op
@@ -314,17 +315,14 @@ def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
     ``Unsupported``."""
     wait = getattr(type(value), "trigger_wait", None)  # a collective may still be writing to it
     tensor = value if wait is None else wait(value)
-    supported = (torch.Tensor, torch.nn.Parameter)
-    if type(tensor) not in supported or tensor.layout is not torch.strided or tensor.is_nested:
+    library = part_library(type(tensor))
+    boxes = library.boxes_to_save(tensor, key) if type(tensor) in library.plain_types else None
+    if boxes is None:
         raise unsupported(
-            value, key, "DCP saves it as a tensor, and only strided tensors are supported"
+            value, key, "DCP saves it as a tensor, and only strided tensors with data are supported"
         )
-    if tensor.is_meta or (tensor.numel() and not tensor.data_ptr()):
-        raise unsupported(value, key, "it has no data; materialize it before saving")
-    dtype = dtype_name(tensor.dtype)
-    if dtype is None or tensor.is_quantized:
-        raise unsupported(value, key, f"the dtype {tensor.dtype} cannot be stored as bytes")
-    return tensor.detach().resolve_conj().resolve_neg(), dtype
+    ((_, part),) = boxes.box_tensors
+    return part, boxes.dtype
 
 
 def _write_rank_shard(
@@ -340,7 +338,7 @@ def _write_rank_shard(
     location = save.location
     boxes = [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves]
     image = make_image([x.source for x in leaves], boxes)
-    synchronize_streams(image.sources)
+    synchronize(image.sources)
     shard = names.shard_name(save_rank.rank, save_rank.world_size, save.attempt)
     pin_key = save.pin_files()
     pieces = split_into_pieces(len(image.header), image.length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import msgspec
 import numpy as np
@@ -123,7 +124,7 @@ class LeafBox(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """The number of bytes of the box."""
-        return self.box.numel * itemsize(self.dtype)
+        return prod(self.box.sizes) * itemsize(self.dtype)
 
 
 def itemsize(dtype: str) -> int:

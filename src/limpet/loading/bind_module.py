@@ -8,10 +8,10 @@ from typing import Any
 
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT
-from limpet.lazy_torch import dtype_name
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize
-from limpet.state import modules, sharding, subclasses
+from limpet.state import composites, modules
+from limpet.state.arrays import part_library
 
 
 def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
@@ -39,17 +39,17 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
                 binding.note_unselected(value, child, k)
         elif child is ABSENT:
             absent[k] = value if name in live and _is_dense(value) else None
-        elif name in live and subclasses.is_subclass(live[name]):
+        elif name in live and composites.is_subclass(live[name]):
             # the member itself: its alias in the state dict may have copies of inner tensors
             binding.bind_subclass(live[name], child, k)
         elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
             fresh[name] = binding.targets.add_fresh(child, k)
         elif _is_resized_by_load(binding, module, name, value, child, k):
             fresh[name] = binding.targets.add_fresh(child, k, value.device)
-        elif (source := binding.tensor_source(value, child, k)) is None:
+        elif (source := binding.array_source(value, *_describe(value), child, k)) is None:
             continue
         elif value.numel() == 0 or _memory_key(value, k) in in_place:
-            binding.add_tensor(value, source, k)
+            binding.add_array(value, source, k)
         else:
             fresh[name] = binding.targets.add_fresh(child, k)
     # of tied parameters, some libraries save only one name
@@ -76,7 +76,7 @@ def _is_resized_by_load(
     observers of quantization-aware training do. A copy of the submodule tries it."""
     source = binding.leaf_source(node, key, "tensor")
     stored, shape = ("", ()) if source is None else binding.targets.snapshot.leaves[source]
-    if shape == tuple(value.shape) or stored != dtype_name(value.dtype):
+    if shape == tuple(value.shape) or stored != _describe(value)[1]:
         return False
     path, _, member = name.rpartition(".")
     try:
@@ -97,11 +97,14 @@ def _is_resized_by_load(
     return not errors and tuple(getattr(trial, member).shape) == shape
 
 
+def _describe(value: Any) -> tuple[str, str]:
+    return part_library(type(value)).describe(value)
+
+
 def _memory_key(value: Any, key: str) -> object:
     """Return a key that identifies a tensor's memory: its address, or for a distributed tensor the
     storage of the boxes that this rank has."""
-    boxes = sharding.get_local_boxes(value, key)
-    return value.data_ptr() if boxes is None else boxes.tie_key
+    return part_library(type(value)).local_boxes(value, key).tie_key
 
 
 def _is_dense(value: Any) -> bool:
@@ -112,7 +115,7 @@ def _is_dense(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and not torch.nn.parameter.is_lazy(value)
         and value.layout is torch.strided
-        and not subclasses.is_subclass(value)
+        and not composites.is_subclass(value)
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
-from limpet.lazy_torch import dtype_name
-from limpet.loading.binding import Binding, can_cast
+from limpet.loading.binding import Binding
 from limpet.loading.targets import Finalize, tag_of
-from limpet.state import sharding, subclasses
+from limpet.state import composites, sharding
+from limpet.state.arrays import library_of, part_library
 from limpet.state.loadable import shares_elements
 
 _INDEPENDENT_OF_SLOTS = frozenset(
@@ -111,6 +111,11 @@ def bind_slots(
     return finalizers
 
 
+def _is_tensor(value: Any) -> TypeGuard[Any]:
+    library = library_of(type(value))
+    return library is not None and library.tag == "tensor"
+
+
 def _return_value(value: Any) -> Finalize:
     return lambda: value
 
@@ -123,7 +128,7 @@ def _find_resized(
     for slot, child, key in selected:
         value = live.get(slot)
         source = binding.leaf_source(child, key, "tensor")
-        if source is not None and isinstance(value, binding.torch.Tensor):
+        if source is not None and _is_tensor(value):
             shape, live_shape = binding.targets.snapshot.leaves[source][1], tuple(value.shape)
             if shape != live_shape and not prod(shape) == prod(live_shape) == 1:
                 yield key, f"{list(shape)}, live {list(live_shape)}"
@@ -136,7 +141,7 @@ def _note_other_kind(binding: Binding, live: Any, node: Any, key: str) -> bool:
         return False
     source = binding.leaf_source(node, key, "tensor")
     is_number = type(node) in (int, float)
-    if isinstance(live, binding.torch.Tensor):
+    if _is_tensor(live):
         fits = source is not None or (is_number and live.numel() == 1)
         expected = "tensor"
     else:
@@ -151,10 +156,12 @@ def _note_other_kind(binding: Binding, live: Any, node: Any, key: str) -> bool:
 def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: str) -> Finalize:
     """Fill the live slot in place if it has the saved shape and dtype (or one to which it may be
     converted) and is on the right device; otherwise, load the slot into fresh memory."""
-    torch, device = binding.torch, owner.device_of(slot)
+    import torch
+
+    device = owner.device_of(slot)
     live = _live_slot(owner, slot, node, key)
-    is_live_tensor = isinstance(live, torch.Tensor)
-    if is_live_tensor and (subclasses.is_subclass(live) or tag_of(node) == "subclass"):
+    is_live_tensor = _is_tensor(live)
+    if is_live_tensor and (composites.is_subclass(live) or tag_of(node) == "subclass"):
         return binding.bind_subclass(live, node, key)
     if not (type(node) is dict and "tensor" in node):
         if is_live_tensor and slot == "step" and type(node) in (int, float):
@@ -170,9 +177,10 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
         is_live_tensor = live is not None
     if not is_live_tensor or tuple(live.shape) != shape:
         return binding.targets.add_fresh(node, key, device)
-    live_dtype = dtype_name(live.dtype)
+    library = part_library(type(live))
+    _, live_dtype = library.describe(live)
     if stored != live_dtype:
-        castable = can_cast(stored, live.dtype)
+        castable = library.can_cast(stored, live)
         # as PyTorch's load_state_dict does, which asks for no permission
         is_counter = slot == "step" and live.numel() == 1
         if castable and (binding.cast or is_counter):
@@ -185,8 +193,7 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
     writable = live.layout is torch.strided and not shares_elements(live)
     if not writable or live.device != torch.device(device):
         live = torch.empty(shape, dtype=live.dtype, device=device)
-    binding.add_tensor(live, source, key)
-    return lambda: live
+    return binding.add_array(live, source, key)
 
 
 def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:
@@ -198,7 +205,7 @@ def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:
         return live
     for signed in (True, False):
         created = create(owner.parameter, signed)
-        if subclasses.is_subclass(created) and subclasses.fits(created, node, key):
+        if composites.is_subclass(created) and composites.fits(created, node, key):
             return created
     return None
 
@@ -210,8 +217,9 @@ def _converted_dtype(
     saved in the parameter's dtype, as PyTorch does. Numbers and higher precision keep theirs."""
     if not binding.cast or not shape or binding.saved_dtypes.get(owner.saved_name) != stored:
         return None
-    live = dtype_name(owner.parameter.dtype)
-    return live if live != stored and can_cast(stored, owner.parameter.dtype) else None
+    library = part_library(type(owner.parameter))
+    _, live = library.describe(owner.parameter)
+    return live if live != stored and library.can_cast(stored, owner.parameter) else None
 
 
 def _empty_slot_like(
@@ -222,7 +230,9 @@ def _empty_slot_like(
     if not sharding.is_distributed_tensor(parameter):
         return None
     if shape == tuple(parameter.shape):
-        return sharding.empty_like(parameter, getattr(binding.torch, dtype))
+        import torch
+
+        return sharding.empty_like(parameter, getattr(torch, dtype))
     if len(shape) and prod(shape) > 1:
         binding.differences.kinds[key] = (
             f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"

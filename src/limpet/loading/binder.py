@@ -10,24 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from limpet import lazy_torch
 from limpet.format import tree
 from limpet.format.names import join_key
-from limpet.format.numpy_dtypes import from_descr
 from limpet.format.rejected import nested_too_deeply, unsupported
 from limpet.layout.select import ABSENT
-from limpet.lazy_torch import dtype_name
 from limpet.loading.bind_module import bind_module
 from limpet.loading.bind_optimizer import bind_optimizer
 from limpet.loading.bind_stateful import bind_stateful
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, tag_of
-from limpet.state import modules, optimizers, subclasses
+from limpet.state import modules, optimizers
+from limpet.state.arrays import library_of, part_library
 from limpet.state.modules import calling
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
-from limpet.state.sharding import Boxed
+from limpet.types import Box
 
 _NON_VALUE_TAGS = frozenset(
     {"tensor", "array", "tied", "sparse", "dict", "ordered", "items", "list", "tuple"}
@@ -40,17 +36,13 @@ _Bind = Callable[[Binding, Any, Any, str], Finalize]
 def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     """Bind a live value to a node. Returns a function to call after the bytes are read, which
     returns the value for the live state: the live object, if it could be filled in place."""
-    # tensors first: there are many of them, and attribute lookups on tensors are slow
-    if binding.torch is not None and isinstance(value, binding.torch.Tensor):
-        return _bind_leaf(binding, _bind_tensor, value, node, key)
-    if isinstance(value, np.ndarray):
+    # arrays first: there are many of them, and attribute lookups on tensors are slow
+    if library_of(type(value)) is not None:
         return _bind_leaf(binding, _bind_array, value, node, key)
     if isinstance(value, dict) and (type(value) is dict or not modules.is_stateful(value)):
         return _bind_nested(binding, _bind_dict, value, node, key)
     if type(value) in (list, tuple):
         return _bind_nested(binding, _bind_sequence, value, node, key)
-    if isinstance(value, Boxed):
-        return _bind_leaf(binding, _bind_boxed, value, node, key)
     if isinstance(value, Replicated):
         return _bind_wrapped(binding, value, node, key)
     if keeps_per_rank(value) and not binding.inside_wrapper:
@@ -144,65 +136,36 @@ def _bind_sequence(binding: Binding, value: Any, node: Any, key: str) -> Finaliz
 # -- leaves ------------------------------------------------------------------------------------
 
 
-def _bind_tensor(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    if subclasses.is_subclass(value) or tag_of(node) == "subclass":
+def _bind_array(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    tag, library = tag_of(node), part_library(type(value))
+    kind, dtype = library.describe(value)
+    if "subclass" in (tag, kind):
         return binding.bind_subclass(value, node, key)
-    if type(node) is dict and "sparse" in node:
+    if tag == "sparse" and library.tag == "tensor":
         return _bind_sparse(binding, value, node, key)
-    source = binding.tensor_source(value, node, key)
-    if source is not None:
-        binding.add_tensor(value, source, key)
-    return lambda: value
-
-
-def _bind_boxed(binding: Binding, value: Boxed, node: Any, key: str) -> Finalize:
-    kind = "array" if isinstance(value.tensor, np.ndarray) else "tensor"
-    source = binding.leaf_source(node, key, kind)
+    source = binding.array_source(value, kind, dtype, node, key)
     if source is None:
-        binding.note_other_kind(kind, node, key)
-    elif binding.check_fits(value.tensor, source, key, value.shape):
-        binding.add_tensor(value, source, key)
-    return lambda: value
+        return lambda: value
+    if tag == "tensor" or len(binding.targets.snapshot.nodes()[source].get("array", ())) < 3:
+        return binding.add_array(value, source, key)
+    finalize = binding.targets.add_fresh(node, key)  # as rows of bytes
+    return lambda: library.loaded(value, [(Box.whole(tuple(value.shape)), finalize())])
 
 
 def _bind_sparse(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     """Replace a sparse tensor, because the saved one may have another number of elements."""
-    body = node["sparse"]
-    shape, layout = list(value.shape), str(value.layout).removeprefix("torch.")
+    body, library = node["sparse"], part_library(type(value))
+    kind, live = library.describe(value)
     source = binding.targets.resolve_leaf(body["parts"]["values"], join_key(key, "values"))[0]
-    stored, live_dtype = binding.targets.snapshot.leaves[source][0], dtype_name(value.dtype)
-    if layout != body["layout"]:
-        binding.note_other_kind(f"tensor {layout}", node, key)
-    elif shape != body["shape"] or key in binding.resized:
-        binding.note_resized(None, key, body["shape"], shape)
+    stored = binding.targets.snapshot.leaves[source][0]
+    if kind != f"tensor {body['layout']}":
+        binding.note_other_kind(kind, node, key)
+    elif list(value.shape) != body["shape"] or key in binding.resized:
+        binding.note_resized(None, key, body["shape"], value.shape)
         return lambda: value
-    elif stored != live_dtype:
-        binding.note_other_dtype(key, stored, live_dtype, can_cast=False)
+    elif stored != live:
+        binding.note_other_dtype(key, stored, live, can_cast=False)
     return binding.targets.add_fresh(node, key, value.device)
-
-
-def _bind_array(binding: Binding, value: np.ndarray[Any, Any], node: Any, key: str) -> Finalize:
-    source = binding.leaf_source(node, key, "array")
-    if source is None:
-        binding.note_other_kind("array", node, key)
-        return lambda: value
-    name, shape, *descr = binding.targets.resolve_leaf(node, key)[1]["array"]
-    dtype = from_descr(descr[0]) if descr else np.dtype(name)
-    shape = shape[:-1] if descr else shape
-    if list(value.shape) != shape or key in binding.resized:
-        binding.note_resized(value, key, shape, value.shape)
-        return lambda: value
-    can_cast = _can_cast_array(dtype, value.dtype)
-    if value.dtype != dtype and binding.cast and can_cast:
-        binding.differences.casts[key] = f"{dtype} to {value.dtype}"
-    elif value.dtype != dtype:
-        binding.note_other_dtype(key, dtype, value.dtype, can_cast)
-        return lambda: value
-    if value.flags.writeable and not descr:
-        binding.targets.add(source, value)
-        return lambda: value
-    finalize = binding.targets.add_fresh(node, key)
-    return lambda: _assign_array(value, finalize())
 
 
 # -- values of ranks ---------------------------------------------------------------------------
@@ -260,11 +223,6 @@ def _nodes_by_rank(binding: Binding, node: Any, key: str) -> dict[int, tuple[Any
     return {0: (node, key)} if members else {}
 
 
-def _can_cast_array(stored: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return True if ``cast=True`` allows this conversion of an array's elements."""
-    return {stored.kind, dtype.kind} <= set("biufc") and np.can_cast(stored, dtype, "same_kind")
-
-
 def _assign_elements(value: Any, loaded: Any) -> Any:
     """Replace the elements of a live list and return it. Return what is loaded if the live value is
     a tuple."""
@@ -274,20 +232,7 @@ def _assign_elements(value: Any, loaded: Any) -> Any:
     return value
 
 
-def _assign_array(value: np.ndarray[Any, Any], loaded: Any) -> Any:
-    """Copy the loaded elements into the live array and return it. Return the loaded array if the
-    live one is read-only."""
-    if not value.flags.writeable:
-        return loaded
-    value[...] = loaded
-    return value
-
-
 def _is_filled_in_place(value: Any) -> bool:
     """Return True if a live value is filled in place rather than replaced."""
-    torch = lazy_torch.torch_or_none()
-    return (
-        isinstance(value, np.ndarray | dict | list | tuple)
-        or (torch is not None and isinstance(value, torch.Tensor))
-        or modules.is_stateful(value)
-    )
+    is_container = isinstance(value, dict | list | tuple)
+    return is_container or library_of(type(value)) is not None or modules.is_stateful(value)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Self
 
-import numpy as np
-
-from limpet import lazy_torch
 from limpet.errors import PlanError
 from limpet.format import tree
 from limpet.format.names import to_dotted
+from limpet.format.numpy_dtypes import from_descr
 from limpet.layout.select import ABSENT, KeyFilter
-from limpet.lazy_torch import dtype_name
 from limpet.loading.differences import SLOT_OF, Differences
 from limpet.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
-from limpet.state import sharding, subclasses
-from limpet.state.loadable import shares_elements
-from limpet.types import Box
+from limpet.state import composites
+from limpet.state.arrays import part_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,6 @@ class Binding:
     resized_ids: dict[int, str] = field(default_factory=dict)
     differences: Differences = field(default_factory=Differences)
     bound_sources: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
-    torch: Any = field(default_factory=lazy_torch.torch_or_none)
     inside_wrapper: bool = False
     depth: int = 0
     """The number of containers around the value that is bound."""
@@ -113,14 +108,27 @@ class Binding:
         """Return True if any part of a node is selected."""
         return self.selected(key) or any(self.selected(k) for k, _ in tree.walk(node, key))
 
-    def tensor_source(self, value: Any, node: Any, key: str) -> str | None:
-        """Return the key of the bytes for a live tensor. Return None, and record a difference, if
-        the bytes do not fit the tensor."""
-        source = self.leaf_source(node, key, "tensor")
-        if source is None or value.layout is not self.torch.strided:
-            self.note_other_kind(str(value.layout).replace("torch.", "tensor "), node, key)
+    def array_source(self, value: Any, kind: str, name: str, node: Any, key: str) -> str | None:
+        """Return the key of the bytes for a live array of this kind and dtype. Return None, and
+        record the difference, if their kind, shape, or dtype does not fit the array."""
+        source, leaf = self.targets.resolve_leaf(node, key) if is_leaf(node) else (key, {})
+        if kind not in leaf:
+            self.note_other_kind(kind, node, key)
             return None
-        return source if self.check_fits(value, source, key, value.shape) else None
+        stored, shape = self.targets.snapshot.leaves[source]
+        for descr in leaf[kind][2:]:  # rows of bytes
+            stored, shape = str(from_descr(descr)), shape[:-1]
+        if tuple(value.shape) != shape or key in self.resized:
+            self.note_resized(value, key, shape, value.shape)
+            return None
+        if name == stored:
+            return source
+        castable = part_library(type(value)).can_cast(stored, value)
+        if self.cast and castable:
+            self.differences.casts[key] = f"{stored} to {name}"
+            return source
+        self.note_other_dtype(key, stored, name, castable)
+        return None
 
     def leaf_source(self, node: Any, key: str, tag: str) -> str | None:
         """Return the key under which the leaf's bytes are stored, or None if the node is not a leaf
@@ -130,47 +138,23 @@ class Binding:
         source, leaf = self.targets.resolve_leaf(node, key)
         return source if tag in leaf else None
 
-    def add_tensor(self, value: Any, source: str, key: str) -> None:
-        """Make a live tensor of the right shape a target. For a tensor that is distributed over
-        ranks, the targets are the boxes that this rank has."""
-        boxes = sharding.get_local_boxes(value, key)
-        if boxes is None:
-            self._add_target(value.detach() if value.requires_grad else value, source, key)
-        else:
-            for box, part in boxes.box_tensors:
-                if isinstance(part, np.ndarray):
-                    self.targets.add(source, part, box)
-                else:
-                    self._add_target(part, source, key, box)
+    def add_array(self, value: Any, source: str, key: str) -> Finalize:
+        """Make a live array of the right shape a target: the boxes that this rank has. Return the
+        function that returns the loaded value."""
+        library = part_library(type(value))
+        targets = []
+        for box, part in library.local_boxes(value, key).box_tensors:
+            into = library.target(value, part, key)
+            self._claim_memory(into, source, key)
+            self.targets.add(source, into, box)
+            targets.append((box, into))
+        return partial(library.loaded, value, targets)
 
-    def _add_target(self, value: Any, source: str, key: str, box: Box | None = None) -> None:
-        stride = () if value.is_contiguous() else value.stride()
-        if stride and shares_elements(value):
-            raise PlanError(
-                f"The live tensor {key!r} is expanded: several of its elements share memory",
-                todo="Put a tensor with its own memory into the live state:"
-                " tensor.clone(memory_format=torch.contiguous_format)",
-                leaf=key,
-            )
-        if value.data_ptr():
-            self._claim_memory(value, stride, source, key)
-        elif value.numel():
-            raise PlanError(
-                f"The live tensor {key!r} has no memory to load into",
-                found=f"a tensor on {value.device} whose memory was freed or never allocated",
-                todo="If the module is on the meta device, allocate its memory with"
-                " module.to_empty(device=...)",
-                leaf=key,
-            )
-        self.targets.add(source, value, box)
-
-    def _claim_memory(
-        self, value: Any, stride: tuple[int, ...], source: str | None, key: str
-    ) -> None:
+    def _claim_memory(self, part: Any, source: str | None, key: str) -> None:
         """Raise ``PlanError`` if the memory of a live tensor gets the bytes of two leaves, or if it
         is also that of a tensor that keeps its live value (``source`` is None)."""
-        memory = value.data_ptr(), value.shape, stride, value.dtype
-        first = self.bound_sources.setdefault(memory, source)
+        memory = part_library(type(part)).memory_key(part)
+        first = self.bound_sources.setdefault(memory, source) if memory else source
         if first != source:
             raise PlanError(
                 f"The live tensor {key!r} is tied to another tensor, but the snapshot holds two"
@@ -186,35 +170,37 @@ class Binding:
     def bind_subclass(self, value: Any, node: Any, key: str) -> Finalize:
         """Bind a live tensor and a node, one or both of a subclass: its name, inner tensors, dtype,
         shape, and context must be the saved ones. No class is looked up by its name."""
-        if tag_of(node) != "subclass" or not subclasses.is_subclass(value):
+        if tag_of(node) != "subclass" or not composites.is_subclass(value):
             saved = node["subclass"]["class"] if tag_of(node) == "subclass" else tag_of(node)
-            self.differences.kinds[key] = f"{saved}, live {subclasses.class_name(value)}"
+            self.differences.kinds[key] = f"{saved}, live {composites.class_name(value)}"
             return lambda: value
-        body, inner = node["subclass"], subclasses.inner_tensors(value, key)
-        live = {**subclasses.describe(value, key), "parts": list(inner)}
+        body, inner = node["subclass"], composites.inner_tensors(value, key)
+        live = {**composites.describe(value, key), "parts": list(inner)}
         for name, found in live.items():
             expected = list(body[name]) if name == "parts" else body[name]
             if repr(expected) != repr(found):  # 1 and True are different
                 self.differences.kinds[key] = f"{name} {expected}, live {found}"
                 return lambda: value
         for (part, k), tensor in zip(tree.parts(node, key), inner.values(), strict=True):
-            if subclasses.is_subclass(tensor) or tag_of(part) == "subclass":
+            library = part_library(type(tensor))
+            kind, name = library.describe(tensor)
+            if "subclass" in (kind, tag_of(part)):
                 self.bind_subclass(tensor, part, k)
-            elif (source := self.tensor_source(tensor, part, k)) is not None:
+            elif (source := self.array_source(tensor, kind, name, part, k)) is not None:
                 stored = self.targets.snapshot.leaves[source][0]
-                if stored == dtype_name(tensor.dtype):
-                    self.add_tensor(tensor, source, k)
+                if stored == name:
+                    self.add_array(tensor, source, k)
                 else:  # cast=True would change the meaning of the elements
-                    self.differences.dtypes[k] = f"{stored}, live {dtype_name(tensor.dtype)}"
+                    self.differences.dtypes[k] = f"{stored}, live {name}"
         return lambda: value
 
     def is_filled(self, value: Any) -> bool:
         """Return True if a live tensor shares its memory with another one that gets a leaf."""
-        if value is None or sharding.get_local_boxes(value, "") is not None:
+        if value is None:
             return False
-        stride = () if value.is_contiguous() else value.stride()
-        memory = value.data_ptr(), value.shape, stride, value.dtype
-        return bool(value.numel()) and self.bound_sources.get(memory) is not None
+        library = part_library(type(value))
+        memory = library.memory_key(value) if type(value) in library.plain_types else None
+        return memory is not None and self.bound_sources.get(memory) is not None
 
     def note_resized(self, value: Any, key: str, saved: Sequence[int], live: Sequence[int]) -> None:
         """Record that a leaf has another shape than the live value, here or on another rank."""
@@ -225,13 +211,9 @@ class Binding:
         if not self.selected(key):
             return
         self.differences.shapes[key] = text
-        if key in self.resized and not (value is None or isinstance(value, np.ndarray)):
-            boxes = sharding.get_local_boxes(value, key)
-            parts = [value] if boxes is None else [part for _, part in boxes.box_tensors]
-            for part in parts:
-                if not isinstance(part, np.ndarray) and part.data_ptr():
-                    stride = () if part.is_contiguous() else part.stride()
-                    self._claim_memory(part, stride, None, key)
+        if key in self.resized and value is not None:
+            for _, part in part_library(type(value)).local_boxes(value, key).box_tensors:
+                self._claim_memory(part, None, key)
 
     def note_unselected(self, value: Any, node: Any, key: str) -> None:
         """Record another shape of a live tensor that is not loaded: an optimizer may refer to it,
@@ -264,24 +246,6 @@ class Binding:
     def _resized_names(self) -> dict[str | None, str]:
         return {to_dotted(key): text for key, text in self.resized.items()}
 
-    def check_fits(self, value: Any, source: str, key: str, live_shape: tuple[int, ...]) -> bool:
-        """Return True if a leaf has the shape ``live_shape`` and the dtype of a live tensor.
-        Otherwise, record the difference."""
-        stored, shape = self.targets.snapshot.leaves[source]
-        if live_shape != shape or key in self.resized:
-            self.note_resized(value, key, shape, live_shape)
-            return False
-        is_array = isinstance(value, np.ndarray)
-        name = value.dtype.name if is_array else dtype_name(value.dtype)
-        if name == stored:
-            return True
-        castable = not is_array and can_cast(stored, value.dtype)
-        if self.cast and castable:
-            self.differences.casts[key] = f"{stored} to {name}"
-            return True
-        self.note_other_dtype(key, stored, name or value.dtype, castable)
-        return False
-
     def note_other_dtype(self, key: str, stored: object, live: object, can_cast: bool) -> None:
         """Record that a leaf has another dtype. If it cannot be converted, it is of another kind,
         which no option tolerates."""
@@ -293,13 +257,3 @@ class Binding:
         if self.selected(key):
             tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
             self.differences.kinds[key] = f"{tag}, live {expected}"
-
-
-def can_cast(stored: str, dtype: Any) -> bool:
-    """Return True if ``cast=True`` allows this conversion of a tensor's elements. It discards no
-    imaginary part and no fraction, and does not convert to or from a packed dtype."""
-    import torch
-
-    packed = "float4_e2m1fn_x2"
-    fits: bool = hasattr(torch, stored) and torch.can_cast(getattr(torch, stored), dtype)
-    return fits and packed not in (stored, dtype_name(dtype))

@@ -38,9 +38,9 @@ from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.read import (
     Target,
     copy_to_targets,
+    count_writes,
     execute_read_plan,
     group_items,
-    increment_tensor_versions,
     read_group,
     read_workers,
 )
@@ -163,7 +163,7 @@ class SharedReader:
             sizes = [item.stop - item.start for item in shared_items]
             readers = assign_readers(sizes, len(self._peers.ranks))
             groups = self._group_own_items(shared_items, readers, workers)
-            increment_tensor_versions(targets)
+            count_writes(targets)
             is_shared = self._peers.exchange(sizes, readers, groups, read, consume)
             own_plan = ReadPlan(tuple(unshared)) if is_shared else plan
             execute_read_plan(location, own_plan, indexes, targets, workers)

@@ -7,14 +7,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
-from operator import attrgetter, mul
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from limpet.buffers import Buffer, BufferPool
 from limpet.format.safetensors import build_header
-from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.shard_layout import (
     LeafBox,
     chunk_cuts,
@@ -22,10 +21,9 @@ from limpet.layout.shard_layout import (
     file_order,
     full_shard_entries,
 )
-from limpet.lazy_torch import torch_or_none
 from limpet.ragged import Ints, sorted_unique
+from limpet.state.arrays import part_library
 from limpet.state.memory_ranges import read_ranges, write_ranges
-from limpet.state.source import Source
 from limpet.types import BLOCK_SIZE
 
 
@@ -57,8 +55,8 @@ def release_buffers(pieces: Iterable[Piece], pool: BufferPool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A shard to be written: its header, and its boxes in file order with the arrays, tensors, or
-    ``Source`` objects that have their bytes. ``cuts``: the file offsets at which chunks end."""
+    """A shard to be written: its header, and its boxes in file order with the parts of arrays that
+    have their bytes. ``cuts``: the file offsets at which chunks end."""
 
     header: bytes
     leaf_boxes: list[LeafBox]
@@ -69,11 +67,14 @@ class Image:
     length: int
 
     def split_by_device(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """Return the pieces with bytes from CUDA devices, and those with bytes from the host."""
-        if not cuda_devices(self.sources):
+        """Return the pieces with bytes from accelerators, and those with bytes from the host."""
+        accelerators = set[Any]()
+        for library in {*map(part_library, {*map(type, self.sources)})}:
+            accelerators |= library.accelerators(self.sources)
+        if not accelerators:
             return [], list(pieces)
-        is_cuda = (getattr(source, "is_cuda", False) for source in self.sources)
-        counts = [0, *accumulate(map(int, is_cuda))]
+        on_device = (getattr(source, "device", None) in accelerators for source in self.sources)
+        counts = [0, *accumulate(map(int, on_device))]
         split: tuple[list[Piece], list[Piece]] = [], []
         for piece in pieces:
             first, last = self._boxes_between(piece.start, piece.stop)
@@ -97,11 +98,11 @@ class Image:
         ``buffer_offset``."""
         self.begin_copy(start, stop, buffer, buffer_offset)
         first, last = self._boxes_between(start, stop)
-        synchronize_streams(self.sources[first:last])
+        synchronize(self.sources[first:last])
 
     def begin_copy(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
-        """Copy as ``copy_range`` does. Copies from CUDA devices may end only when the current
-        streams of this thread are synchronized."""
+        """Copy as ``copy_range`` does. Copies from accelerators may end only with
+        ``synchronize``."""
         first, last = self._boxes_between(start, stop)
         shift = buffer_offset - start
         boxes: Iterable[int] = range(first, last)
@@ -116,7 +117,12 @@ class Image:
     def _copy_small_boxes(self, first: int, last: int, buffer: Buffer, shift: int) -> list[int]:
         """Copy the small boxes among ``first`` to before ``last``, and return the others.
         ``shift``: from a file offset to one in the buffer."""
-        addresses = np.array(_contiguous_addresses(self.sources[first:last]), np.int64)
+        sources = self.sources[first:last]
+        libraries = {*map(part_library, {*map(type, sources)})}
+        if len(libraries) == 1:
+            addresses = np.array(libraries.pop().addresses(sources), np.int64)
+        else:
+            addresses = np.array([part_library(type(s)).address(s) for s in sources], np.int64)
         starts = np.array(self.box_starts[first:last], np.int64)
         sizes = np.array(self.box_ends[first:last], np.int64) - starts
         is_small = (addresses != 0) & (sizes > 0) & (sizes <= _SMALL_BOX_BYTES)
@@ -188,82 +194,21 @@ def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset
     """Copy bytes ``start`` to ``stop`` of the source, in row-major order, into the buffer at
     ``buffer_offset``."""
     _begin_copy(source, start, stop, buffer, buffer_offset)
-    synchronize_streams([source])
+    synchronize([source])
 
 
-def cuda_devices(sources: Iterable[Any]) -> set[Any]:
-    """Return the CUDA devices that hold sources."""
-    torch = torch_or_none()
-    if torch is None or not torch.cuda.is_initialized():  # no tensor can be on a device
-        return set()
-    return {s.device for s in sources if getattr(s, "is_cuda", False)}
-
-
-def synchronize_streams(sources: Iterable[Any]) -> None:
-    """Wait for the work that is queued on this thread's current CUDA streams, on every device that
-    holds sources. Streams of other threads do not wait for that work."""
-    for device in cuda_devices(sources):
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()
+def synchronize(sources: Sequence[Any]) -> None:
+    """Wait for the work that this thread has queued on the accelerators that hold sources. Work of
+    other threads does not wait for it."""
+    for library in {*map(part_library, {*map(type, sources)})}:
+        library.synchronize(sources)
 
 
 def _begin_copy(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
-    """Copy as ``copy_bytes`` does. A copy from a CUDA device may end only when the thread's stream
-    is synchronized."""
-    if address := contiguous_address(source):
+    """Copy as ``copy_bytes`` does. A copy from an accelerator may end only with ``synchronize``."""
+    library = part_library(type(source))
+    if address := library.address(source):
         ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
-    elif isinstance(source, Source):
-        source.read_into(start, buffer.view[buffer_offset : buffer_offset + stop - start])
-    elif isinstance(source, np.ndarray):
-        _copy_strided_array(source, start, stop, buffer.view[buffer_offset:])
     else:
-        _copy_strided_tensor(source, start, stop, buffer.view[buffer_offset:])
-
-
-def contiguous_address(source: Any) -> int:
-    """Return the address of the elements of an array or tensor, or 0 if they are not contiguous in
-    host memory."""
-    if isinstance(source, np.ndarray):
-        return int(source.__array_interface__["data"][0]) if source.flags.c_contiguous else 0
-    return int(source.data_ptr()) if source.is_cpu and source.is_contiguous() else 0
-
-
-def _contiguous_addresses(sources: Sequence[Any]) -> list[int]:
-    """Return ``contiguous_address`` of each source."""
-    torch = torch_or_none()
-    is_torch = torch is not None and {*map(type, sources)} <= {torch.Tensor, torch.nn.Parameter}
-    if torch is None or not is_torch or not all(map(attrgetter("is_cpu"), sources)):
-        return [*map(contiguous_address, sources)]
-    addresses = map(torch.Tensor.data_ptr, sources)  # a third of the time
-    return [*map(mul, addresses, map(torch.Tensor.is_contiguous, sources))]
-
-
-def _copy_strided_array(
-    source: np.ndarray[Any, Any], start: int, stop: int, out: memoryview
-) -> None:
-    size = source.itemsize
-    done = 0
-    for box in contiguous_boxes(source.shape, start // size, stop // size):
-        target = np.ndarray(box.sizes, source.dtype, out, done)
-        target[...] = source[box.slices((0,) * source.ndim)]
-        done += target.nbytes
-
-
-def _copy_strided_tensor(source: Any, start: int, stop: int, out: memoryview) -> None:
-    """Copy as integers of the same size, which preserves every bit pattern of every dtype."""
-    import torch
-
-    if source.is_complex():
-        source = torch.view_as_real(source)
-    size = source.element_size()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    source = source.view(integer)
-    if source.is_contiguous():
-        source = source.view(-1)  # then one copy suffices
-    done = 0
-    for box in contiguous_boxes(tuple(source.shape), start // size, stop // size):
-        target = torch.frombuffer(out, dtype=integer, count=box.numel, offset=done)
-        part = source[box.slices((0,) * source.ndim)]
-        target.view(box.sizes).copy_(part, non_blocking=True)
-        done += target.nbytes
+        out = buffer.view[buffer_offset : buffer_offset + stop - start]
+        library.copy_range(source, start, stop, out)

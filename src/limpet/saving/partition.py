@@ -26,10 +26,10 @@ from limpet.layout.local_plan import LocalPlan, make_local_plan
 from limpet.layout.shard_layout import LeafBox, digest_leaf_boxes
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
-from limpet.saving.image import contiguous_address, copy_bytes
+from limpet.saving.image import copy_bytes
+from limpet.state.arrays import part_library
 from limpet.state.flatten import FlatState, LocalLeaf
 from limpet.state.replication import Replication
-from limpet.state.source import Source
 from limpet.text import MAX_SHOWN, format_list, format_ranks
 from limpet.threads import Workers
 from limpet.types import BLOCK_SIZE, MIB, Box
@@ -170,11 +170,7 @@ def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
         count = min(rows, box.sizes[d] - at)
         offsets = (*box.offsets[:d], box.offsets[d] + at, *box.offsets[d + 1 :])
         part = Box(offsets, (*box.sizes[:d], count, *box.sizes[d + 1 :]))
-        piece = (
-            source.rows(at, count)
-            if isinstance(source, Source)
-            else source[(slice(None),) * d + (slice(at, at + count),)]
-        )
+        piece = source[(slice(None),) * d + (slice(at, at + count),)]
         yield LocalLeaf(leaf.key, leaf.dtype, leaf.shape, piece, part, leaf.replication)
 
 
@@ -370,8 +366,7 @@ def _replica_mismatch_error(mismatches: Mapping[str, Mapping[bytes, list[int]]])
 #
 # At every save, each rank digests its tensors that are not declared to be replicated. Otherwise, if
 # such tensors differed, all ranks' values but one would be lost. On the CPU, the digest is
-# XXH3-128, which runs at memory speed. On an accelerator, it consists of two sums of the tensor's
-# 64-bit words, each word multiplied by a number derived from its position.
+# XXH3-128, which runs at memory speed.
 
 _INLINE_BYTES = 4096
 
@@ -389,8 +384,8 @@ def digest_values(leaves: Sequence[LocalLeaf], workers: Workers) -> list[bytes]:
         block_digests[i][n] = _digest_range(source, start, stop, workers)
 
     for i, leaf in enumerate(leaves):
-        if not getattr(leaf.source, "is_cpu", True):
-            block_digests.append([digest_on_device(leaf.source)])
+        if (computed := part_library(type(leaf.source)).digest(leaf.source)) is not None:
+            block_digests.append([computed])
             continue
         nbytes = int(leaf.source.nbytes)
         leaf_blocks = [(i, n, a) for n, a in enumerate(range(0, nbytes, BLOCK_SIZE))]
@@ -406,38 +401,12 @@ def digest_values(leaves: Sequence[LocalLeaf], workers: Workers) -> list[bytes]:
 def _digest_range(source: Any, start: int, stop: int, workers: Workers) -> bytes:
     """Return the digest of bytes ``start`` to ``stop`` of an array on the CPU, in row-major
     order."""
-    if address := contiguous_address(source):
+    if address := part_library(type(source)).address(source):
         return xxh3_128_digest((ctypes.c_char * (stop - start)).from_address(address + start))
     is_small = stop - start <= _INLINE_BYTES
     with nullcontext(Buffer(stop - start)) if is_small else workers.buffer() as buffer:
         copy_bytes(source, start, stop, buffer, 0)
         return xxh3_128_digest(buffer.view[: stop - start])
-
-
-_WORDS_PER_STEP = 4 * MIB
-_MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
-
-
-def digest_on_device(tensor: Any) -> bytes:
-    """Return the digest of a tensor, computed on the tensor's own device. Only 16 bytes are copied
-    to the CPU."""
-    import torch
-
-    raw = tensor.contiguous().view(-1)
-    raw = torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw
-    raw = raw.view(torch.uint8)
-    remainder = raw.numel() % 8
-    if remainder:
-        raw = torch.cat([raw, raw.new_zeros(8 - remainder)])
-    words = raw.view(torch.int64)
-    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for at in range(0, words.numel(), _WORDS_PER_STEP):
-        block = words[at : at + _WORDS_PER_STEP]
-        positions = torch.arange(at + 1, at + 1 + block.numel(), device=words.device)
-        for i, multiplier in enumerate(_MULTIPLIERS):
-            mixed = (block ^ (block >> 29)) * (positions * multiplier | 1)
-            sums[i] += (mixed ^ (mixed >> 32)).sum()
-    return bytes(sums.cpu().numpy().tobytes())
 
 
 # -- the trees of all ranks as one tree ------------------------------------------------------------

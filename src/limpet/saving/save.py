@@ -29,7 +29,7 @@ from limpet.saving.commit import (
     put_manifest,
     raise_if_exists,
 )
-from limpet.saving.image import make_image, split_into_pieces, synchronize_streams
+from limpet.saving.image import make_image, split_into_pieces, synchronize
 from limpet.saving.partition import partition_state
 from limpet.saving.pending import Pending
 from limpet.saving.staging import DeferredStaging, split_pieces, stage_pieces
@@ -154,7 +154,7 @@ def begin_save(
             raise_if_exists(location)
         metadata_node = metadata.to_node()
         flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
-        synchronize_streams(map(attrgetter("source"), flat.leaves))
+        synchronize([*map(attrgetter("source"), flat.leaves)])
         partition = partition_state(collective, group, flat, workers)
         cache = group.cache if stage_now else None  # a synchronous save is not one of many
         image = make_image(partition.sources, partition.leaf_boxes, cache=cache)

@@ -14,9 +14,9 @@ from threading import Thread
 from typing import Any
 
 from limpet.buffers import Buffer, BufferPool
-from limpet.lazy_torch import torch_or_none
 from limpet.ranks.group import Group
-from limpet.saving.image import Image, Piece, cuda_devices, release_buffers, synchronize_streams
+from limpet.saving.image import Image, Piece, release_buffers, synchronize
+from limpet.state.arrays import part_library
 from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import MappedUpload
 from limpet.threads import Latch, Workers, start_thread
@@ -32,8 +32,8 @@ def stage_pieces(
     """Copy all pieces into buffers, or with an ``upload`` into its file. Then, the live state may
     change.
 
-    The calling thread alone queues the copies from CUDA, on ``streams``: that keeps the copy engine
-    busy, and more threads would compete with the training for the GIL.
+    The calling thread alone queues the copies from accelerators, on ``streams``: that keeps the
+    copy engine busy, and more threads would compete with the training for the GIL.
     """
 
     def add_buffer(piece: Piece) -> Buffer:
@@ -53,7 +53,7 @@ def stage_pieces(
                 workers.each(on_host, lambda p: image.copy_piece(p, add_buffer(p)), image.length)
             finally:
                 if on_device:
-                    synchronize_streams(image.sources)
+                    synchronize(image.sources)
     except BaseException:
         release_buffers(pieces, workers.pool)
         raise
@@ -117,7 +117,7 @@ class DeferredStaging:
         self._image = image
         self._pieces = pieces
         self._leaf_indices = _leaf_indices_in(image, pieces) if pieces else []
-        self._tensor_versions = self._read_tensor_versions()
+        self._versions = self._read_versions()
         if not pieces:
             self.release()
 
@@ -127,11 +127,9 @@ class DeferredStaging:
         try:
             if self.done.is_set():
                 return []
-            streams = partial(_own_streams, cuda_devices(self._image.sources))
+            streams = partial(_own_streams, self._image.sources)
             stage_pieces(self._image, self._pieces, workers, self._upload, streams)
-            versions = zip(
-                self._leaf_indices, self._tensor_versions, self._read_tensor_versions(), strict=True
-            )
+            versions = zip(self._leaf_indices, self._versions, self._read_versions(), strict=True)
             return [self._image.leaf_boxes[i].key for i, old, new in versions if old != new]
         finally:
             self.release()
@@ -141,13 +139,12 @@ class DeferredStaging:
         self._image.sources.clear()  # frees temporary copies
         self.done.set()
 
-    def _read_tensor_versions(self) -> list[tuple[int, int]]:
-        """Return, for each leaf, its address and PyTorch's count of changes to it."""
-        versions: list[tuple[int, int]] = []
+    def _read_versions(self) -> list[object]:
+        """Return, for each leaf, what its library counts of changes to it."""
+        versions: list[object] = []
         for i in self._leaf_indices:
-            tensor = self._image.sources[i]
-            count = 0 if tensor.is_inference() else tensor._version
-            versions.append((tensor.data_ptr(), count))
+            source = self._image.sources[i]
+            versions.append(part_library(type(source)).version(source))
         return versions
 
 
@@ -187,11 +184,10 @@ def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int
 
 
 @contextmanager
-def _own_streams(devices: Collection[Any]) -> Iterator[None]:
-    """Use a new CUDA stream on each device within the context, so that copies overlap the
-    computation of the training."""
-    torch: Any = torch_or_none()
+def _own_streams(sources: Sequence[Any]) -> Iterator[None]:
+    """Copy on queues of their own within the context, so that copies overlap the computation of the
+    training."""
     with ExitStack() as entered:
-        for device in devices:
-            entered.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        for library in {*map(part_library, {*map(type, sources)})}:
+            entered.enter_context(library.streams(sources))
         yield

@@ -2,5 +2,6 @@
 
 Terms: a *snapshot* is a manifest and the shards that it refers to. A *pin* protects the files of a
 snapshot from deletion.
-May import: the root modules, ``format``, ``storage``, and ``layout``.
+May import: the root modules, ``format``, ``storage``, ``layout``, and
+``state/arrays``.
 """

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from limpet import lazy_torch
-from limpet.errors import LimpetError
 from limpet.format.numpy_dtypes import from_descr
 from limpet.layout.boxes import TensorIndex, box_from_index
 from limpet.layout.read_plan import ReadRequest
 from limpet.snapshot.read import Target
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state.arrays import library_of
 from limpet.types import DTYPES, Box
 
 
@@ -80,13 +80,8 @@ def as_records(rows: Any, dtype: np.dtype[Any]) -> Any:
 def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
     """Allocate elements of a leaf: an array, or a torch tensor for a tensor. Raises ``LimpetError``
     if torch is not installed or does not know the dtype."""
-    if "tensor" not in node:
-        return np.empty(sizes, dtype)
-    torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")
-    if not hasattr(torch, dtype):
-        raise LimpetError(
-            f"The leaf {key!r} has dtype {dtype}, which torch {torch.__version__} does not support",
-            todo="Install a newer version of torch, or exclude the leaf with keys=",
-            leaf=key,
-        )
-    return torch.empty(sizes, dtype=getattr(torch, dtype), device=device)
+    library: Any = library_of(np.ndarray)
+    if "tensor" in node:
+        torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")
+        library = library_of(torch.Tensor)
+    return library.empty(key, dtype, sizes, device)

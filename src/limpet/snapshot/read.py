@@ -22,9 +22,9 @@ from limpet.format.index import ShardIndex
 from limpet.format.names import parse_reference
 from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.read_plan import ReadItem, ReadPlan, StridedCopy
-from limpet.lazy_torch import dtype_name, torch_or_none
 from limpet.machine import count_processors
 from limpet.snapshot.location import Location
+from limpet.state.arrays import part_library
 from limpet.text import VERIFY_ADVICE, format_list
 from limpet.threads import Workers, no_op
 from limpet.types import BLOCK_SIZE, DTYPES
@@ -41,8 +41,8 @@ class MemoryRegion(Protocol):
 
 @dataclass(slots=True)
 class Target:
-    """The destination of a part of a leaf: a torch tensor or NumPy array of ``sizes``. ``address``:
-    where bytes can be copied directly, as in row-major memory of the stored dtype, or 0."""
+    """The destination of a part of a leaf: the part of an array of ``sizes``. ``address``: where
+    bytes can be copied directly, as in row-major memory of the stored dtype, or 0."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -52,14 +52,7 @@ class Target:
     @classmethod
     def from_tensor(cls, dtype: str, sizes: tuple[int, ...], into: Any) -> Target:
         """Return a target; elements of ``dtype`` are cast if ``into`` has another dtype."""
-        address = 0
-        if isinstance(into, np.ndarray):
-            is_direct = into.flags.c_contiguous and into.flags.writeable and into.size
-            if is_direct and into.dtype == np.dtype(dtype):
-                address = into.__array_interface__["data"][0]
-        elif into.is_cpu and into.is_contiguous() and dtype_name(into.dtype) == dtype:
-            address = 0 if into.is_neg() or into.is_conj() else into.data_ptr()
-        return cls(dtype, sizes, into, address)
+        return cls(dtype, sizes, into, part_library(type(into)).target_address(into, dtype))
 
 
 def read_workers(
@@ -97,17 +90,16 @@ def execute_read_plan(
             for item, buffer, start in verified:
                 copy_to_targets(item, targets, buffer, start)
 
-    increment_tensor_versions(targets)
+    count_writes(targets)
     workers.each(group_items(location, indexes, plan.items, workers), read)
 
 
-def increment_tensor_versions(targets: Sequence[Target]) -> None:
-    """Let a backward pass that needs the old values raise an error: PyTorch sees no write through
-    an address. Call it before the write, because a load that fails has changed tensors, too."""
-    torch = torch_or_none()
+def count_writes(targets: Sequence[Target]) -> None:
+    """Count the changes that a library does not see, because they are writes through an address.
+    Call it before the write, because a load that fails has changed targets, too."""
     for target in targets:
-        if torch is not None and target.address and not isinstance(target.into, np.ndarray):
-            torch.autograd.graph.increment_version(target.into)  # torch 2.6: one tensor per call
+        if target.address and (count := part_library(type(target.into)).count_change):
+            count(target.into)
 
 
 def copy_to_targets(
@@ -351,20 +343,16 @@ def _copy_span(
 
 
 def _copy_slab(target: Target, slab: StridedCopy, view: memoryview) -> None:
-    if target.address and not isinstance(target.into, np.ndarray):
-        # as opaque elements, because torch cannot copy every dtype elementwise
-        raw = (ctypes.c_char * target.into.nbytes).from_address(target.address)
-        whole = np.ndarray(target.sizes, f"V{slab.itemsize}", raw)
-        whole[slab.target] = np.ndarray(slab.shape, f"V{slab.itemsize}", view)[slab.source]
+    if target.address:  # as opaque elements, because torch cannot copy every dtype elementwise
+        opaque = f"V{slab.itemsize}"
+        nbytes = prod(target.sizes) * slab.itemsize
+        raw: Any = (ctypes.c_char * nbytes).from_address(target.address)
+        whole = np.ndarray(target.sizes, opaque, raw)
+        whole[slab.target] = np.ndarray(slab.shape, opaque, view)[slab.source]
     else:
         target.into[slab.target] = _view_elements(target, slab.shape, view, 0)[slab.source]
 
 
 def _view_elements(target: Target, shape: tuple[int, ...], view: memoryview, offset: int) -> Any:
     """Return stored elements in a buffer as a tensor or array like the target, without a copy."""
-    if isinstance(target.into, np.ndarray):
-        return np.ndarray(shape, target.dtype, view, offset)
-    import torch
-
-    dtype = getattr(torch, target.dtype)
-    return torch.frombuffer(view, dtype=dtype, count=prod(shape), offset=offset).view(shape)
+    return part_library(type(target.into)).elements(target.dtype, shape, view, offset)

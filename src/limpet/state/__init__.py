@@ -2,5 +2,6 @@
 
 Terms: a *leaf* is one tensor or array of the state under its key. Every other value is a plain
 value in the tree. A *savepoint* is the state at the last step boundary.
-May import: the root modules, ``format``, ``layout``, and ``ranks``. It does no storage I/O.
+May import: the root modules, ``format``, ``layout``, ``ranks``, and ``state/arrays``. It does no
+storage I/O.
 """

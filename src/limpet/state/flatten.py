@@ -5,22 +5,32 @@ Tensors are not copied, except views without bytes of their own, such as a conju
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from limpet import lazy_torch
 from limpet.errors import Unsupported
 from limpet.format import torch_types
 from limpet.format import tree as nodes
 from limpet.format.names import escape_level, join_key
-from limpet.format.numpy_dtypes import to_descr
 from limpet.format.rejected import NOT_PLAIN, nested_too_deeply, rejections_within, unsupported
 from limpet.generators import DeferredIsolation
-from limpet.state import modules, optimizers, sharding, sparse, subclasses
+from limpet.lazy_torch import torch_or_none
+from limpet.state import modules, optimizers
+from limpet.state.arrays import (
+    LIBRARIES,
+    ArrayLibrary,
+    LocalBoxes,
+    leaf_node,
+    library_of,
+    part_library,
+)
 from limpet.state.replication import (
     PerRank,
     Replicated,
@@ -28,16 +38,20 @@ from limpet.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
-from limpet.state.source import Source
 from limpet.text import with_article
 from limpet.threads import gc_paused
-from limpet.types import DTYPES, Box
+from limpet.types import Box
+
+for _package in LIBRARIES.keys() & sys.modules.keys():
+    import_module(LIBRARIES[_package])  # now, because a step must not import anything
+
+_UNVERIFIED = Replication.UNVERIFIED  # faster to look up
 
 
 # One is created for every leaf, and creating a frozen dataclass takes eight times as long.
 class LocalLeaf(msgspec.Struct, frozen=True, gc=False):
-    """A box of a leaf that is about to be saved. ``source``: a strided tensor, an array, or a
-    ``Source`` with its elements; those of an array whose dtype has no name are rows of uint8."""
+    """A box of a leaf that is about to be saved. ``source``: the part of an array (``arrays``) with
+    its elements; those of an array whose dtype has no name are rows of uint8."""
 
     key: str
     dtype: str
@@ -62,11 +76,15 @@ class FlatState:
         """Return the devices of the tensors by key; only one tensor if all are on one device; none
         if a tensor is in a file of another library."""
         devices: dict[str, Any] = {}
-        for leaf in self.leaves:
-            if type(leaf.source) is not np.ndarray:
-                if (device := getattr(leaf.source, "device", None)) is None:
-                    return {}
-                devices[leaf.key] = device
+        have_devices = set()
+        for cls in {*map(type, map(attrgetter("source"), self.leaves))}:
+            if (has_device := part_library(cls).has_device) is None:
+                return {}
+            if has_device:
+                have_devices.add(cls)
+        for leaf in self.leaves if have_devices else ():
+            if type(leaf.source) in have_devices:
+                devices[leaf.key] = leaf.source.device
         if len({*devices.values()}) == 1:
             key, device = devices.popitem()
             return {key: device}
@@ -86,15 +104,10 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             if isinstance(state, dict)
             else None,
         )
-    torch = lazy_torch.torch_or_none()
-    classes = () if torch is None else (torch.Tensor, torch.nn.Parameter)
     with DeferredIsolation() as isolation:
-        flattener = _Flattener(state, rank, isolation, torch, classes[:1], classes)
-        if (
-            torch is not None
-            and torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-        ):
+        flattener = _Flattener(state, rank, isolation)
+        torch = torch_or_none()
+        if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
             flattener.replication_by_address = find_ddp_replication(state)
         try:
             flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
@@ -113,9 +126,6 @@ class _Flattener:
     state: dict[str, Any]
     rank: int
     isolation: DeferredIsolation
-    torch: Any
-    tensor_class: tuple[Any, ...]
-    plain_classes: tuple[Any, ...]
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
@@ -123,12 +133,8 @@ class _Flattener:
     """The number of objects with their own ``state_dict()`` around the value."""
     key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     enclosing_ids: list[int] = field(default_factory=list)
-    tensor_by_address: dict[int, tuple[str, str, Any]] = field(default_factory=dict)
-    """By address: the key, the name of the dtype, and the first tensor that begins there."""
-    leaf_types: dict[tuple[Any, Any], tuple[str, tuple[int, ...], Box, Any]] = field(
-        default_factory=dict
-    )
-    """By dtype and shape: the name of the dtype, the shape, the box, and the node of a tensor."""
+    first_leaves: dict[Any, int] = field(default_factory=dict)
+    """By the tie key of an array in one piece: the number of the first leaf that has it."""
 
     @cached_property
     def parameter_names(self) -> dict[int, str]:
@@ -136,34 +142,33 @@ class _Flattener:
         return modules.parameter_names(self.state)
 
     def encode_value(self, value: Any, key: str, depth: int) -> Any:
-        if isinstance(value, self.tensor_class):
-            return self._encode_tensor(value, key)
-        if type(value) is np.ndarray:
-            return self._encode_array(value, key)
-        if type(value) in (bytes, bytearray):
-            # a copy, because a bytearray cannot be resized while a view of its memory exists
-            self._add_array(key, np.frombuffer(bytes(value), np.uint8))
-            return {"blob": [type(value).__name__, len(value)]}
-        if isinstance(value, np.ndarray):
-            raise unsupported(value, key, "it is a subclass of ndarray")
-        if isinstance(value, Source):
-            return self._encode_source(value, key)
-        return self._encode_object(value, key, depth)
-
-    def _add_array(self, key: str, a: np.ndarray[Any, Any]) -> None:
-        replication = self.forced_replication or Replication.UNVERIFIED
-        leaf = LocalLeaf(key, a.dtype.name, a.shape, a, Box.whole(a.shape), replication)
-        self.flat.leaves.append(leaf)
-
-    def _encode_source(self, source: Source, key: str) -> Any:
-        first_key = self.key_by_memory.setdefault((id(source),), key)
-        if first_key != key:
-            return {"tied": first_key}
-        name = _require_storable(source, source.dtype, source.shape, key)
-        replication = self.forced_replication or Replication.UNVERIFIED
-        box = Box.whole(source.shape)
-        self.flat.leaves.append(LocalLeaf(key, name, source.shape, source, box, replication))
-        return {"tensor": [name, list(source.shape)]}
+        """Encode a value. This is called for every leaf of a model: keep it short."""
+        library = library_of(type(value))
+        if library is None:
+            return self._encode_object(value, key, depth)
+        boxes = library.boxes_to_save(value, key)
+        if boxes is None:
+            return self._encode_composite(library, value, key)
+        shape, dtype, node, tie_key = boxes.shape, boxes.dtype, boxes.node, boxes.tie_key
+        if node is None:
+            node = leaf_node(value, boxes, key)
+        leaves, replication = self.flat.leaves, self.forced_replication
+        if boxes.is_declared:
+            replication = replication or Replication.REPLICATED
+            tied = self.key_by_memory.setdefault((tie_key, dtype, shape), key) if tie_key else key
+        else:
+            tied = key
+            if tie_key:
+                first = self.first_leaves.setdefault(tie_key, len(leaves))
+                if first != len(leaves):
+                    tied = self._find_tied(leaves[first], boxes, key)
+                if self.replication_by_address and not replication:
+                    replication = self.replication_by_address.get(tie_key)
+        if tied != key:
+            return {"tied": tied}
+        for box, part in boxes.box_tensors:
+            leaves.append(LocalLeaf(key, dtype, shape, part, box, replication or _UNVERIFIED))
+        return node
 
     def _encode_rank_dependent(self, value: Any, key: str, depth: int) -> Any:
         """Encode a per-rank or replicated value, whose node is stored outside of the tree."""
@@ -186,11 +191,13 @@ class _Flattener:
         return {"first" if first else "own": key}
 
     def _encode_object(self, value: Any, key: str, depth: int) -> Any:
+        if type(value) in (bytes, bytearray):
+            # a copy, because a bytearray cannot be resized while a view of its memory exists
+            self.encode_value(np.frombuffer(bytes(value), np.uint8), key, depth)
+            return {"blob": [type(value).__name__, len(value)]}
         if (node := torch_types.encode(value)) is not None:
             return node
         self.isolation.begin()  # what its code draws is undone
-        if sharding.is_distributed_tensor(value):
-            return self._encode_distributed(value, key)
         if isinstance(value, Replicated) or (
             keeps_per_rank(value) and self.forced_replication is None
         ):
@@ -244,151 +251,36 @@ class _Flattener:
         finally:
             self.inside_object -= 1
 
-    def _encode_tensor(self, t: Any, key: str) -> Any:
-        """Encode a tensor. This is called for every leaf of a model: keep it short."""
-        torch = self.torch
-        if type(t) not in self.plain_classes:
-            if sharding.is_distributed_tensor(t):
-                return self._encode_distributed(t, key)
-            return self._encode_subclass(t, key)
-        if t.layout is not torch.strided or t.is_nested:
-            return self._encode_sparse(t, key)
-        leaf_type = self.leaf_types.get((t.dtype, t.shape))
-        if leaf_type is None:
-            if t.is_quantized or t.is_meta:
-                return self._encode_sparse(t, key)
-            shape = tuple(t.shape)
-            name = _require_storable(t, lazy_torch.dtype_name(t.dtype), shape, key)
-            node = {"tensor": [name, list(shape)]}
-            leaf_type = self.leaf_types[t.dtype, t.shape] = name, shape, Box.whole(shape), node
-        name, shape, box, node = leaf_type
-        if t.requires_grad:
-            t = t.detach()
-        if t.is_neg() or t.is_conj():
-            t = t.resolve_conj().resolve_neg()
-        replication = self.forced_replication or Replication.UNVERIFIED
-        if 0 not in shape:
-            address = t.data_ptr()
-            if not address:
-                if t.is_meta:
-                    return self._encode_sparse(t, key)
-                raise unsupported(t, key, "its memory has been freed")
-            first = self.tensor_by_address.setdefault(address, (key, name, t))
-            if first[0] != key and (tied := self._find_tied(address, key, name, t)) != key:
-                return {"tied": tied}
-            if self.forced_replication is None and self.replication_by_address:
-                replication = self.replication_by_address.get(address, replication)
-        elif t.is_meta:
-            return self._encode_sparse(t, key)
-        self.flat.leaves.append(LocalLeaf(key, name, shape, t, box, replication))
-        return node
+    def _find_tied(self, first: LocalLeaf, boxes: LocalBoxes, key: str) -> str:
+        """Return the key of the first array with the same elements, which may be this one."""
+        ((_, part),) = boxes.box_tensors
+        tied = key
+        for k, p, dtype in ((first.key, first.source, first.dtype), (key, part, boxes.dtype)):
+            memory = (boxes.tie_key, part_library(type(p)).memory_key(p), dtype, tuple(p.shape))
+            tied = self.key_by_memory.setdefault(memory, k)
+        return tied
 
-    def _find_tied(self, address: int, key: str, name: str, t: Any) -> str:
-        """Return the key of the first tensor with the same memory as ``t``, which may be ``t``."""
-        first_key, first_name, first = self.tensor_by_address[address]
-        memory = (address, first_name, first.shape, first.stride())
-        self.key_by_memory.setdefault(memory, first_key)
-        return self.key_by_memory.setdefault((address, name, t.shape, t.stride()), key)
-
-    def _encode_distributed(self, value: Any, key: str) -> Any:
-        """Encode a tensor that is distributed over ranks: add the boxes that this rank has."""
-        parts = sharding.get_local_boxes(value, key)
-        if parts is None:
+    def _encode_composite(self, library: ArrayLibrary, value: Any, key: str) -> Any:
+        """Encode a value that consists of others, such as a sparse tensor."""
+        self.isolation.begin()
+        if len(self.enclosing_ids) > nodes.MAX_DEPTH // 2 or id(value) in self.enclosing_ids:
+            raise nested_too_deeply(value, key, "it contains itself")
+        tag, body, parts = library.split(value, key)
+        if self.inside_object and tag == "subclass":
             raise unsupported(
-                value, key, "it does not describe which part of a global tensor it is"
-            )
-        shape = parts.shape
-        name = _require_storable(value, parts.dtype, shape, key)
-        # not the address of elements: a rank without elements must find the same ties
-        first_key = self.key_by_memory.setdefault((parts.tie_key, name, shape), key)
-        if first_key != key:
-            return {"tied": first_key}
-        replication = self.forced_replication or Replication.REPLICATED
-        for box, part in parts.box_tensors:
-            if subclasses.is_subclass(part):
-                why = f"its local tensor is a {subclasses.class_name(part)}"
-                raise unsupported(value, key, why, "Save it from an optimizer that is not sharded")
-            if not isinstance(part, np.ndarray) and (part.is_conj() or part.is_neg()):
-                part = part.resolve_conj().resolve_neg()
-            self.flat.leaves.append(LocalLeaf(key, name, shape, part, box, replication))
-        return {"array" if parts.is_numpy else "tensor": [name, list(shape)]}
-
-    def _encode_subclass(self, t: Any, key: str) -> Any:
-        """Encode a tensor of another class by its inner tensors."""
-        if not subclasses.is_subclass(t):
-            raise unsupported(
-                t,
-                key,
-                "it is a subclass of Tensor without __tensor_flatten__",
-                "Save tensor.as_subclass(torch.Tensor)",
-            )
-        if self.inside_object:
-            raise unsupported(
-                t,
+                value,
                 key,
                 "no load could pass it to the load_state_dict() of the object that has it",
                 "Save tensor.dequantize(), if the class has it",
             )
-        self.isolation.begin()
-        inner = subclasses.inner_tensors(t, key)
-        if len(self.enclosing_ids) > nodes.MAX_DEPTH // 2 or any(
-            id(part) in self.enclosing_ids for part in inner.values()
-        ):
-            raise nested_too_deeply(t, key, "it contains itself")
-        self.enclosing_ids.append(id(t))
+        self.enclosing_ids.append(id(value))
         try:
-            parts = {
-                name: self._encode_tensor(part, join_key(key, escape_level(name)))
-                for name, part in inner.items()
+            encoded = {
+                name: self.encode_value(part, join_key(key, escape_level(name)), 0)
+                for name, part in parts.items()
             }
         finally:
             self.enclosing_ids.pop()
-        if any("sparse" in part for part in parts.values()):
-            raise unsupported(t, key, "one of its inner tensors is sparse")
-        return {"subclass": {**subclasses.describe(t, key), "parts": parts}}
-
-    def _encode_sparse(self, t: Any, key: str) -> Any:
-        layout = str(t.layout).removeprefix("torch.")
-        sparse.check(t, layout, key)
-        t = t.detach()
-        return {
-            "sparse": {
-                "layout": layout,
-                "shape": list(t.shape),
-                "coalesced": layout == "sparse_coo" and t.is_coalesced(),
-                "parts": {
-                    name: self._encode_tensor(getattr(t, method)(), join_key(key, name))
-                    for name, method in sparse.PARTS[layout].items()
-                },
-            }
-        }
-
-    def _encode_array(self, a: np.ndarray[Any, Any], key: str) -> Any:
-        name, rows = a.dtype.name, (*a.shape, a.dtype.itemsize)
-        if not nodes.is_valid_shape("uint8", rows):
-            raise unsupported(
-                a, key, f"the shape {a.shape[:8]} with {a.ndim} dimensions is too large"
-            )
-        if name in DTYPES and a.dtype.isnative and not a.dtype.metadata:
-            self._add_array(key, a)
-            return {"array": [name, list(a.shape)]}
-        try:
-            descr = to_descr(a.dtype)
-        except ValueError as e:
-            advice = "Save array.tolist(), or convert it to a dtype without objects"
-            raise unsupported(a, key, str(e), advice * a.dtype.hasobject) from e
-        flat = np.ascontiguousarray(a).reshape(-1)
-        raw = flat.view(np.uint8).reshape(rows) if a.nbytes else np.empty(rows, "u1")
-        self._add_array(key, raw)
-        return {"array": ["uint8", list(rows), descr]}
-
-
-def _require_storable(value: Any, dtype: str | None, shape: tuple[int, ...], key: str) -> str:
-    """Return the dtype's name. Raise ``Unsupported`` if it is None or the shape is too large."""
-    if dtype is None:
-        raise unsupported(value, key, f"Limpet cannot write the dtype {value.dtype}")
-    if not nodes.is_valid_shape(dtype, shape):
-        raise unsupported(
-            value, key, f"the shape {shape[:8]} with {len(shape)} dimensions is too large"
-        )
-    return dtype
+        if tag == "subclass" and any("sparse" in part for part in encoded.values()):
+            raise unsupported(value, key, "one of its inner tensors is sparse")
+        return {tag: {**body, "parts": encoded}}

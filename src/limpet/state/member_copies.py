@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from limpet import lazy_torch
+from limpet.state.arrays import part_library
 from limpet.state.copy_pool import CopyPool, is_plain
 from limpet.state.memory_ranges import read_ranges
 from limpet.state.walk import storage_address
@@ -79,7 +80,8 @@ class MemberCopies:
         if not self._others:
             return dict(zip(names, self._copies, strict=True))
         made = dict(zip(self._small, self._copies, strict=True))
-        made.update((i, pool.copy_tensor(tensors[i])) for i in self._others)
+        copy_tensor = part_library(type(tensors[0])).copy
+        made.update((i, copy_tensor(tensors[i], pool)) for i in self._others)
         return {name: made[i] for i, name in enumerate(names)}
 
     def _find_members(self) -> tuple[list[str], list[Any]]:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from limpet import lazy_torch
 from limpet.generators import DeferredIsolation
 from limpet.state import modules, optimizers, walk
+from limpet.state.arrays import library_of
 from limpet.state.copy_pool import CopyPool
 from limpet.state.fingerprint import Fingerprint, ModuleStructure, are_same
 from limpet.state.flatten import FlatState, flatten
 from limpet.state.member_copies import MemberCopies, PrefixedModules, find_mutable_members
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
-from limpet.state.sharding import Boxed
 from limpet.state.step_hooks import StepPreHook
 from limpet.threads import Latch
 
@@ -109,7 +107,7 @@ class Savepoint:
                 self._scan_state()
             self._version_counters = _read_version_counters(self._fingerprint.partial)
             self._fingerprint.record()
-            self._copies.recycle()
+            self._copies.recycle(self._stable_storages)
             self._memo, self._parameter_names = {}, None
             self._captured = walk.map_containers(self.state, self._capture_value, self._memo)
             self._memo = {}
@@ -218,24 +216,14 @@ class Savepoint:
 
     def _capture_value(self, value: Any, depth: int) -> Any:
         """Return the value in a form that does not change before the next optimizer step."""
-        torch = lazy_torch.torch_or_none()
-        if torch is not None and isinstance(value, torch.Tensor):
-            return (
-                value
-                if walk.storage_address(value) in self._stable_storages
-                else self._copies.copy_tensor(value)
-            )
-        if isinstance(value, np.ndarray):
-            return self._copies.copy_array(value)
+        if (library := library_of(type(value))) is not None:
+            return library.copy(value, self._copies)
         if isinstance(value, set | bytearray):
             return copy(value)
         if isinstance(value, PerRank | Replicated):
             return type(value)(
                 walk.map_containers(value.value, self._capture_value, self._memo, depth + 1)
             )
-        if isinstance(value, Boxed):
-            tensor = self._capture_value(value.tensor, depth)
-            return value if tensor is value.tensor else replace(value, tensor=tensor)
         if modules.is_module(value):
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):

@@ -14,13 +14,12 @@ from math import prod
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from limpet.errors import PlanError, Unsupported
 from limpet.layout.placements import Placements, ShardPlacement, local_boxes
-from limpet.lazy_torch import dtype_name, torch_or_none
+from limpet.state.arrays import LocalBoxes, library_of, part_library
 from limpet.text import format_list, with_article
-from limpet.types import DTYPES, Box
+from limpet.types import Box
 
 _DTENSOR_MODULE = "torch.distributed.tensor"
 _SHARDED_TENSOR_MODULE = "torch.distributed._shard.sharded_tensor.api"
@@ -51,11 +50,8 @@ class Boxed:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        torch = torch_or_none()
-        is_plain = type(self.tensor) is np.ndarray or (
-            torch is not None and type(self.tensor) in (torch.Tensor, torch.nn.Parameter)
-        )
-        if not is_plain:
+        library = library_of(type(self.tensor))
+        if library is None or type(self.tensor) not in library.plain_types:
             raise PlanError(
                 f"The tensor of a Boxed is {with_article(type(self.tensor).__name__)}",
                 expected="a torch.Tensor or a numpy.ndarray with this rank's elements",
@@ -78,17 +74,6 @@ class Boxed:
         return Box(self.offsets, tuple(self.tensor.shape))
 
 
-class LocalBoxes(msgspec.Struct, frozen=True):
-    """The boxes of one global tensor that this process has, each with a tensor that shares the live
-    memory. Each rank that has a tensor without elements lists it as one box."""
-
-    shape: tuple[int, ...]  # of the global tensor
-    box_tensors: list[tuple[Box, Any]]
-    dtype: str | None  # None: it cannot be written
-    tie_key: Any  # hashable, equal for one tensor under several names, also without elements
-    is_numpy: bool = False
-
-
 def is_distributed_tensor(value: Any) -> bool:
     """Return True if a value describes which part of a global tensor it is."""
     return _extractor(value) is not None
@@ -99,6 +84,15 @@ def get_local_boxes(value: Any, key: str) -> LocalBoxes | None:
     Raises ``Unsupported`` for placements such as ``Partial``, or another local tensor."""
     extract = _extractor(value)
     return None if extract is None else extract(value, key)
+
+
+def boxes_to_save(value: Any, key: str) -> LocalBoxes | None:
+    """Return ``get_local_boxes`` with parts whose bytes are their elements."""
+    boxes = get_local_boxes(value, key)
+    if boxes is None or boxes.tag != "tensor":
+        return boxes
+    resolved = [(box, part.resolve_conj().resolve_neg()) for box, part in boxes.box_tensors]
+    return msgspec.structs.replace(boxes, box_tensors=resolved)
 
 
 def empty_like(parameter: Any, dtype: Any) -> Any:
@@ -177,13 +171,14 @@ def _make_local_boxes(
     ``on_this_rank``: a global tensor without elements gets its one box here."""
     if on_this_rank and not prod(shape):
         box_tensors = [(Box.whole(shape), local.reshape(shape))]
-    if isinstance(local, np.ndarray):
-        name = local.dtype.name if local.dtype.name in DTYPES and local.dtype.isnative else None
-        return LocalBoxes(shape, box_tensors, name, object(), True)  # arrays are never tied
+    library = part_library(type(local))
+    _, name = library.describe(local)
+    if library.tag != "tensor":
+        return LocalBoxes(shape, box_tensors, name, tag=library.tag)
     boxes = [box for box, _ in box_tensors]
     # the storage object, not its address: no other storage can get the address while it is alive
     tie_key = (local.untyped_storage(), local.storage_offset(), local.stride(), *boxes)
-    return LocalBoxes(shape, box_tensors, dtype_name(local.dtype), tie_key)
+    return LocalBoxes(shape, box_tensors, name, tie_key)
 
 
 def _parse_placements(placements: Sequence[Any], key: str) -> Placements:
@@ -260,8 +255,9 @@ def _empty_local_tensor(value: Any) -> Any:
 
 
 def _boxes_of_boxed(value: Boxed, key: str) -> LocalBoxes:
-    is_numpy = type(value.tensor) is np.ndarray
-    tensor = value.tensor if is_numpy else _to_dense_local(value.tensor, key)
+    tensor = value.tensor
+    if part_library(type(tensor)).tag == "tensor":
+        tensor = _to_dense_local(tensor, key)
     box_tensors = [(value.box, tensor)] if value.box.numel else []
     return _make_local_boxes(value.shape, box_tensors, tensor)
 

@@ -1,6 +1,7 @@
-"""Tensors of classes with ``__tensor_flatten__``, such as torchao's quantized tensors.
+"""torch's tensors that consist of other tensors: sparse ones, and those of some subclasses.
 
-Such a class says of which tensors its objects consist, and with which context they are put together
+A class with ``__tensor_flatten__``, such as torchao's quantized tensors, says of which tensors its
+objects consist, and with which context they are put together
 (``torch.utils._python_dispatch.TraceableWrapperSubclass``), except ``DTensor`` (``sharding``). Any
 such class is known, as torchao renames classes. None is looked up by the name in a snapshot, which
 would select code.
@@ -17,6 +18,17 @@ from limpet.format import torch_types, tree
 from limpet.format.names import join_key
 from limpet.format.rejected import unsupported
 from limpet.state import modules, sharding
+
+_ROWS = {"crow": "crow_indices", "col": "col_indices", "values": "values"}
+_COLUMNS = {"ccol": "ccol_indices", "row": "row_indices", "values": "values"}
+SPARSE_PARTS = {
+    "sparse_coo": {"indices": "_indices", "values": "_values"},
+    "sparse_csr": _ROWS,
+    "sparse_bsr": _ROWS,
+    "sparse_csc": _COLUMNS,
+    "sparse_bsc": _COLUMNS,
+}
+"""The parts of a sparse tensor by its layout, each with the method that returns the part."""
 
 
 def is_subclass(value: Any) -> bool:
@@ -48,6 +60,15 @@ def inner_tensors(value: Any, key: str) -> dict[str, Any]:
     if not inner or not all(isinstance(t, torch.Tensor) for t in inner.values()):
         raise unsupported(value, key, f"its inner tensors {list(inner)} are not all tensors")
     return inner
+
+
+def split_subclass(value: Any, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a node records besides the inner tensors, and these. Raises ``Unsupported``."""
+    if not is_subclass(value):
+        why = "it is a subclass of Tensor without __tensor_flatten__"
+        raise unsupported(value, key, why, "Save tensor.as_subclass(torch.Tensor)")
+    inner = inner_tensors(value, key)
+    return describe(value, key), inner
 
 
 def describe(value: Any, key: str) -> dict[str, Any]:
@@ -86,3 +107,22 @@ def _flatten(value: Any, key: str) -> tuple[list[str], Any]:
     with modules.calling(value, key, "__tensor_flatten__", effect):
         names, context = value.__tensor_flatten__()
     return list(names), context
+
+
+def split_sparse(t: Any, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the node of a sparse tensor records, and its parts. Raises ``Unsupported`` for
+    another tensor that is not dense."""
+    layout = str(t.layout).removeprefix("torch.")
+    problems = (
+        (t.is_meta, "a meta tensor has no data", "Materialize it before the save"),
+        (t.is_quantized, "it is a quantized tensor", "Save its int_repr(), scale, and zero point"),
+        (t.is_nested, "it is a nested tensor", "Save its values() and offsets()"),
+        (layout not in SPARSE_PARTS, f"its layout {t.layout} is opaque", "Save to_dense()"),
+    )
+    for is_present, why, advice in problems:
+        if is_present:
+            raise unsupported(t, key, why, advice)
+    t = t.detach()
+    is_coalesced = layout == "sparse_coo" and t.is_coalesced()
+    body = {"layout": layout, "shape": list(t.shape), "coalesced": is_coalesced}
+    return body, {name: getattr(t, method)() for name, method in SPARSE_PARTS[layout].items()}

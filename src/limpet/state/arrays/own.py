@@ -1,0 +1,111 @@
+"""The package's own kinds of arrays: a ``Source`` of streamed bytes, and arrays in given boxes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from limpet.state import sharding
+from limpet.state.arrays import ArrayLibrary, LocalBoxes, part_library
+from limpet.state.copy_pool import CopyPool
+from limpet.state.sharding import Boxed
+from limpet.types import DTYPES, Box
+
+
+class Source(ABC):
+    """A tensor in a state whose bytes are read when they are saved: from a file or from a server.
+
+    ``dtype``: its name in ``limpet.types.DTYPES``; ``shape``: of the whole tensor. A save reads
+    ranges in several threads, in any order, and some of them twice. The bytes must not change
+    meanwhile.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the row-major bytes of the tensor from byte ``start``."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Source:
+        """Return the rows that the last slice selects. The dimensions before it have one row."""
+        d = len(index) - 1
+        first, stop, _ = index[d].indices(self.shape[d])
+        begin = first * (self.nbytes // self.shape[d])
+        return _Part(self, begin, (*self.shape[:d], stop - first, *self.shape[d + 1 :]))
+
+
+class _Part(Source):
+    """A part of a source that begins at byte ``begin``."""
+
+    def __init__(self, whole: Source, begin: int, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = whole.dtype, shape
+        self._whole, self._begin = whole, begin
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        self._whole.read_into(self._begin + start, view)
+
+
+def library_of(cls: type) -> ArrayLibrary | None:
+    if issubclass(cls, Source):
+        return _SOURCES
+    return _BOXES if issubclass(cls, Boxed | LocalBoxes) else None
+
+
+class _Boxes(ArrayLibrary):
+    """Values that state the boxes of their parts."""
+
+    def describe(self, value: Boxed) -> tuple[str, str]:
+        return part_library(type(value.tensor)).describe(value.tensor)
+
+    def local_boxes(self, value: Any, key: str) -> LocalBoxes:
+        return sharding.get_local_boxes(value, key) or value
+
+    def boxes_to_save(self, value: Any, key: str) -> LocalBoxes | None:
+        return sharding.boxes_to_save(value, key)
+
+    def target(self, value: Boxed, part: Any, key: str) -> Any:
+        return part_library(type(part)).target(part, part, key)
+
+    def loaded(self, value: Boxed, targets: Sequence[tuple[Box, Any]]) -> Boxed:
+        if not targets:
+            return value
+        tensor = part_library(type(value.tensor)).loaded(value.tensor, targets)
+        return value if tensor is value.tensor else replace(value, tensor=tensor)
+
+    def can_cast(self, stored: str, value: Boxed) -> bool:
+        return part_library(type(value.tensor)).can_cast(stored, value.tensor)
+
+    def copy(self, value: Any, pool: CopyPool) -> Any:
+        if isinstance(value, LocalBoxes):
+            return value
+        tensor = part_library(type(value.tensor)).copy(value.tensor, pool)
+        return value if tensor is value.tensor else replace(value, tensor=tensor)
+
+    def copy_range(self, part: Any, start: int, stop: int, out: memoryview) -> None:
+        raise NotImplementedError  # its parts are those of other libraries
+
+
+class _Sources(ArrayLibrary):
+    has_device = None
+
+    def describe(self, value: Source) -> tuple[str, str]:
+        return type(value).__name__, value.dtype  # no load fills it
+
+    def local_boxes(self, value: Source, key: str) -> LocalBoxes:
+        parts = [(Box.whole(value.shape), value)]
+        return LocalBoxes(value.shape, parts, value.dtype, ("source", id(value)), False)
+
+    def copy_range(self, part: Source, start: int, stop: int, out: memoryview) -> None:
+        part.read_into(start, out)
+
+
+_BOXES = _Boxes()
+_SOURCES = _Sources()
