@@ -27,8 +27,7 @@ _MAX_RESTARTS = 5
 """The number of times in a row that a worker is started again although no task was completed."""
 
 _TASKS = 64
-"""About how many tasks the data is cut into. The number does not depend on that of the workers, so
-neither do the results."""
+"""About how many tasks the data is cut into, whatever the workers: so are the results."""
 
 _TEND_SECONDS = 0.1
 """Seconds after which the evaluator looks whether its workers are alive."""
@@ -37,8 +36,7 @@ _END_SECONDS = 5.0
 """Seconds that a worker gets to end by itself before it is killed."""
 
 FunctionsOfUser = dict[str, Any]
-"""``setup``, ``evaluate``, ``data``, ``collate``: functions, or their names. The last one may be
-None."""
+"""``setup``, ``evaluate``, ``data``, ``collate`` (or None): functions, or their names."""
 
 
 class WorkerError(LimpetError):

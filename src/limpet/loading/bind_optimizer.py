@@ -8,13 +8,7 @@ from typing import Any
 
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
-from limpet.layout.select import (
-    ABSENT,
-    NumberedRenames,
-    find_renames,
-    number_renames,
-    rename,
-)
+from limpet.layout.select import ABSENT, NumberedRenames, find_renames, number_renames, rename
 from limpet.loading.bind_slots import LoadedOptions, SlotOwner, bind_slots
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, tag_of

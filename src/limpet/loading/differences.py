@@ -15,12 +15,7 @@ import msgspec
 from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from limpet.format import tree
 from limpet.format.names import join_key
-from limpet.layout.select import (
-    KeyFilter,
-    is_renamed,
-    is_slot_key,
-    make_key_filter,
-)
+from limpet.layout.select import KeyFilter, is_renamed, is_slot_key, make_key_filter
 from limpet.ranks.collective import Collective
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import MAX_SHOWN, format_list, format_ranks, to_printable

@@ -32,10 +32,7 @@ FAILED = 1
 """The training failed."""
 
 SAVED = 75
-"""The training stopped and its state is saved: run it again. Do not count this as a failure.
-
-75 is ``EX_TEMPFAIL`` of BSD's ``sysexits.h``: a temporary failure, try again later.
-"""
+"""The training stopped and its state is saved: run it again (``EX_TEMPFAIL`` of ``sysexits.h``)."""
 
 UNSAVED = 76
 """The training stopped without a save: run it again from its last version."""
@@ -46,8 +43,7 @@ GIVE_UP = 93
 CODES = (DONE, FAILED, SAVED, UNSAVED, GIVE_UP)
 
 _MAX_WHY = 2000
-"""Characters of ``why`` that are stored. A status is small, so that it fits on a nearly full
-disk."""
+"""Characters of ``why`` that are stored: a status must fit on a nearly full disk."""
 
 _SUFFIX = ".json"
 

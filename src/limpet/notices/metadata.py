@@ -27,8 +27,7 @@ LINK_LOCAL = "http://169.254.169.254"
 """Where the metadata servers of AWS, Google Cloud, and Azure answer. It is never routed."""
 
 REQUEST_SECONDS = 2.0
-"""The longest time for connecting, and for each part of the reply. ``BoundedSource`` bounds the
-whole."""
+"""The longest time to connect, and for each part of the reply; ``BoundedSource`` bounds all."""
 
 MAX_BYTES = 64 * 1024
 """The longest body of a reply."""

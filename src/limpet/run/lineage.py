@@ -24,12 +24,10 @@ from limpet.storage.store import MAX_PUTS, contended_error
 from limpet.text import format_list
 
 _MAX_LISTINGS = 10
-"""Maximum number of further listings made to get two consecutive ones that agree. If none agree,
-because a training saves that fast, the last one is used."""
+"""Maximum number of listings to get two in a row that agree; then the last one is used."""
 
 MAX_SEARCHES = 100
-"""Maximum number of listings that are searched while versions are deleted between the listing and
-the read."""
+"""Maximum number of listings that are searched while versions are deleted before the read."""
 
 _MAX_LISTED = 9
 """Maximum number of versions that an error lists."""

@@ -50,10 +50,8 @@ GRACE = 24 * 3600.0
 """Default minimum age, in seconds, at which ``sweep`` removes a file that no manifest names."""
 
 MIN_GRACE = 60.0
-"""Minimum age, in seconds, at which ``sweep`` removes a partial file that names no attempt.
-
-It is the time allowed for the upload of a small file such as a pin, which no pin protects.
-"""
+"""Minimum age, in seconds, at which ``sweep`` removes a partial file that names no attempt: the
+upload of a small file such as a pin, which no pin protects."""
 
 ALL_ABANDONED = "all abandoned versions"
 """The entry in ``SweepResult.kept`` if the abandoned versions cannot be determined."""

@@ -35,8 +35,7 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
 
 _MAX_SESSIONS = 256
-"""The sessions that a version names. A backup that lacks all versions since so many restarts is
-refused."""
+"""The sessions that a version names. A backup that lacks as many restarts is refused."""
 
 
 class _Start(msgspec.Struct, frozen=True):

@@ -18,13 +18,7 @@ from limpet import events
 from limpet.generators import Isolation
 from limpet.lazy_torch import rank_and_world_size
 from limpet.settings import read_settings
-from limpet.sinks.wording import (
-    STYLES,
-    describe_event,
-    describe_saved,
-    number_field,
-    text_field,
-)
+from limpet.sinks.wording import STYLES, describe_event, describe_saved, number_field, text_field
 
 _MIN_WAIT_SECONDS = 0.1
 """Shorter waits in seconds are not shown: in a fast loop every save waits."""

@@ -23,21 +23,14 @@ from limpet.text import PIN_ADVICE
 from limpet.types import MIB
 
 MIN_PINNED_BYTES = 64 * MIB
-"""The smallest read, in bytes, that pins its version. A smaller read finishes before a deletion
-reaches its files."""
+"""The smallest read that pins its version. A smaller one ends before a deletion reaches it."""
 
 REMOTE_PIN_TTL = 7 * 24 * 3600.0
-"""Age, in seconds, at which a pin expires if it is unreadable or its process cannot be checked.
-
-A process on another machine cannot be checked.
-"""
+"""Age, in seconds, at which a pin expires if it is unreadable or of another machine."""
 
 _ended_notices: dict[str, set[str]] = {}
-"""The keys of the notices of this process that it could not remove, by the URL of the store.
-
-This process may live for months, and its notices stop copies as long. The next deletion therefore
-removes them.
-"""
+"""The keys of the notices of this process that it could not remove, by the URL of the store. They
+would stop copies for as long as it lives, so its next deletion removes them."""
 
 
 def create_pin(

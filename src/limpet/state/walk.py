@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Memo = dict[int, tuple[Any, Any]]
-"""By ``id``: an object that a walk visited, and its result. Keeping the object alive keeps its id
-from being reused."""
+"""By ``id``: an object that a walk visited, alive so that no id is reused, and its result."""
 
 IMMUTABLE_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 

@@ -49,8 +49,7 @@ _SEND_SECONDS = 30.0
 """How long a worker may take to read a reply before its connection is ended."""
 
 _LONGEST_WAIT = 0.5
-"""Seconds for which a request for a task waits for one. So long, the owner does not notice that the
-worker has left."""
+"""Seconds for which a request waits for a task. So long, nobody notices that a worker has left."""
 
 _HANDSHAKES = wire.HandshakeLimits(connections=256)
 """More than for peers: hundreds of workers may connect at once, and none may displace another."""

@@ -44,8 +44,8 @@ from limpet.tiers.inventory import CurrentLine, find_snapshots, take_inventory
 _POLL_SECONDS = 0.1
 
 _WAIT_SECONDS = 60.0
-"""The longest time for which one host waits for the files of others, whose trainings end later. One
-that comes after that finds the files of this host in the run, and commits the versions."""
+"""The longest time for which one host waits for the files of others. One that ends later finds the
+files of this host in the run, and commits the versions."""
 
 
 class MemoryRecord(msgspec.Struct, frozen=True):

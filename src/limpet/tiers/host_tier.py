@@ -43,9 +43,8 @@ KEPT_SNAPSHOTS = 2
 """The snapshots that stay on a host."""
 
 COPY_SECONDS = 120.0
-"""The longest time for an answer of a peer, and for each 256 MiB of a file that it gets. Also that
-for which peers that are busy are asked again for bytes, and for which the end of the training waits
-for copies in progress."""
+"""The longest time for an answer of a peer and each 256 MiB of a file, for asking busy peers again,
+and for copies in progress at the end of the training."""
 
 FETCH_SECONDS = 30.0
 """The longest time for bytes from one peer, at most a few MiB. Then, another one is asked."""

@@ -19,8 +19,7 @@ from limpet.threads import no_op
 from limpet.types import MIB
 
 STEP_BYTES = MIB
-"""The bytes that are received, or read and sent, at once: they stay in the processor's cache until
-their digest is computed."""
+"""The bytes on their way at once: they stay in the processor's cache for their digest."""
 
 Length = Annotated[int, Meta(ge=0, le=1 << 60)]
 Key = Annotated[str, Meta(max_length=900)]
