@@ -17,7 +17,8 @@ def train(state, ckpt, last_step):
     """Train, so slowly that no capture is skipped because the one before has not ended."""
     while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
-        ckpt._tiers.memory.wait()
+        if ckpt._tiers.memory is not None:
+            ckpt._tiers.memory.wait()
 
 
 class Host:

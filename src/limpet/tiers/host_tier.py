@@ -67,7 +67,7 @@ class HostSnapshot(NamedTuple):
 
 
 class HostTier:
-    """The newest two snapshots of one training in a folder of each host; nothing without settings.
+    """The newest two snapshots of one training in a folder of each host.
 
     All ranks call ``open`` and ``find`` together. A subclass says which store it is, and its cost.
     """
@@ -75,7 +75,7 @@ class HostTier:
     def __init__(
         self,
         name: inventory.TierName,
-        settings: MemoryTier | LocalTier | None,
+        settings: MemoryTier | LocalTier,
         group: Group,
         copies: int = 1,
         domain: str | None = None,
@@ -122,7 +122,7 @@ class HostTier:
         """Check the space on all hosts, and serve the files of this one. A second call does
         nothing. Raises ``NoSpace``, or ``LimpetError`` for an unfit folder, on all ranks."""
         group, settings = self.group, self._settings
-        if self.is_open or settings is None:
+        if self.is_open:
             return
         collective = group.collective(f"the start of the {self.name} tier")
         with closing(collective), collective:

@@ -50,7 +50,7 @@ class LocalSnapshots(HostTier):
     store: LocalStore
     _most_snapshots = KEPT_SNAPSHOTS + 2  # one more may wait for its promotion after a restart
 
-    def __init__(self, tier: LocalTier | None, group: Group) -> None:
+    def __init__(self, tier: LocalTier, group: Group) -> None:
         super().__init__("local", tier, group)
 
     def _make_folder(self, path: str, run_id: str, run_url: str) -> str:

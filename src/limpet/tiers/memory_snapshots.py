@@ -38,9 +38,8 @@ class MemorySnapshots(HostTier):
 
     store: TmpfsStore
 
-    def __init__(self, tier: MemoryTier | None, group: Group) -> None:
-        copies, domain = (1, None) if tier is None else (tier.copies, tier.domain)
-        super().__init__("memory", tier, group, copies, domain)
+    def __init__(self, tier: MemoryTier, group: Group) -> None:
+        super().__init__("memory", tier, group, tier.copies, tier.domain)
         self._tier = tier
         self._pool = BufferPool(1 << 50)
         self._last = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
@@ -118,7 +117,7 @@ class MemorySnapshots(HostTier):
         is_new = step != last.step  # ``end_epoch`` may follow a step whose state is saved
         if not is_new:
             self._last = now
-        if self._tier is None or not is_new or not self._tier.every.due(now):
+        if not is_new or not self._tier.every.due(now):
             self._preallocate()
             return False
         self._last = now

@@ -20,7 +20,7 @@ from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import Store
 from limpet.tiers.flush import MemoryRecord, flush_states
-from limpet.tiers.host_tier import state_bytes
+from limpet.tiers.host_tier import HostTier, state_bytes
 from limpet.tiers.inventory import Sources, TierName, TierSnapshot
 from limpet.tiers.local_snapshots import LocalSnapshots, Promotion
 from limpet.tiers.memory_snapshots import MemorySnapshots
@@ -32,14 +32,17 @@ Tier = MemoryTier | LocalTier
 
 class Tiers:
     """What a training keeps in memory and on the local disks of its hosts. All ranks call ``open``
-    and ``find`` together. Without settings for a tier, it is empty."""
+    and ``find`` together. A tier without settings is None."""
 
     def __init__(self, settings: Sequence[Tier], group: Group) -> None:
-        memory = next((t for t in settings if isinstance(t, MemoryTier)), None)
-        local = next((t for t in settings if isinstance(t, LocalTier)), None)
-        self.memory = MemorySnapshots(memory, group)
-        self.local = LocalSnapshots(local, group)
-        self._all = self.memory, self.local
+        self.memory: MemorySnapshots | None = None
+        self.local: LocalSnapshots | None = None
+        for tier in settings:
+            if isinstance(tier, MemoryTier):
+                self.memory = MemorySnapshots(tier, group)
+            else:
+                self.local = LocalSnapshots(tier, group)
+        self._all: list[HostTier] = [t for t in (self.memory, self.local) if t is not None]
         self.group = group
         self.can_flush = bool(settings)
         """True if there is a tier, so that there may be states that ``flush`` saves."""
@@ -50,9 +53,8 @@ class Tiers:
     def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
         """Open the tiers (see ``HostTier``). A second call only waits for the save in progress.
         Without a resume, raises ``LimpetError`` on all ranks unless they are empty."""
-        if not self.can_flush:
-            return
-        self.memory.wait_ended()  # its files would be deleted while it completes the state
+        if self.memory is not None:
+            self.memory.wait_ended()  # its files would be deleted while it completes the state
         for tier in self._all:
             tier.open(run_store, state)
         if is_resumed or not any(tier.is_open for tier in self._all):
@@ -72,7 +74,7 @@ class Tiers:
     def find(self, collective: Collective) -> list[TierSnapshot]:
         """Return the snapshots, newest first, on rank 0; of two of one step, the save on a
         local disk first: that in memory may be older. On the other ranks, the list is empty."""
-        found = [c for tier in (self.local, self.memory) for c in tier.find(collective)]
+        found = [c for tier in reversed(self._all) for c in tier.find(collective)]
         return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
 
     def locate(self, tier: TierName, folder: str, sources: Sources) -> Location:
@@ -100,13 +102,17 @@ class Tiers:
 
     def _delete_others(self) -> None:
         tier, kept = self._resumed
-        self.memory.keep_only(kept if tier == self.memory.name else None)
-        self.local.start(None if tier is None else kept, self._leftovers)
+        if self.memory is not None:
+            self.memory.keep_only(kept if tier == self.memory.name else None)
+        if self.local is not None:
+            self.local.start(None if tier is None else kept, self._leftovers)
 
     def promote_leftovers(
         self, run: Run, check_writer: Callable[[Store], object]
     ) -> tuple[Pending, Promotion] | None:
         """Promote what an earlier training has left (see ``LocalSnapshots``)."""
+        if self.local is None:
+            return None
         return self.local.promote_leftovers(run, self._leftovers, self._resumed[1], check_writer)
 
     def flush(

@@ -553,11 +553,11 @@ class Checkpointer:
             self._saver.attempt(self._saver.wait_before_save, self._step_counter.progress.step)
             self._saver.attempt(self._start_save, reason)
         progress = self._step_counter.progress
-        has_tiers = self._tiers.can_flush
-        if has_tiers and self._tiers.memory.is_due(progress.step, progress.epoch):
+        memory = self._tiers.memory
+        if memory is not None and memory.is_due(progress.step, progress.epoch):
             spec = self._make_spec("memory")
             metadata = self._saver.make_metadata(spec)
-            self._saver.attempt(self._tiers.memory.save, self.state, spec.version, metadata)
+            self._saver.attempt(memory.save, self.state, spec.version, metadata)
 
     def _make_spec(self, reason: str = "exception") -> SaveSpec:
         training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
@@ -680,7 +680,7 @@ class Checkpointer:
         self._goodput.resume_from(point.training_metadata)
         progress = self._step_counter.progress
         self._cadence.restart(is_saving=self._saver.saved_step == progress.step)
-        if self._tiers.can_flush:
+        if self._tiers.memory is not None:
             self._tiers.memory.restart(progress.step, progress.epoch)
         self._early_stop.resume_from(point.training_metadata, point.step)
         self._report_resume(point)

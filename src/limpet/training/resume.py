@@ -91,7 +91,7 @@ class Resume:
                 point = self._choose(found) if collective.rank == 0 else self._follow()
                 if point is None and self._error is not None:
                     self._require_valid_state()
-                if tiers.local.is_open and not isinstance(point, str):
+                if tiers.local is not None and not isinstance(point, str):
                     own = self._leftovers if collective.rank == 0 else None
                     self._leftovers = collective.broadcast(own, list[TierSnapshot])
             if isinstance(point, str):

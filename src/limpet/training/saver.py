@@ -38,7 +38,7 @@ from limpet.state.step_hooks import StepPreHook
 from limpet.state.walk import optimizers_in
 from limpet.text import warn_user
 from limpet.threads import no_op
-from limpet.tiers.local_snapshots import Promotion
+from limpet.tiers.local_snapshots import LocalSnapshots, Promotion
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import Options
 from limpet.training.early_stop import EarlyStop
@@ -91,7 +91,7 @@ class Saver:
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=page_lock)
         self.reservation = BufferReservation(self._pool)
-        self._tiers, self._local, self.can_flush = tiers, tiers.local, tiers.can_flush
+        self._tiers, self.can_flush = tiers, tiers.can_flush
         self._saves: Sequence[tuple[Pending, Promotion | None]] = ()  # oldest first
         self._errors: list[Exception] = []  # of saves that have ended: each wait raises one
         self._post_commit_error: Exception | None = None  # the next wait raises it, once
@@ -248,22 +248,24 @@ class Saver:
         waited, self._waited_seconds = self._waited_seconds, 0.0
         try:
             # in the time before the process must leave, nothing is written twice
-            is_local = self._local.is_open and spec.deadline is None
-            self._begin_save(state, spec, time.perf_counter() - waited, is_local)
+            local = self._tiers.local if spec.deadline is None else None
+            self._begin_save(state, spec, time.perf_counter() - waited, local)
         except BaseException as e:
             self._record_failure(spec, e)
             raise
 
-    def _begin_save(self, state: Any, spec: SaveSpec, began: float, is_local: bool) -> None:
+    def _begin_save(
+        self, state: Any, spec: SaveSpec, began: float, local: LocalSnapshots | None
+    ) -> None:
         overlap = self._overlap and not isinstance(state, FlatState)
         if overlap and self._guard is None and optimizers_in(state):
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
         location = self.writer.locate(spec.version, spec.deadline)
         previous, promotion, first = self._saves, None, location
-        if is_local:
-            first = self._local.location(location)
-            promotion = self._local.begin_promotion(location, self.pending)
+        if local is not None:
+            first = local.location(location)
+            promotion = local.begin_promotion(location, self.pending)
         try:
             metadata = self.make_metadata(spec)
             if (group := self.writer.group).members:
@@ -274,9 +276,9 @@ class Saver:
         except BaseException as e:
             if promotion is not None:
                 promotion.collective.close()
-            if not (is_local and isinstance(e, AlreadyExists)):
+            if local is None or not isinstance(e, AlreadyExists):
                 raise
-            self._begin_save(state, spec, began, is_local=False)  # its promotion has failed
+            self._begin_save(state, spec, began, None)  # its promotion has failed
             return
         if isinstance(job, SnapshotReader):  # its save failed with an unknown outcome
             self.begun_step = spec.version.step
