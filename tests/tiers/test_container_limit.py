@@ -70,7 +70,7 @@ def test_a_training_fits_into_its_container_or_does_not_start(group, tmp_path, m
     assert done.returncode == 0, done.stderr
     done = train(group, tmp_path, memory, 90)
     assert done.returncode == 1, "the kernel has killed it"
-    assert "Expected 270 MiB (2 snapshots of 90 MiB, and one more while it is staged)" in (
+    assert "Expected 270 MiB (2 snapshots of 90.0 MiB, and one more while it is staged)" in (
         done.stderr
     )
     assert f"in the control group of this process ({group}/memory." in done.stderr

@@ -75,8 +75,8 @@ def test_the_default_size_of_a_container(tmp_path):
     with pytest.raises(NoSpace) as caught:
         Host(tmp_path, shm=64 * MIB).check(4 * GIB)
     message = str(caught.value)
-    assert "12.0 GiB (2 snapshots of 4.0 GiB, and one more while it is staged)" in message
-    assert "found 64 MiB in the file system at /dev/shm." in message
+    assert "12.0 GiB (2 snapshots of 4.00 GiB, and one more while it is staged)" in message
+    assert "found 64.0 MiB in the file system at /dev/shm." in message
     assert "docker run --shm-size=12g" in message
     assert "emptyDir: {medium: Memory, sizeLimit: 12Gi} mounted at /dev/shm" in message
     assert "mount -o remount,size=12g /dev/shm" in message
@@ -90,7 +90,7 @@ def test_what_others_use_is_added_to_what_to_set(tmp_path):
         host.check(GIB)
     host.set_group("pod/box", limit=4 * GIB, used=3 * GIB)
     host.shm_used = 0
-    with pytest.raises(NoSpace, match=r"found 1.0 GiB in the control group.* to 6Gi"):
+    with pytest.raises(NoSpace, match=r"found 1.00 GiB in the control group.* to 6Gi"):
         host.check(GIB)
 
 
@@ -110,9 +110,9 @@ def test_one_error_names_all_limits(tmp_path):
         host.check(GIB)
     message = str(caught.value)
     for part in (
-        "64 MiB in the file",
-        "1.0 GiB in the control",
-        "2.0 GiB in the free memory",
+        "64.0 MiB in the file",
+        "1.00 GiB in the control",
+        "2.00 GiB in the free memory",
         "--shm-size=3g",
         "resources.limits.memory",
         "--memory=3g",

@@ -32,11 +32,12 @@ from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store
+from limpet.text import format_size
 from limpet.threads import Latch, no_op
 from limpet.tiers.host_tier import KEPT_SNAPSHOTS, HostSnapshot, HostTier
 from limpet.tiers.hosts import Hosts
 from limpet.tiers.inventory import TierSnapshot
-from limpet.tiers.memory_check import GIB, TierCost
+from limpet.tiers.memory_check import TierCost
 from limpet.tiers.settings import LocalTier
 
 LEFTOVER_SECONDS = 3600.0
@@ -75,7 +76,7 @@ class LocalSnapshots(HostTier):
             raise errors.NoSpace(
                 f"The local tier in {folder} does not fit on its disk",
                 expected=f"{cost} of free space",
-                found=f"{available / GIB:.1f} GiB",
+                found=format_size(available),
                 todo="Free space there, use another LocalTier(path), or no LocalTier",
                 store=folder,
                 needed=cost.total,

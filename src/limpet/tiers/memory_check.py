@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from limpet.errors import LimpetError, NoSpace
+from limpet.text import format_size
 from limpet.types import MIB
 
 GIB = 1024 * MIB
@@ -37,9 +38,10 @@ class TierCost:
         return self.held_bytes * (self.snapshots + 1)
 
     def __str__(self) -> str:
+        one = format_size(self.held_bytes)
         return (
-            f"{_show(self.total)} ({self.snapshots} snapshots of {_show(self.held_bytes)},"
-            " and one more while it is staged)"
+            f"{format_size(self.total)} ({self.snapshots} snapshots of {one}, and one more while it"
+            " is staged)"
         )
 
 
@@ -73,7 +75,9 @@ def check_memory(
         raise NoSpace(
             f"The memory tier in {os.fspath(folder)} does not fit into the memory of this host",
             expected=str(cost),
-            found="; ".join(f"{_show(limit.available)} in {limit.name}" for limit in exceeded),
+            found="; ".join(
+                f"{format_size(limit.available)} in {limit.name}" for limit in exceeded
+            ),
             todo=". ".join([*remedies, "Or use fewer copies, or no MemoryTier"]),
             store=os.fspath(folder),
             needed=cost.total,
@@ -247,11 +251,6 @@ def _read_fields(path: Path) -> dict[str, int]:
     """Return the numbers of a file with a name and a number in each line."""
     fields = (line.split() for line in _read_lines(path))
     return {f[0]: int(f[1]) for f in fields if len(f) > 1 and f[1].isdecimal()}
-
-
-def _show(nbytes: int) -> str:
-    """Return a size for people, such as ``12.5 GiB``."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
 
 
 def _sizes(nbytes: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from limpet.arguments import whole
@@ -11,6 +12,8 @@ from limpet.errors import LimpetError
 from limpet.machine import CAN_SEE_PROCESSES, IS_LINUX
 from limpet.run.policy import EveryEpoch, EverySteps
 from limpet.text import to_repr
+
+_INTERFACE = "the name of an interface, an IP address, or None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +43,7 @@ class MemoryTier:
             "copies=": (whole(self.copies, 1) is not None, "a whole number, 1 or more"),
             "path=": (isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path)),
                       "a folder on tmpfs, such as /dev/shm"),
-            "interface=": (self.interface is None or isinstance(self.interface, str),
-                           "the name of an interface, an IP address, or None"),
+            "interface=": (isinstance(self.interface, str | None), _INTERFACE),
             "domain=": (self.domain is None or isinstance(self.domain, str), "a label, or None"),
         }  # fmt: skip
         if not IS_LINUX:
@@ -50,14 +52,7 @@ class MemoryTier:
                 " files outlive their process, and leases on them",
                 todo="Use LocalTier, or no tier",
             )
-        for name, (is_valid, expected) in checks.items():
-            if not is_valid:
-                raise LimpetError(
-                    f"Invalid value for {name} of MemoryTier",
-                    expected=expected,
-                    found=to_repr(getattr(self, name[:-1]))[:200],
-                    todo="For example, write MemoryTier(every=EverySteps(10), copies=2)",
-                )
+        _require(self, checks, "MemoryTier(every=EverySteps(10), copies=2)")
         object.__setattr__(self, "copies", whole(self.copies))
 
 
@@ -83,16 +78,21 @@ class LocalTier:
                 todo="Save to the run directly, without tiers",
             )
         is_path = isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path))
-        if not is_path or "://" in os.fspath(self.path):
+        checks = {
+            "path=": (is_path and "://" not in os.fspath(self.path), "a folder on a local disk"),
+            "interface=": (isinstance(self.interface, str | None), _INTERFACE),
+        }
+        _require(self, checks, 'LocalTier("/local/nvme")')
+
+
+def _require(tier: object, checks: Mapping[str, tuple[bool, str]], example: str) -> None:
+    """Raise ``LimpetError`` for the first argument that is not valid. ``checks``: for each, whether
+    it is, and what it may be."""
+    for name, (is_valid, expected) in checks.items():
+        if not is_valid:
             raise LimpetError(
-                "Invalid value for path= of LocalTier",
-                expected="a folder on a local disk",
-                found=to_repr(self.path)[:200],
-                todo='For example, write LocalTier("/local/nvme")',
-            )
-        if not isinstance(self.interface, str | None):
-            raise LimpetError(
-                "Invalid value for interface= of LocalTier",
-                expected="the name of an interface, an IP address, or None",
-                found=to_repr(self.interface)[:200],
+                f"Invalid value for {name} of {type(tier).__name__}",
+                expected=expected,
+                found=to_repr(getattr(tier, name[:-1]))[:200],
+                todo=f"For example, write {example}",
             )
