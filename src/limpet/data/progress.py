@@ -64,11 +64,8 @@ class Progress:
 
     @property
     def step_in_epoch(self) -> int:
-        """The number of steps since ``epoch`` last changed.
-
-        After a resume within a later epoch of a version that does not store when it began, those
-        since the resume.
-        """
+        """The number of steps since ``epoch`` last changed, or, in a later epoch of a version that
+        does not store when it began, since the resume."""
         return self._step - self._epoch_began
 
     def state_dict(self) -> dict[str, int]:

@@ -34,14 +34,11 @@ class RNG:
         return "RNG()"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators by name.
+        """Return the states of the generators by name, from which training continues: inside a
+        block of ``limpet.isolated_rng``, those at the beginning of the outermost block.
 
-        The states of the devices are a list under the name of the device type, such as ``cuda``,
-        with one state per device. They are included only once the program has used the
-        accelerator: until then, its generators have only their seed, which the program sets.
-
-        These are the states from which training continues: inside a block of
-        ``limpet.isolated_rng``, those at the beginning of the outermost block.
+        The states of the devices are a list under their type, such as ``cuda``, once the program
+        has used the accelerator: until then, its generators have only their seed.
         """
         states = training_states()
         version, words, gauss = states["python"]
@@ -66,11 +63,9 @@ class RNG:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state. Devices that it does not contain keep their current generators.
-
-        In a load, the generators also have this state at the end, whatever other objects draw.
-        Raises ``PlanError`` if it is not the state of an ``RNG``.
-        """
+        """Load a state; devices that it lacks keep their generators. At the end of a load, they
+        have it, whatever other objects draw. Raises ``PlanError`` if it is not the state of an
+        ``RNG``."""
         self.check_state_dict(state)
         python = state["python"]
         if isinstance(python, dict):  # from before Limpet supported ranks: the tuple

@@ -48,12 +48,9 @@ longer than a reader accepts."""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of the evaluation of one version.
-
-    ``state``: ``DONE`` with ``metrics``; ``FAILED`` with a ``cause``, which is recorded unless the
-    manifest of the version is damaged; or ``SKIPPED`` with a ``cause``: the version was deleted
-    meanwhile. ``seconds``: how long it took.
-    """
+    """What came of the evaluation of one version, after so many ``seconds``: ``DONE`` with
+    ``metrics``; ``FAILED`` with a ``cause``, which is recorded unless the manifest of the version
+    is damaged; or ``SKIPPED`` with a ``cause``: the version was deleted meanwhile."""
 
     version: Version
     state: Literal["DONE", "FAILED", "SKIPPED"]
@@ -147,10 +144,8 @@ class Evaluation:
         return self._follower.in_state("failed")
 
     def stop(self) -> None:
-        """Let ``run`` return at once; the version that is being evaluated gets no record.
-
-        Any thread may call this.
-        """
+        """Let ``run`` return at once; the version that is being evaluated gets no record. Any
+        thread may call this."""
         self._stopping.set()
         self._pool.kill_all()
 

@@ -48,15 +48,13 @@ _MAINTENANCE = msgspec.json.Decoder(list[_Maintenance])
 class AwsNotice(BoundedSource):
     """The notices of the instance metadata service of EC2, version 2 (IMDSv2).
 
-    - The spot instance action (``terminate``, ``stop``, ``hibernate``), 2 minutes ahead. Before a
-      hibernation, the time may be shorter.
-    - The rebalance recommendation: a spot instance is at risk. It does not stop the training.
-    - Scheduled reboots, stops, and retirements, announced days ahead: see ``PlannedEvents``.
+    These are the spot instance action (``terminate``, ``stop``, ``hibernate``), 2 minutes ahead or,
+    for a hibernation, less; the rebalance recommendation, a risk that does not stop the training;
+    and scheduled reboots, stops, and retirements, announced days ahead.
 
     ``before``: a scheduled event that is further away, in seconds, does not stop the training yet.
-    ``check`` raises ``OSError`` if the server does not answer as documented. In a container, that
-    may be due to the hop limit of the instance (``HttpPutResponseHopLimit``), which must be 2 or
-    more.
+    ``check`` raises ``OSError`` if the server does not answer as documented, such as in a
+    container, if the hop limit of the instance (``HttpPutResponseHopLimit``) is less than 2.
 
     Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/, "Spot Instance interruption
     notices", "EC2 instance rebalance recommendations", "Use IMDS", and "View scheduled events".

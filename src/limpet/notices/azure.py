@@ -38,13 +38,10 @@ class AzureNotice(BoundedSource):
     """The scheduled events of an Azure virtual machine.
 
     ``Preempt`` comes at least 30 seconds ahead, ``Terminate`` 5 to 15 minutes, ``Redeploy`` 10
-    minutes, ``Reboot`` 15 minutes, and both days ahead if Azure predicts that the host will fail.
-    ``Freeze`` is a pause of some seconds, which does not stop the training. See ``PlannedEvents``
-    for events that are far away or have begun.
-
-    Azure also lists the events of other machines of an availability set or a scale set. Only those
-    of this machine count; if its name cannot be read, all of them do. This source only reads: it
-    approves no event, because an approval lets it begin at once for all machines that it names.
+    minutes, ``Reboot`` 15 minutes, and the last two days ahead if Azure predicts that the host will
+    fail. ``Freeze``, a pause of some seconds, does not stop the training. Only events of this
+    machine count; if its name cannot be read, all do. This source only reads: an approval would let
+    an event begin at once for all machines that it names.
 
     ``before``: an event that is further away, in seconds, does not stop the training yet. ``check``
     raises ``OSError`` if the server does not answer as documented. Azure may answer the first

@@ -18,13 +18,12 @@ class CallNotice(BoundedSource):
     """A notice when a function returns one.
 
     The function returns None or False for no notice, True for a notice, the number of seconds until
-    the stop (0 and less mean now), or a ``Notice``. A ``Notice`` that does not stop MUST be
-    returned once. One thread at a time calls it, which is not the thread of the training. If it
-    hangs, the other sources go on, and it is not called again until it returns.
+    the stop (0 and less mean now), or a ``Notice``, which MUST be returned once if it does not
+    stop. One thread at a time calls it, not that of the training. While it hangs, it is not called
+    again.
 
-    ``name``: what it is, for messages; by default the name of the function. ``interval``: seconds
-    between two polls. ``check`` raises ``OSError`` if the function raises, or returns anything
-    else.
+    ``name``: for messages, by default the name of the function. ``interval``: seconds between two
+    polls. ``check`` raises ``OSError`` if the function raises, or returns anything else.
     """
 
     def __init__(

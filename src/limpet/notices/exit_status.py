@@ -92,12 +92,11 @@ _RECORD = msgspec.json.Decoder(WorkerRecord)
 
 
 def announce_worker(requests: Iterable[int] = ()) -> None:
-    """Tell ``limpet run`` that a training starts in this process.
+    """Tell ``limpet run``, if there is one, that a training starts in this process. Call it on
+    every rank: it makes statuses of earlier restarts void, and shows who left without a status.
 
-    This makes statuses of earlier restarts void, and shows which processes have left without a
-    status. Outside ``limpet run`` it does nothing. Call it on every rank. It never raises
-    ``OSError``: a full disk of the launcher is no reason to refuse a training. ``requests``: the
-    signals after which the training saves and goes on; ``limpet run`` sends them to this process.
+    ``requests``: the signals after which the training saves and goes on; ``limpet run`` sends them
+    to this process. It never raises ``OSError``: a full disk is no reason to refuse a training.
     """
     forget_done()  # of an earlier training in this process
     folder = status_folder()
@@ -110,9 +109,8 @@ def leave_code(status: Status) -> int:
     """Return the code with which this process must exit now.
 
     Under ``limpet run``, this writes the status, and returns 0 for every code but ``FAILED``.
-    Otherwise, or if the status cannot be written, it returns the code itself: ``limpet run`` then
-    learns of it, unless torchrun hides it. It never raises ``OSError``: nothing may keep the
-    process from leaving in time.
+    Otherwise, or if the status cannot be written, it returns the code itself, and never raises
+    ``OSError``: nothing may keep the process from leaving in time.
     """
     folder = status_folder()
     if folder is None:

@@ -25,15 +25,11 @@ _reported: dict[str, Identity] = {}
 class FileNotice(BoundedSource):
     """A notice when a file is created, or when one that is there is touched.
 
-    Its contents are optional: a number is the seconds until the stop. Other contents, and those
-    that cannot be read, do not matter. ``seconds``: the time until the stop if the contents are not
-    a number. Any folder will do that this process can read, also one of several hosts.
-
-    A file that is left over does not stop later trainings. Ignored are a file that is older than
-    this process when it is first seen, and one that another ``FileNotice`` of this process had
-    reported before this one was created. After that, each change counts: a new file, ``touch``, or
-    a file that is moved there. Its age is that of its status (``ctime``), which also a moved or
-    copied file gets from the file system. Nothing deletes the file.
+    Its contents may be a number, the seconds until the stop; otherwise, these are ``seconds``. Any
+    folder will do that this process can read, also one of several hosts. Ignored are a file that is
+    older than this process when it is first seen, and one that an earlier ``FileNotice`` of this
+    process has reported. After that, each change of its status (``ctime``) counts: a new file,
+    ``touch``, or a file that is moved there. Nothing deletes the file.
 
     ``check`` raises ``OSError`` if the folder does not exist or may not be read, or if the path is
     not a file.

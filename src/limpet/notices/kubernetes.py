@@ -41,15 +41,14 @@ _POD = msgspec.json.Decoder(_Pod)
 class KubernetesNotice(BoundedSource):
     """A notice when this pod is deleted: by a drain, an eviction, a preemption, or a user.
 
-    Kubernetes sends SIGTERM then, which is a source of its own and needs nothing of this. The API
-    server says more: how many seconds are left (``deletionTimestamp``), even while a ``preStop``
-    hook still delays the signal, and even if a shell as process 1 does not forward it. It costs the
-    API server one cheap request per poll (from its cache, metadata only).
+    SIGTERM, which is a source of its own, comes then, too. The API server says more: how many
+    seconds are left (``deletionTimestamp``), even while a ``preStop`` hook delays the signal, or if
+    a shell as process 1 does not forward it. Each poll is one cheap request (from its cache,
+    metadata only).
 
     It requires a service account whose token is mounted, and that may ``get`` ``pods`` in its
-    namespace. Without that permission, the source asks no more, and each poll raises an error that
-    says so. The name of the pod is ``POD_NAME``, otherwise ``HOSTNAME``; its namespace is
-    ``POD_NAMESPACE``, otherwise that of the service account.
+    namespace. Without that permission, it asks no more, and each poll raises an error that says so.
+    The pod is ``POD_NAME`` or ``HOSTNAME``, in ``POD_NAMESPACE`` or that of the service account.
 
     ``variables``: the environment variables, by default those of this process. ``base_url``: the
     address of the API server, by default that in ``KUBERNETES_SERVICE_HOST``; the token is sent

@@ -40,10 +40,10 @@ class NoticeSource(Protocol):
     def poll(self) -> Notice | None:
         """Return a notice, or None. MUST return or raise within 5 seconds.
 
-        A notice with ``stops`` may be returned at each poll: only an earlier deadline has an
-        effect. A notice without ``stops`` MUST be returned once. Raises ``OSError`` if the source
-        does not answer; it is then polled again, and an event reports the outage once. Any other
-        error ends the source, and the end of the training raises it.
+        A notice that stops may be returned at each poll: only an earlier deadline has an effect;
+        another one MUST be returned once. Raises ``OSError`` if the source does not answer; it is
+        then polled again, and an event reports it once. Any other error ends the source, and the
+        end of the training raises it.
         """
         ...
 

@@ -26,11 +26,9 @@ class PlannedEvent:
 class PlannedEvents:
     """The planned events of a platform, in successive answers.
 
-    - A platform announces maintenance up to weeks ahead. A stop that is more than ``before``
-      seconds away is reported once, as a risk, so that the training saves and goes on.
-    - A platform lists a reboot for some minutes after it has happened. An event that had begun when
-      this process first asked would otherwise stop each restart, so it is reported as a risk. If
-      the stop is still to come, the signal of the shutdown reports it.
+    A stop that is more than ``before`` seconds away is reported once, as a risk: the training saves
+    and goes on. So is an event that had begun when this process first asked, because platforms list
+    a reboot for minutes after it, which would stop each restart.
     """
 
     def __init__(self, before: float) -> None:

@@ -25,17 +25,14 @@ _NO_LIMIT = ("UNLIMITED", "NOT_SET")
 class SlurmNotice(BoundedSource):
     """A notice when less than ``before`` seconds are left of a Slurm job's time limit.
 
-    By default, ``before`` is 300 seconds: enough for a step, for a save of a large state, and for
-    the 60 seconds by which Slurm's own ``--signal`` may be late. The signals of ``--signal`` and of
-    ``scancel`` are another source.
+    The default of 300 is enough for a step, a save of a large state, and the 60 seconds by which
+    ``--signal`` may be late. The signals of ``--signal`` and of ``scancel`` are another source.
 
-    The end of the job is ``SLURM_JOB_END_TIME`` (Slurm 22.05 and later). The limit of a running job
-    may change, so that shortly before that end, and always without that variable, this runs
-    ``squeue -h -j JOB -o %L``, at most once per minute. Without ``squeue``, the variable counts.
-
-    ``variables``: the environment variables, by default those of this process. ``now``: the time of
-    day in seconds, which the hosts of a cluster share. ``check`` raises ``OSError`` if the end of
-    the job is unknown.
+    The end of the job is ``SLURM_JOB_END_TIME`` (Slurm 22.05 and later). The limit may change, so
+    shortly before that end, and always without that variable, this runs ``squeue -h -j JOB -o %L``,
+    at most once per minute. Without ``squeue``, the variable counts. ``variables``: the environment
+    variables, by default those of this process. ``now``: the time of day in seconds, which the
+    hosts of a cluster share. ``check`` raises ``OSError`` if the end of the job is unknown.
 
     Source: https://slurm.schedmd.com/, sbatch(1) and squeue(1).
     """

@@ -86,9 +86,7 @@ def check_steps(name: str, steps: Any, least: int, example: str) -> tuple[int, .
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
     """The input of a save policy: the current counts, and those at the last save or the start.
-
-    Seconds are those of a monotonic clock. Epochs are completed epochs.
-    """
+    Seconds are those of a monotonic clock. Epochs are completed epochs."""
 
     step: int
     seconds: float
@@ -225,10 +223,8 @@ class AtEnd(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class Never(SavePolicy):
-    """Save only on request: not on a schedule, at the end, or after an exception.
-
-    It cannot be combined with other policies, which would save.
-    """
+    """Save only on request: not on a schedule, at the end, or after an exception. It cannot be
+    combined with other policies, which would save."""
 
 
 # -- what to keep ------------------------------------------------------------------------------
@@ -254,10 +250,8 @@ class KeepPolicy:
     """
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
-        """Return the versions to keep.
-
-        ``records`` are the committed, intact versions on the current lineage, oldest first.
-        """
+        """Return the versions to keep of ``records``, the committed, intact versions on the current
+        lineage, oldest first."""
         return frozenset(r.version for r in records)
 
     @property

@@ -133,12 +133,9 @@ def in_order(records: Iterable[AboutVersion]) -> list[AboutVersion]:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStatus:
-    """The state of one evaluation of one version.
-
-    ``DONE``: ``metrics`` are those of its newest result. ``FAILED``: ``cause`` says why the newest
-    attempt failed. ``PENDING``: a live lease protects the version, and ``cause`` says who has it;
-    the version is being evaluated, or waits for that.
-    """
+    """The state of one evaluation of one version: ``DONE`` with the ``metrics`` of its newest
+    result; ``FAILED`` with the ``cause`` of the newest failure; or ``PENDING``: a live lease of
+    ``cause`` protects the version, which is being evaluated, or waits for that."""
 
     state: Literal["DONE", "FAILED", "PENDING"]
     created: str

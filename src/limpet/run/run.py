@@ -51,11 +51,8 @@ class Run:
         return Location(self.store, str(version))
 
     def open(self, version: Version) -> Snapshot:
-        """Open one version.
-
-        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
-        than that of its folder.
-        """
+        """Open one version. Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or
+        names a version other than that of its folder."""
         return Snapshot(self.catalog.open(version))
 
     def listing(self) -> Listing:
@@ -64,10 +61,8 @@ class Run:
 
     @gc_paused
     def snapshots(self) -> list[Snapshot]:
-        """Return the versions on the current lineage, oldest first.
-
-        Versions with a damaged manifest are omitted. (``limpet ls`` shows them too.)
-        """
+        """Return the versions on the current lineage, oldest first, without those whose manifest is
+        damaged. (``limpet ls`` shows them too.)"""
         snapshots = []
         for version in self.line():
             try:
@@ -90,16 +85,13 @@ class Run:
     ) -> tuple[Snapshot | None, list[tuple[Version, LimpetError]]]:
         """Return the newest version that ``use`` accepts, and the skipped versions with reasons.
 
-        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. ``at``
-        restricts the search to versions of that step. ``branch`` selects the lineage of that branch
-        instead of the current one. On an empty or absent run the version is None, unless ``at`` is
-        given.
+        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. ``at``:
+        search only versions of that step. ``branch``: search the lineage of that branch instead of
+        the current one. On an empty or absent run the version is None, unless ``at`` is given.
 
-        A store that denies access or does not answer (``Denied``, ``Unavailable``) and a version
-        of a later format (``FormatTooNew``) are not damage, and the error is raised. To fall back
-        to an older version would silently lose steps.
-
-        Raises ``NoSnapshot`` if no version qualifies, and ``NotFound`` if there is no such branch.
+        ``Denied``, ``Unavailable``, and ``FormatTooNew`` are no damage, and are raised: to fall
+        back to an older version would silently lose steps. Raises ``NoSnapshot`` if no version
+        qualifies, and ``NotFound`` if there is no such branch.
         """
         found, skipped = lineage.find_newest(
             self.catalog, lambda reader: use(Snapshot(reader)), at, branch
@@ -107,11 +99,8 @@ class Run:
         return snapshot_of(found), skipped
 
     def find(self, step: int, branch: int | None = None) -> Version:
-        """Return the version of a step on the current lineage, or on that of ``branch``.
-
-        Raises ``NotFound`` if there is no such version or branch, and ``LimpetError`` if
-        ``step`` or ``branch`` is not a whole number.
-        """
+        """Return the version of a step on the current lineage, or on that of ``branch``. Raises
+        ``NotFound``, and ``LimpetError`` if ``step`` or ``branch`` is not a whole number."""
         step = to_int(step, STEP)
         branch = None if branch is None else to_int(branch, BRANCH)
         listing = self.listing()
@@ -134,11 +123,11 @@ class Run:
     # -- branches ------------------------------------------------------------------------------
 
     def line(self, listing: Listing | None = None, branch: int | None = None) -> list[Version]:
-        """Return the current lineage, or the lineage of ``branch``, oldest first.
+        """Return the current lineage, or the lineage of ``branch``, oldest first: the versions of
+        the branch and, before them, those of each ancestor up to where its descendant started.
 
-        The lineage of a branch holds its versions and, before them, those of each ancestor branch
-        up to the version at which its descendant started. ``listing`` is the listing to use; by
-        default the store is listed. Raises ``NotFound`` if there is no such branch.
+        ``listing``: use this one instead of a new one. Raises ``NotFound`` if there is no such
+        branch.
         """
         return lineage.lineage_of(self.catalog, listing or self.listing(), branch)
 
@@ -191,11 +180,8 @@ class Run:
     # -- metrics -------------------------------------------------------------------------------
 
     def metrics(self, at: Snapshot | Version | int) -> dict[str, float]:
-        """Return the metrics of a snapshot, version, or step.
-
-        Metrics of evaluations override those of the save, and newer evaluations override older
-        ones. Raises ``NotFound`` or ``FormatError``.
-        """
+        """Return the metrics of a snapshot, version, or step: those of the save, overridden by
+        those of evaluations, of which the newest counts. Raises ``NotFound`` or ``FormatError``."""
         return self.catalog.metrics(*self._read_version(at))
 
     def add_metrics(
@@ -242,10 +228,8 @@ class Run:
         put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
 
     def records(self) -> list[Record]:
-        """Return the intact versions on the current lineage with their metrics, oldest first.
-
-        These records are the input of keep policies.
-        """
+        """Return the intact versions on the current lineage with their metrics, oldest first, as
+        the input of keep policies."""
         return lineage.find_records(self.catalog, self.listing())
 
     def best(self, metric: str, mode: Mode | None = None) -> Snapshot | None:
@@ -280,10 +264,8 @@ class Run:
     # -- pins ----------------------------------------------------------------------------------
 
     def pin(self, step: int, branch: int | None = None) -> Version:
-        """Protect a version from retention and ``sweep`` until it is unpinned.
-
-        If the version is already pinned, nothing changes. Raises ``NotFound``.
-        """
+        """Protect a version from retention and ``sweep`` until it is unpinned. If it is pinned
+        already, nothing changes. Raises ``NotFound``."""
         version = self.find(step, branch)
         key, pin = names.pin_name(str(version)), LastingPin(str(version), machine.utc_now())
         try:

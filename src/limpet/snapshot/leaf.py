@@ -18,10 +18,8 @@ from limpet.types import DTYPES, Box
 
 
 class LeafView:
-    """A tensor or array of a snapshot. Indexing reads and checks the chunks that cover the part.
-
-    A read of the whole leaf also checks the headers of its shards, as a load does.
-    """
+    """A tensor or array of a snapshot. Indexing reads and checks the chunks that cover the part; a
+    read of the whole leaf also checks the headers of its shards, as a load does."""
 
     def __init__(self, reader: SnapshotReader, key: str, node: Any) -> None:
         self._reader = reader
@@ -46,11 +44,8 @@ class LeafView:
         return prod(self.shape) * (self._record_dtype or DTYPES[self._stored_dtype]).itemsize
 
     def __getitem__(self, index: TensorIndex | tuple[TensorIndex, ...]) -> Any:
-        """Return a part as a tensor on the CPU, or as an array if the leaf was saved from an array.
-
-        ``index``: integers, slices of step 1, and ``...``. Raises ``IndexError`` for another index,
-        ``FormatError`` for damaged data, and ``StoreError``.
-        """
+        """Return a part (integers, slices of step 1, and ``...``) as a tensor on the CPU, or as an
+        array if the leaf was one. Raises ``IndexError``, ``FormatError``, and ``StoreError``."""
         box, dropped_dims = box_from_index(index, self.shape)
         self._reader.indexes()  # checks the shape before memory is allocated for it
         sizes = [n for dim, n in enumerate(box.sizes) if dim not in dropped_dims]

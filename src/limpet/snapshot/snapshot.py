@@ -310,11 +310,8 @@ class Snapshot:
 
     @property
     def version(self) -> Version:
-        """The step and the branch in the folder's name.
-
-        Raises ``ManifestInvalid`` if the name is not that of a version, or if the manifest has
-        another step or branch.
-        """
+        """The step and the branch in the folder's name. Raises ``ManifestInvalid`` if that is not
+        the name of a version, or if the manifest has another step or branch."""
         return self._reader.version
 
     @property

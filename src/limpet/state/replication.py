@@ -99,9 +99,8 @@ class PerRank(Generic[T]):
 class Replicated(Generic[T]):
     """Marks a value in a state as the same on all ranks; rank 0's is saved without a comparison.
 
-    Use it for a value that differs slightly between ranks without a need to, such as the running
-    statistics of BatchNorm without ``SyncBatchNorm``. Without ``Replicated``, a difference is an
-    error that names the ranks.
+    Use it for a value that differs slightly without a need to, such as the running statistics of
+    BatchNorm without ``SyncBatchNorm``: otherwise, a difference is an error that names the ranks.
     """
 
     value: T

@@ -431,10 +431,8 @@ class Job:
             raise table.error
 
     def results(self) -> list[Any]:
-        """Return the results of all tasks, in the order of their ids: one of each.
-
-        Raises ``TaskError`` until the job has ended, and as ``wait``. Training tasks have none.
-        """
+        """Return the results of all tasks, in the order of their ids: one of each. Raises
+        ``TaskError`` until the job has ended, and as ``wait``. Training tasks have none."""
         self.wait(0.0)
         texts = self._table.results
         return [decode_result(texts[number]) for number in sorted(texts)]

@@ -81,26 +81,20 @@ class Task:
         return self.owner.report_failed(self.report, without_surrogates(cause), final)
 
     def release(self) -> bool:
-        """Return the task to the queue because the worker leaves; it does not count as a failure.
-
-        Returns whether the report counts, as ``fail``.
-        """
+        """Return the task to the queue because the worker leaves, without a failure. Returns
+        whether the report counts, as ``fail``."""
         return self.owner.report_released(self.report)
 
     def renew(self, seconds: float | None = None) -> None:
-        """Start the time of the lease anew, with ``seconds`` from now on if they are given.
-
-        Raises ``LeaseLost`` if the lease is over.
-        """
+        """Start the time of the lease anew, with ``seconds`` from now on if they are given. Raises
+        ``LeaseLost`` if the lease is over."""
         self.owner.renew(self.report, seconds)
 
 
 @dataclass(eq=False)
 class TrainingTask(Task):
-    """A task whose records the training consumes, step by step.
-
-    ``stop`` is None for a stream, whose task ends with ``done``.
-    """
+    """A task whose records the training consumes, step by step. ``stop`` is None for a stream,
+    whose task ends with ``done``."""
 
     @property
     def records_left(self) -> int | None:
@@ -133,11 +127,8 @@ class TrainingTask(Task):
         return self.position + count
 
     def done(self) -> bool:
-        """Report that the whole task is complete: its other records count as consumed.
-
-        Returns whether the report counts: not if the task is complete already, or if a newer
-        attempt has consumed records of it.
-        """
+        """Report that the whole task is complete: its other records count as consumed. Returns
+        whether it counts: not if it is complete, or if a newer attempt has consumed records."""
         return self.owner.report_done(self.report, None)
 
 
@@ -149,10 +140,7 @@ class EvaluationTask(Task):
 
     def done(self, result: Any) -> bool:
         """Report the result: None, bools, numbers, texts, and lists and dicts (with texts as keys)
-        of these. Returns whether it counts: the first result of a task does, from any attempt.
-
-        Raises ``TaskError`` for another result.
-        """
+        of these, or raise ``TaskError``. Returns whether it counts: the first of a task does."""
         return self.owner.report_done(self.report, result)
 
 
@@ -184,9 +172,7 @@ class TrainingSide:
 
     def consume(self, parts: list[tuple[TrainingTask, int]]) -> None:
         """Report the records of one step, which may be of several tasks: all of them, or none.
-
-        Raises as ``TrainingTask.consumed``.
-        """
+        Raises as ``TrainingTask.consumed``."""
         reports = [
             task.report._replace(position=task.position_after(records)) for task, records in parts
         ]
@@ -196,10 +182,8 @@ class TrainingSide:
 
 
 class EvaluationSide:
-    """The evaluation tasks of a queue, for the training step or for a worker that only evaluates.
-
-    A worker holds at most one of them.
-    """
+    """The evaluation tasks of a queue, for the training step or for a worker that only evaluates. A
+    worker holds at most one of them."""
 
     def __init__(self, source: TaskSource) -> None:
         self._source = source
