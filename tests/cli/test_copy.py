@@ -455,6 +455,7 @@ def test_concurrently_deleted_versions_are_not_damaged(use):
     assert results_by_count.keys() == {1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("incremental", [False, True])
 def test_two_concurrent_copies_of_a_run_both_succeed(incremental):
     """Copy the run a second time before each call on the destination in turn."""

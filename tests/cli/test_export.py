@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -142,18 +140,3 @@ def test_sizes(text, expected):
 def test_invalid_sizes(text):
     with pytest.raises(BadParameter, match="is not a size"):
         parse_size(None, None, text)
-
-
-def test_json_needs_neither_torch_nor_rich(folder):
-    code = (
-        "import sys; from limpet.cli import cli\n"
-        "try: cli.main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "print([m for m in ('torch', 'rich') if m in sys.modules], file=sys.stderr)"
-    )
-    arguments = ["export", "runs/a@1", "--to", "hf", "out", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout)["bytes"] == 56
-    assert done.stderr == "[]\n"

@@ -13,7 +13,6 @@ from limpet.run.save_request import RequestedSave, put_request, read_request
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
-from tests.cli.test_start import imported
 from tests.run.test_save_request import Trainer
 
 A = "aaaaaaaaaaaa"
@@ -148,8 +147,3 @@ def test_nothing_is_written_to_other_locations(tmp_path, no_waiting, location):
 @pytest.mark.parametrize("arguments", [["--timeout", "5x"], ["--timeout", "-5"], ["x", "y"], []])
 def test_invalid_arguments(arguments):
     assert run_cli("request-save", *(["x"] if len(arguments) == 2 else []), *arguments).code == 2
-
-
-def test_json_needs_neither_torch_nor_rich(tmp_path):
-    hf.save(tmp_path / "version_1", {"x": np.arange(3)})
-    assert not imported("request-save", str(tmp_path), "--no-wait", "--json") & {"torch", "rich"}

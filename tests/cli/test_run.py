@@ -140,6 +140,7 @@ def test_a_signal_reaches_the_command(name, tmp_path):
     assert (result.code, result.out) == (0, f"got {name}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_a_command_that_a_forwarded_signal_kills_has_not_saved(name, tmp_path):
     with started("--", *sh('echo $$ > "$1"; exec sleep 600', tmp_path / "up")) as process:
@@ -166,10 +167,12 @@ def test_the_status_of_a_worker_decides(code, tmp_path):
     assert status["why"] == "SIGTERM"
 
 
+@pytest.mark.slow
 def test_without_limpet_run_a_worker_exits_with_its_code(tmp_path):
     assert subprocess.run(worker(tmp_path, "now-75"), check=False).returncode == 75
 
 
+@pytest.mark.slow
 def test_a_script_that_goes_on_after_a_saved_training_must_run_again(tmp_path):
     script = 'a="$1"; shift; "$@" "$a" now-75 && "$@" "$a" end'
     result = run_to_end("--", *sh(script, tmp_path, sys.executable, WORKER))
@@ -177,6 +180,7 @@ def test_a_script_that_goes_on_after_a_saved_training_must_run_again(tmp_path):
     assert "rank 0 saved step 4 in runs/a: it was time; run it again" in result.err
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_write_its_status_exits_with_its_code(tmp_path):
     script = 'rmdir "$LIMPET_STATUS" && "$@"'
     result = run_to_end("--", *sh(script, *worker(tmp_path, "now-75")))
@@ -184,6 +188,7 @@ def test_a_worker_that_cannot_write_its_status_exits_with_its_code(tmp_path):
     assert "cannot read the statuses" in result.err
 
 
+@pytest.mark.slow
 def test_a_nested_run_passes_its_code_on(tmp_path):
     with started("--", *RUN, "--", *worker(tmp_path, "75")) as process:
         read_pid(tmp_path / "0.0")
@@ -214,6 +219,7 @@ def hide(file, *words):
     return [sys.executable, "-S", "-c", HIDE, file, *words]
 
 
+@pytest.mark.slow
 def test_what_the_command_leaves_running_is_asked_to_stop(tmp_path):
     result = run_to_end("--", *hide(tmp_path / "up"))
     assert result.code == 0
@@ -221,12 +227,14 @@ def test_what_the_command_leaves_running_is_asked_to_stop(tmp_path):
     assert "left 1 processes running" in result.err
 
 
+@pytest.mark.slow
 def test_what_the_command_leaves_running_is_killed(tmp_path):
     result = run_to_end("--grace", "1", "--json", "--", *hide(tmp_path / "up", "ignore"))
     assert (result.code, result.json["killed"]) == (0, 1)
     assert not is_alive(read_pid(tmp_path / "up"))
 
 
+@pytest.mark.slow
 def test_after_the_grace_all_processes_are_killed(tmp_path):
     command = hide(tmp_path / "up", "ignore", "stay")
     with started("--grace", "1", "--json", "--", *command) as process:
@@ -240,6 +248,7 @@ def test_after_the_grace_all_processes_are_killed(tmp_path):
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_a_worker_of_a_shell_that_dies_of_the_signal_still_saves(tmp_path):
     """A shell does not pass SIGTERM on. Its child becomes that of ``limpet run``."""
     with started("--", *sh('"$@"; true', *worker(tmp_path, "75"))) as process:
@@ -276,6 +285,7 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_what_is_left_ends_its_own_children(tmp_path):
     """A worker of a data loader that gets SIGTERM could make the training fail while it saves."""
     assert run_to_end("--", sys.executable, "-S", "-c", FAMILY, tmp_path / "up").code == 0
@@ -289,6 +299,7 @@ COUNT = (
 """A script that counts signals in its first file, after it wrote its process id to the second."""
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_is_not_passed_on(tmp_path):
     """torchrun would leave its workers behind at the third."""
     with started("--grace", "2", "--", *sh(COUNT, tmp_path / "n", tmp_path / "up")) as process:
@@ -302,6 +313,7 @@ def test_a_second_sigterm_is_not_passed_on(tmp_path):
     assert "SIGTERM (15): the command has 2 s left" in result.err
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills_at_once(tmp_path):
     with started("--grace", "1h", "--", *sh(COUNT, tmp_path / "n", tmp_path / "up")) as process:
         pid = read_pid(tmp_path / "up")
@@ -313,6 +325,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_command_once(tmp_path):
     """The terminal sends it to the whole foreground group, so it is not passed on."""
     master, slave = pty.openpty()
@@ -330,6 +343,7 @@ def test_ctrl_c_reaches_the_command_once(tmp_path):
     os.close(slave)
 
 
+@pytest.mark.slow
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path):
     """As ``nohup limpet run ...`` does."""
     ignore = ["env", "--ignore-signal=HUP"]
@@ -343,10 +357,12 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path):
     assert "SIGHUP" not in result.err
 
 
+@pytest.mark.slow
 def test_exit_codes_arrive_if_the_caller_ignores_its_children():
     assert run_to_end("--", *sh("exit 93"), prefix=["env", "--ignore-signal=CHLD"]).code == 93
 
 
+@pytest.mark.slow
 def test_the_command_starts_with_the_signals_of_the_caller():
     show = "grep -E 'SigBlk|SigIgn' /proc/self/status"
     direct = subprocess.run(["sh", "-c", show], capture_output=True, text=True, check=True)
@@ -359,6 +375,7 @@ def test_the_command_starts_with_the_signals_of_the_caller():
     assert signals(run_to_end("--", *sh(show)).out) == signals(direct.stdout)
 
 
+@pytest.mark.slow
 def test_orphans_that_end_do_not_remain_as_zombies(tmp_path):
     script = '(sh -c "exit 0" & echo $! > "$1.tmp"; mv "$1.tmp" "$1"); sleep 600'
     with started("--", *sh(script, tmp_path / "up")) as process:
@@ -369,6 +386,7 @@ def test_orphans_that_end_do_not_remain_as_zombies(tmp_path):
         assert finish(process).code == 76
 
 
+@pytest.mark.slow
 def test_the_exit_code_survives_when_nobody_reads_the_messages():
     script = f'{sys.executable} -m limpet run --json -- sh -c "exit 75" 2>&1 | true'
     done = subprocess.run(
@@ -387,6 +405,7 @@ cli.main(["run", "--", *sys.argv[1:]], prog_name="limpet")
 """
 
 
+@pytest.mark.slow
 def test_signals_arrive_although_another_thread_does_not_block_them(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", THREADED, *worker(tmp_path, "75")], stderr=subprocess.PIPE
@@ -399,6 +418,7 @@ def test_signals_arrive_although_another_thread_does_not_block_them(tmp_path):
             process.kill()
 
 
+@pytest.mark.slow
 def test_no_thread_is_started_before_the_command():
     script = "ls /proc/$PPID/task | wc -l"
     assert run_to_end("--json", "--", *sh(script)).err.strip() == "1"
@@ -408,6 +428,7 @@ UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 CAN_UNSHARE = os.geteuid() == 0 and subprocess.run([*UNSHARE, "true"], check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(not CAN_UNSHARE, reason="needs root and PID namespaces")
 @pytest.mark.parametrize("command", ["worker", "sleep", "hidden"])

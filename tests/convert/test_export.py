@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -43,6 +42,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits
 from limpet.testing.faults import Fault, FaultFs
 from tests.layout.random_boxes import shapes, tilings
+from tests.memory_peak import numbers_of
 from tests.snapshot.manual_shards import split_columns, split_rows, write_resharded
 from tests.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
 from tests.trainings import flip_bit
@@ -551,20 +551,6 @@ def test_few_bytes_wait_if_a_store_only_appends(monkeypatch):
     assert_same(dict(sorted(loaded.items())), model)
 
 
-def test_progress_counts_every_byte(tmp_path):
-    snapshot = limpet.open(save_state(state_of_all_dtypes()))
-    for kind in ("hf", "torch"):
-        reported: list[int] = []
-        keys = ["model/[!c]*", "model/w", "model/long"]
-        to = tmp_path / kind
-        plan = prepare_export(reader_of(snapshot), to, kind, keys=keys, root="model")
-        plan.write(reported.append)
-        if kind == "hf":
-            assert sum(reported) == plan.nbytes > 1_200_000
-        else:
-            assert sum(reported) == os.path.getsize(to / "model.pt") > plan.nbytes
-
-
 def test_a_version_is_pinned_during_an_export(tmp_path, monkeypatch):
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     store = MemoryStore()
@@ -695,24 +681,15 @@ def test_a_failure_of_any_call_leaves_no_file(tmp_path):
 
 
 MEASURE_MEMORY = """
-import sys, limpet
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from limpet.snapshot import pins
+import sys
 from limpet.snapshot.reader import open_snapshot
 from limpet.convert.export import prepare_export
-
-def memory(name):
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
+from tests.memory_peak import print_peak_resident
 
 snapshot = open_snapshot(sys.argv[1])
 plan = prepare_export(snapshot, sys.argv[1] + "-hf", "hf", max_shard_size=200_000_000)
-Path("/proc/self/clear_refs").write_text("5")
-before = memory("VmRSS")
-plan.write()
-print((memory("VmHWM") - before) >> 20)
+with print_peak_resident():
+    plan.write()
 """
 
 
@@ -732,16 +709,8 @@ def test_memory_does_not_grow_with_the_state():
         resharded = write_resharded(
             reader_of(original), Location(LocalStore(folder), "resharded"), layout, 3
         )
-        command = [
-            sys.executable,
-            "-c",
-            MEASURE_MEMORY,
-            resharded.url,
-            str(Path(__file__).parents[2]),
-        ]
-        found = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert found.returncode == 0, found.stderr
-        assert int(found.stdout) < 160
+        [growth] = numbers_of(MEASURE_MEMORY, resharded.url)
+        assert growth < 160 << 20
         files = sorted(Path(f"{resharded.url}-hf").iterdir())
         assert len(files) == 4
         for file in files[:2]:

@@ -113,6 +113,7 @@ def test_a_safetensors_file_is_read_once_and_not_copied(store, monkeypatch, tmp_
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [1, 16])
 def test_small_tensors_are_read_together(store, monkeypatch, kept):
     monkeypatch.setattr(stored_files, "_MAX_EXTENTS", kept)

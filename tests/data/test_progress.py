@@ -99,20 +99,6 @@ def install_device(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_the_generators_of_all_devices_continue(install_device, count):
-    store = MemoryStore()
-    device = FakeDevice(count)
-    install_device("cuda", device)
-    limpet.save(store, {"rng": limpet.RNG()})
-    expected = device.draw()
-    other = FakeDevice(count)
-    other.draw()
-    install_device("cuda", other)
-    limpet.load(store, into={"rng": limpet.RNG()})
-    assert other.draw() == expected
-
-
 def test_the_generator_of_a_device_without_index_continues(install_device):
     device = FakeMps()
     install_device("mps", device)
@@ -148,31 +134,13 @@ def test_another_kind_of_device_keeps_its_generators(install_device):
     assert other.draw() == twin.draw()
 
 
-def test_a_device_that_the_program_does_not_use_is_not_initialized(install_device):
-    class UninitializedDevice(FakeDevice):
-        def get_rng_state(self, device=0):
-            raise AssertionError("this initializes the device")
-
-    device = UninitializedDevice(1, initialized=False)
-    install_device("cuda", device)
-    torch.accelerator.is_available = lambda: pytest.fail("this could break a later fork")
-    assert "cuda" not in limpet.RNG().state_dict()
-
-
-def test_a_state_without_devices_loads_where_devices_exist(install_device):
-    state = limpet.RNG().state_dict()
-    device, twin = FakeDevice(2), FakeDevice(2)
-    install_device("cuda", device)
-    limpet.RNG().load_state_dict(state)
-    assert device.draw() == twin.draw()
-
-
 @pytest.mark.parametrize("state", [{}, {"python": 1}, [], None])
 def test_rng_rejects_another_state(state):
     with pytest.raises(PlanError, match="not the state of an RNG"):
         limpet.RNG().load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_for_the_rng(tmp_path):
     """A state without PyTorch's generator is saved and restored without PyTorch.
 

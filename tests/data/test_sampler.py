@@ -298,6 +298,11 @@ def test_a_data_set_instead_of_its_length_is_refused():
         Sampler(TensorDataset(torch.zeros(4)), batch_size=2)
 
 
+def test_numpy_sizes_become_plain_ints():
+    sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
+    assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
+
+
 # -- passes --------------------------------------------------------------------------------------
 
 
@@ -569,6 +574,17 @@ def test_a_finished_loop_can_be_resumed_with_more_epochs():
             sampler.end_epoch()
         state = sampler.state_dict()
     assert trained == [sample for epoch in range(4) for sample in order(8, epoch=epoch)]
+
+
+def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass():
+    sampler = Sampler(10, 2)
+    for number, _ in enumerate(sampler):
+        if number == 3:
+            sampler.advance(4)
+    assert sampler.state_dict()["ahead"] == 0
+    sampler.end_epoch()
+    assert sampler.state_dict()["ahead"] == 1
+    assert flat(resumed(sampler, 10, 2)) == order(10)[8:] + order(10, epoch=1)
 
 
 def test_a_loaded_state_is_saved_unchanged():

@@ -29,7 +29,7 @@ from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
 from tests.trainings import delete_version
 
-ALL = Selection(skip_none=True)
+ALL, FUNCTIONS = Selection(skip_none=True), "tests.evaluation.functions"
 
 
 def save_version(run, step, seed=None):
@@ -220,12 +220,11 @@ def test_nan_is_recorded_and_never_the_best(run):
     ("arguments", "message"),
     [
         ({"setup": "no.such.module:setup"}, "no.such.module:setup cannot be imported"),
-        ({"setup": "tests.evaluation.functions:missing"}, "missing cannot be imported"),
+        ({"setup": f"{FUNCTIONS}:missing", "workers": 0}, "missing cannot be imported"),
         ({"setup": "nonsense"}, "'nonsense' does not name the function setup"),
         ({"setup": lambda snapshot: None}, "Another process cannot import the function setup"),
-        ({"data": "tests.evaluation.functions:RECORDS"}, "RECORDS is not a function"),
-        ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
-        ({"data": functions.empty}, "is empty"),
+        ({"data": f"{FUNCTIONS}:RECORDS", "workers": 0}, "RECORDS is not a function"),
+        ({"data": f"{FUNCTIONS}:evaluate_nothing"}, "evaluate_nothing"),
         ({"data": functions.empty, "workers": 0}, "is empty"),
         (
             {

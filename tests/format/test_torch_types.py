@@ -130,6 +130,7 @@ def test_ranks_that_disagree_are_named():
 # -- without torch, and forged files -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_command_does_not_import_torch(tmp_path):
     limpet.save(str(tmp_path / "version_1"), STATE)
     code = (
@@ -153,6 +154,7 @@ def test_a_command_does_not_import_torch(tmp_path):
     run("diff", str(tmp_path / "version_1"), str(tmp_path / "version_1"))
 
 
+@pytest.mark.slow
 def test_a_load_imports_torch_or_says_that_it_needs_it(tmp_path):
     limpet.save(str(tmp_path / "version_1"), STATE)
     code = (

@@ -93,6 +93,15 @@ def test_an_empty_name_is_distinct_from_other_names():
     assert values_equal(save_and_load(state), state)
 
 
+def test_keys_with_equal_text_are_distinguished_in_a_partial_load():
+    state = {"d": {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), (1,): [torch.tensor([3.0])]}}
+    store = MemoryStore()
+    keys = limpet.save(store, state).keys()
+    for key, name, value in zip(keys, (1, "1"), (1.0, 2.0), strict=False):
+        part = limpet.load(store, keys=key)
+        assert values_equal(part, {"d": {name: torch.tensor([value])}})
+
+
 def test_safetensors_can_open_the_shard(tmp_path):
     state = {n: torch.tensor([i]) for i, n in enumerate(NAMES) if n != "__metadata__"}
     state |= {d: torch.zeros(4, dtype=getattr(torch, d)) for d in DTYPE_NAMES}

@@ -71,6 +71,11 @@ def test_replicated_boxes_are_balanced_across_the_ranks_that_have_them(data):
             assert made.bytes_per_rank[r] <= max(means) + max(h.nbytes for h in assigned)
 
 
+def test_a_box_that_a_rank_has_twice_is_written_once():
+    made = plan([[interval("a", 0, 8), interval("a", 0, 8)], [interval("a", 0, 8)]])
+    assert made.write_flags.sum() == 1
+
+
 @given(st.data())
 def test_gaps_and_overlaps_between_boxes_raise_an_error(data):
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))

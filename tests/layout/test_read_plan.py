@@ -12,7 +12,7 @@ from limpet.errors import ManifestInvalid, MissingLeaf, PlanError
 from limpet.format.index import Index, IndexBox, IndexLeaf, ShardIndex, decode_index, encode_index
 from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
-from limpet.layout.read_plan import ReadRequest, make_read_plan
+from limpet.layout.read_plan import ReadRequest, chunk_read_items, make_read_plan
 from limpet.layout.shard_layout import chunk_cuts, file_order, itemsize
 from limpet.types import BLOCK_SIZE, Box
 from tests.layout.random_boxes import leaves, rank_boxes, tilings
@@ -222,3 +222,12 @@ def test_a_large_leaf_is_read_in_units_and_only_where_requested():
     assert [i.first_chunk for i in part.items] == [1, 1 + units], (
         "the bytes between the planes are not read"
     )
+
+
+def test_a_header_longer_than_a_block_is_read_by_itself():
+    for header, lengths in (
+        (BLOCK_SIZE, [2 * BLOCK_SIZE, BLOCK_SIZE]),
+        (BLOCK_SIZE + 4096, [BLOCK_SIZE + 4096, BLOCK_SIZE, BLOCK_SIZE]),
+    ):
+        items = chunk_read_items(0, chunk_cuts(header, np.array([2 * BLOCK_SIZE])))
+        assert [i.stop - i.start for i in items] == lengths

@@ -1,6 +1,5 @@
 """The memory that a load and a reshard need for a snapshot with a million boxes."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -14,7 +13,8 @@ from limpet.format.manifest import FileEntry, Shard
 from limpet.format.names import MANIFEST, index_name, shard_name
 from limpet.format.sealed import seal
 from limpet.snapshot.snapshot import reader_of
-from limpet.types import Box
+from limpet.types import MIB, Box
+from tests.memory_peak import numbers_of
 
 RANKS, LEAVES = 1024, 978
 ROWS, WIDTH = 2, 16
@@ -55,43 +55,26 @@ state = dict()
 for key, (_, (rows, width)) in snapshot.leaves.items():
     mine = torch.ones(rows // ranks, width)
     state[key] = limpet.Boxed(mine, (part * len(mine), 0), (rows, width))
-begin()
-limpet.load(url, into=state)
+with print_peak_resident():
+    limpet.load(url, into=state)
 assert not any(boxed.tensor.any() for boxed in state.values())
 """
 
 RESHARD = """
 from limpet.snapshot.location import locate
 from limpet.convert.reshard import reshard
-begin()
-new = reshard(snapshot, locate(url + "_new"), ranks)
+with print_peak_resident():
+    new = reshard(snapshot, locate(url + "_new"), ranks)
 assert len(new.manifest.shards) == ranks and new.nbytes > snapshot.nbytes * 0.9
 """
 
-MEASURE_MEMORY = """
+BEGIN = """
 import sys, torch, limpet
 from limpet.snapshot.reader import open_snapshot
+from tests.memory_peak import print_peak_resident
 url, part, ranks = sys.argv[1], *map(int, sys.argv[2:])
-def resident(field):
-    with open("/proc/self/status") as status:
-        return int(status.read().split(field + ":")[1].split()[0]) / 1024
-def begin():
-    global before
-    before = resident("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
 snapshot = open_snapshot(url)
-{}
-print(resident("VmHWM") - before)
 """
-
-
-def measure_memory_growth(code, url, part, ranks):
-    """Return the peak growth of a process's memory, in MiB."""
-    command = [sys.executable, "-c", MEASURE_MEMORY.replace("{}", code), url, str(part), str(ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return float(done.stdout)
 
 
 @pytest.mark.slow
@@ -102,6 +85,8 @@ def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(
     write_snapshot(tmp_path)
     url = tmp_path / "version_1"
     for part, ranks in ((300, 512), (0, 1)):
-        assert measure_memory_growth(LOAD, url, part, ranks) < 256, "MiB in addition to the state"
-    assert measure_memory_growth(RESHARD, url, 0, 8) < 512
+        [growth] = numbers_of(BEGIN + LOAD, url, part, ranks)
+        assert growth < 256 * MIB, "in addition to the state"
+    [growth] = numbers_of(BEGIN + RESHARD, url, 0, 8)
+    assert growth < 512 * MIB
     assert limpet.open(tmp_path / "version_1_new").verify().ok

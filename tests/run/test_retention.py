@@ -534,6 +534,7 @@ def test_a_concurrent_reader_fails_at_once_or_reads_everything():
     assert min(outcomes.values()) > 5
 
 
+@pytest.mark.slow
 def test_a_concurrent_save_keeps_its_base_or_fails(references):
     """The save pins its base, checks it, commits, and removes the pin.
 
@@ -647,6 +648,7 @@ def test_a_version_whose_manifest_could_not_be_deleted_is_complete(store):
     assert {s.key for s in store.list("version_40")} == before
 
 
+@pytest.mark.slow
 def test_the_promises_hold_if_the_process_dies_at_any_call():
     """Another process continues, and a sweep removes the remaining files."""
     for at in range(1, 200):

@@ -360,6 +360,26 @@ def test_a_request_that_replaced_the_answered_one_is_kept(store):
     assert watcher.accept() == B
 
 
+@pytest.mark.parametrize("action", ["accept", "committed", "failed"])
+def test_an_outdated_poll_is_ignored(store, action):
+    watcher = RequestWatcher(store)
+    put_request(store, A)
+    watcher.poll()
+    if action != "accept":
+        watcher.accept()
+
+    def act_first():
+        store.after_get = lambda: None
+        if action == "accept":
+            watcher.accept()
+        else:
+            watcher.mark(A, action == "committed")
+
+    store.after_get = act_first
+    watcher.poll()
+    assert watcher.pending_request is None
+
+
 def test_an_outage_is_reported_once_and_raises_nothing(store, emitted):
     watcher = RequestWatcher(store)
     for outage in (1, 2):
@@ -387,6 +407,22 @@ def test_a_request_that_could_not_be_removed_is_removed_later_without_another_sa
     put_request(store, A)
     watcher.poll()
     assert watcher.pending_request == A
+
+
+def test_a_request_answered_during_an_outage_can_be_repeated(store):
+    watcher = RequestWatcher(store)
+    store.put_if_absent(SAVE_REQUEST, b"")
+    watcher.poll()
+    request = watcher.accept()
+    store.error = Unavailable("x")
+    watcher.mark(request, True)
+    store.error = None
+    store.delete(SAVE_REQUEST)
+    watcher.poll()
+    store.put_if_absent(SAVE_REQUEST, b"")
+    watcher.mark(request, False)
+    watcher.poll()
+    assert watcher.pending_request == request
 
 
 def test_a_file_of_any_length_is_a_request(store):

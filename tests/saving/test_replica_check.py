@@ -44,6 +44,45 @@ def test_a_change_of_any_bit_at_any_position_changes_the_device_digest(length, d
     assert digest_on_device(raw.clone()) == before
 
 
+def test_the_device_digest_depends_on_the_order_of_words_and_on_the_tail():
+    words = torch.arange(1, 100, dtype=torch.int64)
+    swapped = words.clone()
+    swapped[[3, 77]] = swapped[[77, 3]]
+    assert digest_on_device(words) != digest_on_device(swapped)
+    assert digest_on_device(words.flip(0)) != digest_on_device(words)
+    # Both tensors have the same dtype and length, and fill only part of a padded word.
+    assert digest_on_device(torch.tensor([1, 2, 3], dtype=torch.uint8)) != digest_on_device(
+        torch.tensor([1, 2, 4], dtype=torch.uint8)
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        COUNTING,
+        COUNTING.reshape(10, 100).t(),
+        COUNTING[::3],
+        torch.ones(5, dtype=torch.bool),
+        torch.ones(7, dtype=torch.complex64) * 1j,
+        torch.ones(5, dtype=torch.bfloat16),
+        torch.ones(6).to(torch.float8_e4m3fn),
+        torch.tensor(3.0),
+        torch.empty(0),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}",
+)
+def test_the_device_digest_does_not_depend_on_strides(tensor):
+    assert digest_on_device(tensor) == digest_on_device(
+        tensor.clone(memory_format=torch.contiguous_format)
+    )
+
+
+def test_the_device_digest_does_not_depend_on_the_step_size(monkeypatch):
+    whole = digest_on_device(COUNTING)
+    monkeypatch.setattr("limpet.saving.partition._WORDS_PER_STEP", 7)
+    assert digest_on_device(COUNTING) == whole
+
+
 # -- digests on the CPU ---------------------------------------------------------------------------
 
 

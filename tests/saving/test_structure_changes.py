@@ -59,6 +59,7 @@ def test_a_save_after_a_change_is_that_of_a_fresh_process(name, tmp_path, fresh_
     assert digests[2:] == [fresh_digests[name]] * 2
 
 
+@pytest.mark.slow
 def test_the_state_of_another_training_at_the_same_addresses_is_saved_anew(tmp_path):
     ids: list[int] = []
     for i in range(500):

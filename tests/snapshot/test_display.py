@@ -216,6 +216,15 @@ def test_html_shows_every_member_and_escapes_names_and_values():
     assert calls == []
 
 
+def test_metrics_are_shown():
+    store = MemoryStore()
+    with limpet.Checkpointer(store, {"x": np.zeros(2)}, save=limpet.EverySteps(1)) as ckpt:
+        ckpt.step({"<loss>": 0.25})
+    snapshot = limpet.open(store.at("version_1"))
+    assert snapshot.metrics == {"<loss>": 0.25}
+    assert ", <loss> 0.25" in check_html(snapshot._repr_html_()).text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_large_state_displays_quickly_and_briefly(nested):
@@ -235,6 +244,12 @@ def test_a_large_state_displays_quickly_and_briefly(nested):
         check_html(shown)
     assert "optimizer" in html
     assert len(text) + len(part) < 1000
+
+
+def test_long_names_are_shortened():
+    snapshot, _ = save({"n" * 50_000: {"m" * 50_000: 1}})
+    assert len(repr(snapshot)) < 300
+    assert len(snapshot._repr_html_()) < 2000
 
 
 PUBLIC_NAMES = [

@@ -664,6 +664,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.dictionaries(st.text("abc/~"), plain, max_size=4))
 def test_any_plain_state_is_restored(state):

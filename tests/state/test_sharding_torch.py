@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from math import prod
 
 import pytest
@@ -21,7 +20,6 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from limpet.errors import Unsupported
-from limpet.state import sharding
 from limpet.state.sharding import empty_like, get_local_boxes, is_distributed_tensor
 from limpet.types import Box
 
@@ -471,50 +469,3 @@ def test_a_shard_that_does_not_match_its_metadata_is_refused():
 
 
 # -- empty_like ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "placements", [[S(0), S(1)], [R, S(0)], [R, R], [strided(0, 3), S(0)], [strided(1, 4), R]]
-)
-def test_empty_like_returns_a_tensor_with_the_layout_of_the_parameter(placements):
-    for rank, shape in product((0, 5), ((6, 12), (7, 4), (1, 1), (0, 3))):
-        with simulated_rank(rank, 6) as calls:
-            mesh = init_device_mesh("cpu", (2, 3))
-            parameter = torch.nn.Parameter(distribute(shape, mesh, placements))
-            made = empty_like(parameter, torch.bfloat16)
-            assert type(made) is DTensor
-            assert made._spec.placements == parameter._spec.placements
-            assert (made.shape, made.dtype, made.requires_grad) == (shape, torch.bfloat16, False)
-            assert made._local_tensor.shape == parameter._local_tensor.shape
-            assert made._local_tensor.dtype == torch.bfloat16
-            assert made.stride() == parameter.stride()
-            if box_tensors_of(parameter):
-                assert [b for b, _ in box_tensors_of(made)] == [
-                    b for b, _ in box_tensors_of(parameter)
-                ]
-            assert made._spec.tensor_meta.dtype == torch.bfloat16
-            made.zero_()
-            assert parameter.dtype == torch.float32, "the parameter is unchanged"
-            assert parameter._spec.tensor_meta.dtype == torch.float32
-            assert calls.get_total_counts() == 0
-
-
-def box_tensors_of(value):
-    try:
-        return get_local_boxes(value, "k").box_tensors
-    except Unsupported:  # sharded unevenly, which FSDP2 never does
-        return []
-
-
-def test_empty_like_of_an_ordinary_parameter_is_a_tensor():
-    parameter = torch.nn.Parameter(torch.ones(3, 2))
-    made = empty_like(parameter, torch.int64)
-    assert type(made) is torch.Tensor
-    assert (made.shape, made.dtype, made.requires_grad) == ((3, 2), torch.int64, False)
-    assert not sharding.is_distributed_tensor(made)
-
-
-def test_empty_like_outside_the_mesh_has_no_elements():
-    with simulated_rank(0, 4):
-        made = empty_like(distribute((4, 6), DeviceMesh("cpu", [1, 2]), [S(0)]), torch.float64)
-        assert (made.shape, made._local_tensor.numel()) == ((4, 6), 0)

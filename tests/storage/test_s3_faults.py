@@ -18,6 +18,8 @@ from limpet.snapshot.location import locate
 from limpet.types import MIB
 from tests.storage.fake_s3 import open_run
 
+pytestmark = pytest.mark.slow
+
 HTML = b"<!DOCTYPE html><html><body>It works</body></html>"
 
 
@@ -172,7 +174,6 @@ def page_of(number, token):
     return f"<R><IsTruncated>true</IsTruncated>{next_token}{key}</R>".encode()
 
 
-@pytest.mark.slow
 def test_a_list_ends_by_the_deadline(s3):
     pages = iter(range(10_000))
 
@@ -197,7 +198,6 @@ def test_a_list_that_does_not_go_on_is_an_error(s3, token):
         list(open_run(s3).list(""))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("view", [False, True])
 def test_a_reply_that_arrives_slowly_ends_by_the_deadline(s3, view):
     def slow(method, path, handler):
@@ -217,7 +217,6 @@ def test_a_reply_that_arrives_slowly_ends_by_the_deadline(s3, view):
     assert time.monotonic() - start < 6
 
 
-@pytest.mark.slow
 def test_a_reply_that_becomes_slow_ends_by_the_deadline(s3):
     """Blocks of 1 MiB, as for a fast reply, would take 25 s."""
 
@@ -238,7 +237,6 @@ def test_a_reply_that_becomes_slow_ends_by_the_deadline(s3):
     assert time.monotonic() - start < 8
 
 
-@pytest.mark.slow
 def test_a_second_try_of_a_read_ends_by_the_deadline_of_the_first(s3):
     """The first reply breaks off after 3 s of 4, and the second one would never end."""
     began = time.monotonic()
@@ -266,7 +264,6 @@ def test_a_second_try_of_a_read_ends_by_the_deadline_of_the_first(s3):
         assert time.monotonic() - began < 6
 
 
-@pytest.mark.slow
 def test_a_server_with_many_addresses_that_drop_packets(s3, monkeypatch):
     """Each address may take the timeout of a connection."""
     sockets, port = [], 0
@@ -299,7 +296,6 @@ def test_a_server_with_many_addresses_that_drop_packets(s3, monkeypatch):
         each.close()
 
 
-@pytest.mark.slow
 def test_an_interrupted_save_does_not_wait_for_a_busy_server(s3):
     def busy(method, path, handler):
         if "partNumber" in path:

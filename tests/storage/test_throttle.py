@@ -130,6 +130,23 @@ def test_the_limit_halves_and_recovers_slowly(clock):
     assert throttle.statistics().concurrency == 32
 
 
+def test_many_refusals_at_once_halve_the_limit_once(clock):
+    throttle = clock.throttle(concurrency=32)
+    for _ in range(10):
+        with pytest.raises(Unavailable):
+            throttle.call("Put", clock.deadline(0.5), Failing(slow_down()))
+        throttle._resume_at = 0  # the ten were in progress together
+    assert throttle.statistics().concurrency == 16
+    assert throttle.statistics().throttled == 10
+
+
+def test_the_limit_is_at_least_one(clock):
+    throttle = clock.throttle(concurrency=2)
+    for _ in range(5):
+        throttle.call("Put", clock.deadline(1000), Failing(slow_down(), slow_down()))
+    assert throttle.statistics().concurrency >= 1
+
+
 def test_the_deadline_ends_the_tries(clock):
     throttle = clock.throttle()
     began = clock.now
@@ -235,3 +252,11 @@ def test_the_number_of_requests_in_progress_is_limited():
             call.result(10)
     assert max(peak) == 3
     assert throttle.statistics().running == 0
+
+
+def test_an_interrupted_request_is_not_counted_as_running(clock):
+    throttle = clock.throttle(concurrency=1)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            throttle.call("Get", NO_DEADLINE, Failing(KeyboardInterrupt()))
+    assert throttle.call("Get", clock.deadline(1), Failing()) == "done"

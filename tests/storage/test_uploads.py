@@ -14,6 +14,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits, check_key, refuse_partial
 from limpet.storage.uploads import SequentialUpload
 from limpet.testing import StoreContract
+from limpet.types import MIB
 
 
 class ListAppender:
@@ -93,6 +94,18 @@ def test_any_order_gives_the_same_bytes(seed, temporary_files):
     assert upload.commit() == data
     assert not appender.is_aborted
     assert [file.closed for file in temporary_files] == [True]
+
+
+def test_the_temporary_file_is_as_large_as_what_waits(temporary_files):
+    data = random.Random(0).randbytes(8 * MIB)
+    upload, _ = begin(len(data))
+    most = 0
+    for start in range(0, len(data), MIB):
+        for at in (start + MIB // 2, start):
+            upload.write_at(at, memoryview(data)[at : at + MIB // 2])
+            most = max(most, os.fstat(temporary_files[0].fileno()).st_blocks * 512)
+    assert upload.commit() == data
+    assert most < 2 * MIB
 
 
 def test_a_failed_append_ends_the_upload():

@@ -8,10 +8,12 @@ import uuid
 
 import hdfs_native
 import pytest
+from hdfs_native import WriteOptions
 
 import limpet
 from limpet.storage import hdfs as hdfs_server
-from limpet.storage.hdfs import HdfsServer
+from limpet.storage.hdfs import HdfsServer, close_file
+from limpet.types import MIB
 
 
 class Client:
@@ -92,6 +94,30 @@ def test_without_an_answer_the_end_of_the_pause_is_awaited(use):
     assert client.calls.count("get_content_summary") > 3
     assert "recover_lease" not in client.calls
     assert store.get("a", 3) == b"123"
+
+
+def test_a_lease_is_not_recovered_before_the_last_block_was_reported(use):
+    """That would begin a recovery, which takes seconds."""
+    store, client = use(0, block_size=MIB)
+    for size in (MIB - 1, MIB, 2 * MIB + 1):
+        path = store.remote.path(f"a{size}")
+        writer = client.create(path, WriteOptions(block_size=MIB, create_parent=True))
+        writer.write(bytes(size))
+        writer.hsync()
+        closed = []
+
+        class Stalled:
+            def close(self, writer=writer, closed=closed):
+                time.sleep(0.3)  # longer than it is watched
+                closed.append(len(client.calls))
+                writer.close()
+
+        client.calls.clear()
+        close_file(client, path, Stalled())
+        assert "recover_lease" not in client.calls[: closed[0]]
+        # nothing tells a full block that was reported from one that was not
+        assert ("get_content_summary" in client.calls) == (size != MIB)
+        assert store.stat(f"a{size}").length == size
 
 
 @pytest.mark.parametrize("append", [False, True])

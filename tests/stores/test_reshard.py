@@ -1,15 +1,13 @@
 """The memory of a reshard, whose uploads keep bytes in memory."""
 
-import subprocess
-import sys
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import limpet
 from limpet.types import MIB
+from tests.memory_peak import numbers_of
 
 PROGRAM = """
 import sys, numpy as np, limpet
@@ -36,12 +34,5 @@ def test_the_memory_of_a_reshard_is_bounded(request, tmp_path, store):
     source = limpet.save(tmp_path / "run" / "version_1", {"model": model}, step=1).url
     server = request.getfixturevalue(store)
     url = f"{server.url}/{uuid.uuid4().hex}" if store == "hdfs" else f"{server}/to"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, source, url],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 256 * MIB
+    [growth] = numbers_of(PROGRAM, source, url)
+    assert growth < 256 * MIB

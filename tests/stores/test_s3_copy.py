@@ -21,6 +21,7 @@ from limpet.testing.contract import partial_keys
 from limpet.types import MIB
 from tests.cli.invoke import run_cli
 from tests.convert.checkpoints import write_dcp_as_ranks
+from tests.memory_peak import numbers_of
 from tests.snapshot.manual_shards import split_rows, write_resharded
 from tests.stores.fault_proxy import Fault
 from tests.trainings import flip_bit
@@ -197,17 +198,8 @@ def test_the_memory_of_half_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
     length = source.nbytes
     assert length > 512 * MIB
     del model
-    done = subprocess.run(
-        [sys.executable, "-c", COPY, verb, source.url, f"{s3}/out"],
-        env={**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stdout)
-    print(verb, peak >> 20, "MiB")
-    assert peak < 256 * MIB
+    [growth] = numbers_of(COPY, verb, source.url, f"{s3}/out", AWS_ENDPOINT_URL=proxy.endpoint)
+    assert growth < 256 * MIB
     parts = [t for t in proxy.targets("PUT") if "partNumber" in t]
     numbers = {re.search("partNumber=[0-9]+", target)[0] for target in parts}
     assert len(numbers) == -(-length // (16 * MIB))

@@ -54,6 +54,7 @@ def states_of_hosts(hosts, per_host):
     return states
 
 
+@pytest.mark.slow
 def test_what_a_host_sends_does_not_grow_with_the_hosts():
     sizes = [
         max(len(msgspec.msgpack.encode(state)) for state in states_of_hosts(hosts, 1))
@@ -63,6 +64,7 @@ def test_what_a_host_sends_does_not_grow_with_the_hosts():
     assert sizes[1] < 100
 
 
+@pytest.mark.slow
 def test_what_rank_0_sends_back_grows_by_a_few_bytes_per_host():
     (found,) = find_snapshots(states_of_hosts(256, 1), "memory")
     assert found.is_whole
