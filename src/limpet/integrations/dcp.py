@@ -311,8 +311,7 @@ def _require_whole_tensors(rank: int, leaves: list[LocalLeaf]) -> None:
 
 
 def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
-    """Return a strided tensor with the elements of ``value``, and its dtype, or raise
-    ``Unsupported``."""
+    """Return a strided tensor with these elements and its dtype, or raise ``Unsupported``."""
     wait = getattr(type(value), "trigger_wait", None)  # a collective may still be writing to it
     tensor = value if wait is None else wait(value)
     library = part_library(type(tensor))

@@ -120,8 +120,7 @@ def _walk(entry: FqnEntry, flattened: bool) -> Iterator[FqnEntry]:
 
 
 def _is_terminal(members: Iterable[Any]) -> bool:
-    """Return True if DCP treats a list as one value: neither it nor a list in it has a tensor or
-    dict."""
+    """Return True if DCP treats a list as one value: no list in it has a tensor or dict."""
     for node in members:
         tag = next(iter(node)) if type(node) is dict else None
         if tag in (*_DICT_TAGS, *_TENSOR_TAGS) or (

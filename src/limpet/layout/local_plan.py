@@ -66,8 +66,7 @@ class LocalPlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LocalPlan:
-        """Deserialize a plan without copying the columns. Raises ``PlanError`` for a wrong
-        length."""
+        """Deserialize a plan, without a copy of the columns. Raises ``PlanError``."""
         has_header = len(data) >= _HEADER.size
         digest, leaves, boxes, packed_length = (
             _HEADER.unpack_from(data) if has_header else (b"", 0, 0, 0)
@@ -181,8 +180,8 @@ def splitmix64(x: Hashes) -> Hashes:
 
 
 def _weights(offsets: Ints, sizes: Ints, dims: Ints) -> Hashes:
-    """Return the weights of boxes. ``offsets`` and ``sizes`` are flat: ``dims[i]`` numbers for box
-    i."""
+    """Return the weights of boxes, for which ``offsets`` and ``sizes`` have ``dims`` numbers
+    each."""
     d = ranges(np.zeros_like(dims), dims)
     seed = splitmix64(d.astype(np.uint64))
     random = [splitmix64(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]

@@ -123,8 +123,7 @@ def _torch_chunk_bounds(length: int, num_parts: int, index: int) -> Extent:
 
 
 def _select_extents(extents: list[Extent], local_ranges: list[tuple[int, int]]) -> list[Extent]:
-    """Return the parts of the extents within ranges of local positions, half-open and
-    increasing."""
+    """Return the parts of the extents in ranges of local positions, half-open and increasing."""
     selected: list[Extent] = []
     i = at = 0
     for begin, stop in local_ranges:

@@ -24,8 +24,8 @@ _SHOW_SECONDS = 1.0
 
 
 class ExitTimer:
-    """Calls functions at times of ``clock``, on a thread of its own. A time may only move
-    earlier."""
+    """Calls functions at times of ``clock``, which may only move earlier, on a thread of its
+    own."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

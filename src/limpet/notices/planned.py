@@ -38,8 +38,7 @@ class PlannedEvents:
         self._begun: set[str] = set()
 
     def notice(self, events: Sequence[PlannedEvent]) -> Notice | None:
-        """Return the notice of the earliest stop in one whole answer, otherwise that of a new
-        risk."""
+        """Return the notice of the earliest stop in one whole answer, otherwise of a new risk."""
         stops, risks = [], []
         for event in events:
             has_begun = event.seconds is None or event.seconds <= 0

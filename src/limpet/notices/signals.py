@@ -110,8 +110,7 @@ def _identify(descriptor: int) -> tuple[int, int] | None:
 
 
 def _shared_times() -> memoryview[float]:
-    """Return memory that forked processes see: when (``time.monotonic``) which signal came, or
-    0.0."""
+    """Return memory that forked processes see: when (``time.monotonic``) which signal came."""
     return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
 
 

@@ -49,8 +49,8 @@ class VersionRecord:
 
 
 class Catalog:
-    """Reads manifests, branch records, and evaluations once, because none ever changes. After a
-    ``StoreError``, the content of one is unknown, and nothing may be deleted."""
+    """Reads records once, because none ever changes; but a step may be saved again, so who depends
+    on a version *looks again*. After a ``StoreError``, nothing may be deleted."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -78,8 +78,7 @@ class Catalog:
         return snapshot
 
     def add_committed(self, snapshot: SnapshotReader) -> None:
-        """Take over a version that this process has committed: its manifest need not be decoded
-        again."""
+        """Take over a version that this process has committed: no need to decode its manifest."""
         self._committed[snapshot.version] = make_version_record(snapshot)
 
     @property

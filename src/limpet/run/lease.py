@@ -193,8 +193,7 @@ class LeaseHolder:
             raise self._error
 
     def release(self) -> None:
-        """Stop to renew the lease, and end it. If the store fails or hangs, the lease ends by
-        itself."""
+        """Stop to renew the lease, and end it. If the store fails or hangs, it ends by itself."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_MAX_JOIN)

@@ -89,8 +89,7 @@ class EvaluationReader:
     def _read_cached(
         self, version: Version, file: EvaluationFile, digest: str
     ) -> AboutVersion | None:
-        """Return what is in a file, or None if it is missing or damaged, or does not belong
-        there."""
+        """Return what is in a file, or None if it is missing or damaged, or belongs elsewhere."""
         known, key = self._known.setdefault(version, {}), f"{version}/{file}"
         if (key, digest) in known:
             return known[key, digest]

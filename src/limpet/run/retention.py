@@ -189,8 +189,7 @@ def _select(
 def _relied_on(
     policy: KeepPolicy, records: Sequence[Record], deletable: Collection[Version]
 ) -> set[Version]:
-    """Return the versions to look up before a deletion: the deletable ones and those kept
-    instead."""
+    """Return the versions to look up before a deletion: those, and those kept instead."""
     # Often these are only the newest ones. If the policy would delete the same versions of a run
     # that has only those from the oldest deletable one on (and the one before it), it does not
     # matter whether the older ones still exist: the policies of this package keep no more versions

@@ -252,8 +252,7 @@ class Run:
         return self.find(to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
     def _read_version(self, at: Snapshot | Version | int) -> tuple[Version, VersionRecord]:
-        """Return a version and its record. Raises ``NotFound``, or ``FormatError`` for a damaged
-        manifest."""
+        """Return a version and its record. Raises ``NotFound``, or ``FormatError`` if damaged."""
         version = self._resolve_version(at)
         record = self.catalog.read_version(version, self.listing())
         if record is None or not record.digest:

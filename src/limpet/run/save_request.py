@@ -45,8 +45,7 @@ _SAVE_REQUEST = StrictDecoder(msgspec.json.Decoder(SaveRequest))
 
 @dataclass(frozen=True, slots=True)
 class RequestedSave:
-    """The version that answers a request. ``joined``: it answers an earlier one of another
-    requester."""
+    """The version that answers a request. ``joined``: it answers one of another requester."""
 
     version: Version
     joined: bool
@@ -197,8 +196,7 @@ class RequestWatcher:
         self._outage = False
 
     def start(self) -> None:
-        """Start to poll. Without a thread, the event ``request_unseen`` says that files have no
-        effect."""
+        """Start to poll. Without a thread, the event ``request_unseen`` reports that."""
         args = ref(self), self._wait, self._interval
         thread = Thread(target=_poll_regularly, args=args, name="limpet-request", daemon=True)
         if start_thread(thread):
@@ -252,8 +250,7 @@ class RequestWatcher:
             self._remove_file(to_remove)
 
     def close(self) -> None:
-        """Stop the thread, and raise the exception that has ended it, such as one from an event
-        sink."""
+        """Stop the thread, and raise the exception that has ended it, as of an event sink."""
         if self._pid != os.getpid():
             return
         self._closing.set()

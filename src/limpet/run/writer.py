@@ -82,8 +82,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
 
     @property
     def latest(self) -> Snapshot | None:
-        """The version that was saved last, or from which this writer continues; None: there is
-        none."""
+        """The version that was saved last, or from which this writer continues, or None."""
         return snapshot_of(self.newest)
 
     def __enter__(self) -> Self:
@@ -126,8 +125,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Apply retention if it is due, unless an exception ends the block, and release the
-        lock."""
+        """Apply retention if it is due, unless an exception ends the block; release the lock."""
         self._branch = None
         try:
             if error is None and self.group.rank == 0:

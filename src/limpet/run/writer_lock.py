@@ -120,8 +120,7 @@ class WriterLock:
                 )
 
     def release(self, seconds: float = CLEANUP_SECONDS) -> None:
-        """Release the lock, within ``seconds`` and without an error: that of a dead process blocks
-        none."""
+        """Release the lock within ``seconds``, without an error: a dead process blocks none."""
         lock_id, self.id = self.id, None
         if lock_id is None:
             return

@@ -46,8 +46,7 @@ class LeafDifference:
 def find_equal_by_digest(
     a: SnapshotReader, b: SnapshotReader, pairs: Iterable[LeafPair]
 ) -> set[LeafPair]:
-    """Return the pairs of leaves whose digests prove that their bytes are equal; others may be,
-    too."""
+    """Return the pairs of leaves whose digests prove that their bytes are equal."""
     chunks_a, chunks_b = _chunks_by_leaf(a), _chunks_by_leaf(b)
     return {
         (key_a, key_b)

@@ -58,8 +58,7 @@ def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex
 def parse_index(
     location: Location, shard: Shard, raw: bytes, schema_cache: SchemaCache | None = None
 ) -> ShardIndex:
-    """Do the same as ``read_index`` for bytes. All indexes of a snapshot share a
-    ``schema_cache``."""
+    """Do the same as ``read_index`` for bytes. ``schema_cache``: one for a snapshot."""
     file = location.file_key(shard.index_path)
     actual = digest(raw)
     if actual != shard.index.digest:

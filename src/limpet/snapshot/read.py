@@ -58,8 +58,7 @@ class Target:
 def read_workers(
     location: Location, advance: Callable[[], object] = no_op, processes: int = 1
 ) -> Workers:
-    """Return the threads of a load by one of the ``processes`` that load on this machine at
-    once."""
+    """Return the threads of a load by one of ``processes`` that load on this machine at once."""
     workers = Workers.create(None, advance, location.check_time)
     if location.store.traits.in_memory:  # a copy within memory keeps a processor busy
         processors = count_processors() // processes

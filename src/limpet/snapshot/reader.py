@@ -264,8 +264,7 @@ class SnapshotReader:
             raise
 
     def pin_while_reading(self) -> AbstractContextManager[None]:
-        """Pin a large snapshot while a ``with`` block reads it. Raises ``NotFound`` if it was
-        deleted."""
+        """Pin a large snapshot during a ``with`` block. Raises ``NotFound`` if it was deleted."""
         nbytes = self.nbytes + self.referred_bytes
         if nbytes < pins.MIN_PINNED_BYTES:
             return nullcontext()

@@ -397,8 +397,7 @@ class Snapshot:
 
     @gc_paused
     def _containers(self) -> dict[str, Any]:
-        """Return the tree's nodes of dicts, lists, tuples, and sparse tensors by key, without the
-        root."""
+        """Return the tree's dicts, lists, tuples, and sparse tensors by key, but the root."""
         if self._containers_by_key is None:
             self._containers_by_key = dict(walk_containers(self._reader.manifest.tree))
         return self._containers_by_key

@@ -225,8 +225,7 @@ class _Flattener:
             self.enclosing_ids.pop()
 
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
-        """Encode an object by its ``state_dict()``. An error for a value in it names the object,
-        too."""
+        """Encode an object by its ``state_dict()``. An error for a value in it names both."""
         with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
             state = value.state_dict()
         self.inside_object += 1

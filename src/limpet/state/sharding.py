@@ -246,8 +246,7 @@ def _boxes_of_sharded_tensor(value: Any, key: str) -> LocalBoxes:
 
 
 def _empty_local_tensor(value: Any) -> Any:
-    """Return the local tensor, always the same, of a ``ShardedTensor`` without a shard on this
-    rank."""
+    """Return the one local tensor of a ``ShardedTensor`` without a shard on this rank."""
     import torch
 
     empty = torch.empty(0, dtype=value.metadata().tensor_properties.dtype)

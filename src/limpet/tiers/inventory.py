@@ -229,8 +229,8 @@ def find_unclear(states: Iterable[HostFiles], found: Sequence[TierSnapshot]) -> 
 
 
 def files_of(manifest: Manifest) -> Mapping[str, int]:
-    """Return the names and the lengths of a state's files besides its manifest: each shard, then
-    its index."""
+    """Return the lengths by name of a state's files besides its manifest: shard, index, shard,
+    ..."""
     files: dict[str, int] = {}
     for shard in manifest.shards:
         files[shard.name] = shard.length

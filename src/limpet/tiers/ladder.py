@@ -262,8 +262,7 @@ class Ladder:
             self._remove(None)
 
     def leave(self, code: int, problem: object, deadline: Deadline) -> None:
-        """Remove the record of this restart if the training leaves with ``SAVED`` and no
-        ``problem``."""
+        """Remove the record of this restart if it leaves with ``SAVED`` and no ``problem``."""
         # After the failure of a rank, torchrun stops the others, for which that looks like a
         # preemption. Their last step may be the one that they resumed from.
         if self._key and code == SAVED and problem is None:

@@ -163,8 +163,7 @@ def _existing_folder(path: str) -> str:
 
 
 class _GroupFiles(NamedTuple):
-    """The file system of one version of control groups, its name in ``/proc/self/cgroup``, its
-    files."""
+    """The file system and the files of one version of control groups (``/proc/self/cgroup``)."""
 
     kind: str
     controller: str
@@ -254,7 +253,7 @@ def _read_fields(path: Path) -> dict[str, int]:
 
 
 def _sizes(nbytes: int) -> dict[str, str]:
-    """Return a size, rounded up, as docker and mount write it (``13g``), and as Kubernetes does
-    (``13Gi``)."""
+    """Return a size, rounded up, as docker and mount (``13g``) and Kubernetes (``13Gi``) write
+    it."""
     number, unit = (-(-nbytes // GIB), "g") if nbytes > GIB else (-(-nbytes // MIB), "m")
     return {"docker": f"{number}{unit}", "kubernetes": f"{number}{unit.upper()}i"}

@@ -118,8 +118,7 @@ class RecoveryStore:
             raise _missing(key, self.url, "it is not a file of this state")
 
     def _find(self, key: str) -> tuple[int, Sequence[int]]:
-        """Return the length of a file according to the manifest of the state, and the ranks that
-        serve it."""
+        """Return the length of a file by the manifest, and the ranks that serve it."""
         found = self._read_files().get(key)
         if found is None:
             raise _missing(key, self.url, "it is not a file of this state")
@@ -142,8 +141,7 @@ class RecoveryStore:
             return self._files
 
     def _ask(self, key: str, hosts: Sequence[int], request: Callable[[PeerConnection], T]) -> T:
-        """Ask all ranks of the hosts that these are on, until one answers, none could, or time is
-        over."""
+        """Ask all ranks of these hosts, until one answers, none could, or time is over."""
         deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
         left = [*self._order(hosts)]
         reasons, pause = dict[int, str](), _FIRST_PAUSE

@@ -31,8 +31,7 @@ _DECODER = msgspec.json.Decoder(PeerAddress)
 
 
 def job_secret(kv: KVClient, prefix: str) -> str:
-    """Return the secret of the job, which the first rank that asks creates. ``prefix``: of this
-    start."""
+    """Return the secret of this start of the job, which the first rank that asks creates."""
     return kv.compare_and_set(f"{prefix}/peer-secret", make_secret())
 
 
