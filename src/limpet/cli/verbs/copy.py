@@ -111,11 +111,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
     training can resume from the destination."""
     check_run_target(destination)
     existing = destination.listing()  # first: what appears later belongs to a concurrent copy
-    result = CopyResult(
-        run.url,
-        destination.url,
-        branches=len(listing.branches),
-    )
+    result = CopyResult(run.url, destination.url, branches=len(listing.branches))
     digests: dict[Version, str] = {}  # of the versions in ``result.present``
     remaining: dict[Version, int] = {}  # the bytes to read
     for version in listing.versions:

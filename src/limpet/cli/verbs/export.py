@@ -74,14 +74,7 @@ def command(
     opened, note = resolve_newest(snapshot)
     if note is not None and not as_json:
         click.echo(f"limpet: {note}", err=True)
-    prepared = prepare_export(
-        opened,
-        to,
-        kind,
-        root=root,
-        keys=keys,
-        max_shard_size=max_shard_size,
-    )
+    prepared = prepare_export(opened, to, kind, root=root, keys=keys, max_shard_size=max_shard_size)
     refuse_address(prepared.location.url)
     began = perf_counter()
     with progress_bar("exporting", prepared.nbytes, quiet=as_json) as advance:

@@ -148,8 +148,7 @@ class CloudFolder(Remote):
         name = (self.object_name(folder) if folder else self.prefix.rstrip("/")) or None
         start = f"{folder}/" if folder else ""
         if deep:
-            pages = marker or _Pages(name)
-            read = pages.read
+            pages = read = marker or _read_pages(name)
         else:
 
             def read(client: Any) -> Any:
@@ -309,34 +308,32 @@ class _CloudReply(Reply):
             raise Unavailable(f"The reply for {place} is incomplete", **fields)
 
 
-class _Pages:
-    """The pages of a listing. After a failure, or with another client, it asks for names behind
-    those that have arrived. Azure includes the first of them, and other servers ignore that."""
+def _read_pages(folder: str | None) -> Callable[[Any], Any]:
+    """Return a function that returns the next page of a listing, or None.
 
-    def __init__(self, folder: str | None) -> None:
-        self._folder = folder
-        self._position: str | None = None
-        self._client: Any = None
-        self._stream: Iterator[Any] | None = None
+    After a failure, or with another client, it asks for names behind those that have arrived. Azure
+    includes the first of them, and other servers ignore that.
+    """
+    import obstore
 
-    def read(self, client: Any) -> Any:
-        """Return the next page, or None."""
-        import obstore
+    position: str | None = None
+    known: tuple[Any, Iterator[Any] | None] = None, None
 
-        stream = self._stream
-        if stream is None or client is not self._client:
-            stream = iter(
-                obstore.list(client, self._folder, offset=self._position, chunk_size=1000)
-            )
-        self._stream = None
+    def read(client: Any) -> Any:
+        nonlocal position, known
+        owner, stream = known
+        known = None, None  # until this succeeds
+        if stream is None or client is not owner:
+            stream = iter(obstore.list(client, folder, offset=position, chunk_size=1000))
         page = next(stream, None)
-        self._client, self._stream = client, stream
-        if page and self._position is not None:
-            position = self._position
+        known = client, stream
+        if page and position is not None:
             page = [found for found in page if found["path"] > position]
         if page:
-            self._position = page[-1]["path"]
+            position = page[-1]["path"]
         return page
+
+    return read
 
 
 class CloudStream:

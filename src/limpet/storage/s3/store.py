@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import reduce
 from threading import Lock
 from typing import Any
@@ -90,12 +91,12 @@ class S3Folder(Remote):
             if isinstance(e, Denied) or e.fields.get("status") == 400:
                 self.send("get_object", "look up", key, Key=name, Range="bytes=0-0")["Body"].close()
             raise
-        for field in ("ContentLength", "LastModified"):
-            if field not in reply:
+        for header in ("ContentLength", "LastModified"):
+            if header not in reply:
                 with suppress(Denied):
                     self._list_any()  # raises if this is a web server, not a lost header
                 raise Unavailable(
-                    f"The reply for {key} in {self.url} lacks {field}", key=key, store=self.url
+                    f"The reply for {key} in {self.url} lacks {header}", key=key, store=self.url
                 )
         return Stat(key, int(reply["ContentLength"]), int(reply["LastModified"].timestamp()))
 
@@ -336,47 +337,42 @@ class _S3Reply(Reply):
         self._body.close()
 
 
+@dataclass(eq=False)
 class S3Parts:
     """A multipart upload, whose part ``n`` is a fixed range. The server checks each part's CRC-32C,
     or its MD5 without ``has_crc``."""
 
-    def __init__(
-        self,
-        key: str,
-        name: str,
-        upload_id: str,
-        head: int,
-        part: int,
-        length: int,
-        has_crc: bool,
-    ) -> None:
-        self._key, self._name, self._id = key, name, upload_id
-        self._head, self._part, self._length = head, part, length
-        self.has_crc = has_crc
-        self._lock = Lock()
-        self._parts: dict[int, dict[str, Any]] = {}
-        self._condition = {"IfNoneMatch": "*"}
-        self._may_be_complete = False
+    key: str
+    name: str
+    id: str
+    head: int
+    part: int
+    length: int
+    has_crc: bool
+    _lock: Any = field(default_factory=Lock)
+    _parts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _condition: dict[str, str] = field(default_factory=lambda: {"IfNoneMatch": "*"})
+    _may_be_complete: bool = False
 
     def write(self, folder: S3Folder, offset: int, views: Sequence[memoryview]) -> None:
-        number = max(0, offset - self._head) // self._part + 1
+        number = max(0, offset - self.head) // self.part + 1
         crc: dict[str, Any] = {"ChecksumCRC32C": crc32c(views)}
         other: dict[str, Any] = {} if self.has_crc else {"ContentMD5": md5(views)}
         body = PartBody(views, folder.deadline)
         fields: dict[str, Any] = {
-            "Key": self._name,
-            "UploadId": self._id,
+            "Key": self.name,
+            "UploadId": self.id,
             "PartNumber": number,
             "Body": body,
         }
         try:
-            reply = folder.send("upload_part", "write", self._key, **fields, **crc, **other)
+            reply = folder.send("upload_part", "write", self.key, **fields, **crc, **other)
         except NotFound as e:
             raise self._aborted_error(folder) from e
         finally:
             body.release()
         if not reply.get("ETag"):
-            raise no_tag_error(self._key, folder.url)
+            raise no_tag_error(self.key, folder.url)
         part = {"PartNumber": number, "ETag": reply["ETag"]}
         if "ChecksumCRC32C" in reply:
             part |= crc
@@ -385,10 +381,10 @@ class S3Parts:
 
     def commit(self, folder: S3Folder) -> None:
         parts = [self._parts[number] for number in sorted(self._parts)]
-        fields = {"Key": self._name, "UploadId": self._id, "MultipartUpload": {"Parts": parts}}
+        fields = {"Key": self.name, "UploadId": self.id, "MultipartUpload": {"Parts": parts}}
         method, longest = "complete_multipart_upload", LONGEST_TIMEOUT
         try:
-            folder.send(method, "complete", self._key, longest, **fields, **self._condition)
+            folder.send(method, "complete", self.key, longest, **fields, **self._condition)
         except StoreError as e:
             status = e.fields.get("status")
             if status == 501 and self._condition:
@@ -398,29 +394,29 @@ class S3Parts:
                 self._may_be_complete |= isinstance(e, Unavailable)
                 raise
             elif not (self._may_be_complete and self._is_complete(folder)):
-                error = exists_error(self._key, folder.url)
+                error = exists_error(self.key, folder.url)
                 raise (error if status == 412 else self._aborted_error(folder)) from e
 
     def _is_complete(self, folder: S3Folder) -> bool:
         """Return True if the object is this one, after a lost reply: the upload is gone. If it is
         still there, another writer has created the object."""
         try:
-            if self._id in folder.uploads(self._name):
+            if self.id in folder.uploads(self.name):
                 return False
-            return folder.stat(self._key).length == self._length
+            return folder.stat(self.key).length == self.length
         except NotFound:
             return False
         except StoreError as e:
             raise e.with_advice(outcome="unknown") from e
 
     def abort(self, folder: S3Folder) -> None:
-        folder.abort_upload(self._key, self._name, self._id)
+        folder.abort_upload(self.key, self.name, self.id)
 
     def _aborted_error(self, folder: S3Folder) -> StoreError:
         return StoreError(
-            f"The upload of {self._key} to {folder.url} was aborted by another process",
+            f"The upload of {self.key} to {folder.url} was aborted by another process",
             todo="Check the lifecycle rules of the bucket, and who runs `limpet sweep`",
-            key=self._key,
+            key=self.key,
             store=folder.url,
         )
 
