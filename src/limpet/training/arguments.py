@@ -41,38 +41,43 @@ class Options:
 
 
 def check_arguments(options: Options) -> dict[str, str]:
-    """Return the arguments that must be equal on all ranks as text, by name, without memory
-    addresses. Raises ``LimpetError`` for an invalid one."""
+    """Return the arguments that must be equal on all ranks as text without addresses, by name.
+
+    Raises ``LimpetError`` for an invalid argument.
+    """
     values: dict[str, Any] = vars(options)
-    incremental = values["incremental"]
-    incremental_valid = type(incremental) is bool or whole(incremental, 1) is not None
-    timeout = values["save_timeout"]
-    timeout_valid = timeout is None or seconds(timeout) is not None
+    incremental, timeout, tiers = values["incremental"], values["save_timeout"], values["tiers"]
+    is_list = isinstance(tiers, Sequence) and not isinstance(tiers, str)
+    kinds = list(map(type, tiers)) if is_list else [str]
     expected_values = {
         "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
         "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
         "tiers": (
-            _are_tiers(values["tiers"]),
+            len(set(kinds)) == len(kinds) and set(kinds) <= {MemoryTier, LocalTier},
             '[MemoryTier(every=EverySteps(10)), LocalTier("/local/nvme")], one of these, or []',
         ),
         "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
-        "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
-        "incremental": (incremental_valid, "True, False, or a number of versions"),
+        "save_timeout": (
+            timeout is None or seconds(timeout) is not None,
+            "a number of seconds greater than 0, or None",
+        ),
+        "incremental": (
+            type(incremental) is bool or whole(incremental, 1) is not None,
+            "True, False, or a number of versions",
+        ),
+        "overlap": (type(values["overlap"]) is bool, "True or False"),
+        "quiet": (type(values["quiet"]) is bool, "True or False"),
     }
-    for name in ("overlap", "quiet"):
-        expected_values[name] = type(values[name]) is bool, "True or False"
     for name, (is_valid, expected) in expected_values.items():
         if not is_valid:
             raise _invalid_error(name, values[name], expected)
-    if values["incremental"] and any(isinstance(t, LocalTier) for t in values["tiers"]):
+    if incremental and LocalTier in kinds:
         raise LimpetError(
-            "A LocalTier cannot be combined with incremental=True",
-            expected="full versions: the local disk has no version that another one could refer to",
-            found="incremental=True",
-            todo="Remove one of the two",
+            "A LocalTier cannot be combined with incremental=True: the local disk has no version"
+            " that another one could refer to"
         )
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
@@ -80,13 +85,6 @@ def check_arguments(options: Options) -> dict[str, str]:
         # only rank 0 uses the first three, and each host may have its own notices and memory
         if name not in ("keep", "stop", "quiet", "preemption", "tiers")
     }
-
-
-def _are_tiers(tiers: Any) -> bool:
-    if not isinstance(tiers, Sequence) or isinstance(tiers, str):
-        return False
-    kinds = [type(tier) for tier in tiers]
-    return len(set(kinds)) == len(kinds) and set(kinds) <= {MemoryTier, LocalTier}
 
 
 def _invalid_error(name: str, value: object, expected: str) -> LimpetError:

@@ -699,7 +699,8 @@ class Checkpointer:
             branch=self._branch,
             next_batch_equal=all(batches.values()) if batches else None,
         )
-        if differing := [f"the next batch of {path}" for path in batches if not batches[path]]:
+        if not all(batches.values()):
+            differing = [f"the next batch of {path}" for path in batches if not batches[path]]
             events.emit("resume_differs", run=run, url=url, differing=differing)
         if is_first and self._script_options:
             earlier = read_training_metadata(point.snapshot).get(OPTIONS)

@@ -38,7 +38,11 @@ class EarlyStop:
         self.stopped = False
         """True once training should stop. A better score later does not change that."""
 
+        self.objectives: frozenset[tuple[str, Mode]] = frozenset()
+        """The metric and the mode of the policy."""
+
         if stop is not None:
+            self.objectives = frozenset(((stop.metric, stop.mode),))
             self._history = self._stored = ScoreHistory(stop)
             self._recorded = RecordedScores(run, stop.metric)
 
@@ -50,12 +54,6 @@ class EarlyStop:
         return self._stop.metric
 
     # -- the training thread -------------------------------------------------------------------
-
-    @property
-    def objectives(self) -> frozenset[tuple[str, Mode]]:
-        """The metric and the mode of the policy."""
-        stop = self._stop
-        return frozenset() if stop is None else frozenset(((stop.metric, stop.mode),))
 
     def observe(
         self,
