@@ -21,24 +21,6 @@ def _reenable_gc():
     gc.enable()
 
 
-def test_gc_is_disabled_in_the_call_and_enabled_after_it():
-    @gc_paused
-    def inner():
-        assert not gc.isenabled()
-
-    @gc_paused
-    def outer(number):
-        inner()
-        assert not gc.isenabled()
-        return 1 / number
-
-    assert outer(2) == 0.5
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError):
-        outer(0)
-    assert gc.isenabled()
-
-
 def test_gc_is_enabled_after_an_interrupt_at_any_opcode():
     """A notebook keeps the last exception, with the frames in its traceback."""
     kept: list[BaseException] = []

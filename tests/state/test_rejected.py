@@ -112,14 +112,6 @@ def test_every_value_is_listed_with_advice_for_its_kind():
         assert advice in described
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_the_error_for_one_value_has_its_advice(name):
-    value, advice = VALUES[name]
-    error = rejection({"a": [value]})
-    assert error.leaves[0].startswith("a/0")
-    assert advice in (error.todo or "")
-
-
 def test_values_at_every_level_are_listed():
     path = pathlib.PurePosixPath("x")
     state = {"a": [1, {"b": (path,)}], "own": limpet.PerRank([path]), "object": WithPaths()}
