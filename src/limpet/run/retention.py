@@ -24,8 +24,7 @@ from limpet.run.policy import (
     KeepUnion,
     Record,
 )
-from limpet.run.roots import Roots, find_roots
-from limpet.run.sweep import delete_versions, finish_deletions, link_reason
+from limpet.run.sweep import Roots, delete_versions, find_roots, finish_deletions, link_reason
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list
 from limpet.threads import look_up_each
