@@ -113,19 +113,11 @@ def empty_like(parameter: Any, dtype: Any) -> Any:
 
 def _extractor(value: Any) -> Callable[[Any, str], LocalBoxes] | None:
     """Return the function that finds the local boxes of a value; None for an ordinary value."""
-    return _extractor_for_type(type(value))  # type: ignore[arg-type]  # a class is hashable
-
-
-@lru_cache(256)
-def _extractor_for_type(cls: type) -> Callable[[Any, str], LocalBoxes] | None:
-    """Return the extractor for a type. A class keeps its bases, so a cached result stays valid."""
-    if issubclass(cls, _loaded_class(_DTENSOR_MODULE, "DTensor")):
+    if isinstance(value, _loaded_class(_DTENSOR_MODULE, "DTensor")):
         return _boxes_of_dtensor
-    if issubclass(cls, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
+    if isinstance(value, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
         return _boxes_of_sharded_tensor
-    if issubclass(cls, LocalBoxes):
-        return lambda boxes, key: boxes
-    return _boxes_of_boxed if issubclass(cls, Boxed) else None
+    return _boxes_of_boxed if isinstance(value, Boxed) else None
 
 
 def _loaded_class(module: str, name: str) -> Any:

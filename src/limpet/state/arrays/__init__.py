@@ -91,8 +91,8 @@ class ArrayLibrary(ABC):
     its ``device``. ``tag``: that of the leaves' nodes. Without a live value, a leaf ``tensor`` is
     loaded as a torch tensor, and a leaf ``array`` as a NumPy array. ``has_device``: whether parts
     have a ``device`` that a load may ask for; None if it is not known. ``plain_types``: the classes
-    of which a ``Boxed`` may have a part.
-    ``count_change``: counts a change of a target whose memory will be written to, if not None.
+    of which a ``Boxed`` may have a part. ``count_change``: a function that counts a change of a
+    target whose memory will be written to.
     """
 
     tag: ClassVar[str] = "array"
@@ -147,10 +147,10 @@ class ArrayLibrary(ABC):
         """Return ``address`` of each part."""
         return [*map(self.address, parts)]
 
-    @abstractmethod
     def copy_range(self, part: Any, start: int, stop: int, out: memoryview) -> None:
         """Fill ``out`` with bytes ``start`` to ``stop``, in row-major order, of a part without
         ``address``. A copy from an accelerator may end only with ``synchronize``."""
+        raise NotImplementedError
 
     def accelerators(self, parts: Iterable[Any]) -> set[Any]:
         """Return the accelerators that hold parts, of which some may be of other libraries."""

@@ -89,9 +89,6 @@ class _Boxes(ArrayLibrary):
         tensor = part_library(type(value.tensor)).copy(value.tensor, pool)
         return value if tensor is value.tensor else replace(value, tensor=tensor)
 
-    def copy_range(self, part: Any, start: int, stop: int, out: memoryview) -> None:
-        raise NotImplementedError  # its parts are those of other libraries
-
 
 class _Sources(ArrayLibrary):
     has_device = None

@@ -122,8 +122,7 @@ class _TorchTensors(ArrayLibrary):
         return value
 
     def can_cast(self, stored: str, value: Any) -> bool:
-        """Return True for a conversion that discards no imaginary part and no fraction, and that is
-        not from or to a packed dtype."""
+        """A conversion discards no imaginary part or fraction, and unpacks nothing."""
         fits = hasattr(torch, stored) and torch.can_cast(getattr(torch, stored), value.dtype)
         return fits and _PACKED not in (stored, _name(value.dtype))
 
@@ -131,11 +130,11 @@ class _TorchTensors(ArrayLibrary):
         """Return the same copy for tied tensors, so that they stay tied."""
         if storage_address(value) in pool.stable_storages:
             return value
-        if sharding.is_distributed_tensor(value):
+        if type(value) not in _PLAIN:
+            if not sharding.is_distributed_tensor(value):
+                return _copy_subclass(value, pool)
             pool.count(int(to_local(value).nbytes))
             return value.detach().clone()
-        if type(value) not in _PLAIN:
-            return _copy_subclass(value, pool)
         t = value.detach()
         if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
             return t.clone()
@@ -183,14 +182,12 @@ class _TorchTensors(ArrayLibrary):
         return {part.device for part in parts if getattr(part, "is_cuda", False)}
 
     def synchronize(self, parts: Sequence[Any]) -> None:
-        """Wait for this thread's current streams. Those of other threads do not wait."""
-        if _cuda.is_initialized():
+        if _cuda.is_initialized():  # saves a call
             for device in self.accelerators(parts):
                 _cuda.current_stream(device).synchronize()
 
     @contextmanager
     def streams(self, parts: Sequence[Any]) -> Iterator[None]:
-        """Use a new CUDA stream on each device within the context."""
         with ExitStack() as entered:
             for device in self.accelerators(parts):
                 entered.enter_context(_cuda.stream(_cuda.Stream(device)))
@@ -200,8 +197,7 @@ class _TorchTensors(ArrayLibrary):
         return None if part.is_cpu else digest_on_device(part)
 
     def version(self, part: Any) -> tuple[int, int]:
-        """Return the address and PyTorch's version counter, which misses changes through
-        ``p.data``."""
+        """Return the version counter, too. It misses changes through ``p.data``."""
         return part.data_ptr(), 0 if part.is_inference() else part._version
 
     # -- parts to load -----------------------------------------------------------------------------
@@ -217,9 +213,8 @@ class _TorchTensors(ArrayLibrary):
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
     def elements(self, dtype: str, shape: Sequence[int], memory: memoryview, offset: int) -> Any:
-        count = prod(shape)
-        flat = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count, offset=offset)
-        return flat.view(shape)
+        found = getattr(torch, dtype)
+        return torch.frombuffer(memory, dtype=found, count=prod(shape), offset=offset).view(shape)
 
     def target_address(self, part: Any, dtype: str) -> int:
         is_direct = part.is_cpu and part.is_contiguous() and _name(part.dtype) == dtype
