@@ -138,7 +138,7 @@ def _find_untrained(state: dict[str, Any], modules: Mapping[str, Any], torch: An
         source: Any = leaf.source
         if isinstance(source, torch.Tensor):
             addresses.add(storage_address(source))
-        else:
+        elif hasattr(source, "__array_interface__"):  # not a Source
             addresses.add(source.__array_interface__["data"][0])
     for key, parameters in lacking.items():
         shapes = [str([*p.shape]) for p in parameters if storage_address(p) not in addresses]
