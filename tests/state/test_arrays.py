@@ -178,3 +178,21 @@ def test_a_training_saves_and_resumes_it(tmp_path: Path) -> None:
     with limpet.Checkpointer(url, state, save=limpet.EverySteps(1), quiet=True) as ckpt:
         ckpt.resume(check=True)
     assert np.array_equal(state["w"].read(), DATA + 1)
+
+
+def test_a_read_only_array_is_replaced_also_in_a_boxed() -> None:
+    def read_only() -> np.ndarray[Any, Any]:
+        array = np.zeros(DATA.shape, "f8")
+        array.flags.writeable = False
+        return array
+
+    url = unused_url()
+    limpet.save(url, {"a": DATA, "b": limpet.Boxed(DATA, (0, 0), DATA.shape)})
+    a, b = read_only(), limpet.Boxed(read_only(), (0, 0), DATA.shape)
+    into: dict[str, Any] = {"a": a, "b": b}
+    limpet.load(url, into=into, cast=True)
+    assert not a.any()
+    assert not b.tensor.any()
+    for loaded in (into["a"], into["b"].tensor):
+        assert loaded.dtype == "f8"
+        assert np.array_equal(loaded, DATA)
