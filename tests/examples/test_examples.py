@@ -30,13 +30,13 @@ def train(folder, run, epochs, steps):
     return done.stdout.splitlines()
 
 
-def test_train_saves_the_versions_that_it_prints(tmp_path):
-    lines = train(tmp_path, "run", 2, 5)
+def test_train_saves_what_it_prints_and_prints_the_same_losses_after_a_resume(tmp_path):
+    lines = train(tmp_path, "a", 2, 5)
     assert lines[0] == "starting from scratch"
     assert lines[6].startswith("epoch 0: held out ")
     assert lines[11].startswith("step    10  loss ")
     assert lines[13].startswith("4 saves of ")
-    snapshots = limpet.Run(tmp_path / "run").snapshots()
+    snapshots = limpet.Run(tmp_path / "a").snapshots()
     assert [s.step for s in snapshots] == [6, 9, 10], (
         "the last three versions, which include the last step"
     )
@@ -46,16 +46,11 @@ def test_train_saves_the_versions_that_it_prints(tmp_path):
     assert f"loss {snapshots[1].metrics['loss']:.4f}" in lines[10]
     assert f"held out {newest.metrics['held_out']:.4f}" in lines[12]
     assert newest.verify().ok
-
-
-def test_resumed_train_prints_the_same_losses(tmp_path):
-    """The losses after a resume are equal to those of the uninterrupted run."""
-    uninterrupted = train(tmp_path, "a", 2, 5)
     # a second run that contains only version 6 of the first
     shutil.copytree(tmp_path / "a" / "version_6", tmp_path / "b" / "version_6")
     resumed = train(tmp_path, "b", 2, 5)
     assert resumed[0] == "resuming from b/version_6"
-    assert resumed[1:6] == uninterrupted[8:13]
+    assert resumed[1:6] == lines[8:13]
 
 
 def test_train_resumed_for_more_epochs_uses_the_longer_learning_rate_schedule(tmp_path):
