@@ -18,16 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from limpet.arguments import real
+from limpet.convert import windows
 from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record
 from limpet.convert.export_torch import TorchState, convert_state, require_torch, write_torch_file
-from limpet.convert.windows import (
-    OrderedLeaf,
-    add_cuts,
-    group_leaves,
-    locate_leaves,
-    make_reader,
-    write_images,
-)
 from limpet.errors import AlreadyExists, LimpetError, MissingLeaf, NotFound, StoreError, Unsupported
 from limpet.format import tree
 from limpet.format.names import join_key, parse_version
@@ -535,12 +528,12 @@ def write_files(
     only appends. (A tile takes parts of many leaves, see ``windows.py``.)"""
     store = location.store
     with snapshot.not_found_if_deleted():
-        locations = locate_leaves(snapshot)
+        locations = windows.locate_leaves(snapshot)
         for file in files:
             lengths = np.array([tensor.nbytes for tensor in file.tensors], np.int64)
             ends, cuts = np.cumsum(lengths) + len(file.head), chunk_cuts(len(file.head), lengths)
-            leaves = [OrderedLeaf(t.key, t.dtype, t.shape, t.nbytes) for t in file.tensors]
-            leaves = group_leaves(snapshot, leaves, locations)
+            leaves = [windows.OrderedLeaf(t.key, t.dtype, t.shape, t.nbytes) for t in file.tensors]
+            leaves = windows.group_leaves(snapshot, leaves, locations)
             if store.traits.part_size or store.traits.ordered:
                 leaves = [leaf._replace(tile_ends=()) for leaf in leaves]
             image = Image(
@@ -552,9 +545,9 @@ def write_files(
                 cuts=cuts,
                 length=int(cuts[-1]),
             )
-            image = add_cuts(image, leaves)
-            read = make_reader(snapshot, leaves, locations)
+            image = windows.add_cuts(image, leaves)
+            read = windows.make_reader(snapshot, leaves, locations)
             key = location.key(file.name)
-            [digests] = write_images(store, [key], [image], leaves, read, advance)
+            [digests] = windows.write_images(store, [key], [image], leaves, read, advance)
             pieces = zip(np.diff(image.cuts, prepend=0).tolist(), digests, strict=True)
             yield file.name, ExportedFile(image.length, [*pieces])

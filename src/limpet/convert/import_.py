@@ -15,14 +15,7 @@ from typing import Any, Self, cast
 
 from limpet import events
 from limpet.buffers import shared_pool
-from limpet.convert import read_dcp, read_safetensors
-from limpet.convert.arrange import (
-    MODEL_KEY,
-    arrange_state,
-    numbered_name,
-    step_from_name,
-    step_from_state,
-)
+from limpet.convert import arrange, read_dcp, read_safetensors
 from limpet.convert.export_record import require_intact
 from limpet.convert.mmap_files import MappedFile
 from limpet.convert.read_dcp import load_dcp
@@ -113,7 +106,7 @@ def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> F
         _refuse_shard(path)
         checkpoint = _read_file(MappedFile(path), advance)
     names = (path if location else os.path.abspath(path)).split("/")[-1:-3:-1]
-    steps = (checkpoint.step, *map(step_from_name, names))
+    steps = (checkpoint.step, *map(arrange.step_from_name, names))
     return replace(checkpoint, step=next((s for s in steps if s is not None), None))
 
 
@@ -162,7 +155,7 @@ def _read_file(file: ForeignFile, advance: Advance) -> ForeignCheckpoint:
     value, mapped = loaded
     is_lightning = isinstance(value, dict) and _LIGHTNING_VERSION_KEY in value
     kind = "lightning" if is_lightning else "torch"
-    return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped)
+    return ForeignCheckpoint(path, kind, value, arrange.step_from_state(value), mapped)
 
 
 def _read_folder(folder: ForeignFolder, advance: Advance) -> ForeignCheckpoint:
@@ -184,7 +177,7 @@ def _read_folder(folder: ForeignFolder, advance: Advance) -> ForeignCheckpoint:
     if read_dcp.METADATA_FILE in names:
         value = load_dcp(folder, advance)
         other = tuple(n for n in weights if not n.endswith(".distcp"))
-        return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=other)
+        return ForeignCheckpoint(path, "dcp", value, arrange.step_from_state(value), left_out=other)
     if model is None:
         raise Unsupported(
             f"{path} is not a checkpoint that can be imported",
@@ -197,10 +190,10 @@ def _read_folder(folder: ForeignFolder, advance: Advance) -> ForeignCheckpoint:
     kind = "huggingface"
     if any(match["role"] == "optimizer" for match in matches.values()):
         kind = "transformers" if _TRAINER_STATE_FILE in names else "accelerate"
-        value = {MODEL_KEY: value}
+        value = {arrange.MODEL_KEY: value}
         for name, match in matches.items():
             member = _read_file(folder.open(name), advance)
-            value[numbered_name(match["role"], int(match["number"] or 0))] = member.value
+            value[arrange.numbered_name(match["role"], int(match["number"] or 0))] = member.value
             mapped = mapped and member.mapped
         files = [*files, *matches]
     other = tuple(n for n in weights if n not in files)
@@ -212,7 +205,7 @@ def _read_trainer_step(folder: ForeignFolder) -> int | None:
     with suppress(OSError, LimpetError, ValueError, RecursionError):
         file = folder.open(_TRAINER_STATE_FILE)
         raw = file.read(0, file.length)
-        return step_from_state(json.loads(raw, object_pairs_hook=unique_members))
+        return arrange.step_from_state(json.loads(raw, object_pairs_hook=unique_members))
     return None
 
 
@@ -247,7 +240,9 @@ def import_checkpoint(
     location = locate(url)
     raise_if_exists(location)
     checkpoint = read_foreign_checkpoint(os.fspath(path))
-    arranged = arrange_state(checkpoint.value, key, kind=checkpoint.kind, keep_names=keep_names)
+    arranged = arrange.arrange_state(
+        checkpoint.value, key, kind=checkpoint.kind, keep_names=keep_names
+    )
     version = parse_version(location.folder.rpartition("/")[2])
     if step is None:
         step = checkpoint.step if version is None else version.step

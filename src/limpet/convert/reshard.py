@@ -13,16 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from limpet import events
+from limpet.convert import windows
 from limpet.convert.copy import full_manifest
-from limpet.convert.windows import (
-    LeafLocations,
-    OrderedLeaf,
-    add_cuts,
-    group_leaves,
-    locate_leaves,
-    make_reader,
-    write_images,
-)
 from limpet.format import names
 from limpet.format.manifest import Manifest, Shard
 from limpet.layout.shard_layout import LeafBox
@@ -45,11 +37,13 @@ MAX_OPEN_SHARDS = 256
 shards, or if each upload keeps bytes in memory, the leaves are read several times."""
 
 
-def order_leaves(snapshot: SnapshotReader, locations: LeafLocations) -> list[OrderedLeaf]:
+def order_leaves(
+    snapshot: SnapshotReader, locations: windows.LeafLocations
+) -> list[windows.OrderedLeaf]:
     """Return all leaves in the order of all new shards: larger elements first, so that boxes are
     aligned, then by the first level of their keys, then as in the old shards."""
     leaves = [
-        OrderedLeaf(key, dtype, shape, prod(shape) * DTYPES[dtype].itemsize)
+        windows.OrderedLeaf(key, dtype, shape, prod(shape) * DTYPES[dtype].itemsize)
         for key, (dtype, shape) in snapshot.leaves.items()
     ]
     leaves.sort(
@@ -60,10 +54,12 @@ def order_leaves(snapshot: SnapshotReader, locations: LeafLocations) -> list[Ord
             leaf,
         )
     )
-    return group_leaves(snapshot, leaves, locations)
+    return windows.group_leaves(snapshot, leaves, locations)
 
 
-def assign_leaves(leaves: Sequence[OrderedLeaf], shards: int, split: str) -> list[int | None]:
+def assign_leaves(
+    leaves: Sequence[windows.OrderedLeaf], shards: int, split: str
+) -> list[int | None]:
     """Return, for each leaf, the new shard that gets the whole leaf, or None if the leaf's rows are
     split over all shards. A whole leaf goes to the shard with the fewest bytes."""
     assignment: list[int | None] = [None] * len(leaves)
@@ -84,7 +80,7 @@ def assign_leaves(leaves: Sequence[OrderedLeaf], shards: int, split: str) -> lis
     return assignment
 
 
-def _row_range(leaf: OrderedLeaf, shard: int, shards: int) -> tuple[int, int]:
+def _row_range(leaf: windows.OrderedLeaf, shard: int, shards: int) -> tuple[int, int]:
     """Return the first and the end row of a new shard's part of a split leaf."""
     rows = leaf.shape[0]
     step = -(-rows // shards)
@@ -101,7 +97,7 @@ def group_by_shard(assignment: Sequence[int | None], shards: int) -> list[list[i
 
 
 def make_shard_image(
-    leaves: Sequence[OrderedLeaf],
+    leaves: Sequence[windows.OrderedLeaf],
     assignment: Sequence[int | None],
     numbers: Sequence[int],
     shard: int,
@@ -122,7 +118,7 @@ def make_shard_image(
         leaf_boxes.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, box))
         sources.append((number, first * leaf.row_bytes))
     image = make_image(sources, leaf_boxes, range(len(leaf_boxes)))
-    return add_cuts(image, leaves, min(shards, MAX_OPEN_SHARDS))
+    return windows.add_cuts(image, leaves, min(shards, MAX_OPEN_SHARDS))
 
 
 def batch_shards(images: Iterable[Image], traits: Traits) -> Iterator[list[Image]]:
@@ -165,9 +161,9 @@ def reshard(
     """
     raise_if_exists(location)
     with snapshot.not_found_if_deleted():
-        locations = locate_leaves(snapshot)
+        locations = windows.locate_leaves(snapshot)
         leaves = order_leaves(snapshot, locations)
-        read = make_reader(snapshot, leaves, locations)
+        read = windows.make_reader(snapshot, leaves, locations)
         assignment = assign_leaves(leaves, shards, split)
         numbers = group_by_shard(assignment, shards)
         attempt, receipts = names.random_id(), list[Receipt]()
@@ -180,7 +176,7 @@ def reshard(
                 batch = range(len(receipts), len(receipts) + len(images))
                 shard_names = [names.shard_name(shard, shards, attempt) for shard in batch]
                 keys = [shard_key(location, name) for name in shard_names]
-                digests = write_images(location.store, keys, images, leaves, read, advance)
+                digests = windows.write_images(location.store, keys, images, leaves, read, advance)
                 for shard, name, image, chunk_digests in zip(
                     batch, shard_names, images, digests, strict=True
                 ):

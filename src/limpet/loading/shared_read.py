@@ -19,13 +19,7 @@ import numpy.typing as npt
 
 from limpet.buffers import address_of
 from limpet.format.index import SchemaCache, ShardIndex
-from limpet.layout.read_plan import (
-    ReadItem,
-    ReadPlan,
-    ReadRequest,
-    chunk_read_items,
-    make_read_plan,
-)
+from limpet.layout import read_plan
 from limpet.ranks.collective import Collective
 from limpet.ranks.host_exchange import (
     HostPeers,
@@ -123,7 +117,7 @@ class SharedReader:
 
     def read(
         self,
-        requests: Sequence[ReadRequest],
+        requests: Sequence[read_plan.ReadRequest],
         targets: Sequence[Target],
         advance: Callable[[], object] = no_op,
     ) -> None:
@@ -131,7 +125,7 @@ class SharedReader:
         each chunk that several ranks request."""
         location, indexes = self._snapshot.location, self._snapshot.indexes()
         checked_headers = self._snapshot.checked_headers
-        plan = gc_paused(make_read_plan)(indexes, requests, checked_headers)
+        plan = gc_paused(read_plan.make_read_plan)(indexes, requests, checked_headers)
         ends = [(item.shard, item.end_chunk) for item in plan.items]
 
         @contextmanager
@@ -165,12 +159,12 @@ class SharedReader:
             groups = self._group_own_items(shared_items, readers, workers)
             count_writes(targets)
             is_shared = self._peers.exchange(sizes, readers, groups, read, consume)
-            own_plan = ReadPlan(tuple(unshared)) if is_shared else plan
+            own_plan = read_plan.ReadPlan(tuple(unshared)) if is_shared else plan
             execute_read_plan(location, own_plan, indexes, targets, workers)
         self._snapshot.checked_headers.update(plan.headers)
 
     def _group_own_items(
-        self, items: Sequence[ReadItem], readers: Sequence[int], workers: Workers
+        self, items: Sequence[read_plan.ReadItem], readers: Sequence[int], workers: Workers
     ) -> list[list[int]]:
         """Return the numbers of the items that this rank reads, in groups for one request each."""
         numbers = {items[number]: number for number in self._peers.own_items(readers)}
@@ -180,7 +174,7 @@ class SharedReader:
         return [[numbers[item] for item in group] for group in groups]
 
     def _count_requesters(
-        self, plan: ReadPlan, indexes: Sequence[ShardIndex]
+        self, plan: read_plan.ReadPlan, indexes: Sequence[ShardIndex]
     ) -> list[npt.NDArray[np.uint8]]:
         """Return, for each shard, how many ranks need each of its chunks."""
         starts = np.cumsum([0, *(len(index.cuts) for index in indexes)])
@@ -206,11 +200,11 @@ class SharedReader:
 
 
 def _split_shared(
-    plan: ReadPlan,
+    plan: read_plan.ReadPlan,
     indexes: Sequence[ShardIndex],
     counts: Sequence[npt.NDArray[np.uint8]],
     max_length: int,
-) -> tuple[list[ReadItem], list[ReadItem]]:
+) -> tuple[list[read_plan.ReadItem], list[read_plan.ReadItem]]:
     """Return the chunks that several ranks need (``counts``: how many need each), and the part of
     the plan that only this rank needs. A chunk of more than ``max_length`` bytes is not shared."""
     is_shared = [
@@ -220,11 +214,11 @@ def _split_shared(
     shared_items = [
         item
         for shard, index in enumerate(indexes)
-        for item in chunk_read_items(
+        for item in read_plan.chunk_read_items(
             shard, index.cuts, index.chunk_refs, np.flatnonzero(is_shared[shard])
         )
     ]
-    unshared: list[ReadItem] = []
+    unshared: list[read_plan.ReadItem] = []
     for item in plan.items:
         chunks = item.first_chunk + np.flatnonzero(
             ~is_shared[item.shard][item.first_chunk : item.end_chunk]
@@ -233,12 +227,12 @@ def _split_shared(
             unshared.append(item)
         elif len(chunks):
             index = indexes[item.shard]
-            parts = chunk_read_items(item.shard, index.cuts, index.chunk_refs, chunks)
+            parts = read_plan.chunk_read_items(item.shard, index.cuts, index.chunk_refs, chunks)
             unshared += [_narrow(item, part) for part in parts]
     return shared_items, unshared
 
 
-def _narrow(item: ReadItem, part: ReadItem) -> ReadItem:
+def _narrow(item: read_plan.ReadItem, part: read_plan.ReadItem) -> read_plan.ReadItem:
     """Return ``part``, a range of chunks, with the item's copies from these chunks."""
     request_id, offset, at, size = item.linear_copies.T
     start, stop = np.maximum(offset, part.start), np.minimum(offset + size, part.stop)

@@ -17,15 +17,7 @@ import msgspec
 
 from limpet.deadline import Deadline
 from limpet.errors import RankFailed
-from limpet.ranks.error_report import (
-    ARRIVAL,
-    COMMIT_BEGUN,
-    ERROR_REPORT,
-    Arrival,
-    decode_error,
-    encode_error,
-    encode_json,
-)
+from limpet.ranks import error_report
 from limpet.ranks.failure_detector import FailureDetector
 from limpet.ranks.kv import MAX_BATCH_KEYS, KVClient, emit_stragglers
 
@@ -67,7 +59,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.rank = kv.rank
-        self.first_arrival = Arrival(kv.rank, operation, cause)
+        self.first_arrival = error_report.Arrival(kv.rank, operation, cause)
         self.size = size
         self.operation = operation
         self._kv = kv
@@ -89,18 +81,18 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def missed_operation(self) -> str | None:
         """Return the operation that the others aborted because this rank was missing, or None."""
         text = self._kv.get_text(f"{self._sequence_number}/failed")
-        if text in (None, COMMIT_BEGUN):
+        if text in (None, error_report.COMMIT_BEGUN):
             return None
-        report = ERROR_REPORT.decode(text)
+        report = error_report.ERROR_REPORT.decode(text)
         return report.operation if report.fields.get("rank") == self.rank != report.rank else None
 
     def join(self) -> None:
         """Join the operation. Raises ``RankFailed`` if another rank runs a different operation."""
         own_arrival = self.first_arrival
         stored = self._kv.compare_and_set(
-            f"{self._sequence_number}/first_arrival", encode_json(own_arrival)
+            f"{self._sequence_number}/first_arrival", error_report.encode_json(own_arrival)
         )
-        self.first_arrival = first = ARRIVAL.decode(stored)
+        self.first_arrival = first = error_report.ARRIVAL.decode(stored)
         if first.operation != self.operation:
             self.raise_if_aborted()
             own, other = (
@@ -282,9 +274,9 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         return self._kv.get_text(f"{self._sequence_number}/failed")
 
     def _raise_failure(self, text: str | None) -> None:
-        if text is not None and text != COMMIT_BEGUN:
+        if text is not None and text != error_report.COMMIT_BEGUN:
             self._failed = True
-            raise decode_error(text, self.rank, self.operation)
+            raise error_report.decode_error(text, self.rank, self.operation)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -292,7 +284,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         """Mark the point of no return, on rank 0 directly before the commit: raises the error of a
         rank that has failed, and later failures do not abort."""
         self._raise_failure(
-            self._kv.compare_and_set(f"{self._sequence_number}/failed", COMMIT_BEGUN)
+            self._kv.compare_and_set(f"{self._sequence_number}/failed", error_report.COMMIT_BEGUN)
         )
         self._commit_begun = True
 
@@ -302,12 +294,12 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         if self._failed:
             return True
         self._failed = True
-        report = encode_error(error, self.rank, self.operation, self._commit_begun)
-        expected = COMMIT_BEGUN if self._commit_begun else ""
+        report = error_report.encode_error(error, self.rank, self.operation, self._commit_begun)
+        expected = error_report.COMMIT_BEGUN if self._commit_begun else ""
         try:
             return (
                 self._kv.compare_and_set(f"{self._sequence_number}/failed", report, expected)
-                != COMMIT_BEGUN
+                != error_report.COMMIT_BEGUN
             )
         except RankFailed as store_error:
             error.add_note(f"The other ranks could not be notified: {store_error}")
@@ -315,7 +307,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
 
     def encode_failure(self, error: RankFailed) -> tuple[str, str]:
         """Return the key and the value by which this rank reports an error to the other ranks."""
-        report = encode_error(error, self.rank, self.operation, commit_begun=False)
+        report = error_report.encode_error(error, self.rank, self.operation, commit_begun=False)
         return f"{self._sequence_number}/failed", report
 
     def advance(self) -> None:
@@ -355,7 +347,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             return
         for op_number in range(1, self._op_number + 1):
             self._kv.try_get(f"{self._sequence_number}/{op_number}/0", delete=True)
-        if self._failed or self._read_failure() not in (None, COMMIT_BEGUN):
+        if self._failed or self._read_failure() not in (None, error_report.COMMIT_BEGUN):
             self._delete_leftovers()
         self._kv.delete(
             [f"{self._sequence_number}/{name}" for name in ("first_arrival", "left", "failed")]
@@ -380,7 +372,7 @@ class LocalCollective(nullcontext[None]):
 
     rank = 0
     size = 1
-    first_arrival = Arrival(0, "", "")
+    first_arrival = error_report.Arrival(0, "", "")
 
     def __init__(self, deadline: Deadline | None = None) -> None:
         super().__init__()

@@ -12,19 +12,9 @@ from typing import Any
 
 import msgspec
 
-from limpet import events, machine
+from limpet import errors, events, machine
 from limpet.arguments import whole
 from limpet.deadline import CLEANUP_SECONDS
-from limpet.errors import (
-    AlreadyExists,
-    CommitError,
-    FormatError,
-    LimpetError,
-    NotFound,
-    RankFailed,
-    StoreError,
-    Unavailable,
-)
 from limpet.format import names, tree
 from limpet.format.manifest import (
     FEWER_LEAVES,
@@ -71,7 +61,7 @@ class VersionMetadata:
         """Raise ``LimpetError`` unless ``step`` is one, before anything is written."""
         step = whole(self.step, 0, names.MAX_STEP)
         if step is None and self.step is not None:
-            raise LimpetError(
+            raise errors.LimpetError(
                 f"step must be a whole number, 0 or more, with at most 18 digits; found"
                 f" {to_repr(self.step)[:80]}"
             )
@@ -127,11 +117,11 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     workers: Workers
     started_at: float
     staged_at: float = 0.0
-    upload: MappedUpload | None = None
+    upload: MappedUpload | None = None  # this rank's shard, if it is staged into a store in memory
     deferred: DeferredStaging | None = None
-    staging_error: Exception | None = None
+    staging_error: Exception | None = None  # of this rank; others may have staged theirs
     devices: Mapping[str, Any] = field(default_factory=dict)
-    copy_to_peers: Callable[[Any], object] = no_op
+    copy_to_peers: Callable[[Any], object] = no_op  # gets the Receipt once the files are written
     result: CommitResult = NO_RESULT
 
     def __exit__(self, *exception: object) -> None:
@@ -199,7 +189,7 @@ def before_commit() -> Iterator[None]:
     may be unknown whether an object that the block wrote exists, but it is not the manifest."""
     try:
         yield
-    except StoreError as e:
+    except errors.StoreError as e:
         e.fields.pop("outcome", None)
         raise
 
@@ -233,7 +223,7 @@ def pinned_base(
                 try:
                     pins.require_manifest(snapshot.location)
                     snapshot.check_files()
-                except (FormatError, NotFound) as e:
+                except (errors.FormatError, errors.NotFound) as e:
                     events.emit("skipped", version=str(snapshot.version), error=e)
                     snapshot = None
             base_pin = BasePin(snapshot is not None, keys[0])
@@ -259,9 +249,9 @@ def _check_visible(location: Location, key: str, collective: Collective) -> None
     rank = collective.rank
     try:
         location.store.stat(key)
-    except NotFound as e:
+    except errors.NotFound as e:
         collective.raise_if_aborted()
-        raise CommitError(
+        raise errors.CommitError(
             f"Nothing was committed to {location.url}: rank {rank} cannot see the files that rank 0"
             " writes there",
             expected=f"{key}, which rank 0 wrote",
@@ -283,7 +273,7 @@ def check_receipts(
     stats every file through its own store: that detects a folder that the hosts do not share."""
     ranks = [receipt.rank for receipt in receipts]
     if ranks != [*range(world_size)]:
-        raise CommitError(
+        raise errors.CommitError(
             f"Nothing was committed to {location.url}: receipts are missing",
             expected=f"one receipt from each of {world_size} ranks",
             found=ranks,
@@ -294,7 +284,7 @@ def check_receipts(
     for rank, receipt in enumerate(receipts):
         planned = receipt.data_bytes if plan is None else int(plan.bytes_per_rank[rank])
         if receipt.data_bytes != planned:
-            raise CommitError(
+            raise errors.CommitError(
                 f"Nothing was committed to {location.url}: rank {rank} did not write what was"
                 " planned",
                 expected=f"{planned} bytes",
@@ -331,10 +321,10 @@ def _require_length(
     """Raise ``CommitError`` with these fields if a file is missing or does not have its length."""
     try:
         found = f"{location.store.stat(key).length} bytes"
-    except NotFound as e:
+    except errors.NotFound as e:
         found = str(e.found or "no such file")
     if found != f"{length} bytes":
-        raise CommitError(
+        raise errors.CommitError(
             f"Nothing was committed to {location.url}: {what} is missing or has the wrong length",
             expected=f"{length} bytes",
             found=found,
@@ -353,7 +343,7 @@ def put_manifest(
     raw, manifest_digest = seal(manifest)
     check_length(location.key(MANIFEST), raw, MAX_MANIFEST, FEWER_LEAVES)
     if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):
-        raise CommitError(
+        raise errors.CommitError(
             f"Nothing was committed to {location.url}: the tree and the boxes have different"
             " leaves",
             expected="every leaf of the tree in the boxes, and every leaf of the boxes in the tree",
@@ -363,16 +353,16 @@ def put_manifest(
         )
     try:
         location.store.put_if_absent(location.key(MANIFEST), raw)
-    except AlreadyExists as e:
-        raise CommitError(
+    except errors.AlreadyExists as e:
+        raise errors.CommitError(
             f"Nothing was committed to {location.url}: another save has committed this version",
             todo="Look for a second job that writes to the same run; each job needs its own run",
             file=MANIFEST,
         ) from e
-    except StoreError as e:
+    except errors.StoreError as e:
         # A store resolves lost replies itself. If one does not, the error must not claim that
         # nothing was committed.
-        if not e.is_outcome_unknown and not isinstance(e, Unavailable):
+        if not e.is_outcome_unknown and not isinstance(e, errors.Unavailable):
             raise
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e
     return SnapshotReader(location, manifest, manifest_digest, leaves)
@@ -405,12 +395,12 @@ def commit_collectively(
         result = collective.broadcast(result, CommitResult)
         if collective.rank and result.manifest:
             _put_same_manifest(location, result.manifest)
-    except RankFailed as e:
+    except errors.RankFailed as e:
         if snapshot is not None and result is not None:
             return snapshot, result  # committed, whichever ranks received the result
         if collective.rank == 0 or collective.abort(e):
             raise
-        with suppress(FormatError, StoreError):
+        with suppress(errors.FormatError, errors.StoreError):
             deadline = location.deadline
             seconds = CLEANUP_SECONDS if deadline is None else deadline.cleanup_seconds
             found = open_location(location.without_limit().limit("search", seconds))
@@ -426,9 +416,9 @@ def _put_same_manifest(location: Location, raw: bytes) -> None:
     key = location.key(MANIFEST)
     try:
         location.store.put_if_absent(key, raw)
-    except AlreadyExists as e:
+    except errors.AlreadyExists as e:
         if location.store.get(key, MAX_MANIFEST) != raw:
-            raise CommitError(
+            raise errors.CommitError(
                 f"{location.url} is on this host already, with other contents",
                 todo="Delete what an earlier training has left in this folder",
                 file=key,
@@ -440,16 +430,16 @@ def raise_if_exists(location: Location) -> None:
     writes anything."""
     try:
         location.store.stat(location.key(MANIFEST))
-    except NotFound:
+    except errors.NotFound:
         if versions := versions_in(location):
-            raise AlreadyExists(
+            raise errors.AlreadyExists(
                 f"{location.url} is {describe_run(versions)}; nothing was changed",
                 todo=f"Name a version in it, such as {location.url}/version_N, or another folder",
                 key=location.folder,
                 store=location.store.url,
             ) from None
         return
-    raise AlreadyExists(
+    raise errors.AlreadyExists(
         f"A snapshot already exists at {location.url}; nothing was changed",
         todo="Choose another name; a snapshot is never modified",
         key=location.key(MANIFEST),

@@ -14,13 +14,7 @@ import numpy as np
 
 from limpet.buffers import Buffer, BufferPool
 from limpet.format.safetensors import build_header
-from limpet.layout.shard_layout import (
-    LeafBox,
-    chunk_cuts,
-    digest_leaf_boxes,
-    file_order,
-    full_shard_entries,
-)
+from limpet.layout import shard_layout
 from limpet.ragged import Ints, sorted_unique
 from limpet.state.arrays import part_library
 from limpet.state.memory_ranges import read_ranges, write_ranges
@@ -59,7 +53,7 @@ class Image:
     have their bytes. ``cuts``: the file offsets at which chunks end."""
 
     header: bytes
-    leaf_boxes: list[LeafBox]
+    leaf_boxes: list[shard_layout.LeafBox]
     sources: list[Any]
     box_starts: list[int]
     box_ends: list[int]
@@ -157,22 +151,22 @@ _MAX_CACHED_BOXES = 200_000
 
 def make_image(
     sources: Sequence[Any],
-    leaf_boxes: Sequence[LeafBox],
+    leaf_boxes: Sequence[shard_layout.LeafBox],
     order: Sequence[int] | None = None,
     cache: dict[str, Any] | None = None,
 ) -> Image:
     """Return the image of a shard whose box ``i`` is all of ``sources[i]``. ``cache``: the group's;
     keeps the layout for later images of these boxes, unless an ``order`` in the file is given."""
     layouts: dict[bytes, _Layout] = {} if cache is None else cache.setdefault("layouts", {})
-    digest = b"" if cache is None else digest_leaf_boxes(leaf_boxes)
+    digest = b"" if cache is None else shard_layout.digest_leaf_boxes(leaf_boxes)
     layout = layouts.get(digest)
     if layout is None:
-        order = file_order(leaf_boxes) if order is None else order
+        order = shard_layout.file_order(leaf_boxes) if order is None else order
         ordered = [*map(leaf_boxes.__getitem__, order)]
         lengths = np.array([*map(attrgetter("nbytes"), ordered)], dtype=np.int64)
-        header = build_header(full_shard_entries(ordered))
+        header = build_header(shard_layout.full_shard_entries(ordered))
         ends = np.cumsum(lengths) + len(header)
-        cuts = chunk_cuts(len(header), lengths)
+        cuts = shard_layout.chunk_cuts(len(header), lengths)
         cuts.setflags(write=False)
         layout = _Layout(order, header, (ends - lengths).tolist(), ends.tolist(), cuts)
         if len(order) <= _MAX_CACHED_BOXES:

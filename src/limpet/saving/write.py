@@ -19,14 +19,9 @@ from limpet.format.index import Index, IndexBox, IndexLeaf, encode_index
 from limpet.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, Shard
 from limpet.format.sealed import FORMAT, check_length
 from limpet.layout.devices import make_device_map
+from limpet.saving import incremental
 from limpet.saving.commit import Receipt, SaveJob
 from limpet.saving.image import Image, Piece, release_buffers, split_into_pieces
-from limpet.saving.incremental import (
-    BaseVersion,
-    IncrementalLayout,
-    align_chunks,
-    make_incremental_layout,
-)
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import MappedUpload, Traits, Upload, part_length, put_mapped
@@ -61,11 +56,11 @@ def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
     index_name = names.index_name(rank, collective.size, job.partition.attempt)
     data_bytes = image.length - len(image.header)
     layout = None
-    base_version = None if base is None else BaseVersion.from_snapshot(base, collective)
+    base_version = None if base is None else incremental.BaseVersion.from_snapshot(base, collective)
     if base_version is not None and base_version.shards:
-        aligned = align_chunks(image, base_version)
+        aligned = incremental.align_chunks(image, base_version)
         digests = digest_chunks(aligned, pieces, workers)
-        layout = make_incremental_layout(base_version, aligned, digests)
+        layout = incremental.make_incremental_layout(base_version, aligned, digests)
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers, job.upload)
         shard = write_index(location, index_name, shard_name, image, digests)
@@ -148,7 +143,7 @@ def write_index(
     shard_name: str,
     image: Image,
     digests: list[str],
-    layout: IncrementalLayout | None = None,
+    layout: incremental.IncrementalLayout | None = None,
 ) -> Shard:
     """Write the index of a shard durably, and return the shard as the manifest lists it. Raises
     ``StoreError``, and ``Unsupported`` if the index is too long."""
@@ -165,7 +160,7 @@ def write_index(
 
 @gc_paused  # it creates several objects per box
 def _encode_image_index(
-    shard_name: str, image: Image, digests: list[str], layout: IncrementalLayout | None
+    shard_name: str, image: Image, digests: list[str], layout: incremental.IncrementalLayout | None
 ) -> bytes:
     """Return the bytes of a shard's index."""
     header, length = (
@@ -259,7 +254,9 @@ class PackedImage:
     """An incremental shard to be written: chunks of the complete image, in the order of the shard.
     Their digests are known, so the end of the header is the only cut."""
 
-    def __init__(self, url: str, layout: IncrementalLayout, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, url: str, layout: incremental.IncrementalLayout, pieces: Sequence[Piece]
+    ) -> None:
         self._url = url
         self._layout = layout
         self.header = layout.header

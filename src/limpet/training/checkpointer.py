@@ -25,6 +25,7 @@ from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.storage.throttle import store_statistics
 from limpet.text import to_repr
 from limpet.tiers.tiers import Tier, Tiers
+from limpet.training import state_check
 from limpet.training.arguments import (
     Options,
     acquire_run,
@@ -57,13 +58,6 @@ from limpet.training.resume_check import (
 )
 from limpet.training.savepoint import StepSavepoint
 from limpet.training.saver import Saver, SaveSpec
-from limpet.training.state_check import (
-    OPTIONS,
-    describe_changes,
-    read_generators,
-    read_options,
-    report_lacking,
-)
 from limpet.training.step_counter import StepCounter
 
 
@@ -215,7 +209,7 @@ class Checkpointer:
         )
         self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
         self._generators: dict[str, bytes] = {}
-        self._script_options = read_options(self.state)
+        self._script_options = state_check.read_options(self.state)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
 
     def __repr__(self) -> str:
@@ -425,9 +419,9 @@ class Checkpointer:
             if self._looks:
                 self._looks -= 1
                 if self._looks:
-                    self._generators = read_generators()
+                    self._generators = state_check.read_generators()
                 else:
-                    report_lacking(self.run.url, self.state, self._generators)
+                    state_check.report_lacking(self.run.url, self.state, self._generators)
 
     @exclusive
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -561,7 +555,7 @@ class Checkpointer:
 
     def _make_spec(self, reason: str = "exception") -> SaveSpec:
         training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
-        training[OPTIONS] = self._script_options
+        training[state_check.OPTIONS] = self._script_options
         if reason != "exception":  # each step may call this, in case that the next one raises
             training |= record_next_batches(self.state)
         return SaveSpec(
@@ -629,7 +623,7 @@ class Checkpointer:
         self._savepoint.attach(state)
         self.state, self._state_function = state, None
         self._cadence.restart()
-        self._script_options = read_options(self.state)
+        self._script_options = state_check.read_options(self.state)
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state)
@@ -703,8 +697,10 @@ class Checkpointer:
             differing = [f"the next batch of {path}" for path in batches if not batches[path]]
             events.emit("resume_differs", run=run, url=url, differing=differing)
         if is_first and self._script_options:
-            earlier = read_training_metadata(point.snapshot).get(OPTIONS)
-            changes = describe_changes(self._script_options, earlier, read_options(self.state))
+            earlier = read_training_metadata(point.snapshot).get(state_check.OPTIONS)
+            changes = state_check.describe_changes(
+                self._script_options, earlier, state_check.read_options(self.state)
+            )
             if changes:
                 events.emit("options_replaced", run=run, url=url, options=changes)
 

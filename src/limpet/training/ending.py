@@ -9,20 +9,8 @@ from contextlib import closing, suppress
 from threading import current_thread
 from weakref import finalize, ref
 
-from limpet import events
+from limpet import errors, events
 from limpet.deadline import Deadline
-from limpet.errors import (
-    CommitError,
-    FormatTooNew,
-    LimpetError,
-    NoProgress,
-    NotFound,
-    Preempted,
-    RankFailed,
-    SaveFailed,
-    StoreError,
-    UnsavedSteps,
-)
 from limpet.format.records import Ended, Evaluation, InexactEvaluation
 from limpet.machine import after_fork
 from limpet.notices.exit_status import write_error
@@ -89,7 +77,7 @@ class Ending:
         """Save the last step on all ranks, and wait until it is committed. ``Never`` saves nothing.
         A save in flight is awaited first, but no promotion. If it fails, this one may succeed."""
         saver, step = self.saver, self.step_counter.progress.step
-        with suppress(StoreError, CommitError):  # an event has reported it
+        with suppress(errors.StoreError, errors.CommitError):  # an event has reported it
             saver.wait_before_last(saver.begun_step == step, deadline)
         is_saved = saver.saved_step == step
         if not is_saved and not isinstance(self.policy, Never):
@@ -102,7 +90,7 @@ class Ending:
         """Raise ``LimpetError`` if ``OnException`` is used outside a ``with`` block. Without the
         block, the Checkpointer does not see that the training raised."""
         if self.policy.on_exception and not self.is_entered:
-            raise LimpetError(
+            raise errors.LimpetError(
                 "OnException can never fire: the Checkpointer is not used as a context manager",
                 expected='the training inside a "with limpet.Checkpointer(...) as ckpt:" block',
                 found="a step outside such a block",
@@ -164,7 +152,7 @@ class Ending:
     def finish_after(self, error: BaseException, agreement: Agreement | LocalAgreement) -> None:
         """End the training after ``error`` in the ``with`` block; other failures are reported with
         it. Raises the error of the rank that raised first, from ``error``."""
-        if isinstance(error, Preempted | NoProgress):
+        if isinstance(error, errors.Preempted | errors.NoProgress):
             self._release()
             return
         first = None
@@ -184,7 +172,9 @@ class Ending:
         try:
             self._exit(error, problems)
         except Exception as e:
-            tolerated = self.saver.on_error == "warn" and isinstance(e, StoreError | CommitError)
+            tolerated = self.saver.on_error == "warn" and isinstance(
+                e, errors.StoreError | errors.CommitError
+            )
             if isinstance(error, SystemExit) and not error.code and not tolerated:
                 raise  # exit code 0 would report success to the parent process
             problems.append(f"the last save failed: {format_with_notes(e)}")
@@ -224,8 +214,10 @@ class Ending:
             first = collective.first_arrival
             with closing(collective), collective:
                 _compare_steps(collective, step, "The ranks did not raise in the same step")
-        except RankFailed as e:
-            failure = LimpetError(e.what, expected=e.expected, found=e.found)  # without advice
+        except errors.RankFailed as e:
+            failure = errors.LimpetError(
+                e.what, expected=e.expected, found=e.found
+            )  # without advice
             problems.append(
                 f"the state after step {step} was not saved:"
                 f" {failure}{_first_error_text(first, cause)}"
@@ -273,7 +265,7 @@ class Ending:
                 skipped = self._cadence.skipped_since_save
                 reason = unsaved_reason(self.policy, error, skipped)
                 message = describe_unsaved_steps(url, step, saved_step, reason)
-                warn_user(message, UnsavedSteps)
+                warn_user(message, errors.UnsavedSteps)
 
     def close(self) -> None:
         if self._start_save is not no_op:
@@ -291,7 +283,7 @@ def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
             _compare_steps(collective, step, "The ranks did not end at the same step")
             return True
         collective.abort(
-            RankFailed(
+            errors.RankFailed(
                 f"Rank {group.rank} has ended after step {step}, which is saved",
                 expected="all ranks to end after the same step",
                 todo="Make the same number of steps on all ranks",
@@ -303,7 +295,7 @@ def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
 
 def report_exception(group: Group, error: BaseException) -> None:
     """Make ranks that end normally save nothing, because of ``error``, without waiting for them."""
-    with suppress(RankFailed):  # the other ranks know already that a rank failed
+    with suppress(errors.RankFailed):  # the other ranks know already that a rank failed
         collective = group.collective(_END, JOIN_TIMEOUT, describe_cause(error))
         collective.abort(error)
         collective.close()
@@ -328,7 +320,7 @@ def _compare_steps(collective: Collective, step: int, problem: str) -> None:
     steps = collective.gather(step, int)
     if steps is not None and (other := {*steps} - {step}):
         rank = steps.index(min(other))
-        raise RankFailed(
+        raise errors.RankFailed(
             problem,
             expected=f"step {step} as the last completed step of all ranks, as on rank 0",
             found=f"step {steps[rank]} on rank {rank}",
@@ -363,12 +355,12 @@ def record_end(saver: Saver, epochs: int) -> None:
         records = run.catalog.evaluations.read(version, newest.digest)
         if [(end.reason, end.epochs) for end in records.of(Ended)[-1:]] == [(reason, epochs)]:
             return
-        with suppress(NotFound):  # somebody has deleted the version
+        with suppress(errors.NotFound):  # somebody has deleted the version
             pins.require_manifest(run.location(version))
             about = version, newest.digest
             content = {"reason": reason, "epochs": epochs}
             put_about_version(Ended, _AUTHOR, about, run.store, records.records, **content)
-    except LimpetError as e:
+    except errors.LimpetError as e:
         advice = f"{version} was saved, but the end of the training could not be recorded"
         raise e.with_advice(advice, committed=str(version)) from e
 
@@ -395,7 +387,7 @@ def report_missing_metrics(saver: Saver) -> None:
     if not needed - saver.evaluated_metrics:
         return
     catalog = saver.run.catalog
-    with suppress(LimpetError):  # retention reports the failure of the store
+    with suppress(errors.LimpetError):  # retention reports the failure of the store
         listing = catalog.listing()
         for version, record in catalog.read_versions(listing).items():
             evaluations = catalog.evaluations.read(version, record.digest)
@@ -416,8 +408,8 @@ def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> No
         error.add_note(f"In addition, {message}")
         warning = f"The training ended with {type(error).__name__}. In addition, {message}"
         try:
-            warn_user(warning, SaveFailed)
-        except SaveFailed:
+            warn_user(warning, errors.SaveFailed)
+        except errors.SaveFailed:
             if not isinstance(error, Exception):
                 write_error(warning)
 
@@ -447,8 +439,8 @@ def warn_collected(
         reason += f", and write save={policy} | AtEnd()"
     message = describe_unsaved_steps(saver.run.url, step, begun_step, reason)
     try:
-        warnings.warn_explicit(message, UnsavedSteps, *line)
-    except UnsavedSteps:
+        warnings.warn_explicit(message, errors.UnsavedSteps, *line)
+    except errors.UnsavedSteps:
         if not is_process_ending():
             raise
         write_error(message)
@@ -520,14 +512,14 @@ def _end(saver: Saver, earlier: Ending | None) -> None:
         try:
             saver.wait()
         except Exception as e:  # noqa: BLE001  (the new training may be what the user does about it)
-            warn_user(f"The last save of an earlier Checkpointer failed: {e}", SaveFailed)
+            warn_user(f"The last save of an earlier Checkpointer failed: {e}", errors.SaveFailed)
         saver.writer_lock.release()
         return
     lifecycle, run = earlier._lifecycle, saver.run.url
     _check_may_close(earlier)
     lifecycle.was_taken_over = True
     could_save = lifecycle.can_save
-    error = LimpetError(f"A newer Checkpointer of this process has taken {run} over")
+    error = errors.LimpetError(f"A newer Checkpointer of this process has taken {run} over")
     earlier.finish_here(error)
     step, saved_step = earlier.step_counter.progress.step, saver.saved_step
     if could_save:
@@ -538,7 +530,7 @@ def _end(saver: Saver, earlier: Ending | None) -> None:
             reason += f". Call its resume() to continue from step {saved_step}"
         message = describe_unsaved_steps(run, step, saved_step, reason)
         # Not ``warn``, which shows an equal message only once: a cell may run many times.
-        warnings.warn_explicit(message, UnsavedSteps, *user_line())
+        warnings.warn_explicit(message, errors.UnsavedSteps, *user_line())
 
 
 def _check_may_close(training: Ending) -> None:
@@ -552,7 +544,7 @@ def _check_may_close(training: Ending) -> None:
         found = f"one at step {step}, which another thread has made"
     else:
         return
-    raise LimpetError(
+    raise errors.LimpetError(
         f"An earlier Checkpointer of this process is in use for {training.saver.url}",
         expected="a run without an open Checkpointer, or one of this thread that is idle",
         found=found,
@@ -580,6 +572,6 @@ def _is_same_run(earlier: Saver, newer: Saver) -> bool:
         return True
     try:  # two servers may use the same URL
         writer = find_writer(newer.run.store)
-    except (StoreError, FormatTooNew):
+    except (errors.StoreError, errors.FormatTooNew):
         return False
     return writer is not None and writer.attempt == lock_id

@@ -16,19 +16,7 @@ from typing import Any, TypeVar
 from limpet import events
 from limpet.deadline import CLEANUP_SECONDS, Deadline
 from limpet.errors import LimpetError, NoProgress, Preempted, RankFailed
-from limpet.notices.exit_status import (
-    DONE,
-    FAILED,
-    SAVED,
-    UNSAVED,
-    Status,
-    announce_worker,
-    describe_exit,
-    forget_done,
-    leave_code,
-    leave_done_at_exit,
-    write_error,
-)
+from limpet.notices import exit_status
 from limpet.notices.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
 from limpet.notices.notice import Notice
 from limpet.notices.platform import detect_sources
@@ -126,7 +114,7 @@ class PreemptionResponse(Observer):
         sources, find = ([stop_signals()], detect_sources) if given is None else (given, tuple)
         self._watcher = NoticeWatcher(sources, self.on_notice, find)
         self._watcher.start()
-        announce_worker(request_signals(sources))
+        exit_status.announce_worker(request_signals(sources))
         self._announced_in = os.getpid()
 
     @property
@@ -177,17 +165,19 @@ class PreemptionResponse(Observer):
         also by exit code 0, leaves ``DONE`` at the exit, unless ``finish`` raises: the last step
         may not be saved.
         """
-        forget_done()  # of an earlier training in this process
+        exit_status.forget_done()  # of an earlier training in this process
         is_failed = error is not None and (not isinstance(error, SystemExit) or bool(error.code))
         try:
             finish(error)
         finally:
             is_own = error is not None and is_own_failure(error)
             if is_own and self._is_announced and self.is_pending:
-                leave_code(self._status(FAILED, f"{type(error).__name__}: {error}"))
+                exit_status.leave_code(
+                    self._status(exit_status.FAILED, f"{type(error).__name__}: {error}")
+                )
         if not is_failed and self._is_announced:
-            done = self._status(DONE, "the training is complete")
-            leave_done_at_exit(done if self.is_pending else None)
+            done = self._status(exit_status.DONE, "the training is complete")
+            exit_status.leave_done_at_exit(done if self.is_pending else None)
 
     @property
     def _is_announced(self) -> bool:
@@ -254,7 +244,9 @@ class PreemptionResponse(Observer):
             f"another rank has failed ({type(error).__name__}: {str(error)[:200]}), and this rank"
             f" has not returned from a call for {left:.0f} s"
         )
-        self._timer.set("error", self._clock() + left, lambda: self._end_now(FAILED, message))
+        self._timer.set(
+            "error", self._clock() + left, lambda: self._end_now(exit_status.FAILED, message)
+        )
 
     def on_raised(self) -> None:
         """The training thread has raised the error of another rank."""
@@ -308,31 +300,35 @@ class PreemptionResponse(Observer):
         )
         if self._ended_by is not None:  # a text: the frames of the error refer to the state
             has_failed, why = self._ended_by
-            code, message = FAILED if has_failed else code, f"{message}. {why}"
+            code, message = exit_status.FAILED if has_failed else code, f"{message}. {why}"
         self._end_now(code, message)
 
     def _end_now(self, code: int, message: str) -> None:
-        if code == FAILED and self._ended_by is None:
+        if code == exit_status.FAILED and self._ended_by is None:
             limit, known = Deadline.after(_FLUSH_SECONDS, "the end of this process"), self._deadline
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
-        if code == SAVED and not self._is_without_ranks:
+        if code == exit_status.SAVED and not self._is_without_ranks:
             limit = Deadline.after(_NOTE_SECONDS, "the end of this process")
             leave = partial(self._ending.ladder.leave, code, self._failure, limit)
             call_with_limit(leave, "limpet-end", _NOTE_SECONDS)
         with suppress(LimpetError):
-            code = leave_code(self._status(code, message))
+            code = exit_status.leave_code(self._status(code, message))
         end_process(code, message)
 
     def _code(self) -> int:
         is_saved = self._savepoint_saver.saved_step is not None
-        return SAVED if is_saved or self._saves.saved_step == self._steps.progress.step else UNSAVED
+        return (
+            exit_status.SAVED
+            if is_saved or self._saves.saved_step == self._steps.progress.step
+            else exit_status.UNSAVED
+        )
 
     @property
     def _saved_step(self) -> int:
         return max(self._saves.saved_step, self._savepoint_saver.saved_step or 0)
 
-    def _status(self, code: int, why: str) -> Status:
-        return Status(
+    def _status(self, code: int, why: str) -> exit_status.Status:
+        return exit_status.Status(
             code,
             self._group.rank,
             step=self._steps.progress.step,
@@ -374,7 +370,7 @@ class PreemptionResponse(Observer):
             is_saved = saved_step is not None or self._savepoint_saver.has_flushed
         try:
             if is_saved or self._failure is not None:
-                write_error("".join(format_exception(error)))
+                exit_status.write_error("".join(format_exception(error)))
                 self._exit(self._code(), deadline, error)
         except Preempted as left:
             return left
@@ -401,7 +397,7 @@ class PreemptionResponse(Observer):
             elif settings.save_fn is not None:
                 args, kwargs = self.save_arguments
                 settings.save_fn(*args, **kwargs)
-                code = SAVED
+                code = exit_status.SAVED
             else:
                 self._ending.save_last_step(limit)
         except (LimpetError, TimeoutError) as e:
@@ -433,10 +429,10 @@ class PreemptionResponse(Observer):
             self.cleanup_seconds = CLEANUP_SECONDS
             self._timer.clear()  # training may go on, also while an old promotion is in flight
             return
-        why = describe_exit(code, step, saved_step, cause, problem)
+        why = exit_status.describe_exit(code, step, saved_step, cause, problem)
         if self._group.rank == 0:
-            write_error(why)
-        code = leave_code(self._status(code, why))
+            exit_status.write_error(why)
+        code = exit_status.leave_code(self._status(code, why))
         raise Preempted(code, step, saved_step, why)
 
 

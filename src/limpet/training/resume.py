@@ -12,18 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import structs
 
-from limpet import events
-from limpet.errors import (
-    Denied,
-    FormatError,
-    LimpetError,
-    NoSnapshot,
-    PlanError,
-    RankFailed,
-    SkippedVersion,
-    StoreError,
-    Unavailable,
-)
+from limpet import errors, events
 from limpet.format.manifest import Parent
 from limpet.format.names import Version, parse_version
 from limpet.generators import open_block
@@ -67,7 +56,7 @@ class Resume:
     acquire_lock: Callable[[], object] = no_op
     leniency: Leniency = STRICT
     _collective: Collective = field(init=False)
-    _error: LimpetError | None = None  # of the last load; None: it has succeeded
+    _error: errors.LimpetError | None = None  # of the last load; None: it has succeeded
     _is_partially_loaded: bool = False
     """True if a failed load has overwritten a part of the state, and none has succeeded since."""
 
@@ -99,12 +88,12 @@ class Resume:
             tier, kept = (None, None) if point is None else (point.tier, point.snapshot.version)
             tiers.resume_from(tier, kept, self._leftovers)
             if ladder.left_out is not None:
-                warn_user(ladder.left_out, SkippedVersion)
+                warn_user(ladder.left_out, errors.SkippedVersion)
             if skipped := self._problems if point is None else point.skipped:
                 for message in describe_skipped(skipped):
-                    warn_user(message, SkippedVersion)
+                    warn_user(message, errors.SkippedVersion)
             return point
-        except LimpetError as e:
+        except errors.LimpetError as e:
             if self._is_partially_loaded and not e.is_state_invalid:
                 raise e.with_advice("The live state is not valid", live_state="not valid") from e
             raise
@@ -120,7 +109,7 @@ class Resume:
             if self._collective.rank == 0 and self._first_from_tier is not None:
                 self.ladder.record(*self._first_from_tier)
             problems = " ".join(describe_skipped(self._problems)) or "Rank 0 says which one."
-            raise LimpetError(
+            raise errors.LimpetError(
                 f"The only state to resume from is damaged. {problems}",
                 expected="an intact state in a tier, or a version in the run",
                 found="neither",
@@ -162,9 +151,9 @@ class Resume:
             snapshot, skipped = find_newest(
                 run.catalog, self._load_with_others, at=self.at, branch=self.branch
             )
-        except PlanError as e:
+        except errors.PlanError as e:
             raise self._unfit_error(e) from e.__cause__
-        except NoSnapshot:
+        except errors.NoSnapshot:
             ladder.give_up_without_older()
             raise
         if snapshot is None:
@@ -195,7 +184,7 @@ class Resume:
         self._tell(ResumeInstruction(False, str(snapshot.version), snapshot.digest))
         self._load(snapshot)
 
-    def _unfit_error(self, error: PlanError) -> PlanError:
+    def _unfit_error(self, error: errors.PlanError) -> errors.PlanError:
         """Return the error for a version that does not fit the state, with advice for a resume. An
         error without ``missing`` is of an object in the state, which gives more specific advice."""
         fields = error.fields
@@ -220,7 +209,9 @@ class Resume:
         for in_tier in reversed(found):
             is_whole = in_tier.tier == "local" and in_tier.is_whole
             if is_whole and line.is_newer(in_tier.version):
-                with suppress(FormatError, StoreError):  # it is skipped below, with a warning
+                with suppress(
+                    errors.FormatError, errors.StoreError
+                ):  # it is skipped below, with a warning
                     reader = self._open_in_tier(instruct(in_tier, 0))
                     if line.is_continued_by(in_tier, reader):
                         self._leftovers.append(in_tier)
@@ -230,7 +221,7 @@ class Resume:
     ) -> ResumePoint | None:
         """Load the newest state of a tier that continues the current lineage, and return it. None:
         the durable version is newer, or none is intact. ``_problems``: the newer ones."""
-        damaged: dict[Version, LimpetError] = {}
+        damaged: dict[Version, errors.LimpetError] = {}
         for in_tier in found:
             is_newest = in_tier.version == line.newest
             if not (is_newest or line.is_newer(in_tier.version)):
@@ -245,7 +236,7 @@ class Resume:
                 in_tier.check_whole(reader)
                 self._tell(instruction)
                 snapshot = self._load_from_tier(instruction)
-            except (FormatError, StoreError, RankFailed) as e:
+            except (errors.FormatError, errors.StoreError, errors.RankFailed) as e:
                 if is_newest:  # the run has it, too
                     events.emit("skipped", version=in_tier.folder, error=e)
                     continue
@@ -290,16 +281,18 @@ class Resume:
                     return continue_from_tier(self.run, snapshot, instruction, [])
                 return make_resume_point(snapshot, instruction.branch, [])
             if instruction.tier is not None:
-                with suppress(FormatError, StoreError, RankFailed):  # rank 0 gets the same error
+                with suppress(
+                    errors.FormatError, errors.StoreError, errors.RankFailed
+                ):  # rank 0 gets the same error
                     snapshot = self._load_from_tier(instruction)
                 continue
             snapshot = SnapshotReader(self.run.location(version), None, instruction.digest)
             try:
                 # this also reads the manifest: nothing can fail after the last instruction
                 self._load(snapshot)
-            except (Denied, Unavailable):
+            except (errors.Denied, errors.Unavailable):
                 raise
-            except (FormatError, StoreError):
+            except (errors.FormatError, errors.StoreError):
                 continue  # rank 0 gets the same error, and falls back to an older version or raises
 
     # -- all ranks -----------------------------------------------------------------------------
@@ -309,11 +302,13 @@ class Resume:
         store denies access or does not answer, so it may be intact."""
         try:
             load_snapshot(snapshot, self.state, leniency=self.leniency, group=self.group)
-        except LimpetError as e:
+        except errors.LimpetError as e:
             self._error = e
             self._is_partially_loaded |= left_state_invalid(e)
-            cause = e.__cause__ if isinstance(e, RankFailed) else None
-            if isinstance(cause, StoreError) and not isinstance(cause, Denied | Unavailable):
+            cause = e.__cause__ if isinstance(e, errors.RankFailed) else None
+            if isinstance(cause, errors.StoreError) and not isinstance(
+                cause, errors.Denied | errors.Unavailable
+            ):
                 raise cause from e
             raise
         self._error, self._is_partially_loaded = None, False
@@ -335,7 +330,7 @@ class Resume:
 def refuse_in_block() -> None:
     """Raise ``LimpetError`` inside a block of ``isolated_rng``."""
     if open_block() is not None:
-        raise LimpetError(
+        raise errors.LimpetError(
             "resume() was called inside a block of isolated_rng()",
             expected="resume() outside, because the block would undo that it restores the random"
             " generators",
@@ -361,17 +356,17 @@ def check_start(
     run itself (``goes_back``). Without ``start``, the only choice is ``missing="keep"``."""
     is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
     if start is not None and not is_location:
-        raise LimpetError(
+        raise errors.LimpetError(
             'start= must be an address ("RUN@120", "RUN@best", or the URL of a snapshot) or a'
             f" Store, not {to_repr(start)[:200]}; resume(at=120) goes back to step 120 of this run"
         )
     if start is not None and goes_back:
-        raise LimpetError(
+        raise errors.LimpetError(
             "resume() cannot combine start= for an empty run with at= for one with versions; write"
             ' the step in the address: resume(start="RUN@120")'
         )
     if start is None and (keys is not None or leniency not in (STRICT, KEEP_MISSING)):
-        raise LimpetError(
+        raise errors.LimpetError(
             "A run resumes all of its own versions: keys=, unexpected=, rename=, and mismatched="
             " are valid only together with start="
         )
@@ -389,7 +384,7 @@ def start_from(
     snapshot = open_on_all_ranks(start, group)
     try:
         report = load_snapshot(snapshot, state, keys, None, leniency, group)
-    except PlanError as e:
+    except errors.PlanError as e:
         if "match" not in e.fields:
             raise
         # the error of a load, whose into= is the state of a Checkpointer
@@ -427,7 +422,7 @@ def parse_at(at: int | str | None) -> tuple[int | None, int | None]:
         return at, None
     match = _NAME.fullmatch(at) if isinstance(at, str) else None
     if match is None:
-        raise LimpetError(
+        raise errors.LimpetError(
             f'at= must be a step, or the name of a version such as "91.1", not {to_repr(at)[:100]}'
         )
     return int(match[1]), int(match[2] or 0)
@@ -437,7 +432,7 @@ class Skipped(NamedTuple):
     """A newer state that is not loaded, and why. ``name``: ``version_70 in memory``."""
 
     name: str
-    error: LimpetError
+    error: errors.LimpetError
 
 
 def describe_skipped(skipped: Sequence[Skipped]) -> list[str]:
@@ -533,7 +528,7 @@ def left_state_invalid(error: BaseException | None) -> bool:
     any other than a ``LimpetError`` may."""
     depth = 0
     while error is not None and depth < 20:
-        if not isinstance(error, LimpetError) or error.is_state_invalid:
+        if not isinstance(error, errors.LimpetError) or error.is_state_invalid:
             return True
         error, depth = error.__cause__, depth + 1
     return False

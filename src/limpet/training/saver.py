@@ -9,18 +9,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec
 
-from limpet import events
+from limpet import errors, events
 from limpet.buffers import BufferPool, page_lock
 from limpet.deadline import Deadline
-from limpet.errors import (
-    AlreadyExists,
-    CommitError,
-    FormatError,
-    LimpetError,
-    RankFailed,
-    SaveFailed,
-    StoreError,
-)
 from limpet.format.names import Version, parse_version
 from limpet.ranks.error_report import format_with_notes
 from limpet.ranks.group import Group, broadcast_from_first, call_members
@@ -132,7 +123,7 @@ class Saver:
         """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
         try:
             call(*args, **kwargs)
-        except (StoreError, CommitError) as e:
+        except (errors.StoreError, errors.CommitError) as e:
             if self.on_error == "raise" or not is_store_failure(e):
                 raise
             warn_save_failed(e, self.saved_step)
@@ -276,7 +267,7 @@ class Saver:
         except BaseException as e:
             if promotion is not None:
                 promotion.collective.close()
-            if local is None or not isinstance(e, AlreadyExists):
+            if local is None or not isinstance(e, errors.AlreadyExists):
                 raise
             self._begin_save(state, spec, began, None)  # its promotion has failed
             return
@@ -338,14 +329,14 @@ class Saver:
         try:
             job = begin_save(location, flat, metadata, self._pool, group=group, stage_now=True)
             if reason := end_staging():
-                job.staging_error = CommitError(f"{version} was not saved: {reason}")
+                job.staging_error = errors.CommitError(f"{version} was not saved: {reason}")
             snapshot = finish_save(job, lambda: self.writer_lock.check(location.store))
             self.writer.emit_saved(job, blocked=0.0, seconds=time.perf_counter() - job.started_at)
-        except LimpetError as e:
+        except errors.LimpetError as e:
             events.emit("save_failed", run=self.run.url, step=version.step, error=e)
             try:
                 snapshot = open_location(location.for_cleanup())
-            except (FormatError, StoreError):
+            except (errors.FormatError, errors.StoreError):
                 raise e from None
             snapshot.location = location.without_limit()
         finally:
@@ -366,7 +357,7 @@ class Saver:
     def prepare_flush(self) -> None:
         """Prepare for a flush without rank 0, which holds the writer lock: remember the owner."""
         if self.group.rank:
-            with suppress(LimpetError):
+            with suppress(errors.LimpetError):
                 self.writer_lock.observe()
 
     def flush_tiers(self, deadline: Deadline) -> None:
@@ -483,22 +474,22 @@ def version_of(snapshot: SnapshotReader) -> Version:
 # -- what is reported of saves and versions ------------------------------------------------------
 
 
-def is_store_failure(error: StoreError | CommitError) -> bool:
+def is_store_failure(error: errors.StoreError | errors.CommitError) -> bool:
     """Return True if a store or a commit failed, here or on another rank, whose other failures are
     ``RankFailed``, too."""
-    cause = error.__cause__ if isinstance(error, RankFailed) else None
+    cause = error.__cause__ if isinstance(error, errors.RankFailed) else None
     reported_by_rank = cause is not None and not error.fields.get("lost")
-    return not reported_by_rank or isinstance(cause, StoreError | CommitError)
+    return not reported_by_rank or isinstance(cause, errors.StoreError | errors.CommitError)
 
 
-def warn_save_failed(error: LimpetError, last_saved_step: int) -> None:
+def warn_save_failed(error: errors.LimpetError, last_saved_step: int) -> None:
     """Warn of a save that failed, or of a failure after the commit."""
     message = (
         "Old versions accumulate"
         if "committed" in error.fields
         else f"NOTHING WAS SAVED; there is no version since step {last_saved_step}"
     )
-    warn_user(f"{message}: {format_with_notes(error)}", SaveFailed)
+    warn_user(f"{message}: {format_with_notes(error)}", errors.SaveFailed)
 
 
 def emit_structure_change(

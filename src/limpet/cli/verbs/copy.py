@@ -10,15 +10,10 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
+from limpet.cli import resolve
 from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, format_error_line, json_option, print_result
-from limpet.cli.resolve import (
-    check_run_target,
-    check_version_name,
-    remove_folder_if_empty,
-    resolve_run_or_snapshot,
-)
 from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import attempt_of_copy, copy_snapshot
 from limpet.errors import AlreadyExists, FormatError, FormatTooNew, LimpetError, NotFound
@@ -83,9 +78,9 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     and versions that B already has are not copied again: an interrupted copy continues where it
     stopped. Branches, evaluations, and lasting pins are copied with their versions.
     """
-    source = resolve_run_or_snapshot(a)
+    source = resolve.resolve_run_or_snapshot(a)
     began = perf_counter()
-    with remove_folder_if_empty(
+    with resolve.remove_folder_if_empty(
         locate(b).store if isinstance(source, SnapshotReader) else Run(b).store
     ):
         result = (
@@ -99,7 +94,7 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
 
 def _copy_single(snapshot: SnapshotReader, destination: str, quiet: bool) -> CopyResult:
     location = locate(destination)
-    check_version_name(snapshot, location)
+    resolve.check_version_name(snapshot, location)
     raise_if_exists(location)
     with progress_bar("copying", bytes_to_read(snapshot), quiet=quiet) as advance:
         copied = copy_snapshot(snapshot, location, advance)
@@ -109,7 +104,7 @@ def _copy_single(snapshot: SnapshotReader, destination: str, quiet: bool) -> Cop
 def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> CopyResult:
     """Copy the branch records, then the intact versions, oldest first: wherever this stops,
     training can resume from the destination."""
-    check_run_target(destination)
+    resolve.check_run_target(destination)
     existing = destination.listing()  # first: what appears later belongs to a concurrent copy
     result = CopyResult(run.url, destination.url, branches=len(listing.branches))
     digests: dict[Version, str] = {}  # of the versions in ``result.present``

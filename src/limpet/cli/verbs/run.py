@@ -22,14 +22,7 @@ from limpet.cli.exit_codes import NOT_EXECUTABLE, NOT_STARTED
 from limpet.cli.output import json_option, parse_duration, print_json
 from limpet.errors import LimpetError
 from limpet.machine import IS_LINUX
-from limpet.notices.exit_status import (
-    DONE,
-    SAVED,
-    UNSAVED,
-    WorkerRecord,
-    read_records,
-    requesting_workers,
-)
+from limpet.notices import exit_status
 from limpet.notices.final_code import STOP_SIGNALS, Decision, Ended, decide, last_attempt
 from limpet.notices.supervise import supervise
 from limpet.settings import MEMORY_SUFFIX, command_environment, read_settings
@@ -104,10 +97,12 @@ def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     decision = decide(ended, records)
-    if flushed and decision.code == UNSAVED:
-        decision = replace(decision, code=SAVED, why=f"{decision.why}; {flushed}")
-    advice = {SAVED: "; run it again", UNSAVED: "; run it again"}.get(decision.code, "")
-    if decision.code != DONE:
+    if flushed and decision.code == exit_status.UNSAVED:
+        decision = replace(decision, code=exit_status.SAVED, why=f"{decision.why}; {flushed}")
+    advice = {exit_status.SAVED: "; run it again", exit_status.UNSAVED: "; run it again"}.get(
+        decision.code, ""
+    )
+    if decision.code != exit_status.DONE:
         _say(f"exit code {decision.code}: {decision.why}{advice}")
     if as_json:
         with suppress(OSError):  # as in ``_say``
@@ -167,9 +162,9 @@ def _make_stoppable_clock(seconds: float) -> Callable[[], float]:
     return read
 
 
-def _read_records(folder: Path) -> list[WorkerRecord]:
+def _read_records(folder: Path) -> list[exit_status.WorkerRecord]:
     try:
-        return read_records(str(folder))
+        return exit_status.read_records(str(folder))
     except OSError as e:
         # The exit code of the command still counts. A worker that could not write its status
         # exited with its own code.
@@ -179,7 +174,7 @@ def _read_records(folder: Path) -> list[WorkerRecord]:
 
 def _find_requesting(folder: str, number: int) -> list[int]:
     try:
-        return requesting_workers(folder, number)
+        return exit_status.requesting_workers(folder, number)
     except OSError as e:  # as if none had asked for it
         _say(f"cannot read the statuses of the workers: {e}")
         return []
@@ -205,7 +200,7 @@ def _exit_not_started(ctx: click.Context, name: str, error: OSError, as_json: bo
 
 
 def _describe(
-    decision: Decision, ended: Ended, records: Sequence[WorkerRecord]
+    decision: Decision, ended: Ended, records: Sequence[exit_status.WorkerRecord]
 ) -> dict[str, object]:
     return {
         "exit": decision.code,

@@ -9,14 +9,8 @@ from typing import Any
 
 import click
 
+from limpet.cli import output
 from limpet.cli.console import Cell, format_age, output_width, print_line, print_table, truncate
-from limpet.cli.output import (
-    describe_error,
-    format_error_line,
-    json_option,
-    keys_option,
-    print_json,
-)
 from limpet.cli.resolve import resolve_newest
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.errors import FormatError, MissingLeaf
@@ -36,11 +30,11 @@ Layouts = dict[str, list[tuple[int, IndexBox]]]
 
 @click.command("show", short_help="Show what a snapshot contains: the tree, shapes, sizes.")
 @click.argument("snapshot")
-@keys_option
+@output.keys_option
 @click.option("--depth", type=click.IntRange(1), help="Number of levels of the tree to show.")
 @click.option("--all", "everything", is_flag=True, help="Show the whole tree, whatever its length.")
 @click.option("--layout", is_flag=True, help="Show which shard contains which boxes of each leaf.")
-@json_option
+@output.json_option
 def command(
     snapshot: str,
     keys: Sequence[str],
@@ -68,7 +62,7 @@ def command(
         )
     layouts = _read_layouts(opened) if layout else None
     if as_json:
-        print_json(_build_document(opened, rows, layouts, depth))
+        output.print_json(_build_document(opened, rows, layouts, depth))
     else:
         render(opened, rows, layouts, depth, may_limit=not everything and not keys)
 
@@ -140,7 +134,7 @@ def _build_document(
         "bases": [str(v) for v in sorted(snapshot.bases)],
         "chain": snapshot.manifest.chain,
         "intact": problem is None,
-        "problem": None if problem is None else describe_error(problem),
+        "problem": None if problem is None else output.describe_error(problem),
         "bytes_checked": False,
         "leaves": [
             _build_leaf_document(r, layouts)
@@ -207,7 +201,7 @@ def render(
     fields: list[list[Cell]] = [[(n, "dim"), (v, "")] for n, v in _header_fields(snapshot)]
     print_table(fields, flexible=1)
     if problem is not None:
-        print_line(format_error_line(problem), "red")
+        print_line(output.format_error_line(problem), "red")
     print_line()
     width = min((output_width() - 14) // 2, 60)
     table: list[list[Cell]] = [

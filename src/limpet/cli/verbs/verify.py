@@ -11,21 +11,13 @@ from typing import Any
 
 import click
 
+from limpet import errors
 from limpet.cli.console import Cell, format_speed, print_line, print_table, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run_or_snapshot
 from limpet.convert.export_record import check_export
 from limpet.convert.stored_files import size_of_foreign
-from limpet.errors import (
-    Denied,
-    DigestMismatch,
-    FormatError,
-    NotFound,
-    StoreError,
-    Unavailable,
-    Unsupported,
-)
 from limpet.format.names import (
     MANIFEST,
     Version,
@@ -61,7 +53,7 @@ class VerifyResult:
     @property
     def is_unreadable(self) -> bool:
         """True if the only problems are that the store does not return the bytes."""
-        denied = [isinstance(p.error, Denied | Unavailable) for p in self.problems]
+        denied = [isinstance(p.error, errors.Denied | errors.Unavailable) for p in self.problems]
         return bool(denied) and all(denied)
 
 
@@ -97,12 +89,12 @@ def _find_target(
     """Return the run or the snapshot at ``url``, or the results for exported files there."""
     try:
         return resolve_run_or_snapshot(url)
-    except NotFound as e:
+    except errors.NotFound as e:
         if "versions" in e.fields:
             raise
         checks = []
         with (
-            suppress(NotFound, Unsupported, FileNotFoundError),
+            suppress(errors.NotFound, errors.Unsupported, FileNotFoundError),
             progress_bar("verifying", size_of_foreign(url, all_files=True), quiet=quiet) as advance,
         ):
             checks = check_export(url, advance)
@@ -141,15 +133,15 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
     for key, decode in _run_records(run, listing):
         try:
             decode(get_bounded(run.store, key, MAX_RECORD), key)
-        except NotFound:
+        except errors.NotFound:
             continue
-        except (FormatError, StoreError) as e:
+        except (errors.FormatError, errors.StoreError) as e:
             results.append(_failed_result(key, key, f"{run.url}/{key}", e))
     seen: CheckedChunks = {}  # reads data that several versions refer to only once
     with progress_bar("verifying", sum(own_bytes.values()), quiet=quiet) as advance:
         for version in own_bytes:
             snapshot = _open_version(run, version, results)
-            with suppress(NotFound):
+            with suppress(errors.NotFound):
                 if snapshot is not None:
                     report = snapshot.verify(advance, seen)
                     results.append(
@@ -166,9 +158,9 @@ def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Sn
     location = run.location(version)
     try:
         return run.catalog.open(version)
-    except NotFound:
+    except errors.NotFound:
         return None
-    except (FormatError, StoreError) as e:
+    except (errors.FormatError, errors.StoreError) as e:
         results.append(_failed_result(str(version), location.key(MANIFEST), location.url, e))
         return None
 
@@ -178,7 +170,7 @@ def _newest_version(run: Run, listing: Listing) -> str | None:
     read."""
     try:
         return next((str(v) for v in reversed(run.line(listing))), None)
-    except (FormatError, StoreError):
+    except (errors.FormatError, errors.StoreError):
         return None
 
 
@@ -198,7 +190,7 @@ def _damage_warning(run: Run, newest: VerifyResult | None) -> str | None:
     """Return urgent advice if the newest version is damaged and there are incremental versions: a
     save checks only the length of the data that it refers to."""
     problems = newest.problems if newest else ()
-    damaged = {p.file for p in problems if isinstance(p.error, DigestMismatch)}
+    damaged = {p.file for p in problems if isinstance(p.error, errors.DigestMismatch)}
     # an incremental version refers to shards only, not to manifests or indexes
     shards = sorted(f for f in damaged if is_shard_name(f.rpartition("/")[2]))
     if newest is None or not shards:
@@ -209,7 +201,9 @@ def _damage_warning(run: Run, newest: VerifyResult | None) -> str | None:
     )
 
 
-def _failed_result(name: str, file: str, url: str, error: FormatError | StoreError) -> VerifyResult:
+def _failed_result(
+    name: str, file: str, url: str, error: errors.FormatError | errors.StoreError
+) -> VerifyResult:
     return VerifyResult(name, url, 0, (Problem(file, error.fields.get("offset"), (), error),))
 
 
@@ -277,7 +271,7 @@ def render(results: list[VerifyResult], seconds: float, danger: str | None) -> N
         print_line()
         print_line(p.file if p.offset is None else f"{p.file}, byte {p.offset}", "red")
         print_line(p.error.brief, "dim")
-        if p.leaves and not isinstance(p.error, DigestMismatch):  # its message names them
+        if p.leaves and not isinstance(p.error, errors.DigestMismatch):  # its message names them
             print_line(f"leaves: {format_list(p.leaves, 8)}", "dim")
         if others:
             print_line(f"also affects {', '.join(others)}", "dim")
