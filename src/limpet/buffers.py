@@ -138,8 +138,7 @@ class BufferPool:
         return buffers
 
     def preallocate(self, nbytes: int) -> None:
-        """Create buffers in a background thread until there are ``nbytes``, or the budget is used
-        up."""
+        """Create buffers until there are ``nbytes`` or no budget is left. A thread calls this."""
         while True:
             with self._lock:
                 enough = self._count >= min(-(-nbytes // self.buffer_size), self._limit)
@@ -149,8 +148,7 @@ class BufferPool:
             self.release(self._create_buffer())
 
     def _create_buffer(self) -> Buffer:
-        """Create a buffer that the caller has counted, outside the lock: the pages take
-        milliseconds."""
+        """Create a buffer that is counted already, without the lock: it takes milliseconds."""
         try:
             buffer = Buffer(self.buffer_size)
             if self._on_create is not None:
@@ -163,8 +161,7 @@ class BufferPool:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Return a buffer, also after ``close``. Raises ``LimpetError`` if it was already
-        released."""
+        """Return a buffer, also after ``close``; ``LimpetError`` if it was already released."""
         with self._lock:
             if buffer.is_free:
                 raise LimpetError("A buffer was released twice: its bytes may be in use")

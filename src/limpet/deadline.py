@@ -82,8 +82,7 @@ class Deadline:
 
 
 class Call(Generic[T]):
-    """A call of a function in its own thread, which may be abandoned; ``OSError`` if none can be
-    started."""
+    """A call in its own thread, which may be abandoned; ``OSError`` if no thread can be started."""
 
     def __init__(self, function: Callable[[], T], name: str) -> None:
         self._function = function

@@ -119,8 +119,7 @@ class Isolation:
 
 
 class DeferredIsolation:
-    """An isolation of a call, which begins at the first ``begin``: without user code, it costs
-    nothing."""
+    """An isolation of a call, from the first ``begin`` on: without user code, it costs nothing."""
 
     def __init__(self) -> None:
         self._open: list[_Open] = []

@@ -24,8 +24,7 @@ def flatten_rows(rows: Iterable[tuple[int, ...]]) -> Ints:
 
 
 def sorted_unique(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the different values, ascending. ``np.unique`` imports ``numpy.ma``: 11 ms of the
-    first save."""
+    """Return the different values, ascending. ``np.unique`` imports ``numpy.ma``, for 11 ms."""
     ordered = np.sort(values, axis=None)
     is_first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])

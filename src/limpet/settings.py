@@ -74,8 +74,7 @@ def status_folder(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def run_grace(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds from a signal until the ``limpet run`` above kills this process, else
-    None."""
+    """Return the seconds from a signal to the kill by the ``limpet run`` above, or None."""
     return _read_seconds(environ, _GRACE, "") if environ.get(_GRACE) else None
 
 
@@ -121,8 +120,7 @@ def command_environment(
 
 
 def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of Slurm, Kubernetes, torchrun, and libraries of clouds that name the
-    platform."""
+    """Return the variables of Slurm, Kubernetes, torchrun, and clouds that name the platform."""
     beginnings = ("SLURM_", "KUBERNETES_", "AWS_EC2_METADATA_", "GCE_METADATA_")
     names = ("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "RANK", "LOCAL_RANK")
     return dict(find_variables((*beginnings, *names), os.environ if environ is None else environ))

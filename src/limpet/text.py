@@ -29,8 +29,7 @@ def with_article(noun: str) -> str:
 
 
 class LongRepr(reprlib.Repr):
-    """``reprlib.Repr`` that shows integers of over 4,300 digits, which Python refuses, as
-    hexadecimal."""
+    """``reprlib.Repr`` with integers of over 4,300 digits, which Python refuses, in hexadecimal."""
 
     def repr_int(self, x: int, level: int) -> str:
         try:
@@ -69,16 +68,14 @@ _QUERY = re.compile(r"\?[^\s?=\"'<>]*=[^\s\"'<>)]*")
 
 
 def hide_secrets(text: str) -> str:
-    """Return a text, such as a refused URL, in which user names, passwords, and queries of URLs are
-    ``...``."""
+    """Return a text in which the user names, passwords, and queries of URLs are ``...``."""
     return _QUERY.sub("?...", _USER.sub(r"\1...@", text))
 
 
 def format_list(
     items: Sequence[object], limit: int, separator: str = ", ", total: int | None = None
 ) -> str:
-    """Return at most ``limit`` items: ``a, b, and 4 more``. ``total``: if ``items`` are only the
-    first."""
+    """Return at most ``limit`` items: ``a, b, and 4 more``. ``total``: of all, if they are more."""
     shown = [str(item) for item in items[:limit]]
     more = (len(items) if total is None else total) - len(shown)
     return separator.join([*shown, f"and {more} more"] if more else shown)
@@ -128,8 +125,7 @@ def _three_digits(number: float) -> str:
 
 
 def format_metrics(metrics: object, limit: int | None = None) -> str:
-    """Format metrics on one line: ``loss 0.25, accuracy 0.9``; with a ``limit``, that many, in
-    short."""
+    """Format metrics on one line: ``loss 0.25, accuracy 0.9``; only ``limit`` of them, in short."""
     if not isinstance(metrics, Mapping):
         return ""
     width = None if limit is None else _MAX_NAME

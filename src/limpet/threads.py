@@ -253,8 +253,7 @@ def start_thread(thread: Thread) -> bool:
 
 
 class _Worker(Thread):
-    """A thread that can be joined despite Ctrl-C: until it has ended, its memory and the state
-    stay."""
+    """A thread that can be joined despite Ctrl-C: until it ends, its memory and the state stay."""
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name)
@@ -269,8 +268,7 @@ class _Worker(Thread):
                 self._ended.set()
 
     def join_despite_interrupts(self, failures: list[BaseException]) -> None:
-        """Wait until the thread ends, or keep it from beginning. Interrupts are added to
-        ``failures``."""
+        """Wait until the thread ends, or keep it from beginning. Interrupts go to ``failures``."""
         while True:
             try:
                 if self._claim.setdefault("by", "caller") != "caller":

@@ -160,8 +160,7 @@ def _unwrap_state(value: Any, path: str, renamed: list[str], depth: int = 0) -> 
 
 
 def unwrap_names(names: Sequence[str]) -> list[str]:
-    """Return the names without wrapper prefixes; ``module.`` (DDP, ``DataParallel``) only if all
-    names begin with it."""
+    """Return names without prefixes of wrappers; ``module.`` (DDP) only if all begin with it."""
     start = len("module.") if all(n.startswith("module.") for n in names) else 0
     return [_remove_wrapper_levels(n[start:]) for n in names]
 
@@ -180,8 +179,7 @@ def _remove_wrapper_levels(name: str) -> str:
 
 
 def _convert_optimizers(arranged: ArrangedState) -> None:
-    """Key every optimizer at the top level by parameter name, if exactly one module has all
-    names."""
+    """Key every optimizer at the top level by parameter name, if just one module has all names."""
     modules = {
         k: v for k, v in arranged.state.items() if type(k) is str and is_module_state_dict(v) and v
     }

@@ -187,8 +187,7 @@ def _plan_full(
 
 
 def full_manifest(snapshot: SnapshotReader, **changes: Any) -> Manifest:
-    """Return the snapshot's manifest as that of a full snapshot, with other values of some
-    fields."""
+    """Return the snapshot's manifest as that of a full snapshot, with changes of some fields."""
     fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
     return Manifest(**{**fields, "chain": 0, **changes})
 
@@ -200,8 +199,7 @@ def _copy_shard(
     shard_copy: _ShardCopy,
     advance: Advance,
 ) -> None:
-    """Copy a shard, with the ``index`` of its source, or check the file that the destination
-    has."""
+    """Copy a shard, from one with ``index``, or check the file that the destination has."""
     if _is_copied(location, shard_copy.index, advance):
         return
     try:
@@ -212,8 +210,7 @@ def _copy_shard(
 
 
 def _is_copied(location: Location, index: ShardIndex, advance: Advance) -> bool:
-    """Return whether the destination has a shard, after checking all of it. ``AlreadyExists``: it
-    is another file."""
+    """Return whether the destination has this shard, all checked; ``AlreadyExists``: another."""
     key = location.file_key(index.path)
     try:
         length = location.store.stat(key).length

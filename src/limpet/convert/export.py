@@ -140,8 +140,7 @@ class PreparedExport:
         return self.names[-1] + RECORD_SUFFIX
 
     def write(self, advance: Advance = no_op) -> ExportResult:
-        """Write the files; if this raises, none remains. ``advance(nbytes)`` is called from several
-        threads."""
+        """Write the files; after an error, none remains. Several threads call ``advance``."""
         location, origin = self.location, _origin(self.snapshot)
         refuse_existing(self)
         written: dict[str, ExportedFile] = {}

@@ -120,8 +120,7 @@ def _is_optimizer(value: dict[Any, Any]) -> bool:
 
 
 def _convert_optimizer(value: dict[Any, Any], key: str, state: TorchState) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` accepts: parameters have numbers, in the order of
-    the groups."""
+    """Return what ``optimizer.load_state_dict`` accepts: parameters numbered by the groups."""
     groups = _convert(value["groups"], join_key(key, "groups"), state)
     names = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}

@@ -198,8 +198,7 @@ def read_zip_records(
 
 
 def check_crc(file: MappedFile, record: ZipRecord, advance: Advance) -> None:
-    """Raise ``FormatError`` if a record does not have its CRC, which PyTorch writes but never
-    checks."""
+    """Raise ``FormatError`` unless a record has its CRC, which PyTorch writes but never checks."""
     crc = 0
     for at in range(record.start, record.stop, 16 * MIB):
         part = file.view[at : min(at + 16 * MIB, record.stop)]

@@ -153,8 +153,7 @@ def _load_weights(file: ForeignFile, advance: Advance) -> LoadedFile:
 
 
 def _read_index(file: ForeignFile) -> dict[str, str]:
-    """Return the part of each tensor by name. Parts are in the folder of the index: other names are
-    a ``FormatError``."""
+    """Return the part of each tensor, in the index's folder: other names are a ``FormatError``."""
     try:
         if file.length > _MAX_INDEX_SIZE:
             raise ValueError(f"{file.length} bytes")

@@ -48,8 +48,7 @@ class ForeignFile(Protocol):
         ...
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
-        """Return the row-major tensor at byte ``start``. The caller has checked that it is within
-        the file."""
+        """Return the row-major tensor at byte ``start``, which the caller has checked."""
         ...
 
     def mapped(self, advance: Advance = no_op) -> MappedFile: ...

@@ -1,20 +1,13 @@
 """Write the leaves of a snapshot to other files, window by window: for a reshard and an export.
 
-Every byte is checked when it is read, and digested when it is written. All new files follow one
-order of the leaves. That order is processed in windows. For each window, its bytes are read from
-the old shards, each chunk once, and each new file's part of them is written. There are two windows:
-one is read while the other is written. If the uploads of the store keep bytes in memory, there is
-one window.
+All new files follow one order of the leaves, which is processed in windows: each reads its bytes
+from the old shards and writes each new file's part of them. One window is read while the other is
+written (one alone, if uploads keep bytes in memory). Every byte is checked and digested. Only a
+chunk between two windows is read twice, whatever the numbers and sizes of old and new files.
 
-Only a chunk at the boundary of two windows is read twice. The reason is that the windows follow the
-leaves, not the new files: a few large chunks may go to many small files, or many small chunks to a
-few large files.
-
-The chunks of the new files can be sorted by their start in that order, and the chunks in one window
-need bytes that are close together in the old shards. Many old shards may each have small boxes of
-several leaves in one chunk. If all of these chunks together are larger than a window, the leaves
-are processed in tiles: first the parts of all leaves that are in the first old shards, then the
-parts in the next ones.
+Many old shards may each have small boxes of several leaves in one chunk. If these chunks together
+are larger than a window, the leaves are processed in tiles: first the parts of all leaves that are
+in the first old shards, then those in the next ones.
 """
 
 from __future__ import annotations
@@ -226,8 +219,7 @@ class Chunk(NamedTuple):
 
 
 def iter_chunks(leaves: Sequence[OrderedLeaf], number: int, image: Image) -> Iterator[Chunk]:
-    """Yield the chunks of image ``number`` except its header, in the order in which they are
-    processed."""
+    """Yield image ``number``'s chunks but the header, in the order in which they are processed."""
     for _, group in groupby(_iter_in_file_order(leaves, number, image), lambda chunk: chunk.group):
         yield from sorted(group)
 
@@ -347,8 +339,7 @@ def write_images(
     read: ReadSpans,
     advance: Advance,
 ) -> list[list[str]]:
-    """Write the images concurrently, each to its key. Return the digests of their chunks once the
-    files are durable."""
+    """Write each image to its key, concurrently; return the chunks' digests once durable."""
     read_lock = Lock()
     digests = [[digest(i.header), *[""] * (len(i.cuts) - 1)] for i in images]
     size, traits = window_size(images), store.traits

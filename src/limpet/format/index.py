@@ -53,8 +53,7 @@ class IndexLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
 @dataclass(frozen=True, eq=False)
 class LeafSchema:
-    """The keys, dtypes, and global shapes of leaves. ``flat_shapes``: concatenated; ``itemsizes``:
-    in bytes."""
+    """The keys, dtypes, global shapes (also concatenated), and element sizes in bytes of leaves."""
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -155,8 +154,7 @@ class LeafColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRefs:
-    """The file number and the offset in that file of each chunk. File 0 is the shard; the others
-    are in ``refers``."""
+    """The file number of each chunk (0: the shard; others: ``refers``), and the offset there."""
 
     files: Ints
     offsets: Ints

@@ -180,8 +180,7 @@ def parse_lasting_pin(name: str) -> Version | None:
 
 
 class EvaluationFile(NamedTuple):
-    """The name of a file about a version; ``kind``: "" (a result), "failed", "ended", or
-    "inexact"."""
+    """The name of a file about a version; ``kind``: "", "failed", "ended", or "inexact"."""
 
     name: str
     attempt: str

@@ -144,8 +144,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A metric by which versions of the run are compared, and whether smaller or larger is
-    better."""
+    """A metric by which versions are compared, and whether smaller or larger is better."""
 
     metric: str
     mode: Literal["min", "max"]

@@ -128,8 +128,7 @@ def unsupported(value: Any, key: str, why: str, advice: str = "") -> Unsupported
 
 
 def _advise(value: Any) -> str:
-    """Return how to save a value of this kind. Only the value's class is looked at, and no code of
-    the value runs."""
+    """Return how to save a value of this class, which alone is looked at: no code of it runs."""
     kind = type(value)
     if isinstance(value, type):
         return "Save an object of this class, not the class itself, or save the class's name"

@@ -135,8 +135,7 @@ def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[TensorEn
 
 
 def header_length(prefix: bytes, length: int, file: str) -> int:
-    """Return the offset of the data. ``prefix``: the first 8 bytes of the file; ``length``: its
-    size in bytes."""
+    """Return the offset of the data, from the first 8 bytes of a file of ``length`` bytes."""
     size = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or size > MAX_HEADER or 8 + size > length:
         raise _header_error(file, 0, f"a header within the file's {length} bytes", f"{size} bytes")

@@ -70,8 +70,7 @@ def require_unique_names(raw: bytes, value: object) -> None:
 
 
 def unique_members(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of an object, as an ``object_pairs_hook`` of ``json``; ``ValueError`` if a
-    name occurs twice."""
+    """Return an object's members, an ``object_pairs_hook``; ``ValueError`` for a repeated name."""
     members = dict(pairs)
     if len(members) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -82,8 +81,7 @@ def unique_members(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _count_members(text: bytes) -> int:
-    """Count the members of all objects in valid JSON text: the colons outside strings, without a
-    loop in Python."""
+    """Count the members in valid JSON text: the colons outside strings. No loop in Python."""
     if b"\\" in text:
         text = _ESCAPE.sub(b"", text)  # then every quote begins or ends a string
     marks = np.frombuffer(text.translate(None, _NOT_QUOTE_OR_COLON), np.uint8)

@@ -47,8 +47,7 @@ def is_valid(node: Any) -> bool:
 
 
 def decode(node: Any, key: str) -> Any:
-    """Return the value of a valid node. Raises ``LimpetError`` if torch is not installed or does
-    not know the value."""
+    """Return the value of a valid node; ``LimpetError`` if torch is missing or does not know it."""
     ((tag, body),) = node.items()
     torch = lazy_torch.import_torch(f"The value {key!r} is a torch {tag}")
     if tag == "size":

@@ -77,8 +77,7 @@ _DICT_TYPES: dict[str, Callable[[], Any]] = {n: t for t, n in _DICT_TAGS.items()
 
 
 def encode_root(value: Any, key: str, encode_other: EncodeOther) -> Node:
-    """Return ``value`` as a node, as ``encode`` does. The error lists all values that cannot be
-    saved."""
+    """Return ``value`` as a node, or raise one error that lists all that cannot be saved."""
     try:
         return encode(value, key, encode_other)
     except Unsupported as e:

@@ -143,8 +143,7 @@ def _is_field(name: Any) -> bool:
 
 
 def _is_item(name: Any) -> bool:
-    """Return True for a key of which an object may have any number: it is no string, or it ends
-    with a digit."""
+    """Return True for a key of which an object may have many: no string, or a digit at its end."""
     return type(name) is not str or name[-1:].isdecimal()
 
 

@@ -66,8 +66,7 @@ def _bind_leaf(binding: Binding, bind_kind: _Bind, value: Any, node: Any, key: s
 
 
 def _bind_value(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    """Replace a plain value by the saved plain value. A live None accepts a saved value of any
-    kind."""
+    """Replace a plain value by the saved one, which is of any kind if the live one is None."""
     if value is not None and tag_of(node) in _NON_VALUE_TAGS:
         binding.note_other_kind(type(value).__name__, node, key)
         return lambda: value
@@ -215,8 +214,7 @@ def _bind_per_rank(binding: Binding, value: Any, node: Any, key: str) -> Finaliz
 
 
 def _nodes_by_rank(binding: Binding, node: Any, key: str) -> dict[int, tuple[Any, str]]:
-    """Return the node of each rank, with its key. A value that was saved without ranks counts as
-    the value of rank 0."""
+    """Return the node and key of each rank; a value saved without ranks is that of rank 0."""
     members = binding.dict_members({}, node, key) or {}
     if members and all(type(name) is str and name.isdecimal() for name in members):
         return {int(name): member for name, member in members.items()}
@@ -224,8 +222,7 @@ def _nodes_by_rank(binding: Binding, node: Any, key: str) -> dict[int, tuple[Any
 
 
 def _assign_elements(value: Any, loaded: Any) -> Any:
-    """Replace the elements of a live list and return it. Return what is loaded if the live value is
-    a tuple."""
+    """Replace a live list's elements and return it; of a tuple, return what was loaded."""
     if type(value) is tuple:
         return loaded
     value[:] = loaded

@@ -131,8 +131,7 @@ class Binding:
         return None
 
     def leaf_source(self, node: Any, key: str, tag: str) -> str | None:
-        """Return the key under which the leaf's bytes are stored, or None if the node is not a leaf
-        of the kind ``tag``."""
+        """Return the key of a leaf's bytes, or None if the node is no leaf of this kind."""
         if not is_leaf(node):
             return None
         source, leaf = self.targets.resolve_leaf(node, key)

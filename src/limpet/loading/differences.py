@@ -48,9 +48,8 @@ class Differences:
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)  # combined: those that differ
 
     def combine_ranks(self, collective: Collective) -> None:
-        """Replace these with those of all ranks, before any reads, so that all raise the same
-        error. A key is unexpected only if no rank expects it: it may be of another pipeline
-        stage."""
+        """Replace these with those of all ranks, before any reads, so that all raise one error. A
+        key is unexpected only if no rank expects it: it may be of another pipeline stage."""
         if collective.size == 1:
             if self.saved_ranks:
                 self._keep_reassigned([(self, [collective.rank])])
@@ -446,8 +445,7 @@ def _names_by_root(keys: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _find_prefix(wrapper: Sequence[str], inner: Sequence[str]) -> str:
-    """Return the only prefix that gives every name of ``inner`` one of ``wrapper``, or an empty
-    string."""
+    """Return the only prefix that gives every name of ``inner`` one of ``wrapper``, or ""."""
     outer, first = set(wrapper), inner[0]
     prefixes = {name[: -len(first)] for name in wrapper if name.endswith(f".{first}")}
     fitting = [p for p in prefixes if all(p + name in outer for name in inner)]

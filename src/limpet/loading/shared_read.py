@@ -62,8 +62,7 @@ def open_shared_reader(
 
 
 class SharedReader:
-    """A snapshot that several ranks of one host read together. All of them make the same calls in
-    the same order."""
+    """A snapshot that ranks of one host read together, by the same calls in the same order."""
 
     def __init__(self, snapshot: SnapshotReader, peers: HostPeers) -> None:
         self._snapshot = snapshot

@@ -1,23 +1,17 @@
 """Agree on a step at which all ranks perform the same actions, without a collective per step.
 
-A round is one value in the key-value store. Ranks change it only by compare-and-set, so every rank
-sees the same history of the proposed actions, the step T, and the outcome. There is no leader:
+A round is one value in the key-value store, changed only by compare-and-set, so that all ranks see
+one history of the actions, the step T, and the outcome. There is no leader:
 
-1. A rank that proposes an action opens a round or adds the action to the open round. The rank that
-   opens the round sets T slightly ahead of its own training.
-2. A background thread of each rank polls the store. When it sees the round, it arms the gate at T.
-   If its training has reached T already, it moves T to a later step. Otherwise it acknowledges T,
-   and the training of this rank cannot pass T.
-3. The last rank that acknowledges ends the round with the outcome "agreed". If a rank is dead,
-   hangs, or has left, another rank detects this and ends the round as aborted. The first outcome in
-   the store is final for all ranks.
+1. A rank that proposes an action opens a round, with T slightly ahead of its training, or adds it.
+2. A thread of each rank polls. It arms the gate at T and acknowledges T, which the training of this
+   rank then cannot pass; if that has reached T already, it moves T to a later step.
+3. The last rank that acknowledges ends the round with "agreed". If a rank is dead, hangs, or has
+   left, another one ends it as aborted. The first outcome in the store is final for all ranks.
 
-A training thread that reaches T before the round ends waits there, and nowhere else. All ranks call
-``step`` equally often. T counts these calls, so a run that returns to an earlier version needs no
-special case.
-
-The protocol follows Paxos Commit (Gray and Lamport, 2006), with the store in place of the
-acceptors. The preemption handler of TensorFlow has a similar gate, but a leader.
+A training thread that reaches T before the round ends waits there, and nowhere else. T counts the
+calls of ``step``, which are equal on all ranks, so a return to an earlier version is no special
+case. (Paxos Commit, Gray and Lamport, 2006, with the store in place of the acceptors.)
 """
 
 from __future__ import annotations
@@ -270,8 +264,7 @@ class RoundParticipant:
     # -- failed ranks ----------------------------------------------------------------------------
 
     def _check_failures(self, current: Round) -> Round:
-        """End the round if ranks have failed: rank 0 monitors all that have not acknowledged, and
-        they rank 0."""
+        """End the round if ranks have failed. Rank 0 monitors those not ready, and they rank 0."""
         timeouts, now = self._kv.timeouts, self.clock()
         interval = min(max(1.0, self._size / 2000), timeouts.silent / 4)
         if now >= self._ack_by:

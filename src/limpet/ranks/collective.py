@@ -35,8 +35,7 @@ _decoders_lock = Lock()
 
 
 def _decoder_of(value_type: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return the decoder of a type's values, made by one thread: two that make one at once crash
-    the process."""
+    """Return a type's decoder, made by one thread: two that make one at once crash the process."""
     with _decoders_lock:
         if value_type not in _decoders:
             _decoders[value_type] = msgspec.msgpack.Decoder(value_type)
@@ -184,8 +183,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         pending_ranks: Callable[[], Sequence[int]],
         key_of: Callable[[int], str],
     ) -> None:
-        """Wait until ``is_done``, for the values of ``pending_ranks``. Raises the error of a rank
-        that failed."""
+        """Wait until ``is_done``, for ``pending_ranks``; raises the error of a rank that failed."""
         # Rank 0 needs at least this long to reply.
         initial_delay = 0.0002 + (self.size * 1e-5 if self.rank else 0)
         self._wait(
@@ -311,8 +309,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         return f"{self._sequence_number}/failed", report
 
     def advance(self) -> None:
-        """Record progress, so that this rank does not count as stuck. ``Unavailable``: the deadline
-        has passed."""
+        """Record progress: this rank is not stuck. ``Unavailable``: the deadline has passed."""
         self._kv.advance()
         if self._deadline is not None:
             self._deadline.check()

@@ -131,16 +131,14 @@ ARRIVAL = msgspec.json.Decoder(Arrival)
 
 
 def encode_error(error: BaseException, rank: int, operation: str, commit_begun: bool) -> str:
-    """Encode an error of this rank for the others. ``commit_begun``: had rank 0 begun the commit
-    before."""
+    """Encode an error of this rank. ``commit_begun``: rank 0 had begun the commit before."""
     is_unknown = commit_begun and not isinstance(error, LimpetError)
     more = {"outcome": "unknown"} if is_unknown else {}
     return encode_json(ErrorReport.of(error, rank, operation, **more))
 
 
 def encode_json(value: object) -> str:
-    """Encode a struct or dataclass as JSON, with surrogates escaped, which file names may
-    contain."""
+    """Encode a struct or dataclass as JSON, with surrogates, which file names may have, escaped."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

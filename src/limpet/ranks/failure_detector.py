@@ -58,8 +58,7 @@ class FailureDetector:
         return None
 
     def stragglers(self, ranks: Sequence[int], has_arrived: Callable[[int], bool]) -> list[int]:
-        """Return the ranks without progress for ``STRAGGLER_SECONDS``. Those that ``has_arrived``
-        are not checked again."""
+        """Return ranks without progress for ``STRAGGLER_SECONDS``, if not ``has_arrived``."""
         late_ranks = [
             r
             for r in ranks
@@ -89,8 +88,7 @@ class FailureDetector:
             self._observed[rank] = (heartbeat, beat_at, progress_at)
 
     def _failure_reason(self, rank: int, fraction: float = 1.0) -> tuple[str, str] | None:
-        """Return a failed rank's expected and found behavior, or None. ``fraction``: of the
-        timeouts."""
+        """Return a failed rank's expected and found behavior, by a fraction of the limits."""
         heartbeat, beat_at, progress_at = self._observed[rank]
         silent_for, idle_for = self.waited - beat_at, self.waited - progress_at
         if heartbeat is not None and heartbeat.count < 0:

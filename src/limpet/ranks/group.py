@@ -339,8 +339,7 @@ class _Server:
     groups: list[tuple[str, count[int]]] = field(default_factory=list)
 
     def await_others(self) -> None:
-        """Wait until the others have left the last operations of this rank: they may still read its
-        values."""
+        """Wait until the others, which may still read, have left this rank's last operations."""
         if self.pid != os.getpid():
             return
         end = time.monotonic() + _LEAVING_SECONDS
@@ -356,8 +355,7 @@ _servers: dict[tuple[int, str, int], _Server] = {}
 
 
 def _serve(torch: Any, host: str, port: int, timeouts: Timeouts) -> _Server:
-    """Return the server of this process at an address. Raises ``LimpetError`` if there can be
-    none."""
+    """Return the server of this process at an address; ``LimpetError`` if there can be none."""
     if (server := _servers.get((os.getpid(), host, port))) is None:
         limit = timedelta(seconds=timeouts.silent)
         try:
@@ -376,8 +374,7 @@ def _serve(torch: Any, host: str, port: int, timeouts: Timeouts) -> _Server:
 
 
 def _await_server(host: str, port: int, timeouts: Timeouts) -> None:
-    """Wait until rank 0 serves an address. Raises ``RankFailed`` after ``timeouts.stuck``
-    seconds."""
+    """Wait until rank 0 serves an address, or raise ``RankFailed`` after ``timeouts.stuck``."""
     began, is_reported = time.monotonic(), False
     while True:
         try:

@@ -1,17 +1,10 @@
 """Exchange items through the shared memory of a host: one rank reads each, all ranks consume it.
 
-Every thread of a rank takes the next task that is ready: to read a group of items into private
-memory, to publish one of them in a slot of this rank, or to consume a slot of another rank. Words
-in the shared memory order the ranks. A rank waits only when none of its tasks is ready.
-
-Each rank has a memory segment that the others map: control words with the progress of the rank, and
-a window of slots, which the rank fills in turn. The slots are few, so that little memory must be
-allocated, and most copies are from the cache of the processor. The memory has no name
-(``memfd_create``); other ranks open it through the process that created it. However a process ends,
-nothing is left.
-
-Items are read into private memory because direct I/O into shared memory, which has no huge pages,
-is slower. So a slot is in use only from the copy into it to the copies out of it.
+Each rank has a segment that the others map: control words with its progress, which order the ranks,
+and a few slots that it fills in turn, so that most copies are from the processor's cache. Threads
+take the next task that is ready: read items into private memory (direct I/O into shared memory,
+without huge pages, is slower), publish one in a slot, or consume a slot of another rank. The memory
+has no name (``memfd_create``): however a process ends, nothing is left.
 """
 
 from __future__ import annotations
@@ -61,8 +54,7 @@ CONTROL_SIZE = -(-_CONTROL_BYTES // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIO
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A rank and its shared memory: ``fd`` in its process; ``token``: the number at the memory's
-    start."""
+    """A rank and its memory: ``fd``, in its process, and ``token``, the number at the beginning."""
 
     rank: int
     host: tuple[str, str]
@@ -164,8 +156,7 @@ def connect_host_peers(collective: Collective, url: str) -> Iterator[HostPeers |
 
 
 def _gather_peers(collective: Collective, segments: list[SharedSegment]) -> list[Peer]:
-    """Return the ranks that share memory with this one, whose memory is created and added to
-    ``segments``."""
+    """Return the ranks that share memory with this one, which adds its own to ``segments``."""
     fd = token = -1
     with suppress(OSError):  # the ranks that cannot open the memory report it
         segments.append(SharedSegment.create())
@@ -185,8 +176,7 @@ def _gather_peers(collective: Collective, segments: list[SharedSegment]) -> list
 
 
 def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
-    """Return the reason, or "", why a rank of the set that begins with ``first_rank`` cannot share
-    memory."""
+    """Return why a rank of the set that begins with ``first_rank`` cannot share memory, or ""."""
     reports = collective.gather((first_rank, reason), tuple[int, str])
     reason_by_leader: dict[int, str] = {}
     for leader, rank_reason in reports or ():
@@ -234,8 +224,7 @@ _ITEM_MASK = (1 << _ITEM_BITS) - 1
 
 
 class HostPeers:
-    """The ranks of one host in a collective. All make the same calls; the collective reports
-    errors."""
+    """A host's ranks in a collective, which reports errors. All of them make the same calls."""
 
     def __init__(
         self,
@@ -334,8 +323,8 @@ Task = Callable[[], None]
 
 
 class _Exchange:
-    """One exchange, as seen by one rank. Its n-th item, from 1, has *turn* n and goes to slot ``(n
-    - 1) % slots``. ``_consuming[r]``: the last turn of rank r that it has begun to consume."""
+    """One exchange, as seen by one rank. Its n-th item, from 1, has *turn* n, and the slots take
+    turns. ``_consuming[r]``: the last turn of rank r that this rank has begun to consume."""
 
     def __init__(
         self,

@@ -1,19 +1,14 @@
 """A key-value client for the TCPStore of the job, by which ranks exchange small values.
 
-One thread of this process owns the connection and never blocks in the store; waiters poll. If the
-host of the store dies or hangs, only that thread is blocked, and callers time out. The thread also
-sends a heartbeat at a regular interval (1 second for up to 2000 ranks), by which other ranks
-distinguish a slow rank from a dead one. A rank that is killed sends no last heartbeat. The system
-knows at once that a process has ended, and ranks with consecutive numbers usually share a host: the
-ranks next to it report it (``Neighbors``).
+One thread owns the connection, and waiters poll: if the host of the store hangs, callers time out.
+It also sends heartbeats (1 s for up to 2000 ranks). A rank that is killed sends no last one, but
+the ranks next to it, usually on its host, know at once, and report it (``Neighbors``).
 
 **Sessions.** torchrun keeps its TCPStore when it restarts the ranks, and gives them no value that
-is common to all ranks and differs between starts (each agent has its own restart count). Therefore
-each rank sends a random token, and rank 0 replies with the session, which is a prefix of all other
-keys. Keys that an earlier start has left, or that a leftover process of it still sets, are never
-read. Until all ranks have joined, each rank repeats its greeting with the time of day. So a rank
-that dies after its first call, but before the others make theirs, is detected like any other. A
-greeting from before the start of this process may be from an earlier start, and is ignored.
+all ranks share and that differs between starts. So each rank sends a random token, and rank 0
+replies with the session, a prefix of all other keys: keys of an earlier start, or of its leftover
+processes, are never read. Until all have joined, each rank repeats its greeting with the time of
+day, so that one that dies early is detected. One from before this process's start is ignored.
 """
 
 from __future__ import annotations
@@ -205,8 +200,7 @@ class KVClient:
     # -- values ----------------------------------------------------------------------------------
 
     def put_all(self, values: Mapping[str, bytes]) -> list[str]:
-        """Set values of any length, of keys that have none, in few requests. Returns the keys for
-        ``delete``."""
+        """Set values of any length of new keys in few requests; return the keys to delete."""
         extra_keys: list[str] = []
         batch: dict[str, bytes] = {}
         for key, value in values.items():
@@ -320,8 +314,7 @@ class KVClient:
             self._waiting_at.remove(position)
 
     def heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
-        """Return the last heartbeats of ranks, None before the first. The ``count`` of an ended
-        rank is -1."""
+        """Return the last heartbeats of ranks; None: not yet; a ``count`` of -1: it has ended."""
         heartbeats: dict[int, Heartbeat] = {}
 
         def read(batch: Sequence[int]) -> None:
@@ -566,8 +559,7 @@ class KVClient:
 
 
 class Neighbors:
-    """The ranks before and after this one, if on this host. Used in the thread of the
-    connection."""
+    """The ranks before and after this one, if on this host, for the thread of the connection."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -604,8 +596,7 @@ class Neighbors:
 
 
 def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout: float) -> None:
-    """Emit for which ranks this rank waits. ``timeout``: seconds without progress until it gives
-    up."""
+    """Emit which ranks this one awaits. ``timeout``: seconds without progress until it gives up."""
     emit(
         "ranks_awaited",
         what=operation,

@@ -156,8 +156,7 @@ class StepGate:
             self._update_stop()
 
     def is_delivered_after(self, action: str, since: int) -> bool:
-        """Return True if ``step`` has returned an action after ``since``, a ``delivery_count``, or
-        will."""
+        """Return True if ``step`` has returned an action after the ``delivery_count``, or will."""
         with self._lock:
             return self._last_delivery.get(action, 0) > since or any(
                 action in actions for actions in self._granted.values()

@@ -1,13 +1,9 @@
 """The wire between processes of a job: framing, authentication, deadlines, and errors.
 
 A frame is the length of the payload (4 bytes, big-endian), the payload (MessagePack of a
-``Message``, never a pickle), and, over TCP, its HMAC. Raw bytes, such as those of a file, may
-follow a message that announces them. The requests of peers of a tier (``tiers.peers``) and those of
-the workers of a queue (``tasks.remote``) are two sets of messages.
-
-Each side of a TCP connection first proves that it knows the secret of the job, a text that never
-travels. Everything before the proof has a fixed size, and nothing in it is interpreted. No message
-of an earlier handshake is of use, because both sides choose a new random number::
+``Message``, never a pickle), and, over TCP, its HMAC. Raw bytes may follow a message that announces
+them. Each side of a TCP connection first proves that it knows the secret of the job, which never
+travels. Before the proof, sizes are fixed and nothing is interpreted; the numbers are random::
 
     client                                             server
     MAGIC, client_nonce                          ->
@@ -160,8 +156,7 @@ def answer_challenge(
 
 
 def make_challenge(secret: str, hello: bytes) -> tuple[bytes, bytes] | None:
-    """Return both nonces, and the answer to a hello of ``HELLO_BYTES`` bytes. None: it is another
-    protocol."""
+    """Return both nonces, and the answer to a hello of ``HELLO_BYTES``; None: another protocol."""
     if hello[: len(MAGIC)] != MAGIC:
         return None
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -569,8 +564,7 @@ class Listener:
         return _Handshake(connection, deadline)
 
     def _advance(self, handshake: _Handshake) -> Session | None:
-        """Read what has arrived, without a wait. Return the session once the peer has proved that
-        it knows the secret."""
+        """Read what has arrived, without a wait. Return the session once the secret is proved."""
         wanted = PROOF_BYTES if handshake.nonces else HELLO_BYTES
         try:
             data = handshake.connection.recv(wanted - len(handshake.received))

@@ -176,8 +176,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
 
 
 class BasePin(msgspec.Struct, frozen=True):
-    """Rank 0's message before any rank writes: is the base intact, and the key of a pin of rank
-    0."""
+    """Rank 0's message before any rank writes: is the base intact, and the key of a pin."""
 
     usable: bool
     key: str
@@ -244,8 +243,7 @@ def pinned_base(
 
 
 def _check_visible(location: Location, key: str, collective: Collective) -> None:
-    """Check that this rank sees a file that rank 0 wrote, before this rank writes anything. Raises
-    ``CommitError``."""
+    """Raise ``CommitError``, before this rank writes, if it does not see a file of rank 0."""
     rank = collective.rank
     try:
         location.store.stat(key)
@@ -298,7 +296,7 @@ def check_receipts(
             files.append((rank, shard.index_path, shard.index.length))
             for file in shard.refers:
                 referred.add((file.path, file.length))
-    if location.is_per_host:
+    if location.is_per_host:  # each rank has checked its files before it sent its receipt
         return shards
     for path, length in sorted(referred):
         key, what = location.file_key(path), f"{path}, which this version refers to,"
@@ -426,8 +424,7 @@ def _put_same_manifest(location: Location, raw: bytes) -> None:
 
 
 def raise_if_exists(location: Location) -> None:
-    """Raise ``AlreadyExists`` if ``location`` holds a snapshot or a run. Called before the save
-    writes anything."""
+    """Raise ``AlreadyExists``, before anything is written, where a snapshot or a run is."""
     try:
         location.store.stat(location.key(MANIFEST))
     except errors.NotFound:

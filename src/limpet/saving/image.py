@@ -23,8 +23,7 @@ from limpet.types import BLOCK_SIZE
 
 @dataclass(slots=True)
 class Piece:
-    """A part of the image, by file offsets; at most ``BLOCK_SIZE`` bytes. A piece is staged once it
-    has a buffer."""
+    """At most ``BLOCK_SIZE`` bytes of the image, by file offsets; staged once it has a buffer."""
 
     start: int
     stop: int
@@ -88,8 +87,7 @@ class Image:
             self.copy_range(start, stop, buffer, 0)
 
     def copy_range(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
-        """Copy the data at file offsets ``start`` to ``stop`` into the buffer at
-        ``buffer_offset``."""
+        """Copy the data at these file offsets to ``buffer_offset`` of the buffer."""
         self.begin_copy(start, stop, buffer, buffer_offset)
         first, last = self._boxes_between(start, stop)
         synchronize(self.sources[first:last])

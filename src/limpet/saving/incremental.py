@@ -41,8 +41,7 @@ Hashes = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class BaseVersion:
-    """The part of an earlier version that one rank may refer to: its folder, and some or all of its
-    shards."""
+    """What one rank may refer to of an earlier version: its folder, and some or all shards."""
 
     folder: str
     shards: Sequence[Shard]
@@ -103,8 +102,7 @@ class IncrementalLayout:
     refers: list[ShardReference]
 
     def unneeded_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces of the image of which the shard holds no bytes, including the pieces of
-        the image's header."""
+        """Return the image's pieces of which the shard has no bytes; its header is in some."""
         written = np.cumsum(self.written)
         first = np.searchsorted(self.image.cuts, [p.start for p in pieces], "right")
         last = np.searchsorted(self.image.cuts, [p.stop for p in pieces], "left")
@@ -270,8 +268,7 @@ def _chunk_layout_hashes(rows: list[tuple[int, int, int]], cuts: Ints) -> list[i
 
 
 def _mix_hash(box_hash: Ints, offset: Ints) -> Hashes:
-    """Return one hash for a box at an offset. A sum of these hashes identifies which boxes a chunk
-    holds, and where."""
+    """Return a hash of a box at an offset; a chunk's sum of them says which it has, and where."""
     mixed = box_hash.astype(np.uint64) + offset.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)

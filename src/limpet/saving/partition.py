@@ -372,8 +372,7 @@ _INLINE_BYTES = 4096
 
 
 def digest_values(leaves: Sequence[LocalLeaf], workers: Workers) -> list[bytes]:
-    """Return a 16-byte digest of the elements of each leaf. The box of every leaf is the whole
-    leaf."""
+    """Return a 16-byte digest of the elements of each leaf, whose box is the whole leaf."""
     block_digests: list[list[bytes]] = []
     blocks: list[tuple[int, int, int]] = []
 
@@ -399,8 +398,7 @@ def digest_values(leaves: Sequence[LocalLeaf], workers: Workers) -> list[bytes]:
 
 
 def _digest_range(source: Any, start: int, stop: int, workers: Workers) -> bytes:
-    """Return the digest of bytes ``start`` to ``stop`` of an array on the CPU, in row-major
-    order."""
+    """Return the digest of bytes ``start`` to ``stop``, in row-major order, of a CPU array."""
     if address := part_library(type(source)).address(source):
         return xxh3_128_digest((ctypes.c_char * (stop - start)).from_address(address + start))
     is_small = stop - start <= _INLINE_BYTES

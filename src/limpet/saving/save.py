@@ -225,8 +225,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotRe
 
 
 def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
-    """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
-    meanwhile."""
+    """Stage the deferred pieces; ``CommitError`` if the training changed their leaves meanwhile."""
     if changed := deferred.stage(job.workers):
         raise CommitError(
             f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"

@@ -69,8 +69,7 @@ def shard_bytes(flat: FlatState, group: Group) -> int:
 
 
 class BufferReservation:
-    """Allocates the buffers for a state on a thread: to touch new memory takes ten times as long as
-    a copy."""
+    """Allocates buffers on a thread: to touch new memory takes ten times as long as a copy."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -149,8 +148,7 @@ class DeferredStaging:
 
 
 def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
-    """Return the indices of the boxes that have bytes in the pieces. ``pieces`` is sorted by
-    offset."""
+    """Return the indices of the boxes that have bytes in ``pieces``, which are sorted by offset."""
     starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
     boxes = enumerate(zip(image.box_starts, image.box_ends, strict=True))
     return [i for i, (a, b) in boxes if b > a and _overlaps(starts, stops, a, b)]

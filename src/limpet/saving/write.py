@@ -222,8 +222,7 @@ class ImageChunks:
         return int(self.cuts[chunk] - self.cuts[chunk - 1])
 
     def copy_live(self, chunk: int, buffer: Buffer, buffer_offset: int) -> memoryview:
-        """Copy a chunk from the live state into the buffer at ``buffer_offset``, and return the
-        chunk's bytes there."""
+        """Copy a chunk from the live state to ``buffer_offset``, and return its bytes there."""
         self.image.copy_range(self.cuts[chunk - 1], self.cuts[chunk], buffer, buffer_offset)
         return buffer.view[buffer_offset : buffer_offset + self.length(chunk)]
 
@@ -233,8 +232,7 @@ def digest_chunks(
     pieces: Sequence[Piece],
     workers: Workers,
 ) -> list[str]:
-    """Return the digest of every chunk. A chunk that is not staged is copied into a temporary
-    buffer."""
+    """Return the digest of every chunk; one that is not staged is copied to a temporary buffer."""
     chunks = ImageChunks(image, pieces)
     digests = [digest(image.header)] + [""] * (len(chunks.cuts) - 1)
 
@@ -266,8 +264,7 @@ class PackedImage:
         self._spare_buffers: list[Buffer] = []
 
     def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
-        """Copy a piece of the shard to the buffer. ``CommitError``: the state changed after its
-        digests."""
+        """Copy a piece to the buffer; ``CommitError`` if the state changed after its digests."""
         start, stop = piece.start, piece.stop
         if start < len(self.header):
             buffer.view[: stop - start] = self.header[start:stop]

@@ -210,8 +210,7 @@ class DefaultTerminal:
         self._last_lines: dict[tuple[str, str], float] = {}
 
     def open(self, run: str) -> Callable[[], None]:
-        """Print the events of ``run`` until the returned function is called, once, unless
-        ``LIMPET_QUIET`` is 1."""
+        """Print ``run``'s events until the result is called once, unless ``LIMPET_QUIET`` is 1."""
         if read_settings().quiet:
             return lambda: None
         if not self._runs:

@@ -1,10 +1,9 @@
 """Repeats the calls to a server: the one wrapper around all stores on servers.
 
-A ``Remote`` is a folder on a server. Each of its methods makes one try, which ends by a deadline,
-and translates the errors. ``RetryStore`` makes a store of it: it repeats a try that failed, at most
-until the deadline of the call, and never more than a part of an upload or the rest of a range. If a
-creation may have had an effect whose reply was lost, it reads the object back and compares it.
-(The model is restic's ``internal/backend/retry``.)
+Each method of a ``Remote``, a folder on a server, makes one try by a deadline. ``RetryStore`` makes
+a store of it: it repeats a try until the deadline of the call, never more than a part or the rest
+of a range, and reads an object back if the reply of its creation was lost. (The model is restic's
+``internal/backend/retry``.)
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ def _invalid_error(name: str, value: object, expected: str) -> LimpetError:
 
 
 def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise ``PlanError`` if ranks have different arguments: they would not save at the same
-    step."""
+    """Raise ``PlanError`` if ranks have different arguments: they would save at different steps."""
     for name, expected in arguments_by_rank[0].items():
         for rank, arguments in enumerate(arguments_by_rank):
             if arguments.get(name) != expected:
@@ -169,8 +168,7 @@ def check_not_version(run: Run) -> None:
 
 
 def check_not_snapshot(run: Run) -> None:
-    """Raise ``LimpetError`` if an empty run's URL is that of a snapshot, or the address of a
-    version."""
+    """Raise ``LimpetError`` if an empty run's URL is that of a snapshot or of a version."""
     other_url, version = resolve_address(run.url)
     if version is not None and Run(other_url).listing().versions:
         raise _not_a_run_error(run, "the address of a version")
@@ -189,8 +187,7 @@ def _not_a_run_error(run: Run, found: str) -> LimpetError:
 
 
 def check_run_empty(run: Run) -> None:
-    """Raise ``LimpetError`` if the run has versions, which must not mix with those of a new
-    training."""
+    """Raise ``LimpetError`` if the run has versions: those of two trainings must not mix."""
     versions = run.listing().versions
     if not versions:
         check_not_snapshot(run)

@@ -57,13 +57,11 @@ class Cadence:
 
     @property
     def has_begun(self) -> bool:
-        """True on all ranks if a save of this step has begun, even if it failed, or nothing was
-        done since the resume."""
+        """True on all ranks if a save of this step began, maybe failed, or a resume ended here."""
         return self._begun_step == self._step_counter.progress.step
 
     def restart(self, since: tuple[int, int] | None = None, *, is_saving: bool = True) -> None:
-        """Count from now, or from the steps and epochs ``since``. ``is_saving``: a version of this
-        step will exist."""
+        """Count from now, or ``since`` steps and epochs. ``is_saving``: this step is saved."""
         self._save_number += 1
         step, epochs = self._step_counter.progress.step, self._step_counter.progress.epoch
         self._begun_step = step if is_saving and since is None else None

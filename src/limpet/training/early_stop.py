@@ -215,8 +215,7 @@ class RecordedScores:
     def read_before_deletion(
         self, versions: Collection[Version], known: Mapping[Version, VersionRecord]
     ) -> dict[Version, float]:
-        """Read the records of versions to delete, and return their scores. ``known``: all
-        versions."""
+        """Return the scores of versions to delete, from their records. ``known``: all versions."""
         lineage = self._lineage
         lineage.digests = {v: d for v, d in lineage.digests.items() if v in known}
         return self._read(lineage, {v: known[v].digest for v in versions})
@@ -331,8 +330,7 @@ class ScoreHistory:
 
 
 class _Stored(msgspec.Struct):
-    """What a version stores: the newest scores by step, and the result of those until
-    ``folded_step``."""
+    """What a version stores: the newest scores by step, and the result of those before them."""
 
     metric: str
     mode: str

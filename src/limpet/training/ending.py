@@ -98,8 +98,7 @@ class Ending:
             )
 
     def warn_if_collected(self, checkpointer: object) -> None:
-        """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, without
-        ``close``."""
+        """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, unclosed."""
         if self._group.rank == 0:
             finalize(
                 checkpointer,
@@ -205,8 +204,7 @@ class Ending:
         self, label: SaveSpec, error: BaseException, problems: list[str]
     ) -> None:
         """Save the state after the last step; what prevents that goes to ``problems``. So does
-        another rank's earlier error, the likely cause, or it is noted on ``error`` and the
-        version."""
+        another rank's earlier error, the likely cause, or it is noted on ``error`` and version."""
         step, cause = label.version.step, describe_cause(error)
         first = Arrival(self._group.rank, "", cause)
         try:
@@ -229,8 +227,7 @@ class Ending:
             self._save_captured(label._replace(note={**label.note, "error": cause}), problems)
 
     def _save_captured(self, label: SaveSpec, problems: list[str]) -> None:
-        """Save the captured state, if all ranks have it; what prevents that goes to
-        ``problems``."""
+        """Save the captured state, if all ranks have it; ``problems`` gets what prevents it."""
         saver, earlier_error = self.saver, None
         try:
             saver.wait()
@@ -330,8 +327,7 @@ def _compare_steps(collective: Collective, step: int, problem: str) -> None:
 
 
 def _first_error_text(first: Arrival, own_error: str) -> str:
-    """Return a sentence, after a space, about a different error that another rank raised first, or
-    ""."""
+    """Return a sentence, after a space, about another error that a rank raised first, or ""."""
     if first.cause in ("", own_error):
         return ""
     return f" Rank {first.rank} raised first: {first.cause}"
@@ -452,8 +448,7 @@ def describe_cause(error: BaseException) -> str:
 
 
 def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: bool) -> str:
-    """Return why the last steps were not saved, and what to do. ``skipped``: was a due save
-    skipped."""
+    """Return why the last steps were not saved, and what to do. ``skipped``: a save was skipped."""
     if error is not None:
         return (
             f"the training ended with an exception ({describe_cause(error)}). Only OnException()"

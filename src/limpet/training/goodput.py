@@ -105,8 +105,7 @@ class Goodput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count the time in the ``with`` block as blocked. The time before it, since the last such
-        block, was a step."""
+        """Count the time in the block as blocked, and that since the last such block as a step."""
         began = self._clock()
         seconds = began - self.step_began_at
         self._trained_seconds += seconds

@@ -111,8 +111,7 @@ class PreemptionGuard:
             self._ckpt._end_call()
 
     def _publish_error(self, error: BaseException) -> None:
-        """Make the other ranks raise ``error``; raises that of the rank that raised first, if it is
-        the cause."""
+        """Make other ranks raise ``error``; raise that of the first rank, if it is the cause."""
         agreement = self._response.agreement
         is_exit = isinstance(error, SystemExit) and not error.code
         if isinstance(error, Preempted) or is_exit or isinstance(agreement, LocalAgreement):

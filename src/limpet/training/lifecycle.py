@@ -124,8 +124,7 @@ class Lifecycle:
         return None if id(error) == self._outer_exception else error
 
     def emit_finished(self, run: str, step: int, saved_step: int) -> None:
-        """Emit ``finished`` for a training that has begun, unless another event says why it
-        ends."""
+        """Emit ``finished`` for a training that has begun, if no other event says why it ends."""
         error = self.interruption()
         is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)
         if (self.is_started or self.is_resumed) and not is_named:

@@ -1,9 +1,8 @@
 """``Member``: processes that save and restore their part of a training's state, but make no steps.
 
-They are the last ranks of a group, whose other ranks train. Before each save and each resume, the
-training calls the members (``MemberCall``). What follows is the usual save or resume of all ranks:
-one manifest, one commit, one choice of the version. Everything else, such as the agreement on a
-step, is an operation of the ranks that train.
+They are the last ranks of a group, whose other ranks train, and are called (``MemberCall``) before
+each save and resume, which then is the usual one of all ranks. Everything else, such as the
+agreement on a step, is an operation of the ranks that train.
 """
 
 from __future__ import annotations

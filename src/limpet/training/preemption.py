@@ -93,8 +93,7 @@ class Preemption:
                 _refuse("notices=", "sources, such as SignalNotice(signal.SIGTERM)", source)
 
     def plan(self, notice: Notice, exit_seconds: float) -> Plan:
-        """Return what to do. ``exit_seconds``: that a save, one more step, and the exit are
-        expected to take."""
+        """Return what to do. ``exit_seconds``: as expected, of a save, a step, and the exit."""
         if not notice.stops:
             return Plan(inf, inf)
         grace = self.grace

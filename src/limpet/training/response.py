@@ -157,8 +157,7 @@ class PreemptionResponse(Observer):
             self._watcher.raise_error(ended)
 
     def end(self, error: E, finish: Callable[[E], object]) -> None:
-        """Call ``finish``, which ends the training, then leave this process's status for ``limpet
-        run``.
+        """Call ``finish``, which ends the training, then leave the status for ``limpet run``.
 
         After a notice, the command is expected to stop, so an error leaves ``FAILED``; one that may
         follow from the stop (a lost rank or worker, an interrupt) leaves nothing. A normal end,
@@ -223,8 +222,7 @@ class PreemptionResponse(Observer):
                 self._savepoint_saver.expect(agreed, self._clock() + plan.train_seconds)
 
     def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
-        """Leave alone if the ranks could not agree on a notice; not if a training has ended: this
-        one will, too."""
+        """Leave alone if ranks could not agree on a notice, unless as a training has ended."""
         is_demanded = not actions.isdisjoint((SAVE, LEAVE)) and self._deadline is not None
         if is_demanded and "ended" not in error.fields:
             self._failure = error

@@ -68,9 +68,9 @@ class Resume:
     """The newer states of tiers that are skipped."""
 
     def load_newest(self) -> ResumePoint | None:
-        """Load the newest intact version, or a newer state of a tier; None: the run is empty. A
-        branch is durably started unless it is the lineage's newest. ``NoProgress``: the ladder
-        ends."""
+        """Load the newest intact version, or a newer state of a tier; None: the run is empty.
+        Unless it is the newest of its lineage, a branch is durably started. May raise
+        ``NoProgress``."""
         tiers, ladder = self.tiers, self.ladder
         tiers.open(self.run.store, self.state, is_resumed=True)
         self._collective = collective = self.group.collective(f"the resume of {self.run.url}")
@@ -454,8 +454,7 @@ def count_skipped(skipped: Sized) -> str:
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
     """The version that was loaded, and how training continues. ``note``: the run's origin;
-    ``durable``: its newest version; ``sessions``: those that continue, of versions left behind,
-    too."""
+    ``durable``: its newest version; ``sessions``: those that continue, also if left behind."""
 
     snapshot: SnapshotReader
     step: int

@@ -1,9 +1,8 @@
 """The savepoint of a training, and its save after a notice if the training does not save in time.
 
-The savepoint is captured after the steps at which that costs almost nothing. After a notice, the
-training thread may be in a long step, in an evaluation, or in a wait for data. A thread of each
-rank then saves the state after the last complete step, which all ranks hold meanwhile. If a rank is
-dead, nothing can be saved together: the newest complete state of a tier is saved in its place.
+It is captured after steps at which that costs almost nothing. After a notice, while the training is
+in a long step or a wait, a thread of each rank saves the state after the last step that all hold.
+If a rank is dead, the newest complete state of a tier is saved in its place.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ class StepSavepoint:
         self, make_label: Callable[[], SaveSpec], is_pending: bool, is_partial: bool = False
     ) -> None:
         """Capture the state after a step, unless too expensive. ``is_pending``: after a notice;
-        ``is_partial``: in ``PreemptionGuard.run``: only a save after an exception has a part of
-        it."""
+        ``is_partial``: in ``PreemptionGuard.run``: only a save after an exception may hold it."""
         self._is_partial = is_partial
         if self._is_required:
             self._savepoint.capture(make_label())
@@ -151,8 +149,7 @@ class StepSavepoint:
         return self._savepoint.invalid_reason
 
     def hold(self) -> bool:
-        """Keep the captured state until ``release``, as ``Savepoint.hold`` does, if it is that of
-        complete calls."""
+        """Keep the captured state until ``release`` (``Savepoint.hold``), if of whole calls."""
         return not self._is_partial and self._savepoint.hold()
 
     def release(self) -> None:
@@ -189,8 +186,8 @@ _STORE_POLL_SECONDS = 0.25
 
 
 class SavepointSaver:
-    """Saves the savepoint on its own thread, from the first notice. ``expect`` is called by threads
-    of notices, ``on_lost`` when a rank is dead and the newest state of a tier is saved."""
+    """Saves the savepoint on its own thread, from the first notice. Threads of notices call
+    ``expect``, the training ``claim`` and ``wait``. ``on_lost``: a tier's is saved instead."""
 
     def __init__(
         self,
@@ -235,8 +232,7 @@ class SavepointSaver:
             self._own_group = self._group.twin()
 
     def claim(self) -> bool:
-        """Return True if the training itself saves now. Return False if the thread saves already:
-        then wait for it."""
+        """Return True if the training saves now, False if the thread does: then wait for it."""
         if self._group.size == 1:
             return self._claim.setdefault("by", "training") == "training"
         self._is_claimed = not self.is_decided
@@ -332,8 +328,7 @@ class SavepointSaver:
         return None
 
     def _needed_at(self, deadline: Deadline, now: float) -> float:
-        """Return when to save: after half of the time, or now if the step in progress ends too
-        late."""
+        """Return when to save: after half of the time, or now if the step will end too late."""
         step, save = self._durations.usual_seconds
         step_ends_at = max(self._durations.step_began_at + step, now)
         if step and step_ends_at + 1.25 * save + SLACK > deadline.at:
@@ -341,8 +336,8 @@ class SavepointSaver:
         return (self._leave_at + deadline.at) / 2
 
     def _hold_together(self, deadline: Deadline) -> bool:
-        """Hold the savepoint of one step on all ranks, so that no optimizer steps; a rank with an
-        earlier one releases it and holds the next. Return False if its save is in flight."""
+        """Hold the savepoint of one step on all ranks, so that no optimizer steps; False: its save
+        is in flight. Raises ``RankFailed``, and ``DeadlinePassed`` if a rank has none."""
         group, limit = self._own_group, self._hold_limit(deadline)
         if group.kv is not None:
             if not self._begun_key:
@@ -368,8 +363,7 @@ class SavepointSaver:
                     self._savepoint.release()
 
     def _hold(self, step: int, limit: Deadline) -> tuple[int, bool]:
-        """Hold the savepoint of ``step`` or a later one. Return its step, and whether the training
-        saves it itself."""
+        """Hold the savepoint of ``step`` or later: its step, and whether the training saves it."""
         while not self._is_stopped and limit.seconds_left:
             has_begun = self._saves.begun_step == self._savepoint.step
             if not self._saves.busy or (has_begun and self._group.size > 1):

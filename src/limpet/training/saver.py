@@ -151,8 +151,7 @@ class Saver:
         return self.writer.newest
 
     def wait_before_save(self, step: int) -> None:
-        """Wait on all ranks until the due save of ``step`` may begin; raises the error of an
-        earlier one."""
+        """Wait on all ranks until the due save of ``step`` may begin, or raise an earlier error."""
         was_busy, began = self.must_wait, time.perf_counter()
         try:
             self._on_all_ranks(self.wait_for_turn)
@@ -209,8 +208,7 @@ class Saver:
             raise error
 
     def _end(self, save: tuple[Pending, Promotion | None], timeout: float | None) -> None:
-        """Wait for a save, and take its result. After an interrupt, or the timeout, it still
-        counts."""
+        """Wait for a save, and take its result: also later, after an interrupt or timeout."""
         failure = None
         try:
             self.take(reader_of(save[0].wait(timeout)))
@@ -438,8 +436,7 @@ class Saver:
         self.begun_step = self.saved_step
 
     def close(self) -> None:
-        """Release the memory; no save may begin. One in flight, after an interrupted wait, still
-        completes."""
+        """Release the memory. None may begin; one in flight after an interrupt still completes."""
         self._closing = True
         if self._guard is not None:
             self._guard.remove()
@@ -466,8 +463,7 @@ class SaveSpec(NamedTuple):
 
 
 def version_of(snapshot: SnapshotReader) -> Version:
-    """Return the version of a snapshot, if possible from its folder's name: its manifest may be
-    unread."""
+    """Return a snapshot's version, if possible by its folder's name: its manifest may be unread."""
     return parse_version(snapshot.location.folder) or snapshot.version
 
 
@@ -475,8 +471,7 @@ def version_of(snapshot: SnapshotReader) -> Version:
 
 
 def is_store_failure(error: errors.StoreError | errors.CommitError) -> bool:
-    """Return True if a store or a commit failed, here or on another rank, whose other failures are
-    ``RankFailed``, too."""
+    """Return True if a store or a commit failed, also as the cause of another rank's error."""
     cause = error.__cause__ if isinstance(error, errors.RankFailed) else None
     reported_by_rank = cause is not None and not error.fields.get("lost")
     return not reported_by_rank or isinstance(cause, errors.StoreError | errors.CommitError)

@@ -222,8 +222,7 @@ def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as JSON has it, also that of a subclass such as ``numpy.float64``, or ``...``
-    for another one."""
+    """Return a value, also of a subclass such as ``numpy.float64``, as in JSON, or else ``...``."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

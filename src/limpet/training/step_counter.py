@@ -33,8 +33,7 @@ class StepCounter:
         self.progress.begin()
 
     def attach(self, state: dict[str, Any]) -> None:
-        """Count in ``state`` from now on. Raises ``LimpetError`` if it has several ``Progress``
-        objects."""
+        """Count in ``state`` from now on; ``LimpetError`` if it has several ``Progress``."""
         found = list(find_instances(state, Progress))
         if len(found) > 1:
             raise LimpetError(

@@ -482,8 +482,7 @@ class Share:
 
 
 class Merged(msgspec.Struct, frozen=True):
-    """The result of all ranks: the metrics, or an ``error``, or None if the evaluation was
-    abandoned."""
+    """The result of all ranks: metrics, or an ``error``, or None for an abandoned evaluation."""
 
     metrics: dict[str, float] | None
     error: str
@@ -510,8 +509,7 @@ def merge_shares(results: Sequence[ShareResult], templates: dict[str, Any]) -> M
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Compute without gradients, with all modules of ``model`` in evaluation mode, and restore the
-    mode of each of them."""
+    """Compute without gradients, ``model`` in evaluation mode; restore each module's mode."""
     torch = torch_or_none()
     if torch is None:
         yield

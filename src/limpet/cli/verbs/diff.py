@@ -73,8 +73,7 @@ def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bo
 def compare_snapshots(
     a: SnapshotReader, b: SnapshotReader, keys: Sequence[str] = (), *, quiet: bool = True
 ) -> Differences:
-    """Return all differences between two snapshots, of the keys that match if ``keys`` are
-    given."""
+    """Return the differences of two snapshots, of all keys or those that match ``keys``."""
     rows_a = {r.key: r for r in filter_rows(iter_tree_rows(a), keys)}
     rows_b = {r.key: r for r in filter_rows(iter_tree_rows(b), keys)}
     differences = Differences(

@@ -61,8 +61,7 @@ def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) ->
 
 
 def _resolve_destination(snapshot: SnapshotReader, destination: str) -> Location:
-    """Return the location of the new snapshot. Raises ``AlreadyExists`` if another version has its
-    name."""
+    """Return the new snapshot's location; ``AlreadyExists`` if another version has its name."""
     step, branch = snapshot.manifest.step, snapshot.manifest.branch
     location = locate(destination)
     if step is not None and versions_in(location):

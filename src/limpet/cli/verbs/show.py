@@ -166,8 +166,7 @@ def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any
 def _read_evaluations(
     snapshot: SnapshotReader,
 ) -> tuple[VersionEvaluations, dict[str, EvaluationStatus]]:
-    """Return the records about a version of a run, and the state of each evaluation; nothing for
-    any other snapshot."""
+    """Return the records about a run's version, and the state of each evaluation; else nothing."""
     version = parse_version(snapshot.location.folder)
     if version is None:
         return VersionEvaluations(), {}
@@ -245,8 +244,7 @@ def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
 def _table_lines(
     rows: Sequence[TreeRow], depth: int | None, layouts: Layouts | None
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the name, description, size, and style of each line. Without containers, the names are
-    complete keys."""
+    """Yield name, description, size, style. Without containers, the names are complete keys."""
     nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
     for row, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True):
         if depth is not None and row.depth >= depth:

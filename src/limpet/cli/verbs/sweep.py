@@ -77,8 +77,7 @@ def render(result: SweepResult, dry_run: bool) -> None:
 
 
 def _group_by_version(removed: list[str]) -> tuple[list[str], dict[str, int]]:
-    """Split removed keys into single files, and the number of files of each version whose manifest
-    is among them."""
+    """Split removed keys into single files, and counts of files of versions removed as a whole."""
     manifests = (key for key in removed if key.endswith(f"/{MANIFEST}"))
     deleted = sorted(v for key in manifests if (v := parse_version(key.partition("/")[0])))
     folders = Counter(key.partition("/")[0] for key in removed)

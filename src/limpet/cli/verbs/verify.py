@@ -166,8 +166,7 @@ def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Sn
 
 
 def _newest_version(run: Run, listing: Listing) -> str | None:
-    """Return the newest version of the current lineage, for advice only: None if that cannot be
-    read."""
+    """Return the newest version of the lineage, for advice only: None if it cannot be read."""
     try:
         return next((str(v) for v in reversed(run.line(listing))), None)
     except (errors.FormatError, errors.StoreError):
@@ -244,8 +243,7 @@ def _build_document(
 
 
 def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str]]]:
-    """Return each problem once, with the names of the other versions that it affects by
-    references."""
+    """Return each problem once, with the names of other versions that it affects by references."""
     groups: dict[object, tuple[Problem, str, list[str]]] = {}
     for result in results:
         for p in result.problems:

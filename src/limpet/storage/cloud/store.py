@@ -44,8 +44,7 @@ _CONTAINER = re.compile(r"[a-z0-9$][a-z0-9._-]{1,221}")
 
 
 class CloudFolder(Remote):
-    """A folder of a container, or a whole container. ``statistics`` does not count the parts of
-    uploads."""
+    """A folder of a container, or all of it. ``statistics`` does not count parts of uploads."""
 
     def __init__(self, container: str, folder: str, options: CloudOptions) -> None:
         super().__init__(f"{options.scheme}://{container}", folder)

@@ -72,8 +72,7 @@ class Fs:
             return os.write(fd, data)
 
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
-        """Read, and return the number of bytes, which may be fewer than requested: 0 at the end of
-        the file."""
+        """Read, and return how many bytes: maybe fewer than requested, 0 at the end of the file."""
         if hasattr(os, "preadv"):
             return os.preadv(fd, [into], offset)
         with _position_lock:

@@ -487,8 +487,7 @@ class LocalUpload(Upload):
             offset += len(view)
 
     def commit(self, *, accept_existing: bytes | None = None) -> Stat:
-        """Commit as ``Upload`` says; an object with exactly the bytes ``accept_existing`` may
-        exist."""
+        """Commit as ``Upload`` says; an object with the bytes ``accept_existing`` may exist."""
         with self._using_descriptors("commit", last=True):
             try:
                 self._written.require_complete()

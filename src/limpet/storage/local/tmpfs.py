@@ -70,8 +70,7 @@ class MappedFile:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def resize(self, length: int, fs: Fs) -> None:
-        """Set the length, and map the file; bytes that it had keep their pages. No other thread may
-        use it."""
+        """Set the length and map the file; its pages stay. No other thread may use it."""
         if length > self.length:
             if self.length:
                 # only the new bytes: to allocate those that exist takes seven times as long
@@ -89,8 +88,7 @@ class MappedFile:
             self._on_map(self.buffer)
 
     def populate(self) -> None:
-        """Map all pages now. Otherwise, the first access to each page takes most of the time of a
-        copy."""
+        """Map all pages now: the first access to each takes most of the time of a copy."""
         for start in range(0, self.length, _POPULATE_BYTES):
             populate(self.buffer.address + start, min(_POPULATE_BYTES, self.length - start))
 
@@ -158,8 +156,7 @@ class TmpfsStore(LocalStore):
         return self.put_mapped(key, length)
 
     def put_mapped(self, key: str, length: int) -> TmpfsUpload:
-        """Begin to write an object into memory, all of which is allocated; ``NoSpace`` if the file
-        system is full."""
+        """Begin to write an object into memory, all allocated; ``NoSpace`` if it is full."""
         return TmpfsUpload(self, key, length)
 
     def delete(self, key: str) -> None:
@@ -171,8 +168,7 @@ class TmpfsStore(LocalStore):
         super().delete(key)
 
     def remove_leftovers(self) -> int:
-        """Delete unfinished uploads and spare files of processes that have ended; return their
-        bytes."""
+        """Delete unfinished uploads and spare files of ended processes; return their bytes."""
         removed = 0
         for stat in self.partials(""):
             if stat.key.endswith(SUFFIX) and stat.length and self._is_abandoned(stat.key):
