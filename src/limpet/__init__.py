@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from limpet.tiers.settings import LocalTier as LocalTier, MemoryTier as MemoryTier
     from limpet.training.checkpointer import Checkpointer as Checkpointer
     from limpet.training.member import Member as Member
-    from limpet.training.preemption import Preemption as Preemption
+    from limpet.training.preemption_plan import Preemption as Preemption
     from limpet.training.training_evaluation import TrainingEvaluation as TrainingEvaluation
 
     open = open_version
@@ -86,7 +86,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "tiers.settings": "LocalTier MemoryTier",
         "training.checkpointer": "Checkpointer",
         "training.member": "Member",
-        "training.preemption": "Preemption",
+        "training.preemption_plan": "Preemption",
         "training.training_evaluation": "TrainingEvaluation",
     },
 )

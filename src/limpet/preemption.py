@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from limpet.notices.slurm import SlurmNotice as SlurmNotice
     from limpet.training.guard import PreemptionGuard as PreemptionGuard
-    from limpet.training.preemption import Preemption as Preemption
+    from limpet.training.preemption_plan import Preemption as Preemption
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
@@ -51,6 +51,6 @@ __all__, __getattr__, __dir__ = lazy_names(
         "notices.signals": "SignalNotice protect_worker",
         "notices.slurm": "SlurmNotice",
         "training.guard": "PreemptionGuard",
-        "training.preemption": "Preemption",
+        "training.preemption_plan": "Preemption",
     },
 )

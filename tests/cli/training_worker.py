@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 import limpet
+from limpet import Preemption
 from limpet.notices.signals import SignalNotice
-from limpet.training.preemption import Preemption
 
 run, ready, action = sys.argv[1:]
 rank, group = int(os.environ.get("RANK", "0")), None

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from limpet import Preemption
 from limpet.errors import LimpetError
 from limpet.notices import signals
 from limpet.notices.signals import SignalNotice, protect_worker, stop_signals
 from limpet.threads import no_op
-from limpet.training.preemption import Preemption
 from tests.notices.manual_clock import ManualClock
 
 USR1 = signal.SIGUSR1

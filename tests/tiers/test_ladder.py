@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import limpet
+from limpet import Preemption
 from limpet.errors import Denied, NoProgress, Preempted, SkippedVersion, StoreError, Unavailable
 from limpet.format.names import Version
 from limpet.notices import exit_status
@@ -23,7 +24,6 @@ from limpet.tiers.restarts import read_restarts
 from limpet.training import response
 from limpet.training import savepoint as step_savepoint
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.preemption import Preemption
 from tests.notices.announced import Announced
 from tests.tiers.hosts import flip_bit
 from tests.trainings import initial_state, state_after, states_equal, train_step

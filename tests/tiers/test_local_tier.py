@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import limpet
+from limpet import Preemption
 from limpet.deadline import Deadline
 from limpet.errors import (
     DeadlinePassed,
@@ -40,7 +41,6 @@ from limpet.tiers.restarts import read_restarts
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.training import response
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.preemption import Preemption
 from tests.cli.invoke import run_cli
 from tests.notices.announced import Announced
 from tests.tiers.hosts import flip_bit

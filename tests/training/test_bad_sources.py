@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from limpet import Preemption
 from limpet.errors import LimpetError, Preempted
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.preemption import Preemption
 from tests.notices.announced import Announced
 from tests.trainings import initial_state, train_step
 

@@ -17,6 +17,7 @@ from copy import copy
 
 import pytest
 
+from limpet import Preemption
 from limpet.errors import LimpetError, NoSpace, Preempted, Unavailable
 from limpet.notices.exit_status import forget_done, read_records
 from limpet.notices.notice import Notice
@@ -29,7 +30,6 @@ from limpet.storage.memory import MemoryStore
 from limpet.training import response
 from limpet.training import savepoint as step_savepoint
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.preemption import Preemption
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
 from tests.trainings import initial_state, state_after, states_equal, train_step

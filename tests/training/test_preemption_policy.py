@@ -7,7 +7,7 @@ import pytest
 from limpet.errors import LimpetError
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
-from limpet.training.preemption import Plan, Preemption
+from limpet.training.preemption_plan import Plan, Preemption
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from limpet.deadline import Deadline
 from limpet.format.names import Version
-from limpet.training.savepoint import SavepointSaver
 from limpet.training.saver import SaveSpec
+from limpet.training.step_savepoint import SavepointSaver
 from tests.fakegroup import FakeGroup
 
 RANKS = 4

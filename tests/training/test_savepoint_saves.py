@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import limpet
+from limpet import Preemption
 from limpet.deadline import Deadline
 from limpet.errors import Preempted
 from limpet.notices.notice import Notice
@@ -23,7 +24,6 @@ from limpet.storage.memory import MemoryStore
 from limpet.training import response
 from limpet.training import savepoint as step_savepoint
 from limpet.training.checkpointer import Checkpointer
-from limpet.training.preemption import Preemption
 from tests.unreliable_stores import HookedStore
 
 Ends = list[tuple[int, str]]

@@ -36,7 +36,7 @@ from limpet.saving.commit import raise_if_exists
 from limpet.snapshot import pins
 from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.location import Location
-from limpet.snapshot.read import group_items, read_group
+from limpet.snapshot.read import merge_items, read_items
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import upload_memory
 from limpet.threads import Workers, no_op
@@ -278,9 +278,9 @@ def _read_shard(
         workers = replace(workers, threads=min(workers.threads, most_threads))
 
     def read(group: Sequence[ReadItem]) -> None:
-        with read_group(location, index, group, workers) as verified:
+        with read_items(location, index, group, workers) as verified:
             for item, buffer, start in verified:
                 consume(item, buffer.view[item.start - start : item.stop - start])
 
     items = chunk_read_items(0, index.cuts, index.chunk_refs)
-    workers.each(group_items(location, [index], items, workers), read)
+    workers.each(merge_items(location, [index], items, workers), read)

@@ -34,8 +34,8 @@ from limpet.snapshot.read import (
     copy_to_targets,
     count_writes,
     execute_read_plan,
-    group_items,
-    read_group,
+    merge_items,
+    read_items,
     read_workers,
 )
 from limpet.snapshot.reader import SnapshotReader
@@ -131,7 +131,7 @@ class SharedReader:
         def read(group: Sequence[int]) -> Iterator[Iterable[MemorySlice]]:
             items = [shared_items[number] for number in group]
             index = indexes[items[0].shard]
-            with read_group(location, index, items, workers, kept=True) as verified:
+            with read_items(location, index, items, workers, kept=True) as verified:
                 yield (
                     MemorySlice(
                         buffer.view[item.start - base : item.stop - base],
@@ -167,7 +167,7 @@ class SharedReader:
     ) -> list[list[int]]:
         """Return the numbers of the items that this rank reads, in groups for one request each."""
         numbers = {items[number]: number for number in self._peers.own_items(readers)}
-        groups = group_items(
+        groups = merge_items(
             self._snapshot.location, self._snapshot.indexes(), [*numbers], workers, len(items)
         )
         return [[numbers[item] for item in group] for group in groups]

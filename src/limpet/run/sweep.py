@@ -1,4 +1,4 @@
-"""Garbage collection: the deletion of versions, retention, and the sweep of orphans.
+"""Garbage collection: the deletion of versions, and the sweep of orphans.
 
 Deletion is safe at every moment for a reader, for a save that is about to refer to the version, and
 for a copy of the version. It has five steps:

@@ -80,17 +80,17 @@ def execute_read_plan(
     Then, targets may be partially written, but never with bytes that failed their check.
     """
 
-    def read(group: Sequence[ReadItem]) -> None:
-        index = indexes[group[0].shard]
-        if group[0].end_chunk == 1:
+    def read(batch: Sequence[ReadItem]) -> None:
+        index = indexes[batch[0].shard]
+        if batch[0].end_chunk == 1:
             check_header(location, index, workers)
             return
-        with read_group(location, index, group, workers) as verified:
+        with read_items(location, index, batch, workers) as verified:
             for item, buffer, start in verified:
                 copy_to_targets(item, targets, buffer, start)
 
     count_writes(targets)
-    workers.each(group_items(location, indexes, plan.items, workers), read)
+    workers.each(merge_items(location, indexes, plan.items, workers), read)
 
 
 def count_writes(targets: Sequence[Target]) -> None:
@@ -112,14 +112,14 @@ def copy_to_targets(
         _copy_slab(targets[slab.request_id], slab, memory.view[slab.file_offset - buffer_start :])
 
 
-def group_items(
+def merge_items(
     location: Location,
     indexes: Sequence[ShardIndex],
     items: Sequence[ReadItem],
     workers: Workers,
     total: int = 0,
 ) -> list[list[ReadItem]]:
-    """Return groups of items, consecutive bytes of one file of at most ``read_size``, that one
+    """Return batches of items, consecutive bytes of one file of at most ``read_size``, that one
     request reads. Several processes that divide ``total`` items send no more requests than one."""
     pool, read_size = workers.pool, location.store.traits.read_size
     most = min(read_size // BLOCK_SIZE, (total or len(items)) // workers.threads)
@@ -129,36 +129,36 @@ def group_items(
         return [[item] for item in items]
     # by file: an incremental snapshot takes the chunks of its image from several files in turn
     places = [(i.shard, *indexes[i.shard].locate_chunk(i.first_chunk)) for i in items]
-    groups: list[list[ReadItem]] = []
+    batches: list[list[ReadItem]] = []
     next_place = None
     for n in sorted(range(len(items)), key=places.__getitem__):
         item, (shard, path, offset) = items[n], places[n]
         size = item.stop - item.start
         # those that do not fit into a buffer, and headers, are read differently
         is_alone = size > pool.buffer_size or item.end_chunk == 1
-        if is_alone or places[n] != next_place or len(groups[-1]) == most:
-            groups.append([])
-        groups[-1].append(item)
+        if is_alone or places[n] != next_place or len(batches[-1]) == most:
+            batches.append([])
+        batches[-1].append(item)
         next_place = None if is_alone else (shard, path, offset + size)
-    return groups
+    return batches
 
 
 @contextmanager
-def read_group(
+def read_items(
     location: Location,
     index: ShardIndex,
-    group: Sequence[ReadItem],
+    batch: Sequence[ReadItem],
     workers: Workers,
     *,
     kept: bool = False,
 ) -> Iterator[Iterator[tuple[ReadItem, Buffer, int]]]:
-    """Read a group of items. Yield an iterator, which checks each, and returns it with a buffer and
+    """Read a batch of items. Yield an iterator, which checks each, and returns it with a buffer and
     the buffer's start offset in the shard, or in the image of an incremental shard.
 
     The next item may use the same buffer, unless they are ``kept`` until the context ends. Raises
     ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
     """
-    first, pool = group[0], workers.pool
+    first, pool = batch[0], workers.pool
     # start the read before the chunk, aligned in its file, if that fits into a buffer
     leading_bytes = index.locate_chunk(first.first_chunk)[1] % location.store.traits.alignment
     length = first.stop - first.start
@@ -167,7 +167,7 @@ def read_group(
     start = first.start - leading_bytes
     # the chunks of Limpet's writer fit into a pooled buffer; those of another writer may not
     is_pooled = leading_bytes + length <= pool.buffer_size
-    count = len(group) if kept else 1
+    count = len(batch) if kept else 1
     buffers = workers.acquire(count) if is_pooled else [Buffer(leading_bytes + length)]
     buffer = buffers[0]
 
@@ -176,9 +176,9 @@ def read_group(
         yield first, buffer, start
 
     try:
-        if len(group) > 1:
-            one_each = buffers if kept else buffers * len(group)
-            with closing(_read_items(location, index, group, one_each)) as verified:
+        if len(batch) > 1:
+            one_each = buffers if kept else buffers * len(batch)
+            with closing(_read_items(location, index, batch, one_each)) as verified:
                 yield verified
         else:
             _read_range(location, index, first.first_chunk, start, first.stop, buffer.view)
@@ -189,25 +189,25 @@ def read_group(
 
 
 def _read_items(
-    location: Location, index: ShardIndex, group: Sequence[ReadItem], buffers: Sequence[Buffer]
+    location: Location, index: ShardIndex, batch: Sequence[ReadItem], buffers: Sequence[Buffer]
 ) -> Generator[tuple[ReadItem, Buffer, int]]:
     """Read the items one after the other, with one request, each into its buffer. Check each."""
-    ranges = [(item.start, item.stop) for item in group]
+    ranges = [(item.start, item.stop) for item in batch]
     length = sum(stop - start for start, stop in ranges)
     with ExitStack() as stack:
-        with _naming_leaves(location, index, group[0].first_chunk, ranges) as (key, offset):
+        with _naming_leaves(location, index, batch[0].first_chunk, ranges) as (key, offset):
             reader = location.store.open_range(key, offset, length)  # type: ignore[attr-defined]
             stack.enter_context(reader)
-        for item, buffer in zip(group, buffers, strict=True):
+        for item, buffer in zip(batch, buffers, strict=True):
             view = buffer.view[: item.stop - item.start]
-            with _naming_leaves(location, index, group[0].first_chunk, ranges):
+            with _naming_leaves(location, index, batch[0].first_chunk, ranges):
                 reader.read_into(view)
             _check_item(location, index, item, view, item.start)
             yield item, buffer, item.start
 
 
 def check_header(location: Location, index: ShardIndex, workers: Workers) -> None:
-    """Check the digest of a header, which may be longer than a buffer. Raises as ``read_group``."""
+    """Check the digest of a header, which may be longer than a buffer. Raises as ``read_items``."""
     with workers.buffer() as buffer:
 
         def parts() -> Iterator[memoryview]:

@@ -1,4 +1,4 @@
-"""Verification: reads every byte of every file of a snapshot, and checks all digests."""
+"""Verification: checks the digest of every byte that a snapshot refers to, in all of its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from limpet.layout.shard_layout import (
 )
 from limpet.snapshot.index_files import check_length, read_index
 from limpet.snapshot.location import Location
-from limpet.snapshot.read import group_items, make_damage_error, read_group
+from limpet.snapshot.read import make_damage_error, merge_items, read_items
 from limpet.threads import Workers, gc_paused
 from limpet.types import Box
 
@@ -154,7 +154,7 @@ def _check_chunks(
     def check(group: Sequence[ReadItem]) -> None:
         error = None
         try:
-            with read_group(location, index, group, workers) as verified:
+            with read_items(location, index, group, workers) as verified:
                 for _ in verified:
                     pass
         except (FormatError, StoreError) as e:
@@ -169,7 +169,7 @@ def _check_chunks(
             advance(item.stop - item.start)
 
     items = chunk_read_items(0, index.cuts, index.chunk_refs, np.array(chunks, np.int64))
-    workers.each(group_items(location, [index], items, workers), check)
+    workers.each(merge_items(location, [index], items, workers), check)
     return checked
 
 

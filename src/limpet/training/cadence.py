@@ -15,8 +15,7 @@ from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.policy import PolicyInput, SavePolicy
 from limpet.training.goodput import Goodput
-from limpet.training.preemption import SAVE as PREEMPTION_SAVE
-from limpet.training.preemption import SAVE_ONLY as PREEMPTION_SAVE_ONLY
+from limpet.training.preemption_plan import SAVE_BEFORE_STOP, SAVE_ON_REQUEST
 from limpet.training.step_counter import StepCounter
 
 
@@ -83,8 +82,8 @@ class Cadence:
             last, epochs = self._last_save, self._step_counter.progress.epoch
             self._last_save = self._last_skip = last._replace(epochs=epochs)
             return None
-        if not agreed_proposals.isdisjoint((PREEMPTION_SAVE, PREEMPTION_SAVE_ONLY)):
-            return "preemption" if PREEMPTION_SAVE in agreed_proposals else "request"
+        if not agreed_proposals.isdisjoint((SAVE_BEFORE_STOP, SAVE_ON_REQUEST)):
+            return "preemption" if SAVE_BEFORE_STOP in agreed_proposals else "request"
         may_skip = self._skip_allowed
         if self._group.size == 1:
             due, may_skip = requested or self.is_due(), may_skip and not requested

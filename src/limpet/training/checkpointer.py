@@ -26,7 +26,13 @@ from limpet.storage.throttle import store_statistics
 from limpet.text import to_repr
 from limpet.tiers.tiers import Tier, Tiers
 from limpet.training import state_check
-from limpet.training.arguments import (
+from limpet.training.cadence import Cadence
+from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
+from limpet.training.ending import Ending, ended_epochs, take_over
+from limpet.training.goodput import Goodput
+from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
+from limpet.training.member import call_to_resume, check_members
+from limpet.training.options import (
     Options,
     acquire_run,
     check_arguments,
@@ -34,13 +40,7 @@ from limpet.training.arguments import (
     check_not_version,
     check_state,
 )
-from limpet.training.cadence import Cadence
-from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
-from limpet.training.ending import Ending, ended_epochs, take_over
-from limpet.training.goodput import Goodput
-from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
-from limpet.training.member import call_to_resume, check_members
-from limpet.training.preemption import DEFAULT, Preemption
+from limpet.training.preemption_plan import DEFAULT, Preemption
 from limpet.training.response import PreemptionResponse
 from limpet.training.resume import (
     Resume,
@@ -56,9 +56,9 @@ from limpet.training.resume_check import (
     compare_next_batches,
     record_next_batches,
 )
-from limpet.training.savepoint import StepSavepoint
 from limpet.training.saver import Saver, SaveSpec
 from limpet.training.step_counter import StepCounter
+from limpet.training.step_savepoint import StepSavepoint
 
 
 class Checkpointer:
@@ -88,7 +88,8 @@ class Checkpointer:
 
     A save that is due waits for the one in flight (``busy="wait"``), or is skipped (``"skip"``). If
     a save fails in the background, or takes more than ``save_timeout`` seconds, the next call of
-    ``step``, ``save``, ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a store
+    ``step`` (with several ranks: the next one whose save is due), ``save``, ``wait``, or ``close``
+    raises the error. With ``on_error="warn"``, a store
     failure causes only a ``SaveFailed`` warning in ``step`` and ``close``.
 
     On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
@@ -530,7 +531,7 @@ class Checkpointer:
             return
         preemption.respond(agreed)
         if self._group.size == 1:  # several ranks raise together, when the next save is due
-            self._saver.attempt(self._saver.raise_failure)
+            self._saver.warn_or_raise(self._saver.raise_failure)
         try:
             self._save_if_due(agreed)
         except RankFailed as e:
@@ -544,14 +545,16 @@ class Checkpointer:
         if reason is None:
             self._saver.reservation.start()
         else:
-            self._saver.attempt(self._saver.wait_before_save, self._step_counter.progress.step)
-            self._saver.attempt(self._start_save, reason)
+            self._saver.warn_or_raise(
+                self._saver.wait_before_save, self._step_counter.progress.step
+            )
+            self._saver.warn_or_raise(self._start_save, reason)
         progress = self._step_counter.progress
         memory = self._tiers.memory
         if memory is not None and memory.is_due(progress.step, progress.epoch):
             spec = self._make_spec("memory")
             metadata = self._saver.make_metadata(spec)
-            self._saver.attempt(memory.save, self.state, spec.version, metadata)
+            self._saver.warn_or_raise(memory.save, self.state, spec.version, metadata)
 
     def _make_spec(self, reason: str = "exception") -> SaveSpec:
         training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
@@ -582,7 +585,7 @@ class Checkpointer:
     def _add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add to the metrics of the last step, and to its version if it is saved."""
         self._metrics = {**self._metrics, **metrics}
-        self._saver.attempt(self._add_if_saved, metrics)
+        self._saver.warn_or_raise(self._add_if_saved, metrics)
 
     def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
         if metrics and self._cadence.has_begun:

@@ -29,9 +29,9 @@ from limpet.threads import no_op
 from limpet.tiers.ladder import Ladder
 from limpet.training.cadence import Cadence
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
-from limpet.training.savepoint import StepSavepoint
 from limpet.training.saver import Saver, SaveSpec, version_of
 from limpet.training.step_counter import StepCounter
+from limpet.training.step_savepoint import StepSavepoint
 
 JOIN_TIMEOUT = 20.0
 """Seconds within which all ranks must join a save after an exception.
@@ -130,8 +130,8 @@ class Ending:
         if could_save and error is None and not is_process_ending():
             saver = self.saver
             if not is_leaving:
-                saver.attempt(record_end, saver, self.step_counter.progress.epoch)
-            saver.attempt(saver.retention.finish, saver.writer.newest)
+                saver.warn_or_raise(record_end, saver, self.step_counter.progress.epoch)
+            saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
         if not self._lifecycle.is_closed:
@@ -140,12 +140,12 @@ class Ending:
 
     def _wait(self) -> None:
         if not self._lifecycle.is_forked:
-            self.saver.attempt(self.saver.wait)
+            self.saver.warn_or_raise(self.saver.wait)
 
     def _save(self) -> None:
         step = self.step_counter.progress.step
         if must_save_last_step(self._group, step, self.saver.saved_step == step):
-            self.saver.attempt(self._start_save, "end")
+            self.saver.warn_or_raise(self._start_save, "end")
             self._wait()
 
     def finish_after(self, error: BaseException, agreement: Agreement | LocalAgreement) -> None:

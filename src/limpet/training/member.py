@@ -29,7 +29,7 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.tiers.ladder import Ladder
 from limpet.tiers.tiers import Tiers
-from limpet.training.arguments import Options, check_state
+from limpet.training.options import Options, check_state
 from limpet.training.resume import Resume, start_from
 from limpet.training.resume_check import check_whole_state
 

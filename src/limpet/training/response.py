@@ -28,10 +28,10 @@ from limpet.ranks.group import Group
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
 from limpet.training.goodput import Goodput
-from limpet.training.preemption import LEAVE, SAVE, SAVE_ONLY, Preemption
-from limpet.training.savepoint import SLACK, SavepointSaver, StepSavepoint
+from limpet.training.preemption_plan import LEAVE, SAVE_BEFORE_STOP, SAVE_ON_REQUEST, Preemption
 from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
+from limpet.training.step_savepoint import SLACK, SavepointSaver, StepSavepoint
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
@@ -136,8 +136,8 @@ class PreemptionResponse(Observer):
             deadline, error = self._deadline, self._peer_error
         if error is not None and isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)  # it came before this call
-        if isinstance(earlier, LocalAgreement) and SAVE_ONLY in earlier.step():
-            agreement.propose(SAVE_ONLY)
+        if isinstance(earlier, LocalAgreement) and SAVE_ON_REQUEST in earlier.step():
+            agreement.propose(SAVE_ON_REQUEST)
         if deadline is not None:
             self._propose(LEAVE, deadline)
 
@@ -192,7 +192,7 @@ class PreemptionResponse(Observer):
         plan = self._settings.plan(notice, self._exit_seconds())
         if plan.seconds == inf:
             events.emit("notice", source=notice.source, seconds=None)
-            self.agreement.propose(SAVE_ONLY)
+            self.agreement.propose(SAVE_ON_REQUEST)
             return
         deadline = Deadline(
             f"the exit after {notice.source}", self._clock() + plan.seconds, self._clock
@@ -204,7 +204,7 @@ class PreemptionResponse(Observer):
         if plan.train_seconds:
             self._leave_at(self._clock() + plan.train_seconds)
             if is_first:
-                self._propose(SAVE, deadline)
+                self._propose(SAVE_BEFORE_STOP, deadline)
         else:
             self._propose(LEAVE, deadline)
 
@@ -223,7 +223,9 @@ class PreemptionResponse(Observer):
 
     def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
         """Leave alone if ranks could not agree on a notice, unless as a training has ended."""
-        is_demanded = not actions.isdisjoint((SAVE, LEAVE)) and self._deadline is not None
+        is_demanded = (
+            not actions.isdisjoint((SAVE_BEFORE_STOP, LEAVE)) and self._deadline is not None
+        )
         if is_demanded and "ended" not in error.fields:
             self._failure = error
             self._savepoint_saver.hasten()

@@ -38,7 +38,7 @@ from limpet.threads import no_op
 from limpet.tiers.inventory import WHERE, CurrentLine, Sources, TierName, TierSnapshot
 from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
-from limpet.training.arguments import check_not_snapshot
+from limpet.training.options import check_not_snapshot
 
 
 @dataclass(kw_only=True)

@@ -31,10 +31,10 @@ from limpet.text import warn_user
 from limpet.threads import no_op
 from limpet.tiers.local_snapshots import LocalSnapshots, Promotion
 from limpet.tiers.tiers import Tiers
-from limpet.training.arguments import Options
 from limpet.training.early_stop import EarlyStop
 from limpet.training.goodput import Goodput
 from limpet.training.member import MemberCall
+from limpet.training.options import Options
 
 P = ParamSpec("P")
 
@@ -119,7 +119,7 @@ class Saver:
                 return True
         return False
 
-    def attempt(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def warn_or_raise(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
         try:
             call(*args, **kwargs)
@@ -431,7 +431,7 @@ class Saver:
         broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
 
     def resume_from(self, snapshot: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
-        """Continue from the version ``newest``, and from the work of earlier ``sessions``."""
+        """Continue from a version, and from the work of earlier ``sessions``."""
         self.writer.continue_from(snapshot, sessions)
         self.begun_step = self.saved_step
 

@@ -20,7 +20,7 @@ from limpet.state.loadable import find_unwritable
 from limpet.text import MAX_SHOWN, format_list, with_article
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
-from limpet.training.preemption import Preemption
+from limpet.training.preemption_plan import Preemption
 
 
 @dataclass(frozen=True)

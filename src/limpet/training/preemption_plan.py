@@ -13,10 +13,10 @@ from limpet.notices.notice import Notice, NoticeSource
 from limpet.settings import run_grace
 from limpet.text import to_repr
 
-SAVE, LEAVE = "save before the stop", "save and leave"
+SAVE_BEFORE_STOP, LEAVE = "save before the stop", "save and leave"
 """The actions on which the ranks agree after a notice."""
 
-SAVE_ONLY = "save after a notice"
+SAVE_ON_REQUEST = "save after a notice"
 """The action after a notice that the machine is at risk, or after a signal that means this."""
 
 UNKNOWN_SECONDS = 30.0
