@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import limpet
 from limpet.notices.notice import Notice
-from limpet.training import savepoint as step_savepoint
+from limpet.training import step_savepoint
 from tests.fork_server import FORK_SERVER
 
 SIZE = 3

@@ -49,8 +49,7 @@ from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
-from limpet.training import response
-from limpet.training import savepoint as step_savepoint
+from limpet.training import response, step_savepoint
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
 from tests.ranks.trainings import TrainingJob, matches_uninterrupted, train_step

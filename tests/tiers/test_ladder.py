@@ -21,8 +21,7 @@ from limpet.run.policy import AtEnd, EverySteps, Never
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.restarts import read_restarts
-from limpet.training import response
-from limpet.training import savepoint as step_savepoint
+from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from tests.notices.announced import Announced
 from tests.tiers.hosts import flip_bit

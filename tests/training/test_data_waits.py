@@ -14,8 +14,7 @@ from limpet.preemption import Preemption
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from limpet.training import response
-from limpet.training import savepoint as step_savepoint
+from limpet.training import response, step_savepoint
 
 ITEMS = 40
 WAITS_AT = 3

@@ -27,8 +27,7 @@ from limpet.run.policy import AtEnd, EverySteps, Never, OnException
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.training import response
-from limpet.training import savepoint as step_savepoint
+from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer

@@ -21,8 +21,7 @@ from limpet.run.policy import EverySteps, Never
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.training import response
-from limpet.training import savepoint as step_savepoint
+from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from tests.unreliable_stores import HookedStore
 
