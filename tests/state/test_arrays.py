@@ -196,3 +196,9 @@ def test_a_read_only_array_is_replaced_also_in_a_boxed() -> None:
     for loaded in (into["a"], into["b"].tensor):
         assert loaded.dtype == "f8"
         assert np.array_equal(loaded, DATA)
+
+
+def test_a_boxed_without_elements_is_loaded() -> None:
+    url, state = unused_url(), {"b": limpet.Boxed(np.zeros((0, 3)), (0, 0), (0, 6))}
+    limpet.save(url, state)
+    limpet.load(url, into=state)

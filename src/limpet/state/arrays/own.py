@@ -75,7 +75,7 @@ class _Boxes(ArrayLibrary):
         return part_library(type(part)).target(part, part, key)
 
     def loaded(self, value: Boxed, targets: Sequence[tuple[Box, Any]]) -> Boxed:
-        if not targets:
+        if not value.box.numel:
             return value
         tensor = part_library(type(value.tensor)).loaded(value.tensor, targets)
         return value if tensor is value.tensor else replace(value, tensor=tensor)
