@@ -42,8 +42,9 @@ from limpet.text import with_article
 from limpet.threads import gc_paused
 from limpet.types import Box
 
-for _package in LIBRARIES.keys() & sys.modules.keys():
-    import_module(LIBRARIES[_package])  # now, because a step must not import anything
+for _package, _library in LIBRARIES.items():
+    if sys.modules.get(_package) is not None:  # None blocks the import
+        import_module(_library)  # now, because a step must not import anything
 
 _UNVERIFIED = Replication.UNVERIFIED  # faster to look up
 
