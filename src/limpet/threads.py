@@ -79,7 +79,7 @@ class Workers:
         pool = shared_pool() if pool is None else pool
         return cls(pool, read_settings().threads, advance, check_time)
 
-    def each(self, items: Sequence[T], work: Callable[[T], None], nbytes: int = 1 << 50) -> None:
+    def each(self, items: Sequence[T], work: Callable[[T], object], nbytes: int = 1 << 50) -> None:
         """Call ``work`` on every item; after the first error, which is raised, none is started.
         ``nbytes``: of all items, for work that takes less time than the start of a thread."""
         threads = min(self.threads, len(items), 1 + nbytes // BYTES_PER_THREAD)
@@ -125,7 +125,7 @@ def call_with_limit(function: Callable[[], object], name: str, seconds: float) -
 
 def in_parallel(
     items: Iterable[T],
-    work: Callable[[T], None],
+    work: Callable[[T], object],
     threads: int,
     advance: Callable[[], object] = no_op,
     failures: list[BaseException] | None = None,

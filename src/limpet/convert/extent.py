@@ -26,8 +26,7 @@ _MAX_EXPANSION = 8
 def check_extent(value: Any, nbytes: int, name: str) -> None:
     """Raise ``Unsupported`` if a value from ``nbytes`` bytes contains itself, or would expand to
     far more. The time is proportional to the objects in memory, however often each occurs."""
-    extent = _Extent(name, nbytes)
-    extent.add_containers(value)
+    _Extent(name, nbytes).add_containers(value)
 
 
 def check_bytes(expanded: int, nbytes: int, name: str) -> None:

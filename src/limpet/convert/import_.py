@@ -248,8 +248,7 @@ def import_checkpoint(
         step = checkpoint.step if version is None else version.step
     branch = 0 if version is None else version.branch
     flat = flatten(arranged.state)
-    snapshot = save_foreign_checkpoint(location, flat, checkpoint, step, branch)
-    return Snapshot(snapshot)
+    return Snapshot(save_foreign_checkpoint(location, flat, checkpoint, step, branch))
 
 
 def save_foreign_checkpoint(
@@ -268,11 +267,9 @@ def save_foreign_checkpoint(
     metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
     monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)
 
-    def check_source() -> None:
-        Workers.create().each(checkpoint.stored, StoredFile.require_unchanged)
-
     job = begin_save(monitored, flat, metadata, shared_pool(), stage_now=False)
-    finish_save(job, fence=check_source)
+    each = Workers.create().each
+    finish_save(job, fence=lambda: each(checkpoint.stored, StoredFile.require_unchanged))
     events.emit(
         "imported",
         path=checkpoint.path,

@@ -189,8 +189,7 @@ def _cuts_of_shared_chunks(starts: Ints, header_length: int, images: int) -> Int
     max_bytes = max(1, WINDOW_BYTES // (4 * images))
     if max_bytes >= MAX_SHARED_CHUNK_BYTES:
         return starts[:0]
-    intervals = (starts - header_length) // max_bytes
-    return starts[np.flatnonzero(np.diff(intervals)) + 1]
+    return starts[np.flatnonzero(np.diff((starts - header_length) // max_bytes)) + 1]
 
 
 class LeafSpan(NamedTuple):
@@ -374,9 +373,5 @@ def write_images(
             uploads[-1].write_at(0, memoryview(image.header))
         chunks = heapq.merge(*(iter_chunks(leaves, n, image) for n, image in enumerate(images)))
         in_parallel(group_into_windows(chunks), copy_window, count)
-        windows.each(uploads, _commit_upload)
+        windows.each(uploads, lambda upload: upload.commit())
     return digests
-
-
-def _commit_upload(upload: Upload) -> None:
-    upload.commit()

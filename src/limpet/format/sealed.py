@@ -32,10 +32,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 _encoder = msgspec.json.Encoder()
 
 
-def seal(content: msgspec.Struct, format_number: int = FORMAT) -> tuple[bytes, str]:
-    """Return ``content`` as a sealed file with this format number, and the digest of the file."""
+def seal(content: msgspec.Struct) -> tuple[bytes, str]:
+    """Return ``content`` as a sealed file, and the digest of the file."""
     body = _encoder.encode(content)[1:]
-    head = b'{"limpet":%d,"digest":"' % format_number
+    head = b'{"limpet":%d,"digest":"' % FORMAT
     file_digest = digest(b"".join((head, b"0" * HEX_LENGTH, b'",', body)))
     return b"".join((head, file_digest.encode(), b'",', body)), file_digest
 

@@ -129,8 +129,7 @@ def _compare_lists(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
     binding.note_unexpected(zip(node["list"][len(live) :], keys[len(live) :], strict=True))
 
     def adapt(states: Any) -> Any:
-        fitted = [adapt_one(state) for adapt_one, state in zip(adapts, states)]
-        return fitted + live[len(states) :]
+        return [adapt_one(s) for adapt_one, s in zip(adapts, states)] + live[len(states) :]
 
     return adapt
 

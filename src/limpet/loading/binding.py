@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from limpet.errors import PlanError
 from limpet.format import tree
@@ -74,15 +74,6 @@ class Binding:
     inside_wrapper: bool = False
     depth: int = 0
     """The number of containers around the value that is bound."""
-
-    def with_resized(self, resized: Mapping[str, str]) -> Self:
-        """Return a binding of the same states that knows what keeps its live value."""
-        return replace(
-            self,
-            resized=resized,
-            differences=Differences(),
-            bound_sources={},
-        )
 
     def dict_members(self, value: Any, node: Any, key: str) -> dict[Any, tuple[Any, str]] | None:
         """Return the members of a dict's node by name, each with its key. Return None, and record a

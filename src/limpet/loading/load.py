@@ -24,7 +24,7 @@ from limpet.generators import Isolation
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
 from limpet.loading.binder import bind
 from limpet.loading.binding import STATE_INVALID, STRICT, Binding, Leniency
-from limpet.loading.differences import LoadReport, no_match_error
+from limpet.loading.differences import Differences, LoadReport, no_match_error
 from limpet.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from limpet.loading.targets import Finalize, LoadTargets, device_chooser
 from limpet.ranks.collective import Collective, await_all
@@ -148,7 +148,8 @@ def _bind(
         # its optimizer. What one rank keeps, all ranks keep.
         del finalize
         targets.clear()
-        binding = binding.with_resized(resized)
+        fresh = Differences()
+        binding = replace(binding, resized=resized, differences=fresh, bound_sources={})
         finalize = bind(binding, into, tree, "")
         binding.differences.combine_ranks(collective)
     binding.differences.raise_if_any(

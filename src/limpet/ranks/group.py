@@ -278,11 +278,10 @@ def all_reduce(
     value_type: type[T],
     combine: Callable[[list[T]], U],
     result_type: type[U],
-    deadline: Deadline | None = None,
 ) -> U:
     """Gather ``local_value()`` of each rank, apply ``combine`` on rank 0, and return the result on
     all. If one rank raises an error, all ranks do."""
-    with closing(group.collective(operation, deadline=deadline)) as collective, collective:
+    with closing(group.collective(operation)) as collective, collective:
         values = collective.gather(local_value(), value_type)
         return collective.broadcast(None if values is None else combine(values), result_type)
 

@@ -389,8 +389,7 @@ class KVClient:
                 for earlier in ("", _BEFORE_JOINING.decode()) if is_current else ():
                     self._store.compare_set(key, earlier, CLOSED_HEARTBEAT.decode())
             elif greeting.token not in ("", answered_token):
-                reply = f"{greeting.token} {self._token}"
-                self._root_store.set(f"welcome/{rank}", reply.encode())
+                self._root_store.set(f"welcome/{rank}", f"{greeting.token} {self._token}".encode())
                 self._unjoined_ranks[rank] = greeting.token
                 if is_current:
                     self._store.compare_set(key, "", _BEFORE_JOINING.decode())

@@ -182,10 +182,9 @@ def make_image(
     )
 
 
-def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
-    """Copy bytes ``start`` to ``stop`` of the source, in row-major order, into the buffer at
-    ``buffer_offset``."""
-    _begin_copy(source, start, stop, buffer, buffer_offset)
+def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer) -> None:
+    """Copy bytes ``start`` to ``stop`` of the source, in row-major order, into the buffer."""
+    _begin_copy(source, start, stop, buffer, 0)
     synchronize([source])
 
 

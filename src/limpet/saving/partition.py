@@ -403,7 +403,7 @@ def _digest_range(source: Any, start: int, stop: int, workers: Workers) -> bytes
         return xxh3_128_digest((ctypes.c_char * (stop - start)).from_address(address + start))
     is_small = stop - start <= _INLINE_BYTES
     with nullcontext(Buffer(stop - start)) if is_small else workers.buffer() as buffer:
-        copy_bytes(source, start, stop, buffer, 0)
+        copy_bytes(source, start, stop, buffer)
         return xxh3_128_digest(buffer.view[: stop - start])
 
 

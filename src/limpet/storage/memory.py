@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from copy import copy
+from functools import partial
 from threading import Lock
 
 from limpet.buffers import as_byte_view
@@ -144,14 +145,10 @@ class _MemoryUpload(BufferedUpload):
         folder, _, name = (store._folder + key).rpartition("/")
         self._partial_key = f"{folder}/.{name}.{secrets.token_hex(8)}.partial".lstrip("/")
         self._store = store
-        super().__init__(store.url, key, length, self._create_object)
+        put = partial(store._put_object, accept_existing=False, partial_key=self._partial_key)
+        super().__init__(store.url, key, length, partial(put, key))
         with store._lock:
             store._partials[self._partial_key] = (b"", time.time())
-
-    def _create_object(self, data: bytes) -> Stat:
-        return self._store._put_object(
-            self._key, data, accept_existing=False, partial_key=self._partial_key
-        )
 
     def abort(self) -> None:
         super().abort()

@@ -319,8 +319,7 @@ class RetryStore:
 
     def partials(self, prefix: str) -> Iterator[Stat]:
         # the unfinished uploads of object stores are listed by the names of their objects
-        found = self._list(prefix, partial=True)
-        return iter(sorted(found, key=lambda stat: stat.key))
+        return iter(sorted(self._list(prefix, partial=True), key=lambda stat: stat.key))
 
     def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
         """See the function."""

@@ -68,9 +68,8 @@ class Resume:
     """The newer states of tiers that are skipped."""
 
     def load_newest(self) -> ResumePoint | None:
-        """Load the newest intact version, or a newer state of a tier; None: the run is empty.
-        Unless it is the newest of its lineage, a branch is durably started. May raise
-        ``NoProgress``."""
+        """Load the newest intact version, or a newer state of a tier; None: the run is empty. A
+        branch is durably started unless it is its lineage's newest. May raise ``NoProgress``."""
         tiers, ladder = self.tiers, self.ladder
         tiers.open(self.run.store, self.state, is_resumed=True)
         self._collective = collective = self.group.collective(f"the resume of {self.run.url}")

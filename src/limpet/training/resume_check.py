@@ -108,7 +108,7 @@ def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any)
         snapshot.read([request for request, _ in reads], [target for _, target in reads], advance)
         for leaf, start, stop, copy in batch:
             buffer = Buffer(stop - start)
-            copy_bytes(leaf.source, start, stop, buffer, 0)
+            copy_bytes(leaf.source, start, stop, buffer)
             if buffer.view[: stop - start] != copy.data:
                 differing.add(leaf.key)
             nbytes += stop - start

@@ -241,8 +241,7 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
     ]
     print_line()
     print_line("; ".join(parts), "bold")
-    read = format_size(differences.bytes_read)
-    print_line(f"{read} of each snapshot was read", "dim")
+    print_line(f"{format_size(differences.bytes_read)} of each snapshot was read", "dim")
 
 
 def _format_change(change: Change) -> str:
