@@ -14,19 +14,18 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 import limpet
 from limpet import errors
-from limpet.format.sealed import seal
 from limpet.run.save_request import request_and_wait
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing import Fault, FaultFs
 from tests.docs.test_docs import ROOT
 from tests.fakegroup import FakeGroup
+from tests.forging import seal
 from tests.unreliable_stores import HookedStore
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()
@@ -111,10 +110,7 @@ def ManifestInvalid():
 
 @raising
 def FormatTooNew():
-    class Content(msgspec.Struct):
-        new: int = 1
-
-    Path(save_snapshot(), "manifest.json").write_bytes(seal(Content(), 99)[0])
+    Path(save_snapshot(), "manifest.json").write_bytes(seal({"new": 1}, 99))
     limpet.open("snap")
 
 
