@@ -50,24 +50,11 @@ def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store):
     assert Run(store).pins() == [Version(60)]
 
 
-def test_the_error_for_a_missing_step_lists_existing_ones(run):
-    result = run_cli("pin", run, 50)
-    assert result.code == 4
-    assert "no version of step 50" in result.err
-    assert "version_40" in result.err
-    assert run_cli("pin", run, 50, "--json").json["error"]["kind"] == "NotFound"
-
-
 @pytest.mark.parametrize("step", ["", "x", "1.", ".1", "-", "01", "1.2.3", "version_20", "20 "])
 def test_an_invalid_step_is_a_usage_error(run, step):
     result = run_cli("pin", run, step)
     assert result.code == 2
     assert "120.1" in result.err
-
-
-def test_a_location_without_a_run(empty_url, run):
-    assert run_cli("pin", empty_url, 20).code == 4
-    assert run_cli("pin", f"{run}/version_20", 20).code == 4
 
 
 def test_ls_marks_pinned_versions(store):

@@ -2,16 +2,12 @@
 
 import re
 
-import numpy as np
 import pytest
 
-import limpet
-from limpet.cli.exit_codes import exit_code
 from limpet.errors import LimpetError, NotFound
 from limpet.format.names import Version
 from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
-from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 
 
@@ -93,22 +89,3 @@ def test_a_version_in_use_by_an_evaluation_is_kept(run, store):
     assert versions(store) == ["version_20", "version_40", "version_60"]
     holder.release()
     assert run_cli("rm", run, 20, 40).code == 0
-
-
-def test_a_version_that_another_one_refers_to_is_kept():
-    store, state = MemoryStore(), {"x": np.arange(20_000.0), "y": np.zeros(1)}
-    with limpet.Checkpointer(store, state, save=limpet.EverySteps(1), incremental=True) as ckpt:
-        for _ in range(3):
-            state["y"] += 1
-            ckpt.step()
-    run = Run(store)
-    with pytest.raises(LimpetError, match=r"version_1 .* not deleted: version_. refers to it"):
-        run.delete(1)
-    assert versions(store) == ["version_1", "version_2", "version_3"]
-
-
-@pytest.mark.parametrize("arguments", [("rm",), ("rm", "RUN"), ("rm", "RUN", "latest")])
-def test_mistakes(run, arguments):
-    result = run_cli(*(run if a == "RUN" else a for a in arguments))
-    assert result.code == exit_code(LimpetError("")) or result.code == 2
-    assert result.err.count("\n") <= 1

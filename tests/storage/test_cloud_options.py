@@ -24,7 +24,7 @@ def no_variables(monkeypatch):
             monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("scheme", ["az", "gs"])
+@pytest.mark.parametrize("scheme", ["az", "gs", "s3"])
 @pytest.mark.parametrize(
     ("path", "store", "folder"),
     [

@@ -9,28 +9,11 @@ from botocore.exceptions import ClientError
 
 import limpet
 from limpet.errors import StoreError, Unavailable
-from limpet.snapshot.location import locate
 from limpet.storage.s3 import server
 from limpet.storage.store import part_length
 from limpet.types import MIB
 from tests.cli.invoke import run_cli
 from tests.storage.fake_s3 import open_run
-
-
-@pytest.mark.parametrize(
-    ("url", "store", "folder"),
-    [
-        ("s3://bucket", "s3://bucket", ""),
-        ("s3://bucket/", "s3://bucket", ""),
-        ("s3://bucket/version_1", "s3://bucket", "version_1"),
-        ("s3://bucket/a/b/version_1/", "s3://bucket/a/b", "version_1"),
-        ("s3://bucket/100%/a b+c/v", "s3://bucket/100%/a b+c", "v"),
-    ],
-)
-def test_a_url_names_a_bucket_and_a_folder(url, store, folder):
-    location = locate(url)
-    assert (location.store.url, location.folder) == (store, folder)
-    assert limpet.open_store(url).url == url.rstrip("/")
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ tokens, generations, and the rates of Google.
 import json
 import re
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import boto3
 import numpy as np
 import pytest
 
 import limpet
-from limpet.errors import CommitError, Denied, LimpetError, StoreError
+from limpet.errors import Denied, StoreError
 from limpet.testing import StoreContract
 from limpet.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
@@ -102,18 +101,6 @@ def test_a_save_survives_a_fault(store, google, request_name, action):
     check_intact(store, [1])
 
 
-@pytest.mark.parametrize("request_name", REQUESTS)
-def test_a_save_fails_in_time(gs, google, request_name):
-    store = limpet.open_store(f"{gs}/run", timeout=4, part_size=5 * MIB)
-    google.inject(Fault("status", *REQUESTS[request_name], count=-1))
-    with pytest.raises(LimpetError):
-        save(store)
-    google.inject()
-    assert limpet.Run(store).snapshots() == []
-    save(store, 2)
-    check_intact(store, [2])
-
-
 @pytest.mark.parametrize("action", ["status", "reset", "cut", "truncate", "flip_reply"])
 def test_a_load_survives_a_fault(store, google, action):
     save(store)
@@ -121,34 +108,6 @@ def test_a_load_survives_a_fault(store, google, action):
     loaded = limpet.load(store.at("version_1"))
     assert google.faults[0].hits == 1
     assert np.array_equal(loaded["w"], STATE["w"])
-
-
-def test_two_writers_of_one_version(store):
-    def write(number):
-        try:
-            return limpet.save(store.at("version_1"), {"n": number}, step=1)
-        except CommitError:
-            return None
-
-    with ThreadPoolExecutor(4) as pool:
-        written = [done for done in pool.map(write, range(4)) if done is not None]
-    assert len(written) == 1
-    assert limpet.load(store.at("version_1")) == limpet.load(written[0].url)
-
-
-def test_a_training_goes_on(gs):
-    state = {"n": 0}
-    for start in (0, 3):
-        with limpet.Checkpointer(
-            f"{gs}/runs/a", state, save=limpet.EverySteps(1), keep=limpet.KeepLast(2)
-        ) as ckpt:
-            ckpt.resume()
-            assert state["n"] == ckpt.current_step == start
-            for _ in range(3):
-                state["n"] += 1
-                ckpt.step()
-        state = {"n": 0}
-    check_intact(limpet.open_store(f"{gs}/runs/a"), [5, 6])
 
 
 def test_a_public_bucket_is_read_without_credentials(gs, store, monkeypatch):

@@ -207,24 +207,6 @@ def test_the_memory_of_half_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
     assert len(parts) <= len(numbers) + 8
 
 
-@pytest.mark.parametrize(("kind", "name"), [("safetensors", "m.safetensors"), ("torch", "m.pt")])
-def test_what_the_command_exports_to_s3_it_imports_again(s3, tmp_path, kind, name):
-    state = {"model": {"w": STATE["w"], "b": STATE["b"]}}
-    source = limpet.save(tmp_path / "run" / "version_1", state, step=1)
-    url = f"{s3}/out/{name}"
-    result = run_cli("export", source.url, "--to", kind, url)
-    assert result.code == 0, result
-    assert url in result.out
-    assert run_cli("export", source.url, "--to", kind, url).code != 0  # overwrites nothing
-    result = run_cli("import", url, f"{s3}/imported", "--step", "5")
-    assert result.code == 0, result
-    snapshot = limpet.open(f"{s3}/imported/version_5")
-    assert snapshot.verify().ok
-    assert snapshot.metadata["note"]["imported_from"]["path"] == url
-    loaded = limpet.load(snapshot.url)["model"]
-    assert all(np.array_equal(np.asarray(loaded[k]), state["model"][k]) for k in state["model"])
-
-
 def upload_folder(folder, url):
     store = limpet.open_store(url)
     for file in folder.iterdir():

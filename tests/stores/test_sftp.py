@@ -65,21 +65,6 @@ def test_versions_are_saved_loaded_verified_and_deleted(sftp, url):
     assert os.listdir(sftp.folder / "data" / url.split("/")[-2] / "a") == ["version_2"]
 
 
-def test_a_training_goes_on(sftp, url):
-    for start in (0, 3):
-        state = {"n": 0}
-        store = open_run(sftp, url)
-        with limpet.Checkpointer(
-            store, state, save=limpet.EverySteps(1), keep=limpet.KeepLast(2)
-        ) as ckpt:
-            ckpt.resume()
-            assert state["n"] == ckpt.current_step == start
-            for _ in range(3):
-                state["n"] += 1
-                ckpt.step()
-    assert [s.step for s in limpet.Run(store).snapshots()] == [5, 6]
-
-
 def wait_until(is_true, seconds=20):
     end = time.monotonic() + seconds
     while not is_true():
