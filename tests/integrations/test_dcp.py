@@ -608,17 +608,6 @@ def test_writer_can_be_pickled_before_and_after_a_save(tmp_path):
         writer.reset(tmp_path / "b")
 
 
-def test_async_save_saves_the_state_at_the_time_of_the_call(tmp_path):
-    state = trained_state()
-    before = copy.deepcopy(state)
-    future = dcp.async_save(state, storage_writer=StorageWriter(tmp_path / "v"), no_dist=True)
-    future = getattr(future, "upload_completion", future)
-    for value in state["model"].values():
-        value.fill_(0)
-    future.result()
-    assert values_equal(load_everything(tmp_path / "v"), before)
-
-
 @pytest.mark.parametrize("async_staging", [False, True])
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_async_save_with_a_custom_stager(async_staging, shared_memory, tmp_path):

@@ -3,7 +3,6 @@
 The tests cover what PyTorch's own DCP tests cover. ``upstream.py`` runs PyTorch's tests themselves.
 """
 
-import copy
 import gc
 import inspect
 import shutil
@@ -19,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -539,24 +538,6 @@ def test_damage_in_the_shard_of_one_rank_fails_the_load_on_all_ranks(world, tmp_
 
 def save_distributed_state(folder):
     save(distributed_state(), folder)
-
-
-def load_missing_keys(folder):
-    state = {**distributed_state(), "more": arange(2)}
-    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: more"):
-        load(state, folder)
-    state["a"].to_local().zero_()
-    load(state, folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert state["a"].full_tensor().equal(arange(8, 2))
-    assert state["more"].equal(arange(2))
-    part = {"a": copy.deepcopy(state["a"])}
-    part["a"].to_local().zero_()
-    assert load(part, folder)["a"].full_tensor().equal(arange(8, 2))
-
-
-def test_missing_keys_raise_and_a_part_of_the_state_loads(world, tmp_path):
-    world.run(save_distributed_state, str(tmp_path / "a"))
-    world.run(load_missing_keys, str(tmp_path / "a"))
 
 
 needs_collectives_option = pytest.mark.skipif(

@@ -12,7 +12,6 @@ from tests.states import unused_url
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
-OPTIMIZERS = ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"]
 CONFIGS = [
     "Int8WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -55,24 +54,6 @@ def step(model, optimizer, number):
     optimizer.zero_grad()
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_low_bit_optimizer(name):
-    model, optimizer = training(name)
-    for number in range(3):
-        step(model, optimizer, number)
-    url = unused_url()
-    limpet.save(url, {"model": model, "optimizer": optimizer})
-    for number in (3, 4):
-        step(model, optimizer, number)
-    new_model, new_optimizer = training(name)
-    limpet.load(url, into={"model": new_model, "optimizer": new_optimizer})
-    for number in (3, 4):
-        step(new_model, new_optimizer, number)
-    expected = bits([model.state_dict(), optimizer.state_dict()])
-    assert bits([new_model.state_dict(), new_optimizer.state_dict()]) == expected
-    assert any("codes" in key for key in expected)
 
 
 def test_slots_that_exist_are_filled_in_place():

@@ -235,7 +235,7 @@ def torchao():
 
     # to compile their steps takes a minute
     torch.compile = lambda function, **_: function
-    names = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+    names = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit")
     cases: dict[str, Build] = {
         f"optim.{name}": partial(_low_bit_optimizer, getattr(optim, name)) for name in names
     }

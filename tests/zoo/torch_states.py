@@ -156,10 +156,10 @@ SCHEDULER_OPTIONS: dict[str, Callable[[Any], Any]] = {
 """How to create the schedulers that need more than an optimizer."""
 
 
-def _scheduler_case(create, adam=False):
+def _scheduler_case(create, adam=False, lr=0.1):
     model = net()
     groups = [{"params": model[0].parameters()}, {"params": model[4].parameters(), "lr": 0.02}]
-    optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(groups, lr=lr, momentum=0.9)
     if adam:
         optimizer = torch.optim.Adam(groups, lr=0.1)
     scheduler = create(optimizer)
@@ -196,6 +196,9 @@ def schedulers():
             lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 1, mode="exp_range", gamma=0.9)
         ),
         "SequentialLR of a ChainedScheduler": lambda: _scheduler_case(_nested_schedulers),
+        "LinearLR of a rate that is a tensor": lambda: _scheduler_case(
+            lr_scheduler.LinearLR, lr=torch.tensor(0.1)
+        ),
     }
 
 
@@ -255,6 +258,7 @@ def modules():
         "weight_norm": (lambda: parametrizations.weight_norm(linear()), (4, 6)),
         "spectral_norm": (lambda: parametrizations.spectral_norm(linear()), (4, 6)),
         "orthogonal": (lambda: parametrizations.orthogonal(linear()), (4, 6)),
+        "weight_norm by a hook": (lambda: torch.nn.utils.weight_norm(linear()), (4, 6)),
         "spectral_norm by a hook": (lambda: torch.nn.utils.spectral_norm(linear()), (4, 6)),
         "pruned": (lambda: prune.l1_unstructured(linear(), "weight", 0.3), (4, 6)),
         "extra state": (Counting, (4, 6)),
