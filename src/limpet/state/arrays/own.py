@@ -69,7 +69,7 @@ class _Boxes(ArrayLibrary):
         return sharding.get_local_boxes(value, key) or value
 
     def boxes_to_save(self, value: Any, key: str) -> LocalBoxes | None:
-        return sharding.boxes_to_save(value, key)
+        return value if isinstance(value, LocalBoxes) else sharding.boxes_to_save(value, key)
 
     def target(self, value: Boxed, part: Any, key: str) -> Any:
         return part_library(type(part)).target(part, part, key)
