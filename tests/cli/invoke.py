@@ -31,6 +31,15 @@ def run_cli(*arguments):
     return CommandResult(result.exit_code, result.stdout, result.stderr)
 
 
+def check_error_line(result, code, *parts):
+    """Assert the exit code, and one line of an error or a note that has all these parts."""
+    assert result.code == code, result
+    assert result.err.startswith("limpet: ")
+    assert result.err.count("\n") == 1
+    for part in parts:
+        assert part in result.err
+
+
 def make_run(store):
     """Save versions 20, 40, and 60 with the metric ``loss``."""
     with training(store, EverySteps(20)) as (state, ckpt):

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import limpet as hf
 from limpet.cli.verbs.export import parse_size
-from tests.cli.invoke import run_cli
+from tests.cli.invoke import check_error_line, run_cli
 from tests.trainings import flip_bit, shard_of
 
 
@@ -25,13 +25,6 @@ def folder(tmp_path, monkeypatch):
             f"runs/a/version_{step}", {"model": model, "rng": np.ones(3), "epoch": 1, "lr": 0.1}
         )
     return tmp_path
-
-
-def check_error_line(result, code, *parts):
-    assert result.code == code
-    assert result.err.count("\n") == 1
-    for part in parts:
-        assert part in result.err
 
 
 def test_a_model(folder):

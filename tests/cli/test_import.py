@@ -16,7 +16,7 @@ from limpet.cli.verbs import import_
 from limpet.errors import NoSpace
 from limpet.format.names import Version
 from limpet.storage.open import open_store
-from tests.cli.invoke import run_cli, train_branch
+from tests.cli.invoke import check_error_line, run_cli, train_branch
 from tests.unreliable_stores import HookedStore
 
 
@@ -28,14 +28,6 @@ def folder(tmp_path, monkeypatch):
     model = nn.Linear(3, 2)
     torch.save({"model": model.state_dict(), "epoch": 2}, "step_7.pt")
     return tmp_path
-
-
-def check_error_line(result, code, *parts):
-    assert result.code == code, result
-    assert result.err.startswith("limpet: ")
-    assert result.err.count("\n") == 1
-    for part in parts:
-        assert part in result.err
 
 
 def test_a_file_becomes_a_version(folder):

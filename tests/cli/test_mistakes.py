@@ -26,7 +26,7 @@ from limpet.errors import (
 )
 from limpet.run.run import Run
 from limpet.storage.open import open_store
-from tests.cli.invoke import run_cli
+from tests.cli.invoke import check_error_line, run_cli
 
 
 @pytest.fixture
@@ -36,14 +36,6 @@ def folder(tmp_path, monkeypatch):
     for step in (1, 2, 10):
         hf.save(f"runs/a/version_{step}", {"x": np.arange(3)})
     return tmp_path
-
-
-def check_error_line(result, code, *parts):
-    assert result.code == code
-    assert result.err.startswith("limpet: ")
-    assert result.err.count("\n") == 1
-    for part in parts:
-        assert part in result.err
 
 
 def test_a_run_instead_of_a_snapshot(folder):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import limpet
 from limpet.errors import AlreadyExists, FormatError, MissingLeaf, NotFound, PlanError, Unsupported
-from tests.convert.checkpoints import MaliciousPickle, write_dcp_folder
+from tests.convert.checkpoints import MaliciousPickle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
@@ -251,15 +251,6 @@ def test_tied_weights_that_differ_are_refused(tmp_path):
     url = limpet.import_checkpoint(tmp_path / "part.pt", tmp_path / "part").url
     with pytest.raises(MissingLeaf, match=r"model/first\.bias"):
         limpet.load(url, into={"model": Net()})
-
-
-def test_a_dcp_tensor_in_several_boxes(tmp_path):
-    whole = torch.arange(24.0).view(4, 6)
-    boxes = [((0, 0), whole[:2, :4]), ((0, 4), whole[:2, 4:]), ((2, 0), whole[2:])]
-    parts = [(offsets, part.clone()) for offsets, part in boxes]
-    write_dcp_folder(tmp_path / "d", {"w": (whole.shape, torch.float32, parts)})
-    url = limpet.import_checkpoint(tmp_path / "d", tmp_path / "v").url
-    assert torch.equal(limpet.load(url)["model"]["w"], whole)
 
 
 @pytest.mark.parametrize("spaces", [1, 7, 8, 5000])

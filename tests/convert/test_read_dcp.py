@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -82,34 +81,6 @@ def test_several_files(tmp_path):
     assert len(list((tmp_path / "x").glob("*.distcp"))) == 20
     loaded = import_and_load(tmp_path / "x")["m"]
     assert_same({k: state["m"][k] for k in loaded}, loaded)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.b(self.a(x).relu())
-
-
-def trained(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(5, 3)).sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_model_and_optimizer_load_into_live_objects(tmp_path):
-    torch.manual_seed(1)
-    model, other = Net(), Net()
-    optimizer, fresh = trained(model), torch.optim.AdamW(other.parameters())
-    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-    dcp_save(state, tmp_path / "x")
-    limpet.load(import_checkpoint(tmp_path / "x").url, into={"model": other, "optim": fresh})
-    assert_same(model.state_dict(), other.state_dict())
-    assert_same(optimizer.state_dict(), fresh.state_dict())
 
 
 # -- many ranks ----------------------------------------------------------------------------------

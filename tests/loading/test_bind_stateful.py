@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as lrs
 
 import limpet
 from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, UnexpectedLeaf
-from tests.loading.test_live_objects import SCHEDULERS, step
+from tests.loading.test_live_objects import SCHEDULERS
 from tests.states import save_state
 
 
@@ -279,15 +279,3 @@ def test_a_disabled_grad_scaler_has_no_keys(saved_on):
             limpet.load(url, into={"s": on})
         limpet.load(url, into={"s": on}, missing="keep")
         assert on.get_scale() == 65536
-
-
-def test_an_optimizer_with_its_own_methods_is_restored_before_its_first_step():
-    class Own(optim.Adam):
-        def state_dict(self):
-            return super().state_dict()
-
-    m, live = nn.Linear(2, 2), nn.Linear(2, 2)
-    opt, live_opt = Own(m.parameters()), Own(live.parameters())
-    step(m, opt, torch.ones(1, 2))
-    limpet.load(save_state({"o": opt}), into={"o": live_opt})
-    assert len(live_opt.state) == 2
