@@ -110,9 +110,6 @@ def test_a_step_that_no_reader_accepts_is_not_committed():
         limpet.open(store.at("a"))
 
 
-# -- dates ---------------------------------------------------------------------------------------
-
-
 def put_evaluation(run, created, **metrics):
     digest = reader_of(run.open(run.find(1))).digest
     attempt = f"{len(files_of(run.store)):012x}"
@@ -159,9 +156,6 @@ def test_commands_show_versions_of_the_year_9999(tmp_path, monkeypatch):
     ):
         assert run_cli(*command).code == 0
     assert run_cli("diff", tmp_path / "version_0", tmp_path / "version_1").code in (0, 7)
-
-
-# -- sizes ---------------------------------------------------------------------------------------
 
 
 def test_an_index_that_is_too_long_is_not_written(monkeypatch):

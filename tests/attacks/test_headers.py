@@ -65,9 +65,6 @@ def open_in(store):
     return open_location(Location(store, "version_7"))
 
 
-# -- uses --------------------------------------------------------------------------------------
-
-
 def load_on_ranks(store, least=1 << 62):
     """Load on two ranks, which share their reads if the snapshot has ``least`` bytes."""
     with FakeGroup(2) as group, patch.object(shared_read, "MIN_SHARED_BYTES", least):
@@ -107,9 +104,6 @@ USES: dict[str, Callable[[Any], object]] = {
     "diff": compare,
     "DCP": read_by_dcp,
 }
-
-
-# -- damage --------------------------------------------------------------------------------------
 
 
 def edit(change):
@@ -185,9 +179,6 @@ def test_resume_takes_the_version_before_one_with_a_damaged_header(tmp_path, lea
     shared = patch.object(shared_read, "MIN_SHARED_BYTES", least)
     with FakeGroup(2) as group, shared, pytest.warns(SkippedVersion):
         assert group.run(resume) == [1, 1]
-
-
-# -- reads ---------------------------------------------------------------------------------------
 
 
 def shard_reads(recorded):

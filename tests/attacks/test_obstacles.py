@@ -54,9 +54,6 @@ NAMES = [
 ]
 
 
-# -- what is in the way --------------------------------------------------------------------------
-
-
 def make_folder(path):
     path.mkdir()
 
@@ -140,9 +137,6 @@ def contents(path):
     if path.is_dir():
         return [*facts, [contents(p) for p in sorted(path.iterdir())]]
     return [*facts, status.st_mtime_ns]
-
-
-# -- the calls -----------------------------------------------------------------------------------
 
 
 def call_train(root):
@@ -355,9 +349,6 @@ def remove(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-# -- bounds --------------------------------------------------------------------------------------
 
 
 class RecreatingStore(MemoryStore):

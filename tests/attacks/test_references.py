@@ -133,12 +133,9 @@ def path_to(path):
 NAME = "shard-00000-of-00001.000000000000.safetensors"
 MANIFEST_EDITS: dict[str, Change] = {
     "chain-zero": lambda m: m.update(chain=0),
-    "chain-negative": lambda m: m.update(chain=-1),
     "chain-huge": lambda m: m.update(chain=1 << 31),
-    "chain-float": lambda m: m.update(chain=1.0),
     "chain-gone": lambda m: m.pop("chain"),
     "refers-gone": lambda m: shard(m).pop("refers"),
-    "refers-null": lambda m: shard(m).update(refers=None),
     "refers-none": lambda m: shard(m).update(refers=[]),
     "refers-twice": lambda m: shard(m)["refers"].append(copy.deepcopy(shard(m)["refers"][0])),
     "refers-fewer": lambda m: shard(m)["refers"].pop(),
@@ -152,27 +149,19 @@ MANIFEST_EDITS: dict[str, Change] = {
     "path-up": path_to(f"../../version_0/{NAME}"),
     "path-out": path_to(f"../../../etc/{NAME}"),
     "path-here": path_to(NAME),
-    "path-dot": path_to(f"../version_0/./{NAME}"),
     "path-absolute": path_to(f"/version_0/{NAME}"),
-    "path-bare": path_to(f"version_0/{NAME}"),
     "path-manifest": path_to("../version_0/manifest.json"),
-    "path-index": path_to("../version_0/shard-00000-of-00001.000000000000.index.json"),
     "path-folder": path_to(f"../other/{NAME}"),
     "path-version": path_to(f"../version_01/{NAME}"),
-    "path-below": path_to(f"../version_0/x/{NAME}"),
     "path-nul": path_to(f"../version_0/{NAME}\0"),
-    "path-newline": path_to(f"../version_0/{NAME}\n"),
-    "path-empty": path_to(""),
     "length-shorter": lambda m: refer(length=shard(m)["refers"][0]["length"] - 1)(m),
     "length-longer": lambda m: refer(length=shard(m)["refers"][0]["length"] + 1)(m),
     "length-zero": refer(length=0),
     "length-huge": refer(length=HUGE),
-    "length-63": refer(length=1 << 63),
     "bytes-zero": refer(bytes=0),
     "bytes-fewer": lambda m: refer(bytes=shard(m)["refers"][0]["bytes"] - 8)(m),
     "bytes-more": lambda m: refer(bytes=shard(m)["refers"][0]["bytes"] + 8)(m),
     "bytes-all": lambda m: refer(bytes=shard(m)["refers"][0]["length"] + 1)(m),
-    "bytes-64": refer(bytes=1 << 64),
     "own-length": lambda m: shard(m).update(length=shard(m)["length"] + 1),
 }
 
@@ -216,10 +205,8 @@ def grow(i):
 
 INDEX_EDITS: dict[str, Change] = {
     "format-one": lambda i: i.update(format=1),
-    "format-three": lambda i: i.update(format=3),
     "runs-gone": lambda i: i.pop("runs"),
     "runs-none": lambda i: i.update(runs=[]),
-    "runs-null": lambda i: i.update(runs=None),
     "runs-short": lambda i: i["runs"].pop(),
     "runs-late": run(0, chunk=1),
     "runs-header": lambda i: i["runs"].insert(0, [0, 0, 0]),
@@ -227,10 +214,8 @@ INDEX_EDITS: dict[str, Change] = {
     "runs-twice": lambda i: i["runs"].append(list(i["runs"][-1])),
     "runs-unordered": lambda i: i["runs"].reverse(),
     "run-two": lambda i: i["runs"][0].pop(),
-    "run-four": lambda i: i["runs"][0].append(0),
     "file-negative": edit_first(1, 1, lambda i, r: -1),
     "file-beyond": edit_first(1, 1, lambda i, r: 3),
-    "file-huge": edit_first(1, 1, lambda i, r: 1 << 63),
     "file-other": edit_first(1, 1, lambda i, r: 2),
     "file-own": edit_first(1, 1, lambda i, r: 0),
     "own-elsewhere": edit_first(0, 1, lambda i, r: 1),
@@ -239,12 +224,9 @@ INDEX_EDITS: dict[str, Change] = {
     "at-negative": edit_first(1, 2, lambda i, r: -1),
     "at-shifted": edit_first(1, 2, lambda i, r: r[2] + 8),
     "at-beyond": edit_first(1, 2, lambda i, r: 1 << 40),
-    "at-62": edit_first(1, 2, lambda i, r: HUGE),
     "at-63": edit_first(1, 2, lambda i, r: (1 << 63) - 1),
-    "at-64": edit_first(1, 2, lambda i, r: 1 << 64),
     "overlap": overlap,
     "whole-huge": grow,
-    "whole-63": lambda i: i["cuts"].__setitem__(-1, 1 << 63),
     "length-whole": lambda i: i.update(length=i["cuts"][-1]),
     "header-digest": lambda i: i["digests"].__setitem__(0, "0" * 32),
     "digest-referred": lambda i: i["digests"].__setitem__(
@@ -292,14 +274,12 @@ def test_a_small_base_cannot_fill_a_large_state(files):
     assert rejecting_uses(forge_last_version(files, manifest, index)) == ALL_USES
 
 
-# -- the schema ----------------------------------------------------------------------------------
-
 UNDETECTABLE = {
     "refers-fewer", "refers-none", "refers-twice", "refers-unused", "refers-swapped", "path-own",
-    "path-absent", "path-newline", "chain-zero", "chain-float", "length-shorter", "length-longer",
+    "path-absent", "chain-zero", "length-shorter", "length-longer",
     "bytes-fewer", "runs-none",
     "bytes-more", "bytes-all", "own-length", "runs-late", "runs-short", "runs-beyond", "runs-twice",
-    "runs-unordered", "file-beyond", "file-huge", "file-other", "file-own", "own-elsewhere",
+    "runs-unordered", "file-beyond", "file-other", "file-own", "own-elsewhere",
     "own-later", "own-in-the-header", "at-shifted", "at-beyond", "overlap", "length-whole",
     "header-digest", "digest-referred", "leaf-renamed",
 }  # fmt: skip
@@ -320,9 +300,6 @@ def test_the_schema_accepts_valid_files_and_rejects_invalid_ones_where_it_can(fi
         assert is_valid == (name in UNDETECTABLE), name
     one = json.loads(files["version_0/manifest.json"])
     assert not KINDS["manifest"].is_valid({**one, "limpet": 2})
-
-
-# -- every field, every wrong value --------------------------------------------------------------
 
 
 @pytest.mark.slow

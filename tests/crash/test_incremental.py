@@ -1,7 +1,5 @@
 """Incremental saves with power cuts, with failing calls, and in races with deletion."""
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,12 +27,10 @@ from tests.crash import promises
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.test_nth_call import faults
 from tests.crash.test_power import cut_everywhere
+from tests.interleaving import Actor
 from tests.unreliable_stores import HookedStore
 
 ROOT = "/a/run"
-
-
-# -- a training with a frozen part ---------------------------------------------------------------
 
 
 def initial_state_with_frozen():
@@ -125,9 +121,6 @@ def test_promises_hold_if_a_call_fails(error, every, pools):
                 assert done == [1, 2, 3, 4]
                 return
     pytest.fail("a fault fired in every training")
-
-
-# -- a save that races with the deletion of the versions that it refers to -----------------------
 
 
 def make_state(step):
@@ -250,58 +243,6 @@ def test_save_at_any_call_of_a_deletion_is_intact(kept, monkeypatch):
     assert chains == {0, 2}
 
 
-class Turns:
-    """Order the store calls of two threads by a schedule of thread numbers."""
-
-    def __init__(self, schedule):
-        self._schedule = schedule
-        self._changed = threading.Condition()
-        self._running = {0, 1}
-        self._turn = next(schedule)
-
-    def call(self, number):
-        with self._changed:
-            while self._turn != number and self._turn in self._running:
-                assert self._changed.wait(20)
-            self._turn = next(self._schedule)
-            self._changed.notify_all()
-
-    def end(self, number):
-        with self._changed:
-            self._running.discard(number)
-            self._turn = 1 - number
-            self._changed.notify_all()
-
-
-def run_interleaved(inner, tasks, bits):
-    """Run two tasks whose store calls are interleaved, and return their results or errors."""
-
-    def schedule():
-        yield from bits
-        while True:
-            yield from (0, 1)
-
-    turns, results = Turns(schedule()), [None, None]
-
-    def run(number):
-        store = HookedStore(inner)
-        store.before = lambda method, key: turns.call(number)
-        try:
-            results[number] = tasks[number](store)
-        except LimpetError as e:
-            results[number] = e
-        finally:
-            turns.end(number)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
-
-
 @pytest.mark.slow
 @settings(
     derandomize=True, max_examples=80,
@@ -311,10 +252,15 @@ def run_interleaved(inner, tasks, bits):
 def test_save_is_intact_in_any_interleaving_with_retention(monkeypatch, bits):
     monkeypatch.setenv("LIMPET_THREADS", "1")
     inner, base = make_race()
-    saved, deleted = run_interleaved(inner, [lambda s: save(s, 3, base), retain_newest], bits)
-    assert deleted is None, deleted
-    assert isinstance(saved, SnapshotReader), saved
-    check_versions(inner, saved)
+    saver, retention = actors = Actor(lambda store: save(store, 3, base)), Actor(retain_newest)
+    running = {0, 1}
+    for number in [*bits, *(0, 1) * 500]:  # one call of the store in each turn
+        if number in running and actors[number].run(inner, 1):
+            running.discard(number)
+    assert not running
+    assert saver.failure is retention.failure is None
+    assert isinstance(saver.result, SnapshotReader)
+    check_versions(inner, saver.result)
 
 
 def test_verify_names_the_missing_files_of_a_deleted_base():

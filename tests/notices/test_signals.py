@@ -263,9 +263,6 @@ def test_close_from_another_thread_closes_no_pipe_that_is_in_use(previous):
     source.close()
 
 
-# -- forked processes ------------------------------------------------------------------------------
-
-
 def fork(run):
     """Fork a process that exits with the result of ``run()``, and return its id once it runs."""
     read_end, write_end = os.pipe()

@@ -14,6 +14,7 @@ from limpet.notices.call import CallNotice
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
 from limpet.notices.watcher import NoticeWatcher
+from tests.tiers.peers import eventually
 
 
 class Source:
@@ -66,13 +67,6 @@ def failures():
         yield found
 
 
-def wait_for(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def watcher_threads():
     return [t for t in threading.enumerate() if t.name == "limpet-notices"]
 
@@ -82,7 +76,7 @@ def test_notices_of_all_sources_are_passed_on():
     first, second = Source(None, Notice("a")), Source(Notice("b", 3.0))
     watcher = NoticeWatcher([first], response.on_notice, lambda: [second])
     watcher.start()
-    wait_for(lambda: len(response.notices) == 2)
+    eventually(lambda: len(response.notices) == 2)
     watcher.close()
     assert sorted(n.source for n in response.notices) == ["a", "b"]
     assert not watcher_threads()
@@ -93,7 +87,7 @@ def test_a_signal_that_comes_just_before_the_end_is_passed_on():
     response, source, polled = Response(), WakingSource(), Source()
     watcher = NoticeWatcher([source, polled], response.on_notice)
     watcher.start()
-    wait_for(lambda: source.polls == 1 and polled.polls)
+    eventually(lambda: source.polls == 1 and polled.polls)
     source.results.append(Notice("SIGTERM"))
     watcher.close()
     polls = polled.polls
@@ -109,7 +103,7 @@ def test_a_source_whose_last_poll_fails_is_closed():
     response, source = Response(), WakingSource()
     watcher = NoticeWatcher([source], response.on_notice)
     watcher.start()
-    wait_for(lambda: source.polls == 1)
+    eventually(lambda: source.polls == 1)
     source.results.append(KeyError("x"))
     watcher.close()
     assert source.closed == 1
@@ -123,7 +117,7 @@ def test_an_outage_is_reported_once_and_the_source_is_polled_on(failures):
     response = Response()
     watcher = NoticeWatcher([source], response.on_notice)
     watcher.start()
-    wait_for(lambda: response.notices)
+    eventually(lambda: response.notices)
     watcher.close()
     assert failures == [("a test", "down"), ("a test", "down again")]
 
@@ -146,7 +140,7 @@ def hanging():
     source = Hanging(Notice("hanging"))
     yield source
     source.released.set()
-    wait_for(lambda: not watcher_threads())
+    eventually(lambda: not watcher_threads())
 
 
 def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging):
@@ -155,10 +149,10 @@ def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging):
     signals, response = SignalNotice(signal.SIGUSR1), Response()
     watcher = NoticeWatcher([signals, *functions, hanging], response.on_notice)
     watcher.start()
-    wait_for(lambda: hanging.polls and all(f._call is not None for f in functions))
+    eventually(lambda: hanging.polls and all(f._call is not None for f in functions))
     sent_at = time.monotonic()
     signal.raise_signal(signal.SIGUSR1)
-    wait_for(lambda: response.notices)
+    eventually(lambda: response.notices)
     seen_at = time.monotonic()
     watcher.close()
     assert response.notices[0].source == "SIGUSR1"
@@ -171,10 +165,10 @@ def test_a_notice_that_comes_after_the_end_is_dropped(hanging):
     response = Response()
     watcher = NoticeWatcher([hanging], response.on_notice)
     watcher.start()
-    wait_for(lambda: hanging.polls)
+    eventually(lambda: hanging.polls)
     watcher.close()
     hanging.released.set()
-    wait_for(lambda: not watcher_threads())
+    eventually(lambda: not watcher_threads())
     assert not response.notices
     assert hanging.polls == 1
 
@@ -232,10 +226,10 @@ def pass_a_notice_beside(bad, good, failures):
     response = Response()
     watcher = NoticeWatcher([bad, good], response.on_notice)
     watcher.start()
-    wait_for(lambda: failures)
+    eventually(lambda: failures)
     good.results.append(Notice("SIGTERM"))
     good.started[0]()
-    wait_for(lambda: response.notices)
+    eventually(lambda: response.notices)
     watcher.close()
     with pytest.raises(Exception) as raised:
         watcher.raise_error()
@@ -243,23 +237,6 @@ def pass_a_notice_beside(bad, good, failures):
     assert [name for name, _ in failures] == ["broken"]
     assert not watcher_threads()
     return raised.value
-
-
-def test_an_error_of_the_response_ends_only_that_source(failures):
-    class Refusing(Response):
-        def on_notice(self, notice):
-            if notice.source == "bad":
-                raise OSError("no connection")
-            super().on_notice(notice)
-
-    response, good = Refusing(), Source(None, None, Notice("good"))
-    watcher = NoticeWatcher([Source(Notice("bad"), name="broken"), good], response.on_notice)
-    watcher.start()
-    wait_for(lambda: response.notices)
-    watcher.close()
-    with pytest.raises(OSError, match="no connection"):
-        watcher.raise_error()
-    assert failures == [("broken", "no connection")]
 
 
 def test_a_source_that_cannot_be_closed_keeps_no_other_one_open():
@@ -286,7 +263,7 @@ def test_an_error_of_the_detection_is_raised_at_the_end_and_does_not_end_the_wat
 
     watcher = NoticeWatcher([source], response.on_notice, detect)
     watcher.start()
-    wait_for(lambda: response.notices)
+    eventually(lambda: response.notices)
     assert failures == [("the detection of the platform", "no platform")]
     watcher.close()
     with pytest.raises(ValueError, match="no platform"):
@@ -301,7 +278,7 @@ def test_a_source_that_cannot_start_is_reported(failures):
     response, other = Response(), Source(Notice("other"))
     watcher = NoticeWatcher([Refusing(), other], response.on_notice)
     watcher.start()
-    wait_for(lambda: response.notices)
+    eventually(lambda: response.notices)
     watcher.close()
     assert failures == [("a test", "No handler could be installed.")]
 

@@ -84,9 +84,6 @@ def test_a_rank_that_acknowledged_last_and_died_does_not_stop_the_others():
     assert [actions for _, actions in world.ranks[0].action_history] == [{LEAVE}]
 
 
-# -- errors that one rank publishes ---------------------------------------------------------------
-
-
 def error_of(rank):
     try:
         raise ValueError(f"bad batch {rank}")
@@ -112,15 +109,6 @@ def test_an_error_of_one_rank_reaches_all_others_once(seed):
         assert rank.observed.errors == ([] if rank is failed else [report])
         assert rank.agreement._participant.closed_error is not None
     assert world.leftover_keys() == []
-
-
-def test_a_waiting_step_and_the_next_step_raise_the_error_once():
-    world = World(2, 1)
-    gate = world.ranks[0].agreement
-    gate.raise_at_next_step(ValueError("bad"))
-    with pytest.raises(ValueError, match="bad"):
-        gate.step()
-    assert gate.step() == frozenset()
 
 
 class OwnError(Exception):
@@ -171,10 +159,3 @@ def test_what_cannot_be_raised_elsewhere_becomes_rank_failed(error):
 def test_no_class_is_imported_for_a_report():
     report = encode_raised(ValueError("x"), 0).replace("builtins", "tests.not_imported")
     assert isinstance(decode_raised(report), RankFailed)
-
-
-def test_an_error_of_limpet_keeps_its_class_and_text():
-    error = RankFailed("Rank 2 failed", expected="a heartbeat", found="none", rank=2)
-    decoded = decode_raised(encode_raised(error, 1))
-    assert type(decoded) is RankFailed
-    assert str(decoded) == str(error)

@@ -29,9 +29,6 @@ def save_version_1(job, outcomes):
     outcomes.extend(job.group.outcomes(lambda rank: job.save(rank, 1)))
 
 
-# -- two groups ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_one_of_two_jobs_commits_a_version_and_the_other_raises(trial_stores):
     """The jobs save at random speeds, so that each of them wins in some rounds."""
@@ -106,9 +103,6 @@ def test_a_process_of_an_earlier_start_that_continues_to_write_does_no_harm(tria
     assert_nothing_left(trial_stores)
 
 
-# -- asynchronous saves ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_failed_save_in_flight_does_not_affect_the_others(trial_stores, victim):
     """The failed save raises in its own ``wait``, on every rank."""
@@ -140,9 +134,6 @@ def test_a_failed_save_in_flight_does_not_affect_the_others(trial_stores, victim
     job.group.close()
     assert_versions_intact(store, [1, 3, 4])
     assert_nothing_left(trial_stores)
-
-
-# -- slow and waiting ranks ------------------------------------------------------------------------
 
 
 @pytest.mark.slow

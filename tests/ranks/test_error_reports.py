@@ -110,9 +110,6 @@ def test_the_first_error_is_reported_when_another_rank_hangs():
         assert job.versions == []
 
 
-# -- error reports ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "error", [OSError(2, "none", "a\udcff"), NotFound("a\udcff", key="\udcff", keys=("\udcff",))]
 )

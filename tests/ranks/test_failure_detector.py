@@ -125,9 +125,6 @@ def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises():
                       "longest": 300}  # fmt: skip
 
 
-# -- ranks that die together -----------------------------------------------------------------------
-
-
 def find_failed(ages, arrived=()):
     """Return the error that the detector finds if rank ``r`` sent its last heartbeat ``ages[r]``
     seconds ago."""

@@ -111,8 +111,6 @@ def _boxes(snapshot):
     ]
 
 
-# -- reads -----------------------------------------------------------------------------------------
-
 LARGE = [(300, 7, 40), (1, 130_000), (129, 1030), (70_000,), (3, 5, 7, 900), (400, 400), (9,), ()]
 
 
@@ -184,9 +182,6 @@ def test_a_rank_reads_only_its_rows_of_a_large_tensor():
         group.run(load)
 
 
-# -- writes ----------------------------------------------------------------------------------------
-
-
 def _bytes_per_shard(snapshot, keys=None):
     totals = [0] * len(snapshot.indexes())
     for shard, key, nbytes in _boxes(snapshot):
@@ -244,9 +239,6 @@ def test_a_large_replicated_tensor_is_split_across_ranks():
     loaded = limpet.load(snapshot.location.store)
     assert torch.equal(loaded["w"], whole)
     assert torch.equal(loaded["t"], whole.permute(2, 1, 0))
-
-
-# -- incremental ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -120,9 +120,6 @@ def on_ranks(size, train):
         raise errors[0]
 
 
-# -- in processes --------------------------------------------------------------------------------
-
-
 def serve_in_process(run, ranks, kill_at, output):
     """Serve as a member, and send its rows at the end. At the save ``kill_at``, die in it."""
     address, rank, size, members = ranks
@@ -303,9 +300,6 @@ def test_members_raise_if_the_training_dies(tmp_path, processes):
         assert "TCPStore" in str(error)
 
 
-# -- restores ------------------------------------------------------------------------------------
-
-
 def damage_shard(folder, rank):
     (shard,) = folder.glob(f"shard-{rank:05}-*.safetensors")
     raw = bytearray(shard.read_bytes())
@@ -383,9 +377,6 @@ def test_a_run_begins_with_a_version_of_another_run_or_without_members(tmp_path)
             assert rows_of(servers.states) == [5.0 + row for row in range(ROWS)]
             ckpt.step()
     assert [member.latest.step for member in servers.end()] == [1, 1]
-
-
-# -- saves ---------------------------------------------------------------------------------------
 
 
 def test_incremental_versions_hold_only_what_a_member_changed(tmp_path):
@@ -525,9 +516,6 @@ def test_a_member_that_misses_saves_takes_part_in_the_next_one(tmp_path, monkeyp
             thread.join()
     assert member.latest is not None
     assert member.latest.step == 3
-
-
-# -- what is refused -----------------------------------------------------------------------------
 
 
 def test_what_cannot_work_is_refused_first(tmp_path):

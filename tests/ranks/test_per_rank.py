@@ -115,9 +115,6 @@ def test_only_some_ranks_may_have_a_per_rank_value():
     assert live_states[2]["a"].value == [3, 4, 5]
 
 
-# -- a different number of ranks -------------------------------------------------------------------
-
-
 def load_warnings(store, *live_states, **options):
     """Load on ranks, and return the middle part of each warning."""
     with warnings.catch_warnings(record=True) as caught:

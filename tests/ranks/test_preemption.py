@@ -167,9 +167,6 @@ def assert_no_threads(earlier):
         time.sleep(0.001)
 
 
-# -- save and leave --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("noticed", range(3))
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_notice_on_one_rank_saves_once_and_all_leave(
@@ -409,9 +406,6 @@ def test_a_metadata_server_of_one_rank_stops_all(make_job):
     assert step > 20
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_rank_that_does_not_come_is_left_behind_in_time(late, process_ends, make_job):
@@ -445,9 +439,6 @@ def test_a_rank_that_does_not_come_is_left_behind_in_time(late, process_ends, ma
     assert [o.code for o in others] == [76] * 2
     assert max(left_at) - began < 5.5
     assert job.versions == []
-
-
-# -- the guard -------------------------------------------------------------------------------------
 
 
 def guarded(job, work, block=True):

@@ -33,9 +33,6 @@ def flipped(tensor, byte=-1):
     return other
 
 
-# -- tensors -------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60)
 @given(
     st.integers(2, 6),
@@ -168,41 +165,23 @@ def test_equal_boxes_are_stored_once_without_a_comparison():
     assert loaded[1, 1] in (1, 3)
 
 
-# -- plain values --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
         (1, 2, "1 on ranks 0, 1, 2 on rank 2"),
-        (1, 1.0, "1 on ranks 0, 1, 1.0 on rank 2"),
         (1, True, "1 on ranks 0, 1, True on rank 2"),
-        (0, None, "0 on ranks 0, 1, None on rank 2"),
         (0.0, -0.0, "0.0 on ranks 0, 1, -0.0 on rank 2"),
-        ("a", "b", "'a' on ranks 0, 1, 'b' on rank 2"),
         ("a", b"a", """'a' on ranks 0, 1, bytes "YQ==" on rank 2"""),
-        (
-            1 << 70,
-            1 + (1 << 70),
-            'int "0x400000000000000000" on ranks 0, 1, int "0x400000000000000001"',
-        ),
         (NAN, 1.0, 'float "nan" on ranks 0, 1, 1.0 on rank 2'),
         ([1], [1, 2], "list [1] on ranks 0, 1, list [1,2] on rank 2"),
-        ([1, 2], (1, 2), "list [1,2] on ranks 0, 1, tuple [1,2] on rank 2"),
         ({"x": 1}, [1], 'dict {"x":1} on ranks 0, 1, list [1] on rank 2'),
         ({"x": 1}, OrderedDict(x=1), 'dict {"x":1} on ranks 0, 1, ordered {"x":1} on rank 2'),
-        ({"x": 1}, {1: 1}, 'dict {"x":1} on ranks 0, 1, items [[1,1]] on rank 2'),
         ({1: 2}, Counter({1: 2}), "items [[1,2]] on ranks 0, 1, items [[1,2]] on rank 2"),
-        ({1: 2}, Counter({2: 2}), "items [[1,2]] on ranks 0, 1, items [[2,2]] on rank 2"),
-        ({1: 2}, {True: 2}, "items [[1,2]] on ranks 0, 1, items [[true,2]] on rank 2"),
-        ({1: 2}, {1.0: 3}, "items [[1,2]] on ranks 0, 1, items [[1.0,3]] on rank 2"),
         (np.float32(1), np.float64(1), 'scalar ["<f4","AACAPw=="] on ranks 0, 1, scalar ["<f8"'),
-        ({1, 2}, {1, 3}, "set [1,2] on ranks 0, 1, set [1,3] on rank 2"),
         (1, floats(1), '1 on ranks 0, 1, tensor ["float32",[1]] on rank 2'),
         (np.ones(2, "f4"), floats(1, 1), 'array ["float32",[2]] on ranks 0, 1, tensor ["float32"'),
         (1, PerRank(1), "1 on ranks 0, 1, a PerRank on rank 2"),
         (1, Replicated(1), "1 on ranks 0, 1, a Replicated on rank 2"),
-        (1j, 2j, "complex [0.0,1.0] on ranks 0, 1, complex [0.0,2.0] on rank 2"),
         ([0] * 98, [0] * 99, "list [0,0,0,"),
     ],
     ids=lambda v: str(v)[:30],
@@ -270,9 +249,6 @@ def assert_contained(part, whole):
         assert_same(part, whole)
 
 
-# -- names that are equal as text ----------------------------------------------------------------
-
-
 def test_names_that_are_equal_as_text_must_have_the_same_order_on_all_ranks():
     """Their keys depend on their order. In another order, one name would get the other's boxes."""
     states = [
@@ -284,9 +260,6 @@ def test_names_that_are_equal_as_text_must_have_the_same_order_on_all_ranks():
     assert_same({"d": {1: floats(1, 2), "1": floats(10, 20)}}, limpet.load(save_on_ranks(*states)))
     e = save_error(PlanError, {"d": {1: floats(1), "x": 0}}, {"d": {"1": floats(1), 2: 0}})
     assert e.leaves == ("d",)
-
-
-# -- ties ----------------------------------------------------------------------------------------
 
 
 def tied(value, *names):
@@ -312,9 +285,6 @@ def test_a_stage_may_tie_tensors_that_others_have_once():
     loaded = limpet.load(save_on_ranks(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
     assert loaded["a"] is loaded["b"]
     assert loaded["a"].tolist() == [0, 1]
-
-
-# -- Replicated ----------------------------------------------------------------------------------
 
 
 def test_a_replicated_value_is_saved_from_rank_0():

@@ -178,8 +178,6 @@ def stored_bytes(store):
     return sum(i.length for i in reader_of(snapshot).indexes()), index_bytes
 
 
-# -- bytes read ------------------------------------------------------------------------------------
-
 TWO_BY_TWO = ("a", "b", "a", "b")
 
 
@@ -241,9 +239,6 @@ def indexes_of(store, folder):
     return open_location(Location(store, folder)).indexes()
 
 
-# -- layouts ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(states(), st.sampled_from([1, 4096, 20_000, 256 * MIB]), st.randoms(use_true_random=False))
@@ -281,9 +276,6 @@ def _load_and_check(tensors, world, store, hosts, share=True):
     return stores
 
 
-# -- windows ---------------------------------------------------------------------------------------
-
-
 def test_a_leaf_that_is_larger_than_all_windows_is_read_once():
     whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
     store = save({"w": whole}, {"w": whole})
@@ -303,9 +295,6 @@ def test_a_chunk_that_does_not_fit_into_a_window_is_read_by_each_rank():
         assert_same_state(live, replicated())
     data, bytes_read = stored_bytes(store)[0], sum(s.bytes_read(".safetensors") for s in stores)
     assert data + 4 * BLOCK_SIZE < bytes_read < 2 * data
-
-
-# -- failures --------------------------------------------------------------------------------------
 
 
 def damage(store, suffix, offset=None):
@@ -501,12 +490,6 @@ def test_a_segment_of_another_process_is_refused():
     finally:
         own.close()
         other.close()
-
-
-# -- no rank to share with -------------------------------------------------------------------------
-
-
-# -- resuming --------------------------------------------------------------------------------------
 
 
 def resume_on_hosts(hosts, run, **options):

@@ -97,23 +97,6 @@ class FailingStore(RequestStore):
             self.fail()
 
 
-def test_the_server_of_one_rank_stalls_until_its_time_limit():
-    """The others wait for as long as the store does, and name the rank and the file."""
-    states = [random_state(64)] * RANKS
-    store, ended = save(states), threading.Event()
-
-    def stall():
-        ended.wait(1)
-        raise StoreError("no answer for 1 s", key="a shard")
-
-    found, _ = outcomes([store, FailingStore(store, stall), store, store], states)
-    assert type(found[1]) is StoreError
-    for error in (found[0], found[2], found[3]):
-        assert (type(error), error.rank) == (RankFailed, 1)
-        assert "no answer for 1 s" in str(error)
-        assert error.fields["live_state"] == "not valid"
-
-
 @pytest.mark.parametrize("failed", ["silent", "stuck"])
 def test_one_rank_dies_or_hangs_while_the_others_wait_for_its_part(failed):
     states = [random_state(64)] * RANKS

@@ -30,7 +30,6 @@ from limpet.format.names import Version
 from limpet.run.policy import EverySeconds, EverySteps, KeepLast, OnException
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
-from limpet.storage.local.store import LocalStore
 from limpet.threads import no_op
 from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, initial_state, matches_uninterrupted
 from tests.trainings import flip_bit
@@ -55,9 +54,6 @@ def shard_key(store, version, rank):
         if f"shard-{rank:05d}" in s.key and s.key.endswith(".safetensors")
     ]
     return key
-
-
-# -- resuming ------------------------------------------------------------------------------------
 
 
 def trained_job(size=3, last_step=12):
@@ -265,14 +261,6 @@ def test_resume_starts_from_another_run(tmp_path):
 
         assert job.run(start_partly) == [(0, 0.0)] * 2
 
-        def start_with_a_store(trainer):
-            trainer.store = own + "4"
-            with trainer.make_checkpointer(save=EverySteps(5)):
-                trainer.ckpt.resume(start=LocalStore(f"{other}/version_5"))
-                return trainer.ckpt.current_step, float(trainer.state["same"][0])
-
-        assert job.run(start_with_a_store) == [(5, float(sum(range(6))))] * 2
-
         def start_at_a_missing_step(trainer):
             trainer.store = own + "3"
             with trainer.make_checkpointer(save=EverySteps(5)):
@@ -297,8 +285,6 @@ def test_a_different_state_on_one_rank_raises_on_all_ranks(rank):
         assert all(isinstance(o, PlanError) for o in outcomes), outcomes
         assert all("more" in str(o) for o in outcomes)
 
-
-# -- saves that fail -----------------------------------------------------------------------------
 
 CALLS = [("put", ".safetensors"), ("commit", ".safetensors"), ("put_if_absent", "index")]
 
@@ -415,9 +401,6 @@ def test_a_save_with_an_unknown_outcome_is_found_when_it_is_repeated():
         assert job.versions == [3, 5]
 
 
-# -- calls of some ranks only --------------------------------------------------------------------
-
-
 def test_all_ranks_raise_at_once_when_one_does_not_resume():
     with TrainingJob(3, lockstep=False) as job:
 
@@ -432,25 +415,6 @@ def test_all_ranks_raise_at_once_when_one_does_not_resume():
         assert time.monotonic() - began < SHORT_TIMEOUTS.silent
         assert all(isinstance(o, RankFailed) for o in outcomes), outcomes
         assert all("run different operations at the same time" in str(o) for o in outcomes)
-
-
-def test_a_replicated_value_that_differs_on_one_rank_raises_on_all_ranks():
-    """One rank changes its value of "same" during the training."""
-    with TrainingJob(3) as job:
-
-        def work(trainer):
-            with trainer.make_checkpointer(save=EverySteps(5)):
-                trainer.train_steps(4)
-                if trainer.rank == 1:
-                    trainer.state["same"] += 1
-                with pytest.raises(PlanError, match="A tensor of the state is not the same"):
-                    trainer.train_steps(9)
-                return trainer.ckpt.current_step
-
-        assert job.run(work) == [5] * 3
-
-
-# -- an exception in the training ----------------------------------------------------------------
 
 
 def train_and_raise(trainer, step, ranks, error, before_raise=no_op, **options):
@@ -576,9 +540,6 @@ def test_the_save_after_an_exception_waits_for_a_slow_save_in_flight():
         assert job.versions == [5, 7]
 
 
-# -- ranks that leave ----------------------------------------------------------------------------
-
-
 def test_a_rank_that_ends_early_does_not_block_the_others_between_saves():
     """The next save would name it."""
     with TrainingJob(3, lockstep=False) as job:
@@ -611,9 +572,6 @@ def test_the_next_save_fails_at_once_when_a_rank_has_ended():
             assert isinstance(outcome, RankFailed)
             assert outcome.rank == 2
         assert job.versions == [5]
-
-
-# -- incremental saves and overlap ---------------------------------------------------------------
 
 
 def test_a_base_version_that_one_rank_cannot_read_raises_on_all_ranks():

@@ -99,19 +99,6 @@ def test_strangers_get_no_session_and_end_nothing():
             stranger.close()
 
 
-def test_a_closed_listener_ends_handshakes_and_leaves_accepted_connections():
-    with listening() as (listener, accepted):
-        connection, _ = shake(listener)
-        with connection, socket.create_connection((listener.address, listener.port), 20) as pending:
-            eventually(lambda: accepted)
-            listener.close()
-            assert pending.recv(1) == b""
-            accepted[0][0].sendall(b"x")
-            assert connection.recv(1) == b"x"
-        with pytest.raises(OSError):
-            socket.create_connection((listener.address, listener.port), 20)
-
-
 def count_of_files():
     return len(os.listdir("/proc/self/fd"))
 

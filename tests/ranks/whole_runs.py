@@ -117,9 +117,6 @@ def no_collectives():
             setattr(c10d, name, value)
 
 
-# -- scenarios -----------------------------------------------------------------------------------
-
-
 def resumes_bit_for_bit(ranks):
     """Stopped in the middle of an epoch and resumed, a training has the losses of an uninterrupted
     one, also with forked data loader workers."""

@@ -64,13 +64,6 @@ def test_what_a_host_sends_does_not_grow_with_the_hosts():
     assert sizes[1] < 100
 
 
-@pytest.mark.slow
-def test_what_rank_0_sends_back_grows_by_a_few_bytes_per_host():
-    (found,) = find_snapshots(states_of_hosts(256, 1), "memory")
-    assert found.is_whole
-    assert len(msgspec.msgpack.encode(found.sources)) < 256 * 16
-
-
 def test_the_work_of_rank_0_grows_with_the_hosts():
     def prepare(hosts):
         states = states_of_hosts(hosts, 2)
@@ -84,26 +77,6 @@ def test_the_work_of_rank_0_grows_with_the_hosts():
         return find
 
     assert_linear(prepare)
-
-
-@pytest.mark.parametrize(
-    ("held", "missing"),
-    [
-        ([[0, 4], [4, 8]], None),
-        ([[4, 8], [0, 5]], None),
-        ([[0, 1, 2, 8], [1, 2]], None),
-        ([[0, 8], [2, 3]], None),
-        ([[0, 4], [5, 8]], 4),
-        ([[1, 8], []], 0),
-        ([[0, 7], [3, 5]], 7),
-        ([[], []], 0),
-    ],
-)
-def test_the_first_file_that_nobody_has(held, missing):
-    states = [HostFiles(rank, FOLDER, "d", count=8, held=h) for rank, h in enumerate(held)]
-    (found,) = find_snapshots(states, "memory")
-    assert found.sources.first_missing == missing
-    assert found.is_whole == (missing is None)
 
 
 def store_of(manifest):

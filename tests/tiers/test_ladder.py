@@ -102,9 +102,6 @@ def rungs(job):
     return [int(name[8]) for name in job.records]
 
 
-# -- the sequence ----------------------------------------------------------------------------------
-
-
 def test_three_restarts_then_one_version_back_three_times_then_93(statuses, capsys):
     job = Job()
     assert job.die_at(25) is None
@@ -253,16 +250,6 @@ def test_a_training_that_dies_before_its_first_version(statuses):
     assert reason.count(" from an empty run") == 3
 
 
-def test_there_is_only_one_version(statuses):
-    job = Job()
-    job.die_at(15)
-    assert [job.die_at(15) for _ in range(3)] == [10] * 3
-    assert "There is no older version to go back to" in why_it_gives_up(job)
-
-
-# -- what ends the ladder --------------------------------------------------------------------------
-
-
 def test_any_newer_version_is_progress(statuses):
     job = Job()
     for last in (25, 27, 27, 37, 38, 39, 45):
@@ -270,16 +257,6 @@ def test_any_newer_version_is_progress(statuses):
         assert job.messages == []
     assert rungs(job) == [0, 0, 0]
     assert job.die_at(45) == 40
-    assert rungs(job) == [0]
-
-
-def test_progress_after_going_back(statuses):
-    job = Job()
-    for _ in range(4):
-        job.die_at(25)
-    assert job.die_at(35) == 10
-    assert job.die_at(38) == 30
-    assert job.messages == []
     assert rungs(job) == [0]
 
 
@@ -441,9 +418,6 @@ def test_resuming_again_in_one_process_does_not_go_back_again(statuses):
     ckpt._release()
 
 
-# -- whose decision it is --------------------------------------------------------------------------
-
-
 def test_a_person_who_starts_it_by_hand_is_not_moved_back(statuses, monkeypatch):
     job = Job()
     for _ in range(4):
@@ -471,9 +445,6 @@ def test_to_return_to_the_version_that_was_left_behind(statuses, under, monkeypa
     assert job.die_at(25) == 20
     assert job.run.line() == [Version(10), Version(20)]
     assert job.messages == []
-
-
-# -- damage and failures ---------------------------------------------------------------------------
 
 
 def test_damaged_records_are_not_counted_and_are_deleted(statuses):
@@ -623,9 +594,6 @@ def test_a_record_that_cannot_be_deleted_at_the_end_is_reported(statuses, error,
         fail_once(job, "delete", "restart-", error)
     (name,) = job.records
     assert f"{name} was not deleted, so this restart may count as failed" in capsys.readouterr().err
-
-
-# -- the status ------------------------------------------------------------------------------------
 
 
 def test_a_notice_that_came_before_does_not_turn_93_into_0(statuses, monkeypatch):

@@ -201,15 +201,6 @@ def test_one_save_may_begin_while_the_one_before_is_promoted(disk):
     assert disk.captured == [20, 31]
 
 
-def test_with_wait_no_version_is_skipped(disk):
-    with disk.start(EverySteps(2) | AtEnd())[1] as ckpt:
-        train(ckpt.state, ckpt, 31)
-    assert disk.promoted == [*range(2, 31, 2), 31]
-    assert ckpt.statistics()["saves"] == 16
-    assert ckpt.statistics()["failures"] == 0
-    assert list(disk.path.rglob("*.*")) == []  # all is in the run
-
-
 def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk):
     disk.is_reachable.clear()
     state, ckpt = disk.start()
@@ -258,17 +249,6 @@ def test_a_promoted_version_is_loaded_from_the_disk_and_not_promoted_again(disk)
     ckpt.wait()
     assert written == []
     assert states_equal(state, state_after(11))
-
-
-def test_a_lost_disk_falls_back_to_the_run(disk, tmp_path):
-    state, ckpt = disk.start()
-    train(state, ckpt, 15)
-    ckpt.wait()
-    disk.die(ckpt)
-    disk.path = tmp_path / "another"
-    state, ckpt = disk.start()
-    assert disk.resumed is not None
-    assert disk.resumed.url == f"{disk.durable.url}/version_10"
 
 
 def test_the_newest_of_memory_disk_and_run_counts(disk, tmp_path):
@@ -481,20 +461,6 @@ def test_bad_arguments_raise(disk, tmp_path):
         ckpt.resume()
 
 
-def test_limpet_run_promotes_what_is_left(disk, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
-    monkeypatch.setattr(flush, "Run", lambda url: Run(disk.durable))
-    disk.is_reachable.clear()
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    disk.await_captured([10])
-    disk.die(ckpt)
-    (flushed,) = flush_recorded(str(tmp_path), 20)
-    assert isinstance(flushed, SnapshotReader)
-    assert (flushed.step, flushed.verify().ok) == (10, True)
-    assert list(flush_recorded(str(tmp_path), 20)) == []
-
-
 def die_with_both_tiers(disk, status, monkeypatch):
     """Train and end when 10 and 20 are on the disk and 21 in memory, but nothing is in the run."""
     monkeypatch.setenv("LIMPET_STATUS", str(status))
@@ -589,9 +555,6 @@ def test_limpet_run_saves_into_the_run_of_a_training_that_has_changed_its_folder
     ckpt.resume()
     (record,) = (tmp_path / "status").glob("*.memory")
     assert msgspec.json.decode(record.read_bytes())["run"] == str(tmp_path / "runs" / "a")
-
-
-# -- what an attack on the first version of this tier found ----------------------------------------
 
 
 def leave(disk, last_step):

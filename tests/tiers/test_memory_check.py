@@ -59,18 +59,6 @@ class Host:
         return check_memory(folder, TierCost(held, **cost), root=self.root, statvfs=statvfs)
 
 
-def test_enough_memory(tmp_path):
-    host = Host(tmp_path)
-    host.set_group("pod/box", limit=40 * GIB, used=GIB)
-    limits = host.check(GIB)
-    assert [(limit.available, limit.used) for limit in limits] == [
-        (39 * GIB, GIB),
-        (64 * GIB, 0),
-        (64 * GIB, 0),
-    ]
-    assert "pod/box/memory.max" in limits[0].name
-
-
 def test_the_default_size_of_a_container(tmp_path):
     with pytest.raises(NoSpace) as caught:
         Host(tmp_path, shm=64 * MIB).check(4 * GIB)
@@ -194,12 +182,6 @@ def test_a_file_system_without_a_size(tmp_path):
     assert [limit.name for limit in host.check(GIB)] == [
         "the free memory of the machine (MemAvailable)"
     ]
-
-
-@pytest.mark.parametrize("folder", ["/var/run", "/mnt/my disk/x{y}"])
-def test_a_folder_on_a_disk_is_refused(tmp_path, folder):
-    with pytest.raises(LimpetError, match=r"is not in memory.*LocalTier"):
-        Host(tmp_path).check(GIB, folder)
 
 
 def test_the_last_mount_at_a_point_counts(tmp_path):

@@ -114,9 +114,6 @@ def test_a_local_disk_is_checked_for_the_slots(host, monkeypatch):
         training.train(1)
 
 
-# -- the memory that is in use ---------------------------------------------------------------------
-
-
 def used_bytes(*folders):
     """Return the allocated bytes of all files, also of spare and of unfinished ones."""
     nbytes = 0
@@ -163,9 +160,6 @@ def test_after_a_resume_three_states_are_in_memory_at_most(host):
     assert max(used) < MOST_BYTES
     # a spare file for each capture, and none at a capture that replaces an older training's state
     assert spares == [1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
-
-
-# -- several ranks ---------------------------------------------------------------------------------
 
 
 def train_with_slots(cluster, last_step, slots=50_000):

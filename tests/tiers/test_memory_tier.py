@@ -17,7 +17,6 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import memory_snapshots
-from limpet.tiers.memory_check import MemoryLimit
 from limpet.tiers.run_id import read_or_create_run_id
 from limpet.tiers.settings import MemoryTier
 from limpet.training.checkpointer import Checkpointer
@@ -89,17 +88,6 @@ def test_a_newer_durable_version_wins_and_older_states_are_deleted(host):
     assert host.captured == []
     assert host.warnings == []
     assert Run(host.run).branch() == 0
-
-
-def test_without_any_durable_version_the_state_in_memory_counts(host):
-    host.train_and_die(33, save=1000)
-    assert Run(host.run).snapshots() == []
-    state, ckpt = host.start(save=1000)
-    assert host.resumed.step == 30
-    with ckpt:
-        train(state, ckpt, 40)
-    assert states_equal(state, state_after(40))
-    assert reader_of(Run(host.run).snapshots()[-1]).manifest.parent is None
 
 
 def test_the_states_of_a_deleted_run_are_not_resumed(host):
@@ -293,18 +281,6 @@ def test_a_wait_that_is_interrupted_leaves_the_capture_in_progress(host, monkeyp
     assert host.captured == ["version_5"]
 
 
-# -- what cannot work ------------------------------------------------------------------------------
-
-
-def test_too_little_memory_is_refused_before_training_starts(host, monkeypatch):
-    def find_limits(*_, **__):
-        yield MemoryLimit("the file system at /dev/shm", 1000, 0, "Make it larger: {docker}")
-
-    monkeypatch.setattr("limpet.tiers.memory_check.find_limits", find_limits)
-    with pytest.raises(NoSpace, match="does not fit into the memory of this host"):
-        host.start()
-
-
 def test_a_folder_on_a_disk_is_refused(host):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         host.path, path = folder, host.path
@@ -373,9 +349,6 @@ def test_a_failed_capture_is_raised_and_leaves_no_files(host, monkeypatch):
     assert host.captured == ["version_5"]
     left = [p for p in host.folder.rglob("*.safetensors") if "version_10" in str(p)]
     assert left == []
-
-
-# -- the identity of a run -------------------------------------------------------------------------
 
 
 def test_the_identity_of_a_run_stays_until_it_is_damaged():

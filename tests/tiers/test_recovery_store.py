@@ -162,25 +162,6 @@ class Clock:
         self.now += seconds
 
 
-def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers):
-    clock, found = Clock(), list[Any]()
-    peers.copy(MANIFEST_KEY)
-
-    def reset(rank, key):
-        if len(peers.fetched) <= 10:
-            raise Unavailable("Cannot receive from the peer: connection reset")
-
-    peers.before_copy = reset
-    store = peers.store(clock=clock, sleep=clock.sleep)
-    with limpet.attach(lambda name, fields: found.append((name, fields["rank"]))):
-        assert store.get(peers.shard_key, 1 << 20)
-    assert [rank for rank, _ in peers.fetched] == [1, 2] * 5 + [1]
-    assert len(clock.pauses) == 5
-    assert clock.pauses == sorted(clock.pauses)
-    assert clock.pauses[0] <= 0.1 < clock.pauses[-1]
-    assert found == [("copy_failed", 1), ("copy_failed", 2)]
-
-
 def test_the_time_in_which_peers_are_asked_again_is_bounded(peers):
     clock = Clock()
     peers.copy(MANIFEST_KEY)

@@ -79,9 +79,6 @@ def gate(monkeypatch):
     gate.set()
 
 
-# -- partially loaded states ---------------------------------------------------------------------
-
-
 def test_steps_and_saves_raise_after_a_failed_resume():
     store = MemoryStore()
     state, step = network(1000)
@@ -103,9 +100,6 @@ def test_steps_and_saves_raise_after_a_failed_resume():
     ckpt.close()
 
 
-# -- partially counted steps ---------------------------------------------------------------------
-
-
 def test_a_save_after_an_exception_in_step_has_the_step_of_its_state():
     store = MemoryStore()
     sampler = limpet.ElasticSampler(100, 10)
@@ -120,9 +114,6 @@ def test_a_save_after_an_exception_in_step_has_the_step_of_its_state():
         ckpt.step(batches=5)
     for version in Run(store).line():
         assert limpet.load(store.at(str(version)))["progress"]["step"] == version.step
-
-
-# -- never a new start over existing versions ----------------------------------------------------
 
 
 def test_a_run_with_versions_only_on_another_branch_is_not_empty():
@@ -162,9 +153,6 @@ def test_a_branch_stays_current_if_its_record_is_lost(damage):
     assert [why for key, why in swept.kept if key == "all abandoned versions"]
     assert Run(store).listing().versions == before
     assert Version(22, 1) in before
-
-
-# -- earlier failures ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failing_call", ["put", "delete"])
@@ -274,9 +262,6 @@ def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(why, m
     ckpt.close()
 
 
-# -- interrupts ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{"overlap": True}, {"incremental": True}])
 def test_the_save_in_progress_finishes_after_an_interrupted_close(options, gate):
     class GatedStore(MemoryStore):
@@ -313,9 +298,6 @@ def test_the_save_in_progress_finishes_after_an_interrupted_close(options, gate)
     assert pending_save.wait().step == 4
     assert not ckpt._saver._pool.allocated_bytes
     assert "writer.json" not in [s.key for s in store.list("")]
-
-
-# -- reports of the last save --------------------------------------------------------------------
 
 
 def run_python(script):
@@ -485,9 +467,6 @@ def test_sys_exit_raises_an_earlier_failure_unless_the_last_save_succeeds():
         assert [command in str(w.message) for w in caught] == [True]
 
 
-# -- rejected calls ------------------------------------------------------------------------------
-
-
 def files(store):
     return [s.key for s in store.list("")]
 
@@ -558,9 +537,6 @@ def test_on_exception_without_a_with_block_raises_at_the_first_step():
         ckpt.step()
     with ckpt:
         ckpt.step()
-
-
-# -- metrics -------------------------------------------------------------------------------------
 
 
 def test_a_step_with_an_invalid_metric_is_counted():

@@ -36,9 +36,6 @@ def in_order(*calls):
     return lambda: [call() for call in calls]
 
 
-# -- the state before the step that raised, bit for bit ------------------------------------------
-
-
 def trained(model, optimizer=torch.optim.AdamW, **options):
     built = optimizer(model.parameters(), lr=0.1, **options)
     state = {"model": model, "optimizer": built, "rng": limpet.RNG()}
@@ -266,9 +263,6 @@ def test_a_save_after_an_exception_equals_a_save_at_the_last_step(name):
     assert snapshot.step == 3
 
 
-# -- Ctrl-C --------------------------------------------------------------------------------------
-
-
 def wide():
     """Return a model with a parameter of several pieces, staged in the background, and a buffer."""
     model = nn.BatchNorm1d(6)
@@ -281,9 +275,6 @@ def wide():
         state["optimizer"].step()
 
     return state, full_step, step
-
-
-# -- a store that fails --------------------------------------------------------------------------
 
 
 class RandomlyFailingStore(MemoryStore):
@@ -341,9 +332,6 @@ def test_counters_are_consistent_and_every_version_is_correct(seed):
     for version in Run(store).line():
         loaded = limpet.load(store.at(str(version)))
         assert (loaded["weights"] == state_after(version.step)["weights"]).all()
-
-
-# -- forks and early stopping --------------------------------------------------------------------
 
 
 def test_a_fork_during_a_save_affects_neither_process(tmp_path, monkeypatch):

@@ -151,17 +151,6 @@ def test_resume_at_an_older_version_starts_a_branch():
         ckpt.resume(at=40)  # on the abandoned branch
 
 
-def test_starting_from_scratch_in_a_run_with_versions_is_an_error():
-    store = MemoryStore()
-    with training(store, EverySteps(5)) as (state, ckpt):
-        train(state, ckpt, 5)
-    with training(store, EverySteps(5)) as (_, ckpt):
-        with pytest.raises(LimpetError, match=r"resume\(\)"):
-            ckpt.step()
-        with pytest.raises(LimpetError, match=r"resume\(\)"):
-            ckpt.save()
-
-
 def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version():
     store = MemoryStore()
     with training(store, EverySteps(1000)) as (state, ckpt):

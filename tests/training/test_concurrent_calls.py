@@ -51,9 +51,6 @@ def check_run(store, steps):
     assert not [s.key for s in store.list("") if "/" not in s.key]
 
 
-# -- at every point of a call ---------------------------------------------------------------------
-
-
 class Handler:
     """A profile function that makes a call at every call and return of a running call.
 
@@ -193,9 +190,6 @@ def test_a_real_signal_during_steps_changes_nothing(seed, monkeypatch):
         assert snapshot.verify().ok
         weights = limpet.load(store.at(f"version_{snapshot.step}"))["weights"]
         assert weights.tobytes() == expected["weights"].tobytes()
-
-
-# -- threads --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -60,20 +60,6 @@ def copy_of(store):
     return copied
 
 
-# -- scores of a separate job --------------------------------------------------------------------
-
-
-def test_four_worsening_scores_of_a_separate_job_stop_the_training():
-    with training(keep=KeepLast(3)) as (state, ckpt, run):
-        for step in range(1, 7):
-            save_next(state, ckpt)
-            if ckpt.should_stop:
-                break
-            if step <= 4:
-                record(run, **{f"v{step}": float(step)})
-        assert state["progress"].step == 6
-
-
 def test_a_score_that_comes_when_no_save_is_near_stops_the_training():
     with training(save=Never(), stop=StopWhen("val_loss", patience=1)) as (state, ckpt, run):
         for step in (1, 2):
@@ -102,9 +88,6 @@ def test_a_step_never_reads_the_store():
         store.before = lambda method, key: None
         assert calls == []
         assert ckpt._early_stop._history.state == StopState(1.0)
-
-
-# -- the order of reads --------------------------------------------------------------------------
 
 
 def test_what_an_evaluator_records_before_it_unpins_counts():
@@ -189,9 +172,6 @@ def test_retention_deletes_at_the_next_save_what_it_kept_for_its_score():
         assert stored["scores"] == [[1, 0.5]]
 
 
-# -- late scores ---------------------------------------------------------------------------------
-
-
 def test_a_late_score_recomputes_the_result_until_the_training_has_decided():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 5)
@@ -273,9 +253,6 @@ def test_nan_counts_as_a_miss_and_version_0_counts():
         assert ckpt._early_stop._history.state == StopState(1.0, 3, True)
 
 
-# -- branches ------------------------------------------------------------------------------------
-
-
 def test_scores_off_the_lineage_do_not_count():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 5)
@@ -308,9 +285,6 @@ def test_a_poll_that_began_before_a_resume_changes_nothing():
         ckpt._watcher.poll()
         save_next(state, ckpt, 2)
         assert [*ckpt._early_stop._history._scores] == [1]
-
-
-# -- failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choice", ["raise", "warn"])
@@ -399,9 +373,6 @@ def test_a_damaged_record_is_skipped_and_reported():
         assert ckpt._early_stop._history.state == StopState(2.0)
     skipped = [fields["version"] for name, fields in emitted if name == "skipped"]
     assert sorted(skipped) == [f"version_1/eval-{n}.{'a' * 12}.json" for n in ("cut", "val")]
-
-
-# -- the event of a missing metric ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sign", ["lease", "record", "nothing"])

@@ -50,9 +50,6 @@ def no_space():
     return NoSpace("Cannot write: No space left on device")
 
 
-# -- what is saved -------------------------------------------------------------------------------
-
-
 def test_the_default_saves_the_last_step():
     """25 steps end long before the ten minutes of the default are over."""
     store = MemoryStore()
@@ -130,9 +127,6 @@ def test_a_pending_request_is_answered_by_the_last_save():
         put_request(store, "a" * 12)
         ckpt._watcher.poll()
     assert saved(store) == [(3, "request")]
-
-
-# -- failures ------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_at_the_end_with_warn_warns_once():
@@ -216,9 +210,6 @@ def test_an_interrupt_during_the_last_save_releases_everything():
     assert saved(store) == [(3, "end")]
 
 
-# -- after an exception --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
 def test_nothing_is_saved_after_an_exception(kind):
     """The state may belong to no step."""
@@ -296,9 +287,6 @@ def test_an_exit_that_reports_success_does_not_hide_lost_steps(code):
     )
 
 
-# -- the warning ---------------------------------------------------------------------------------
-
-
 def unsaved_warnings(policy, steps, **options):
     """Return the warnings of a training that ends normally."""
     with warnings.catch_warnings(record=True) as caught:
@@ -319,16 +307,6 @@ def test_a_policy_without_at_end_warns_of_unsaved_steps(policy):
     assert "AtEnd()" in message
     assert repr(policy) in message
 
-
-@pytest.mark.parametrize(
-    ("policy", "steps"),
-    [(EverySteps(4), 8), (None, 8), (AtEnd(), 8), (Never(), 8), (EverySteps(5), 0)],
-)
-def test_nothing_is_warned_of_if_nothing_is_lost(policy, steps):
-    assert unsaved_warnings(policy, steps) == []
-
-
-# -- a Checkpointer that is never closed ---------------------------------------------------------
 
 UNCLOSED = """
 import sys, warnings
@@ -392,9 +370,6 @@ def test_a_checkpointer_that_is_garbage_collected_warns_once():
     # a thread that began before may only now have found the platform
     assert [name for name in emitted if name != "platform_detected"] == []
     assert saved(store) == []
-
-
-# -- Never, and combinations ---------------------------------------------------------------------
 
 
 def test_never_saves_only_on_request():

@@ -4,18 +4,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import limpet
 from limpet.errors import LimpetError, PlanError, Preempted, SaveFailed, Unavailable
 from limpet.preemption import Preemption, PreemptionGuard
-from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never
+from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, Never
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.notices.announced import Announced
-from tests.trainings import initial_state, missing_metrics, train_step
+from tests.trainings import initial_state, train_step
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.UnsavedSteps")
 
@@ -60,9 +59,6 @@ class Training:
 
 def load(store, step):
     return limpet.load(store.at(f"version_{step}"))
-
-
-# -- with any loader -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [4, 8, 12]), (2, [8]), (3, [12])])
@@ -114,20 +110,6 @@ def test_a_step_that_is_saved_gets_the_metrics_of_its_epoch_and_no_second_versio
         assert training.versions() == [4]
 
 
-def test_metrics_of_a_step_that_is_not_saved_are_those_of_a_later_save_of_it():
-    store = MemoryStore()
-    training = Training(store, EverySteps(100) | AtEnd(), sampler=False)
-    training.epoch()
-    training.ckpt.end_epoch({"val": 0.5})
-    training.ckpt.close()
-    assert training.metrics(4)["val"] == 0.5
-    again = Training(store, Never(), sampler=False)
-    assert (again.progress.epoch, again.progress.step_in_epoch) == (1, 0)
-
-
-# -- with an ElasticSampler ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stop_after", range(1, BATCHES + 1))
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after, ended):
@@ -168,18 +150,6 @@ def test_an_epoch_that_ends_early_counts_and_the_sampler_continues():
     training.ckpt.close()
 
 
-def test_end_epoch_before_the_empty_pass_of_a_resume_begins_the_next_epoch():
-    store = MemoryStore()
-    training = Training(store, EveryEpoch(), sampler=True)
-    training.epoch()
-    training.ckpt.close()
-    resumed = Training(store, EveryEpoch(), sampler=True)
-    resumed.ckpt.end_epoch()
-    resumed.epoch()
-    assert [epoch for epoch, _ in resumed.seen] == [1] * BATCHES
-    resumed.ckpt.close()
-
-
 @pytest.mark.parametrize("leftover", [0, 1])
 def test_end_epoch_with_accumulated_gradients(leftover):
     """A step of three batches begins in one epoch, and ends in the next."""
@@ -202,9 +172,6 @@ def test_end_epoch_with_accumulated_gradients(leftover):
     with limpet.Checkpointer(store, state, save=Never()) as ckpt:
         ckpt.resume()
         assert sum(1 for _ in resumed) == count % 3 + len(resumed)
-
-
-# -- an empty pass -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", range(1, BATCHES + 1))
@@ -235,61 +202,6 @@ def test_a_sampler_never_resumes_into_an_empty_pass(at):
     loop(second, 3 * BATCHES)
     assert first.seen + second.seen == expected.seen
     assert second.progress.step == 3 * BATCHES
-
-
-class RandomTraining:
-    """A training with dropout, whose loader draws a seed whenever an iterator is created.
-
-    ``skip_empty``: its loop counts steps, not epochs, and must not get an epoch without a step.
-    """
-
-    def __init__(self, store, skip_empty):
-        torch.manual_seed(1)
-        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.skip_empty, self.progress = skip_empty, limpet.Progress()
-        self.sampler = limpet.ElasticSampler(24, 6, skip_empty=skip_empty)
-        generator = torch.Generator().manual_seed(0)
-        data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=generator))
-        self.loader = torch.utils.data.DataLoader(data, batch_sampler=self.sampler)
-        members = (self.model, self.optimizer, self.progress, self.sampler, limpet.RNG())
-        self.ckpt = limpet.Checkpointer(store, dict(zip("mopsr", members)), save=Never())
-
-    def train(self, last):
-        """Train until a step and an epoch, and save. Return what the training has come to."""
-        with self.ckpt as ckpt:
-            ckpt.resume()
-            while (self.progress.step, self.progress.epoch) != last:
-                before = self.progress.step
-                for (batch,) in self.loader:
-                    self.optimizer.zero_grad()
-                    self.model(batch).square().mean().backward()
-                    self.optimizer.step()
-                    ckpt.step()
-                    if (self.progress.step, self.progress.epoch) == last:
-                        break
-                else:
-                    if self.skip_empty:
-                        assert self.progress.step > before
-                    else:
-                        ckpt.end_epoch()
-            ckpt.save()
-        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-        return weights.tolist(), float(torch.rand(1)), self.progress.step_in_epoch
-
-
-@pytest.mark.parametrize("skip_empty", [False, True])
-def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(skip_empty):
-    last = (12, 0) if skip_empty else (12, 3)
-    expected = RandomTraining(MemoryStore(), skip_empty).train(last)
-    for step in range(1, 12):
-        for epoch in {0} if skip_empty else {(step - 1) // BATCHES, step // BATCHES}:
-            store = MemoryStore()
-            RandomTraining(store, skip_empty).train((step, epoch))
-            assert RandomTraining(store, skip_empty).train(last) == expected, (step, epoch)
-
-
-# -- several steps at once -----------------------------------------------------------------------
 
 
 def test_batches_are_as_many_as_steps():
@@ -388,9 +300,6 @@ def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted():
     training.ckpt.close()
 
 
-# -- mistakes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["epoch", "step"])
 def test_a_count_of_the_checkpointer_cannot_be_set(name):
     training = Training(MemoryStore(), Never(), sampler=False)
@@ -415,20 +324,6 @@ def test_an_invalid_count_is_refused(name, count):
     assert (progress.epoch, progress.step) == (0, 0)
 
 
-def test_without_a_progress_the_checkpointer_keeps_the_epoch():
-    store = MemoryStore()
-    for epochs in (2, 3):
-        with limpet.Checkpointer(store, {"x": [1.0]}, save=EveryEpoch(), preemption=None) as ckpt:
-            ckpt.resume()
-            ckpt.step(steps=5)
-            ckpt.end_epoch()
-            if epochs == 2:
-                ckpt.step(steps=5)
-                ckpt.end_epoch()
-            assert ckpt._step_counter.progress.epoch == epochs
-    assert [v.step for v in Run(store).line()] == [5, 10, 15]
-
-
 @pytest.mark.parametrize("metrics", [{"val": "x"}, [1], {1: 2.0}])
 def test_invalid_metrics_change_nothing(metrics):
     training = Training(MemoryStore(), EveryEpoch(), sampler=True)
@@ -439,9 +334,6 @@ def test_invalid_metrics_change_nothing(metrics):
     training.ckpt.end_epoch({"val": 1.0})
     assert training.progress.epoch == 1
     training.ckpt.close()
-
-
-# -- preemption ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -502,9 +394,6 @@ def test_an_exception_after_end_epoch_saves_the_new_epoch(tmp_path):
     assert snapshot.metadata["metrics"] == {"val": 1.0}
 
 
-# -- the state of Progress -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("epoch", "expected"), [(0, 7), (3, 0)])
 def test_a_progress_of_an_earlier_release_loads(epoch, expected):
     progress = limpet.Progress()
@@ -520,47 +409,3 @@ def test_a_progress_of_an_earlier_release_loads(epoch, expected):
     again.load_state_dict(progress.state_dict())
     again.step += 1
     assert again.step_in_epoch == 1
-
-
-def test_an_evaluation_before_the_last_step_of_an_epoch_is_not_repeated():
-    """A finished training that is started again evaluates nothing, as docs/resume.md says."""
-    store, evaluated = MemoryStore(), list[int]()
-    for _ in range(2):
-        sampler, progress = limpet.ElasticSampler(8, 2), limpet.Progress()
-        state = {"sampler": sampler, "progress": progress}
-        with limpet.Checkpointer(store, state, save=EverySteps(2) | AtEnd()) as ckpt:
-            ckpt.resume()
-            while progress.epoch < 2:
-                for _ in sampler:
-                    metrics = {}
-                    if sampler.left == 1:
-                        metrics["val_loss"] = 0.5
-                        evaluated.append(progress.step)
-                    ckpt.step(metrics)
-                ckpt.end_epoch()
-    assert evaluated == [3, 7]
-    newest = Run(store).latest()
-    assert newest is not None
-    assert newest.metadata["metrics"] == {"val_loss": 0.5}
-
-
-# -- the metric of a keep policy -------------------------------------------------------------------
-
-
-def find_missing(save, epochs, name="val", **options):
-    """Train with a metric at the ends of epochs, and return what ``metric_missing`` reports."""
-    options = {"keep": KeepLast(9) | KeepBest(1, "val"), "sampler": False, **options}
-    with missing_metrics() as reported:
-        training = Training(MemoryStore(), save, **options)
-        for number in range(epochs):
-            for _ in range(BATCHES):
-                training.epoch(stop_after=1)
-                training.ckpt.wait()
-            training.ckpt.end_epoch({name: 1.0 / (number + 1)})
-        training.ckpt.close()
-    return reported
-
-
-def test_a_metric_of_epochs_that_are_not_saved_is_reported_at_the_end():
-    assert find_missing(EverySteps(3), 2) == [(["val"], ["loss"])]
-    assert find_missing(EverySteps(3) | EveryEpoch(), 2) == []

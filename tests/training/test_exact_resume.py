@@ -240,8 +240,6 @@ def test_an_exception_in_any_step_ends_with_the_same_bits(options, late):
         assert second.digest() == expected, f"raised in batch {raising}"
 
 
-# -- the generators at the first batch -----------------------------------------------------------
-
 LOADERS: list[dict[str, Any]] = [
     {"num_workers": 0},
     {"num_workers": 1},
@@ -319,9 +317,6 @@ def test_draws_between_the_loader_and_its_first_batch_are_undone():
     assert generators() == restored
 
 
-# -- mistakes and changes -------------------------------------------------------------------------
-
-
 def make_state(length=8, lr=0.1):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -343,19 +338,6 @@ def save_version(store, step):
             ckpt.step()
             if number == step:
                 return
-
-
-def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch():
-    state = make_state()
-    sampler = state.pop("sampler")
-    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
-        for _ in sampler:
-            ckpt.step()
-        batches = list(sampler)
-        for _ in batches:
-            ckpt.step()
-        with pytest.raises(LimpetError, match="state of the Checkpointer"):
-            next(iter(sampler))
 
 
 def test_a_sampler_used_for_evaluation_raises():
@@ -383,23 +365,6 @@ def test_calling_step_twice_for_a_batch_raises():
         ckpt.step()
         with pytest.raises(LimpetError, match=r"step\(\) is called once per batch"):
             ckpt.step()
-
-
-def test_a_data_set_can_grow_between_two_epochs():
-    """The version belongs to the last step of an epoch."""
-    store = MemoryStore()
-    save_version(store, 4)
-    state = make_state(12)
-    with limpet.Checkpointer(store, state) as ckpt:
-        ckpt.resume()
-        passes = []
-        for _ in ckpt.epochs(2):
-            passes.append(0)
-            for _ in state["sampler"]:
-                ckpt.step()
-                passes[-1] += 1
-        assert passes == [0, 6]
-        assert ckpt.current_step == 10
 
 
 def test_a_data_set_that_grew_within_an_epoch_needs_a_new_run(tmp_path):
@@ -437,9 +402,6 @@ def test_optimizer_options_come_from_the_version_and_can_be_changed_afterwards()
     with limpet.Checkpointer(store, other) as ckpt:
         ckpt.resume()
     assert other["optimizer"].param_groups[0]["lr"] == 0.5
-
-
-# -- loaders and data sets with their own state --------------------------------------------------
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -575,17 +537,6 @@ def test_a_save_between_two_epochs_resumes_exactly(make, saved_after_count, late
     assert (first + run(store, 3) == reference) is (saved_after_count is late)
 
 
-def test_a_plain_loader_without_its_own_generator_draws_once_more():
-    """If this test fails, the advice in the documentation about the generator can go."""
-
-    def make():
-        data = Stream()
-        return ReadingLoop({"data": data}, DataLoader(data, batch_size=4))
-
-    with pytest.raises(AssertionError, match="stopped at step 1"):
-        check_exact_resume(make)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
@@ -613,9 +564,6 @@ def test_a_stateful_loader_resumes_from_its_own_state(monkeypatch, kind, workers
         gc.collect()
 
 
-# -- several samplers in one state ---------------------------------------------------------------
-
-
 def forever(loader):
     while True:
         yield from loader
@@ -631,9 +579,6 @@ def with_next(first, second):
         yield one, next(second_batches)
 
 
-Seen = list[tuple[list[int], list[int], float]]
-
-
 @dataclass
 class Pair:
     """A loop over two loaders whose samplers are in one state.
@@ -642,13 +587,11 @@ class Pair:
     """
 
     lengths: tuple[int, int] = (6, 6)
-    workers: tuple[int, int] = (0, 0)
     combine: Any = zipped
     endless: bool = False  # the second loader does not determine the epoch
     count: bool = True
     save: str = "no"
     epochs: int = 3
-    draws: bool = True
 
     def __str__(self):
         plain = Pair()
@@ -657,10 +600,7 @@ class Pair:
 
     def run(self, store, stop=-1, stop_at_epoch=-1):
         samplers = [limpet.ElasticSampler(n, 2, seed=i) for i, n in enumerate(self.lengths)]
-        first, second = (
-            DataLoader(IndexDataset(), batch_sampler=s, num_workers=w)
-            for s, w in zip(samplers, self.workers)
-        )
+        first, second = (DataLoader(IndexDataset(), batch_sampler=s) for s in samplers)
         if self.endless:
             second = forever(second)
         progress, seen = limpet.Progress(), []
@@ -670,7 +610,7 @@ class Pair:
             ckpt.resume()
             for epoch in range(progress.epoch, self.epochs if self.count else 99):
                 for (x, _), (y, _) in self.combine(first, second):
-                    drawn = torch.rand(1).item() if self.draws else 0.0
+                    drawn = torch.rand(1).item()
                     seen.append((x.tolist(), y.tolist(), drawn))
                     ckpt.step()
                     if ckpt.current_step == stop or (not self.count and len(seen) >= 12):
@@ -720,23 +660,6 @@ def test_two_samplers_resume_exactly(pair):
 
     Both loaders draw a seed before the first batch.
     """
-    pair.check_exact_resume()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [(2, 2), (0, 2), (2, 0)], ids=str)
-def test_two_samplers_with_workers_resume_exactly(workers):
-    """If only the first loader has workers, the second draws once more, as documented.
-
-    A loader with workers has requested all batches when the iteration of the other begins.
-    """
-    pair = Pair((4, 4), workers, epochs=2)
-    if workers != (2, 0):
-        pair.check_exact_resume()
-        return
-    with pytest.raises(AssertionError, match="stopped at step 2"):
-        pair.check_exact_resume()
-    pair.draws = False
     pair.check_exact_resume()
 
 

@@ -117,9 +117,6 @@ def test_numbers_of_libraries_are_accepted(number):
     assert versions(store) == [2]
 
 
-# -- positions that do not grow --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("start", [0, 95])
 def test_a_position_that_stands_still_raises(start):
     store, trainer = MemoryStore(), Trainer(start)
@@ -184,9 +181,6 @@ def test_only_the_owner_counts():
             ckpt.step(steps=2)
 
 
-# -- saves besides those of steps ------------------------------------------------------------------
-
-
 def test_a_save_has_the_number_of_the_moment():
     store, trainer = MemoryStore(), Trainer(120)
     with Checkpointer(store, make(trainer), save=AtEnd()) as ckpt:
@@ -237,9 +231,6 @@ def test_a_sampler_advances_by_the_growth_of_the_number():
         trainer.step += 10
         ckpt.step(batches=1)
     assert sampler.left == 20 - 6
-
-
-# -- resuming --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -330,14 +321,3 @@ def test_several_ranks_read_the_same_number(tmp_path):
         with FakeGroup(2) as group:
             assert group.run(work) == [expected] * 2
     assert versions(tmp_path / "run") == [130, 225]
-
-
-def test_ranks_with_different_numbers_are_refused(tmp_path):
-    def work(rank):
-        trainer = Trainer()
-        with Checkpointer(tmp_path / "run", make(trainer), preemption=None) as ckpt:
-            run_steps(ckpt, trainer, 10 + rank)
-
-    with FakeGroup(2) as group:
-        outcomes = group.outcomes(work)
-    assert all("current_step" in str(e) for e in outcomes), outcomes

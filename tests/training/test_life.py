@@ -69,9 +69,6 @@ def record_events():
     return emitted, events.attach(lambda name, fields: emitted.append((name, fields)))
 
 
-# -- one save at a time --------------------------------------------------------------------------
-
-
 def test_a_due_save_waits_for_the_pending_one_and_emits_an_event():
     store = GatedStore()
     emitted, attached = record_events()
@@ -88,9 +85,6 @@ def test_a_due_save_waits_for_the_pending_one_and_emits_an_event():
         assert 0 < statistics["waited_seconds"] < statistics["last_blocked_seconds"] == saved[-1]
         assert sum(saved) < statistics["blocked_seconds"]
     assert [s.step for s in Run(store).snapshots()] == [2, 4, 6]
-
-
-# -- store failures ------------------------------------------------------------------------------
 
 
 def no_space():
@@ -127,24 +121,6 @@ def test_a_read_only_folder_raises_at_the_first_step():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"busy": "drop"}, "busy"),
-        ({"on_error": "ignore"}, "on_error"),
-        ({"incremental": 0}, "incremental"),
-        ({"incremental": None}, "incremental"),
-        ({"incremental": 2.5}, "incremental"),
-    ],
-)
-def test_invalid_choices(arguments, message):
-    with pytest.raises(LimpetError, match=message):
-        Checkpointer(MemoryStore(), initial_state(), **arguments)
-
-
-# -- common mistakes -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         ({"save": 500}, r"save=.*EverySteps\(500\), found 500"),
         ({"save": KeepLast(1)}, r"save=.*found KeepLast"),
         ({"keep": EverySteps(1)}, r"keep=.*KeepLast\(3\)"),
@@ -153,6 +129,9 @@ def test_invalid_choices(arguments, message):
         ({"state": torch.nn.Linear(2, 2)}, r"state=.*a dict such as .*Linear"),
         ({"state": [1]}, "state="),
         ({"incremental": "no"}, "incremental="),
+        ({"incremental": 0}, "incremental"),
+        ({"busy": "drop"}, "busy"),
+        ({"on_error": "ignore"}, "on_error"),
         ({"overlap": 1}, "overlap="),
     ],
 )
@@ -167,15 +146,10 @@ def test_arguments_of_wrong_types(arguments, message):
         (1.5, r"a dict such as .*a float"),
         (torch.tensor(1.0), "a Tensor"),
         ({"loss": "low"}, r"'loss' is not a number.*a str"),
-        ({"loss": None}, "NoneType"),
-        ({"loss": [1.0]}, "a list"),
         ({"loss": torch.ones(3)}, r"Tensor of shape \(3,\)"),
-        ({"loss": np.ones((2, 2))}, r"ndarray of shape \(2, 2\)"),
         ({"loss": True}, "a bool"),
-        ({"loss": np.bool_(True)}, "not a number"),
         ({"loss": np.str_("abc")}, "not a number"),
         ({"loss": torch.tensor(1 + 2j)}, "not a number"),
-        ({"loss": torch.tensor(True)}, "not a number"),
         ({"loss": 2**70}, "64-bit int"),
         ({3: 1.0}, "3 is not a number"),
     ],
@@ -263,8 +237,6 @@ def test_events_of_the_start_and_of_unsaved_steps():
     [unsaved] = [f for n, f in emitted if n == "left_unsaved"]
     assert (unsaved["step"], unsaved["since"]) == (6, 4)
 
-
-# -- two trainings in one run --------------------------------------------------------------------
 
 OTHER_TRAINING = """
 import sys, limpet
@@ -449,9 +421,6 @@ def test_a_writer_lock_that_cannot_be_restored_leaves_nothing_unknown():
         ckpt.save()
 
 
-# -- the state before the step that raised -------------------------------------------------------
-
-
 def network(seed=0, kind=ZeroDivisionError):
     """Return a model with buffers and dropout, and its step, which can raise ``kind``."""
     torch.manual_seed(seed)
@@ -515,9 +484,6 @@ def test_an_exception_right_after_a_save_saves_nothing_more():
     assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]
 
 
-# -- save requests -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def poll_often(monkeypatch):
     """Poll for requests without delay."""
@@ -542,9 +508,6 @@ def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path, poll_often):
     assert answers[0].version == snapshot.version
     assert snapshot.metadata["reason"] == "request"
     assert not threads_of_trainings()
-
-
-# -- going back, and starting from another run ---------------------------------------------------
 
 
 def test_resume_from_an_abandoned_branch():
@@ -654,9 +617,6 @@ def test_a_changed_structure_is_saved_and_reported():
         ckpt.resume()
 
 
-# -- when to stop --------------------------------------------------------------------------------
-
-
 BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
 
 
@@ -673,9 +633,6 @@ def test_a_metric_that_is_never_given_causes_one_event(arguments, steps):
         ckpt.wait()
         assert not reported
     assert reported == [(["val_los"], ["loss"])]
-
-
-# -- statistics ----------------------------------------------------------------------------------
 
 
 def test_the_saved_event():

@@ -138,9 +138,6 @@ def test_a_persistent_metric_is_restored(tmp_path):
     assert (live.total.item(), [len(t) for t in live.seen]) == (3, [2, 5])
 
 
-# -- quantization-aware training -----------------------------------------------------------------
-
-
 def prepare(channels=4, backend="fbgemm"):
     quantization = pytest.importorskip("torch.ao.quantization")
     torch.manual_seed(0)

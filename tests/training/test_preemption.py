@@ -31,6 +31,7 @@ from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
+from tests.tiers.peers import eventually
 from tests.trainings import initial_state, state_after, states_equal, train_step
 from tests.unreliable_stores import HookedStore
 
@@ -95,13 +96,6 @@ def no_threads():
     return True
 
 
-def wait_until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def hooked(before):
     store = HookedStore(MemoryStore())
     store.before = before
@@ -114,9 +108,6 @@ def the_process_is_not_ended(monkeypatch):
     ends: list[tuple[int, str]] = []
     monkeypatch.setattr(response, "end_process", lambda code, why: ends.append((code, why)))
     return ends
-
-
-# -- save and leave --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grace", [None, 0])
@@ -291,7 +282,7 @@ def test_nothing_is_saved_in_a_signal_handler(stops):
         state["weights"] += 1  # the first half of a step
         signal.raise_signal(signal.SIGUSR1)  # returns when the handler has returned
         assert written == []
-        wait_until(lambda: ckpt._preemption.agreement._proposals.qsize() > 0)
+        eventually(lambda: ckpt._preemption.agreement._proposals.qsize() > 0)
         assert written == []
         state["weights"] -= 1
         ckpt.step({"loss": train_step(state)})
@@ -340,7 +331,7 @@ def test_the_last_save_follows_the_one_in_flight():
         training.train(5)
         assert begun.wait(10)
         training.source.announce()
-        wait_until(lambda: training.ckpt._preemption.agreement._proposals.qsize() > 0)
+        eventually(lambda: training.ckpt._preemption.agreement._proposals.qsize() > 0)
         training.train(100)
     first, last = Run(store.inner).snapshots()
     assert (first.step, last.step) == (5, 6)
@@ -357,9 +348,6 @@ def test_a_training_announces_itself_to_limpet_run(tmp_path, monkeypatch):
         (record,) = read_records(str(tmp_path))
         assert (record.pid, record.status, record.left) == (os.getpid(), None, None)
     forget_done()
-
-
-# -- hooks of the user ---------------------------------------------------------------------------
 
 
 def test_an_exit_function_that_returns_lets_the_training_end_itself():
@@ -400,9 +388,6 @@ def test_an_error_of_a_save_function_is_raised():
     training = Training(MemoryStore(), save_fn=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError), training.ckpt:
         training.train(10_000, at={5: training.source.announce})
-
-
-# -- what goes wrong -----------------------------------------------------------------------------
 
 
 def test_a_save_that_fails_leaves_with_76_in_time(capsys):
@@ -539,8 +524,6 @@ def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart():
         assert resumed.ckpt._goodput.usual_seconds == pytest.approx((step, save), rel=0.5)
         assert 0.5 + 2 * step + 1.25 * save < resumed.ckpt._preemption._exit_seconds() < 4
 
-
-# -- real processes ------------------------------------------------------------------------------
 
 SCRIPT = """
 import signal, sys, time

@@ -60,9 +60,6 @@ class GuardedTraining:
             time.sleep(0.001)
 
 
-# -- run -------------------------------------------------------------------------------------------
-
-
 def test_run_passes_arguments_and_the_result_and_counts_one_step():
     """12, 29"""
     training = GuardedTraining(MemoryStore())
@@ -203,9 +200,6 @@ def test_without_preemption_a_guard_only_counts():
     assert [s.step for s in Run(store).snapshots()] == [2]
 
 
-# -- save_if_preempted -----------------------------------------------------------------------------
-
-
 def test_save_if_preempted_counts_a_step_saves_and_leaves():
     """13, 30: without a save function, the arguments are those of ``ckpt.step``."""
     store = MemoryStore()
@@ -235,9 +229,6 @@ def test_save_if_preempted_passes_its_arguments_to_the_save_function():
     assert calls == [(("late",), {"a": 1})]
     assert (left.value.code, left.value.step) == (75, 2)
     assert Run(store).snapshots() == []
-
-
-# -- watch_scope -----------------------------------------------------------------------------------
 
 
 def test_a_scope_notes_the_notice_and_leaves_at_its_end(monkeypatch):

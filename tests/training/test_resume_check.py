@@ -5,12 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import limpet
-from limpet.data.sampler import find_next_batch
 from limpet.snapshot.snapshot import reader_of
 from limpet.training import checkpointer, resume_check
 
@@ -233,9 +230,6 @@ def test_a_state_in_memory_is_compared(tmp_path, memory):
     assert "resume_differs" not in dict(found)
 
 
-# -- the next batch --------------------------------------------------------------------------------
-
-
 def make_sampler(**options):
     return limpet.ElasticSampler(**{"length": 40, "batch_size": 4, "seed": 1, **options})
 
@@ -263,36 +257,3 @@ def test_another_next_batch_is_reported(tmp_path):
         tmp_path, make_state(sampler=make_sampler(batch_size=8)), check=False
     )
     assert (name, fields["differing"]) == ("resume_differs", ["the next batch of sampler"])
-
-
-@given(
-    length=st.integers(1, 60),
-    batch_size=st.integers(1, 20),
-    steps=st.integers(0, 12),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-)
-def test_the_next_batch_is_the_one_that_the_sampler_yields_after_a_resume(
-    length, batch_size, steps, shuffle, drop_last
-):
-    if drop_last and length < batch_size:
-        return
-    options = {"length": length, "batch_size": batch_size}
-    sampler = make_sampler(shuffle=shuffle, drop_last=drop_last, **options)
-    done = 0
-    while done < steps:
-        for _ in sampler:
-            sampler.advance()
-            done += 1
-            if done == steps:
-                break
-    expected = find_next_batch(sampler)
-    resumed = make_sampler(shuffle=shuffle, drop_last=drop_last, **options)
-    resumed.load_state_dict(sampler.state_dict())
-    assert find_next_batch(resumed).ids.tolist() == expected.ids.tolist()
-    batches = list(resumed)  # the rest of the epoch, which may be empty
-    if expected.epoch > resumed.state_dict()["epoch"] or not batches:
-        assert not batches
-        batches = list(resumed)
-    assert batches[0] == expected.ids.tolist()
-    assert sum(map(len, batches)) == expected.left

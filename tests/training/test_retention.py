@@ -143,9 +143,6 @@ def test_a_manifest_that_changes_right_after_its_commit_is_not_relied_on(change)
             assert "version_1" in versions, "the newest version is not intact"
 
 
-# -- policies of steps, of time, and of versions without a score ---------------------------------
-
-
 def test_listed_steps_are_saved_and_kept_also_if_they_are_passed_over():
     store = MemoryStore()
     save, keep = EverySteps(4) | AtSteps([10, 15]), KeepSteps([10, 15, 100])

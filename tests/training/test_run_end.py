@@ -101,9 +101,6 @@ def test_a_preemption_is_not_an_end(returns):
     assert (Run(store).ended(), ends(store)) == (None, [])
 
 
-# -- early stopping ------------------------------------------------------------------------------
-
-
 def test_a_stopped_run_says_so_and_a_restart_stops_at_once():
     """The last version is committed before its score comes, so it cannot store the stop."""
     store, state = MemoryStore(), initial_state()
@@ -150,9 +147,6 @@ def test_going_back_to_a_version_at_which_the_training_ended_is_not_an_end():
         ckpt.resume(at=4)
         assert not ckpt.should_stop
         assert Run(store).ended() is None
-
-
-# -- failures and ranks --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choice", ["raise", "warn"])

@@ -43,9 +43,6 @@ def warnings_of(
     return [str(w.message) for w in caught if w.category is InexactResume]
 
 
-# -- random numbers --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "layer", [nn.Dropout(0.1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.RReLU(-1.0, 1.0)]
 )
@@ -132,9 +129,6 @@ def test_a_training_that_saves_nothing_is_not_checked(tmp_path):
     assert warnings_of(tmp_path, state, save=limpet.Never()) == []
 
 
-# -- parameters ------------------------------------------------------------------------------------
-
-
 def test_a_head_that_was_replaced_is_reported_once(tmp_path):
     net = model()
     optimizer = adam(net)
@@ -200,9 +194,6 @@ def test_a_complete_state_is_not_reported(name, tmp_path):
     if name == "a frozen backbone":
         trained[0].requires_grad_(requires_grad=False)
     assert warnings_of(tmp_path, state, trained) == []
-
-
-# -- modules that save nothing ---------------------------------------------------------------------
 
 
 class Mean(nn.Module):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,9 +60,6 @@ def run_interpreter(folder, source, *arguments, code=0):
     return done
 
 
-# -- interpreters --------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path):
     cell = CELL.replace("SAVE", "limpet.EverySteps(4)")
@@ -105,36 +104,23 @@ def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path):
     assert "limpet: the save to runs/a/version_6 failed: NoSpace: The disk is full" in done.stderr
 
 
-# -- the same run --------------------------------------------------------------------------------
-
-
-def as_text(path):
-    return str(path)
-
-
-def as_relative(path):
-    return os.path.relpath(path)
-
-
 def as_link(path):
     link = path.with_name("link")
     link.symlink_to(path, target_is_directory=True)
     return link
 
 
-def as_store(path):
-    return limpet.open_store(str(path))
+SPELLINGS: dict[str, Callable[[Path], Any]] = {
+    "text": str,
+    "relative": os.path.relpath,
+    "link": as_link,
+    "store": lambda path: limpet.open_store(str(path)),
+    "url": Path.as_uri,
+    "slash": lambda path: f"{path.parent}//{path.name}/",
+}
 
 
-def as_url(path):
-    return path.as_uri()
-
-
-def with_slash(path):
-    return f"{path.parent}//{path.name}/"
-
-
-@pytest.mark.parametrize("spell", [as_text, as_relative, as_link, as_store, as_url, with_slash])
+@pytest.mark.parametrize("spell", SPELLINGS.values(), ids=SPELLINGS)
 def test_the_same_run_may_be_spelled_differently(tmp_path, spell):
     path = tmp_path / "run"
     old = start(path, 6)
@@ -157,9 +143,6 @@ def test_views_of_one_store_in_memory_are_one_run():
     assert not start(MemoryStore().at("a"), 1).close()
 
 
-# -- what happens to the earlier one -------------------------------------------------------------
-
-
 def gated_store():
     """Return a store, its front in which the commit of step 4 waits for an event, and the event."""
     memory, gate = MemoryStore(), threading.Event()
@@ -171,17 +154,6 @@ def gated_store():
 
     store.before = before
     return memory, store, gate
-
-
-def test_the_save_in_flight_completes():
-    memory, store, gate = gated_store()
-    old = start(store, 5)
-    threading.Timer(0.05, gate.set).start()
-    with pytest.warns(UnsavedSteps, match="Step 5 is not in any version"):
-        new = start(store, 6)
-    assert old.wait().step == 4
-    assert [s.step for s in Run(memory).snapshots()] == [4]
-    new.close()
 
 
 def test_nothing_that_may_belong_to_no_step_is_saved():
@@ -290,9 +262,6 @@ def test_an_interrupt_in_the_middle_of_a_step_is_taken_over_from():
         new = start(store, 4)
     new.close()
     assert interrupted
-
-
-# -- other threads, ranks, and processes ---------------------------------------------------------
 
 
 def test_a_training_of_another_thread_is_not_closed():

@@ -136,9 +136,6 @@ def test_the_lines_can_be_turned_off(program, variables, tmp_path):
     assert run_on_terminal(program, tmp_path, **variables) == (0, [])
 
 
-# -- the sink ----------------------------------------------------------------------------------
-
-
 def replace_stderr(monkeypatch):
     """Make stderr a terminal. Call it in the test: pytest replaces stderr after the fixtures."""
     stream = RecordingStream(is_terminal=True)

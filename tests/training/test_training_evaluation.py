@@ -3,9 +3,7 @@ training."""
 
 import warnings
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ import limpet
 from limpet.errors import LimpetError, Preempted, Unavailable
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.notices.notice import Notice
-from limpet.run.policy import AtEnd, EverySeconds, EverySteps, KeepBest, KeepLast, Never, StopWhen
+from limpet.run.policy import AtEnd, EverySteps, KeepBest, KeepLast, Never, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -112,9 +110,6 @@ def ends():
         yield found
 
 
-# -- with updates paused ---------------------------------------------------------------------------
-
-
 def test_paused_metrics_are_exactly_those_of_the_version_of_the_step():
     with training() as job, job.evaluating(evaluate, data=data(), batch_size=30) as evaluation:
         for _ in range(11):
@@ -206,9 +201,6 @@ def test_random_numbers_and_modes_of_the_training_do_not_change():
     assert drawn == torch.rand(())
 
 
-# -- on the current parameters ---------------------------------------------------------------------
-
-
 def test_current_parameters_are_evaluated_one_batch_before_each_mini_batch():
     steps = []
 
@@ -266,9 +258,6 @@ def test_the_state_is_kept_on_request_and_if_there_is_no_version(keep):
         assert found == [("version_14", 10, 14), ("version_14", 20, 24), ("version_14", 30, 30)]
 
 
-# -- when ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("on", ["current", "paused"])
 def test_a_step_is_evaluated_once_with_any_number_of_mini_batches(on):
     """B 50: version 10 starts, and 10 again is ignored."""
@@ -293,20 +282,6 @@ def test_what_is_due_while_an_evaluation_runs_follows_and_becomes_one():
     assert steps == [(10, 29), (30, 49), (50, 60), (60, 60)], "20 batches each"
 
 
-def test_seconds_start_an_evaluation():
-    now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    with (
-        mock.patch("limpet.training.cadence.time", clock),
-        training() as job,
-        job.evaluating(every=EverySeconds(60)),
-    ):
-        for _ in range(8):
-            job.step()
-            now[0] += 25
-    assert [version for version, _ in exact(job.store)] == ["version_3", "version_6"]
-
-
 def test_a_loader_that_reads_ahead_does_not_evaluate():
     """The cause that seeds/003 names: only the step asks for evaluation tasks."""
     calls = []
@@ -322,18 +297,6 @@ def test_a_loader_that_reads_ahead_does_not_evaluate():
             job.step()
             assert len(calls) - before <= 1
     assert calls[:19] == [*range(2, 20), 20][:19]
-
-
-# -- interruptions ---------------------------------------------------------------------------------
-
-
-def test_a_pending_evaluation_is_completed_when_the_training_ends():
-    with training() as job, job.evaluating(on="current"):
-        for _ in range(15):
-            job.step()
-        assert inexact(job.store) == []
-    ((version, first, last, _),) = inexact(job.store)
-    assert (version, first, last) == ("version_15", 10, 15)
 
 
 def test_a_loop_that_never_calls_step_is_reported_and_one_without_steps_is_not():
@@ -557,9 +520,6 @@ def test_going_back_abandons_the_evaluation_in_progress():
         job.step()
         assert job.evaluation._share is None
     assert [e["state"] for e in ended] == ["ABANDONED"]
-
-
-# -- invalid use -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

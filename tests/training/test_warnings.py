@@ -37,9 +37,6 @@ def run_steps(store, last, save, **options):
     return ckpt
 
 
-# -- SkippedVersion ------------------------------------------------------------------------------
-
-
 @close_to(errors.SkippedVersion)
 def an_unfinished_save_is_newer():
     store = trained_run()
@@ -52,9 +49,6 @@ def an_unfinished_save_is_newer():
 def a_person_goes_back():
     with limpet.Checkpointer(trained_run(), initial_state(), save=Never()) as ckpt:
         assert ckpt.resume(at=20)
-
-
-# -- SaveFailed ----------------------------------------------------------------------------------
 
 
 @close_to(errors.SaveFailed)
@@ -73,9 +67,6 @@ def the_last_save_after_an_exception_succeeds():
     ):
         train(state, ckpt, 3)
         raise ZeroDivisionError
-
-
-# -- UnsavedSteps --------------------------------------------------------------------------------
 
 
 @close_to(errors.UnsavedSteps)
@@ -108,9 +99,6 @@ def an_idle_checkpointer_is_replaced():
     first = limpet.Checkpointer(store, state, save=EverySteps(2))
     train(state, first, 2)
     limpet.Checkpointer(store, initial_state()).close()
-
-
-# -- InexactResume -------------------------------------------------------------------------------
 
 
 def train_network(dropout=0.0, is_training=True, **members):
@@ -158,9 +146,6 @@ def values_per_rank_have_their_ranks_and_generators_may_have_others():
         group.run(lambda rank: limpet.save(store.at("b"), {"rng": limpet.RNG()}))
     with FakeGroup(3) as group:
         group.run(lambda rank: limpet.load(store.at("b"), into={"rng": limpet.RNG()}))
-
-
-# -- SinkFailed ----------------------------------------------------------------------------------
 
 
 @close_to(errors.SinkFailed)
