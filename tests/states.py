@@ -96,9 +96,9 @@ def assert_same(a, b, path="state"):
         assert a.dtype == b.dtype, path
         assert a.tobytes() == b.tobytes(), path
     elif isinstance(a, dict | OrderedDict | Counter):
-        assert [(type(k), k) for k in a] == [(type(k), k) for k in b], path
-        for k in a:
-            assert_same(a[k], b[k], f"{path}[{k!r}]")
+        assert [*map(_member_repr, a)] == [*map(_member_repr, b)], path
+        for k, x, y in zip(a, a.values(), b.values(), strict=True):
+            assert_same(x, y, f"{path}[{k!r}]")
         assert_same(
             getattr(a, "_metadata", None), getattr(b, "_metadata", None), f"{path}._metadata"
         )

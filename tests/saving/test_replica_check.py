@@ -79,7 +79,7 @@ def test_the_device_digest_does_not_depend_on_strides(tensor):
 
 def test_the_device_digest_does_not_depend_on_the_step_size(monkeypatch):
     whole = digest_on_device(COUNTING)
-    monkeypatch.setattr("limpet.saving.partition._WORDS_PER_STEP", 7)
+    monkeypatch.setattr("limpet.state.arrays.torch._WORDS_PER_STEP", 7)
     assert digest_on_device(COUNTING) == whole
 
 

@@ -272,16 +272,16 @@ def test_a_poll_that_began_before_a_resume_changes_nothing():
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 4)
         record(run, v1=1.0, v4=2.0)
-        evaluations, resumed = ckpt.run.catalog.evaluations, list[bool]()
-        read = evaluations._entries
+        evaluations, resumed = ckpt.run.catalog.evaluations, []
+        read = evaluations.read
 
-        def resume_meanwhile(version):
+        def resume_meanwhile(version, digest):
             if not resumed:
                 resumed.append(True)
                 ckpt.resume(at=2)
-            return read(version)
+            return read(version, digest)
 
-        evaluations._entries = resume_meanwhile
+        evaluations.read = resume_meanwhile
         ckpt._watcher.poll()
         save_next(state, ckpt, 2)
         assert [*ckpt._early_stop._history._scores] == [1]

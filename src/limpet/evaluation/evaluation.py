@@ -221,8 +221,8 @@ class Evaluation:
             except Exception as e:  # noqa: BLE001  (top of a thread: reported, and raised below)
                 errors.append(e)
                 if not self._stopping.is_set():
-                    where = {"run": self._run.url, "evaluation": self.name}
-                    events.emit("evaluation_stopped", **where, error=e)
+                    url, name = self._run.url, self.name
+                    events.emit("evaluation_stopped", run=url, evaluation=name, error=e)
 
         thread = Thread(target=run, name="limpet-evaluation", daemon=True)
         thread.start()
