@@ -56,9 +56,6 @@ def test_event_table_matches_the_emitted_events():
     assert set(table) == {event for event, _, _ in emitted()}
 
 
-# -- attaching and detaching -------------------------------------------------------------------
-
-
 class RecordingSink(list):
     """A sink that records the events it receives."""
 
@@ -117,9 +114,6 @@ def test_sink_can_attach_another_sink_and_detach_itself():
     events.emit("a")
     events.emit("b")
     assert [name for name, _ in received] == ["b"]
-
-
-# -- sinks that fail ---------------------------------------------------------------------------
 
 
 def failing_sink(name, fields):

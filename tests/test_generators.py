@@ -252,9 +252,6 @@ class Stateful:
         pass
 
 
-# -- devices -------------------------------------------------------------------------------------
-
-
 class FakeDevices:
     """A device module such as ``torch.cuda``: its generators exist after it is initialized."""
 
@@ -343,9 +340,6 @@ def test_a_device_that_is_first_used_in_a_block(install, reseed, own_seed, saves
     if saves:
         limpet.load(store, into={"rng": limpet.RNG()})
         assert devices.draw() == expected
-
-
-# -- libraries that are not imported -------------------------------------------------------------
 
 
 def run(code):

@@ -205,9 +205,6 @@ def test_no_empty_folder_remains_if_nothing_was_copied(store, tmp_path):
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-# -- repeated copies -----------------------------------------------------------------------------
-
-
 def continue_training(store, steps, every=20, at=None):
     """Continue training from the newest version, or from that of step ``at``."""
     with training(store, EverySteps(every)) as (state, ckpt):
@@ -390,9 +387,6 @@ def test_a_damaged_manifest_can_be_replaced_from_a_copy(run, store):
     assert run_cli("copy", to, run).code == 0
     assert keys(run) == keys(to)
     assert run_cli("verify", run).code == 0
-
-
-# -- concurrent retention ------------------------------------------------------------------------
 
 
 def copy_and_check(run):

@@ -118,9 +118,6 @@ def test_changes_of_the_content_are_reported(folder):
     ).out  # fmt: skip
 
 
-# -- errors --------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_without_a_step(folder):
     torch.save({"w": torch.ones(1)}, "w.pt")
     for options in ((), ("--json",)):

@@ -184,9 +184,6 @@ def test_what_python_can_do_and_no_command(arguments):
     assert hf.Run(weak).pin(1).step == 1
 
 
-# -- waiting for a server ------------------------------------------------------------------------
-
-
 def emit_waiting(seconds=295.2, store="s3://bucket/runs/a"):
     error = Unavailable("Could not connect to http://h:1", todo="Check the network")
     events.emit("waiting", store=store, action="list folder", error=error, seconds=seconds)

@@ -86,9 +86,6 @@ def test_the_key_of_an_imported_state(value, under, keys):
     assert list(arrange_state(value, under).state) == keys
 
 
-# -- names ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("names", "plain"),
     [
@@ -149,9 +146,6 @@ def test_names_are_kept_if_removing_prefixes_would_make_them_equal():
     state = {"model": {"_orig_mod.w": ONE, "w": ONE.clone()}}
     imported = arrange_state(state, None)
     assert (imported.state, imported.renamed) == (state, [])
-
-
-# -- optimizers ----------------------------------------------------------------------------------
 
 
 def same_optimizer(a, b):

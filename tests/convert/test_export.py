@@ -99,8 +99,6 @@ def state_of_all_dtypes():
     return {"model": model, "progress": {"step": 3}}
 
 
-# -- safetensors ----------------------------------------------------------------------------------
-
 READABLE = [d for d in TORCH_DTYPES if d not in (torch.complex32, torch.complex128)]
 
 
@@ -167,9 +165,6 @@ def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path):
     many_leaves = {f"c{i}": torch.ones(1, dtype=torch.complex128) for i in range(50)}
     with pytest.raises(Unsupported, match=r"c19 \(complex128\), and 30 more\."):
         export(many_leaves, "safetensors", tmp_path / "many")
-
-
-# -- selection and names --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -253,8 +248,6 @@ def test_keys_with_equal_text(tmp_path):
     assert len(loaded["1"]) == 2
 
 
-# -- Hugging Face ---------------------------------------------------------------------------------
-
 SPLITS = [
     ([6, 6, 2, 6, 2, 2], 10, [[0], [1, 2], [3, 4, 5]]),
     ([1, 1, 1], 3, [[0, 1, 2]]),
@@ -290,9 +283,6 @@ def test_shards_of_a_hugging_face_checkpoint(tmp_path, sizes, max_size, expected
         for name, tensor in loaded.items():
             assert index["weight_map"][name] == file
             assert torch.equal(tensor, model[name])
-
-
-# -- torch ----------------------------------------------------------------------------------------
 
 
 def test_torch_reads_the_same_state_as_load(tmp_path):
@@ -393,9 +383,6 @@ def test_the_error_without_torch_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(LimpetError, match="pip install"):
         prepare_export(reader_of(snapshot), "memory://x/y", "torch")
-
-
-# -- layouts and stores ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
@@ -565,9 +552,6 @@ def test_a_version_is_pinned_during_an_export(tmp_path, monkeypatch):
     prepare_export(reader_of(snapshot), str(tmp_path), "safetensors").write(record_pins)
     assert [len(k) for k in pins_by_call] == [1]
     assert not [s.key for s in store.list("") if names.parse_pin(s.key)]
-
-
-# -- destinations ---------------------------------------------------------------------------------
 
 
 def test_destinations_of_folders_and_files(tmp_path, monkeypatch):

@@ -154,9 +154,6 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
             read_foreign_checkpoint(str(path))
 
 
-# -- zip files -----------------------------------------------------------------------------------
-
-
 def rewrite_directory(path, change):
     """Write the zip file again with other entries in its directory."""
     with zipfile.ZipFile(path, "a") as opened:
@@ -194,9 +191,6 @@ def test_two_records_of_one_name_are_refused(tmp_path):
             opened.writestr("x/data.pkl", content)
     with pytest.raises(FormatError, match="one record of each name"):
         read_zip_records(MappedFile(str(tmp_path / "x")))
-
-
-# -- folders of DCP ------------------------------------------------------------------------------
 
 
 def save_dcp(folder, state):

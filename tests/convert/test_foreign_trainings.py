@@ -282,9 +282,6 @@ def test_no_code_is_run_and_damage_is_refused(tmp_path):
     assert not (tmp_path / "v").exists()
 
 
-# -- the libraries themselves ----------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_lightning(tmp_path):

@@ -51,9 +51,6 @@ def state_of_all_kinds(zipped=True):
     }
 
 
-# -- files of torch.save -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
 def test_a_torch_save_file(tmp_path, zipped):
     state = state_of_all_kinds(zipped)
@@ -163,9 +160,6 @@ def test_a_record_cannot_extend_into_the_next(tmp_path):
         read_zip_records(MappedFile(str(tmp_path / "y")), 0, len(longer))
 
 
-# -- no code is run ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def canary(tmp_path):
     """Return the path of a file that must not exist after the test."""
@@ -249,8 +243,6 @@ def test_a_lightning_file(tmp_path, canary):
     torch.save(lightning(hyper_parameters=MaliciousPickle(canary)), tmp_path / "malicious.ckpt")
     check_rejected(tmp_path / "malicious.ckpt", "posix.system")
 
-
-# -- safetensors ---------------------------------------------------------------------------------
 
 SAFE_DTYPES = [d for d in TORCH_DTYPES if d.itemsize < 16 and d != torch.complex32]
 SAFE_DTYPES = [d for d in SAFE_DTYPES if "fnuz" not in str(d) and "float4" not in str(d)]
@@ -343,9 +335,6 @@ def test_the_part_of_one_rank_is_rejected(tmp_path, name, begin):
         tmp_path / "complete", {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "a": entry()}, b"0000"
     )
     assert import_and_load(tmp_path / "complete")["model"]["a"].shape == (1,)
-
-
-# -- Hugging Face folders ------------------------------------------------------------------------
 
 
 def write_model(folder, parts, kind="safetensors"):
@@ -447,9 +436,6 @@ def test_a_part_without_a_dict(tmp_path):
         read_foreign_checkpoint(str(tmp_path))
 
 
-# -- other files ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("data", "found"),
     [
@@ -517,8 +503,6 @@ def test_missing_and_unusual_paths(tmp_path):
     with pytest.raises(Unsupported, match="not a regular file"):
         read_foreign_checkpoint(str(tmp_path / "pipe"))
 
-
-# -- large files ---------------------------------------------------------------------------------
 
 MEASURE_MEMORY = """
 import sys

@@ -225,9 +225,6 @@ def test_a_store_that_only_appends_gets_the_same_files(run, kind, tmp_path):
     assert run_cli("verify", f"memory://{name}/out").code == 0
 
 
-# -- bad input -----------------------------------------------------------------------------------
-
-
 def test_invalid_arguments(run, tmp_path):
     out = tmp_path / "out"
     for expected, kind, options in (
@@ -256,9 +253,6 @@ def test_an_existing_target_is_not_changed(run, tmp_path):
     assert os.listdir(tmp_path / "out") == ["model.pt.limpet.json"]
     with pytest.raises(AlreadyExists):
         limpet.export(f"{run}@1", run, "hf")
-
-
-# -- averages of weights during training ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "is_wrapped"), [("safetensors", False), ("torch", True)])

@@ -83,9 +83,6 @@ def test_several_files(tmp_path):
     assert_same({k: state["m"][k] for k in loaded}, loaded)
 
 
-# -- many ranks ----------------------------------------------------------------------------------
-
-
 def numbered(*shape):
     return torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
 
@@ -181,9 +178,6 @@ def test_a_folder_saved_with_fsdp_on_two_ranks(tmp_path):
     limpet.load(imported.url, into={"model": model, "optimizer": optimizer})
     assert torch.equal(model[0].weight, limpet.load(full.url)["model"]["0.weight"])
     assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-# -- no code is run ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -288,9 +282,6 @@ def test_a_pickle_cannot_change_later_imports(tmp_path):
     with pytest.raises(FormatError):
         read_foreign_checkpoint(str(tmp_path / "y"))
     assert_same(state, import_and_load(tmp_path / "x"))
-
-
-# -- damaged and invalid metadata ----------------------------------------------------------------
 
 
 def edit_metadata(folder, edit):

@@ -99,8 +99,6 @@ def plain_files(snapshot):
     return found
 
 
-# -- any layout into any other --------------------------------------------------------------------
-
 DTYPES = ["uint8", "bool", "int16", "float32", "float64", "complex128"]
 
 
@@ -235,9 +233,6 @@ def test_an_incremental_version_becomes_self_contained(small_chunks):
     assert limpet.load(new.location.store.at("version_2"))["a"].tolist() == [1.0] * 300
 
 
-# -- the manifest and the metadata ----------------------------------------------------------------
-
-
 def test_other_fields_are_unchanged_and_the_metadata_records_the_reshard():
     store, state = MemoryStore(), {"a": np.arange(9.0), "list": [1, (2, None)]}
     with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
@@ -283,9 +278,6 @@ def test_a_reshard_over_an_existing_snapshot_or_run_is_refused(at):
     with pytest.raises(AlreadyExists, match="nothing was changed"):
         reshard(reader_of(old), Location(to, at), 2)
     assert [s.key for s in to.list("")] == before
-
-
-# -- how many bytes are read ----------------------------------------------------------------------
 
 
 class Counting(MemoryStore):
@@ -415,9 +407,6 @@ def test_the_uploads_of_a_store_that_collects_bytes_are_bounded(
     assert store.most_bytes <= max(limit, store.kept)
     if is_ordered:
         assert store.early == 0
-
-
-# -- failures -------------------------------------------------------------------------------------
 
 
 def assert_nothing_left(to):

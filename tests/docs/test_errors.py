@@ -38,8 +38,6 @@ CLASSES = {
 }
 
 
-# -- what causes each message ----------------------------------------------------------------------
-
 CAUSES: dict[str, Callable[[], str | None]] = {}
 """Each function returns the message of an error, or None after it caused a warning."""
 
@@ -268,9 +266,6 @@ def Preempted():
     return f"limpet: {caught.value.reason}"
 
 
-# -- warnings --------------------------------------------------------------------------------------
-
-
 @causes
 def SkippedVersion():
     state = save_run()
@@ -317,9 +312,6 @@ def SinkFailed():
 
     with limpet.attach(to_dashboard):
         save_snapshot()
-
-
-# -- the page --------------------------------------------------------------------------------------
 
 
 def test_the_page_describes_every_class_and_nothing_else():

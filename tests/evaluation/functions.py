@@ -85,9 +85,6 @@ def expected(state):
     }
 
 
-# -- functions that fail -------------------------------------------------------------------------
-
-
 def evaluate_nan(model, batch):
     return {"loss": (float("nan"), 1)}
 

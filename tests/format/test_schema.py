@@ -165,8 +165,6 @@ def test_any_plain_value(value):
     assert check(store) == {"manifest", "index"}
 
 
-# -- rejected documents --------------------------------------------------------------------------
-
 UNDETECTABLE = {
     # two locations in one file or in two files
     "no-shards", "shard-twice", "shard-other", "index-other", "shard-shorter",

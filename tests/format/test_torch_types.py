@@ -127,9 +127,6 @@ def test_ranks_that_disagree_are_named():
             assert "d: dtype" in str(error)
 
 
-# -- without torch, and forged files -------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_command_does_not_import_torch(tmp_path):
     limpet.save(str(tmp_path / "version_1"), STATE)

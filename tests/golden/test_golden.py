@@ -109,8 +109,6 @@ def test_this_build_writes_the_same_files(run: limpet.Run, tmp_path: Path) -> No
     assert a.digests == b.digests
 
 
-# -- incremental versions ------------------------------------------------------------------------
-
 BASES_BY_STEP = {1: set(), 2: {Version(1)}, 3: {Version(1)}, 4: {Version(1), Version(3)}}
 
 
@@ -146,9 +144,6 @@ def test_this_build_writes_the_same_chain(incremental_run: limpet.Run, tmp_path:
         if a.chunk_refs is not None and b.chunk_refs is not None:
             assert (a.chunk_refs.files == b.chunk_refs.files).all()
             assert (a.chunk_refs.offsets == b.chunk_refs.offsets).all()
-
-
-# -- shards in folders of their own ---------------------------------------------------------------
 
 
 def test_a_spread_run_is_read_and_continued(tmp_path: Path) -> None:

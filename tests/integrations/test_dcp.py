@@ -216,9 +216,6 @@ def test_tensors_without_plain_bytes_are_refused_by_key(make, tmp_path):
     assert not (tmp_path / "a" / "manifest.json").exists()
 
 
-# -- metadata ------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_metadata_equals_that_of_dcp(tmp_path):
     state = trained_state()
@@ -390,9 +387,6 @@ def test_planner_whose_data_differs_from_its_plan_is_refused(store):
     assert isinstance(cause_of(caught), ShapeMismatch)
 
 
-# -- native snapshots ----------------------------------------------------------------------------
-
-
 def test_native_snapshot_loads_through_dcp(tmp_path):
     model = nn.Linear(3, 4)
     tied = torch.ones(2)
@@ -439,9 +433,6 @@ def test_two_leaves_with_the_same_dcp_name_are_refused(store):
     limpet.save(store, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
     with pytest.raises(PlanError, match=r"DCP uses the name 'a\.b' for two leaves"):
         StorageReader(store).read_metadata()
-
-
-# -- failures ------------------------------------------------------------------------------------
 
 
 def test_save_never_overwrites_a_snapshot(tmp_path):
@@ -549,9 +540,6 @@ def test_missing_keys_raise_unless_partial_load_is_allowed(store):
 def test_load_without_a_snapshot_raises(tmp_path):
     with pytest.raises(CheckpointException, match="There is no snapshot at"):
         load({"a": torch.zeros(3)}, tmp_path / "none")
-
-
-# -- calling conventions -------------------------------------------------------------------------
 
 
 def test_checkpoint_id_selects_the_location_of_a_reused_writer_and_reader(tmp_path):

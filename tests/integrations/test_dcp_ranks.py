@@ -54,8 +54,6 @@ def arange(*shape):
     return torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
 
 
-# -- layouts -------------------------------------------------------------------------------------
-
 SHAPES = [(8, 4), (5, 3), (3, 7), (1, 9), (0, 4), (2, 2, 6), (11,)]
 LINE_PLACEMENTS = [[Shard(0)], [Shard(1)], [Replicate()]]
 GRID_PLACEMENTS = [
@@ -132,9 +130,6 @@ def check_sharded_tensors(folder):
 def test_sharded_tensors_load_into_other_shards_and_whole_tensors(world, tmp_path):
     world.run(check_sharded_tensors, str(tmp_path / "a"))
     assert limpet.load(tmp_path / "a")["a"].equal(arange(6, 5))
-
-
-# -- models --------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -258,9 +253,6 @@ def test_full_state_of_rank_0_is_saved(world, tmp_path):
     assert not any(others)
     loaded = limpet.load(tmp_path / "a")["model"]
     assert all(loaded[k].equal(v) for k, v in first.items())
-
-
-# -- calling conventions -------------------------------------------------------------------------
 
 
 class CachedPlanner(DefaultSavePlanner):
@@ -387,9 +379,6 @@ def test_replicated_tensors_are_written_once(world, tmp_path):
     assert len(reader_of(lowest).indexes()) == 1, (
         "a rank with nothing to write does not write a shard"
     )
-
-
-# -- failures ------------------------------------------------------------------------------------
 
 
 class FailsOnRank2(DefaultSavePlanner):

@@ -101,9 +101,6 @@ def pytest_collectreport(report):
 """The ``conftest.py`` of the tests: one line for every phase of a test, written as it ends."""
 
 
-# -- in the test processes -----------------------------------------------------------------------
-
-
 def install(use_dcp_classes=False):
     """Patch modules when the tests import them.
 
@@ -230,9 +227,6 @@ _PATCHES = {
     "torch.testing._internal.common_distributed": _patch_distributed,
     "torch.testing._internal.distributed._shard.sharded_tensor": _patch_sharded,
 }
-
-
-# -- in the process that runs the tests ----------------------------------------------------------
 
 
 def copy_tests(checkout, folder, use_dcp_classes):

@@ -53,9 +53,6 @@ def assert_refused(saved, live, kind, missing=(), unexpected=(), options=None):
     return str(e.value)
 
 
-# -- any object ----------------------------------------------------------------------------------
-
-
 def test_keys_that_one_side_lacks_are_refused():
     assert_refused({"a": 1}, {"b": 1}, PlanError, ["o/b"], ["o/a"])
     assert_refused({"a": 1}, {"a": 1, "b": 2}, MissingLeaf, ["o/b"])
@@ -193,9 +190,6 @@ def test_a_stateful_data_loader_is_restored(workers):
     next(batches)
     limpet.load(save_state({"loader": a}), into={"loader": b})
     assert [x.tolist() for x in b] == [x.tolist() for x in batches]
-
-
-# -- schedulers ----------------------------------------------------------------------------------
 
 
 def make_scheduler(name):

@@ -39,9 +39,6 @@ def assert_loads(snapshot, live, expected, **options):
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 
-# -- strict --------------------------------------------------------------------------------------
-
-
 def test_one_error_names_all_differences():
     e = assert_load_fails(
         {"a": ONE, "b": {"c": ONE, "d": 1}, "shape": ONE, "dtype": ONE, "same": TWO},
@@ -220,9 +217,6 @@ def test_a_live_none_accepts_any_value():
     assert_loads(state, dict.fromkeys("abcd"), state)
 
 
-# -- containers ----------------------------------------------------------------------------------
-
-
 def test_containers_are_filled_in_place():
     inner, items, ordered = {"t": TWO.clone()}, [0, TWO.clone()], OrderedDict(a=1)
     live = {"d": inner, "l": items, "t": (1, TWO.clone()), "o": ordered}
@@ -260,9 +254,6 @@ def test_a_saved_list_is_loaded_into_a_live_tuple_and_the_reverse():
 
 def test_a_live_dict_keeps_its_order():
     assert_loads({"a": 1, "b": ONE}, {"b": TWO.clone(), "a": 0}, {"b": ONE, "a": 1})
-
-
-# -- leaves in place -----------------------------------------------------------------------------
 
 
 def test_an_expanded_live_tensor_is_refused():
@@ -332,9 +323,6 @@ def test_a_live_memmap_is_filled_in_place(tmp_path):
     live = np.memmap(tmp_path / "x", np.int64, "w+", shape=(4,))
     limpet.load(save_state({"x": np.arange(4)}), into={"x": live})
     assert live.tolist() == [0, 1, 2, 3]
-
-
-# -- lenient loads -------------------------------------------------------------------------------
 
 
 def test_missing_keep_leaves_missing_values_unchanged():

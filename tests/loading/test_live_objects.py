@@ -16,8 +16,6 @@ from limpet.errors import (
 from limpet.snapshot.snapshot import reader_of
 from tests.states import Stateful, assert_same, round_trip, save_state, tensor_bytes, unused_url
 
-# -- modules -------------------------------------------------------------------------------------
-
 
 def net(seed=0):
     torch.manual_seed(seed)
@@ -398,9 +396,6 @@ def test_names_that_become_equal_without_their_wrappers_are_refused():
     m._orig_mod.a = nn.Linear(1, 1)
     with pytest.raises(PlanError, match="the same name without their wrapper"):
         limpet.save(unused_url(), {"model": m})
-
-
-# -- optimizers ----------------------------------------------------------------------------------
 
 
 def step(m, opt, x):
@@ -794,9 +789,6 @@ def test_an_optimizer_with_overridden_methods_or_hooks_is_saved_and_loaded_by_th
     assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
 
 
-# -- schedulers ----------------------------------------------------------------------------------
-
-
 SCHEDULERS = {
     "StepLR": lambda o: lrs.StepLR(o, 2),
     "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 4, 4]),
@@ -827,9 +819,6 @@ def test_options_that_a_scheduler_added_are_loaded_without_a_scheduler():
     live = optim.SGD(m.parameters(), 0.1)
     limpet.load(save_state({"m": m, "o": opt}), into={"m": m, "o": live})
     assert_same([options(g) for g in opt.param_groups], [options(g) for g in live.param_groups])
-
-
-# -- other stateful objects ----------------------------------------------------------------------
 
 
 def test_a_stateful_object_with_tensors_and_values_is_restored():

@@ -25,9 +25,6 @@ from tests.states import TORCH_DTYPES, assert_same, random_tensor, save_state, u
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 
-# -- partial loads -------------------------------------------------------------------------------
-
-
 def nested_state():
     return {
         "model": {"a.weight": ONE, "a.bias": TWO, "deep": {"a.weight": ONE + 5, "n": 3}},
@@ -130,9 +127,6 @@ def damage(store, leaf, snapshot):
     store._objects[path] = bytes(wrong), modified
 
 
-# -- renames -------------------------------------------------------------------------------------
-
-
 def test_renaming_a_submodule_renames_all_names_below_it():
     m = nn.ModuleDict({"old": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     live = nn.ModuleDict({"new": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
@@ -223,9 +217,6 @@ def test_a_rename_applies_to_the_parameter_names_of_an_optimizer():
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
 
-# -- devices -------------------------------------------------------------------------------------
-
-
 def test_tensors_are_loaded_to_the_given_device():
     state = {"t": ONE, "a": np.ones(2), "n": 1}
     assert_same(state, limpet.load(save_state(state), device="cpu"))
@@ -239,9 +230,6 @@ def test_into_must_be_a_dict():
     for into in ([], nn.Linear(2, 2), torch.ones(2)):
         with pytest.raises(PlanError, match="into= is a"):
             limpet.load(save_state({"a": 1}), into=into)
-
-
-# -- failures after the first change -------------------------------------------------------------
 
 
 def test_the_error_for_damage_states_that_the_live_state_is_not_valid():
@@ -284,8 +272,6 @@ def test_differences_are_raised_before_any_bytes_are_read(monkeypatch):
     with pytest.raises(ShapeMismatch):
         limpet.load(url, into={"a": ONE, "b": torch.zeros(3)})
 
-
-# -- slices --------------------------------------------------------------------------------------
 
 SHAPE = (7, 5, 6)
 FULL = torch.arange(210, dtype=torch.float64).reshape(SHAPE)
@@ -392,9 +378,6 @@ def test_a_slice_reads_only_its_chunks(monkeypatch):
     monkeypatch.setattr(MemoryStore, "get_range", counting_get_range)
     assert snapshot["t"][4_999_998:].tolist() == [4_999_998, 4_999_999]
     assert sum(read) <= 8 << 20
-
-
-# -- large states --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

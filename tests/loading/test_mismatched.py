@@ -47,9 +47,6 @@ def slots_of(state):
     return {n: clone(dict(slots[p])) for n, p in model.named_parameters() if p in slots}
 
 
-# -- what is kept ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reverse", [False, True], ids=["optimizer first", "model first"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_head_of_another_size_is_kept_with_its_slots(steps, reverse):
@@ -229,9 +226,6 @@ def test_objects_load_their_own_state_as_a_whole():
     assert torch.equal(live["buffer"].state["x"], torch.ones(3))
 
 
-# -- advice ----------------------------------------------------------------------------------------
-
-
 def test_the_suggested_rename_works():
     saved, live = training(10, 2), training(10)
     live["model"].head = live["model"].fc
@@ -363,9 +357,6 @@ def test_no_option_is_suggested_with_which_a_model_keeps_its_random_values():
     assert str(e.value).endswith("Load into the same state that was saved.")
 
 
-# -- the report ------------------------------------------------------------------------------------
-
-
 def test_the_report_says_what_was_loaded_kept_ignored_and_cast():
     saved = {
         "model": {"body": torch.ones(2), "fc": torch.ones(4), "n": torch.ones(1).int()},
@@ -408,9 +399,6 @@ def test_a_complete_load_is_reported_but_not_shown(capsys):
         )
 
 
-# -- cast ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_slots_are_cast_with_their_parameter(steps):
     saved, live = training(10, 2), training(10)
@@ -438,8 +426,6 @@ def test_a_slot_in_a_higher_precision_keeps_it():
     assert not report.cast
     assert_same(slots_of(saved), slots_of(live))
 
-
-# -- any combination -------------------------------------------------------------------------------
 
 LEAVES = st.tuples(st.integers(0, 3), st.sampled_from([torch.float32, torch.float64]))
 TREES = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), LEAVES))

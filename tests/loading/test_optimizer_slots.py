@@ -63,9 +63,6 @@ def set_slot(slot, value):
     return lambda of_weight: of_weight.update({slot: value(of_weight[slot])})
 
 
-# -- dtypes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_slot_of_another_dtype_is_refused_or_cast(foreach):
     url = save_with(set_slot("exp_avg", torch.Tensor.double), foreach=foreach)
@@ -108,9 +105,6 @@ def test_a_step_counter_of_another_dtype_gets_the_live_one(kind, dtype, steps):
         assert f"{WEIGHT}/step" in report.cast
     step(live)
     assert slots(live)["step"] == 3
-
-
-# -- kinds ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -158,9 +152,6 @@ def test_an_unused_momentum_buffer_is_none():
     limpet.load(save_state(with_buffer), into=live)
     step(live), step(with_buffer)
     assert_same(contents(with_buffer), contents(live))
-
-
-# -- slots that one side lacks --------------------------------------------------------------------
 
 
 def test_a_missing_slot_is_refused_or_kept():
@@ -233,9 +224,6 @@ def test_some_slots_are_loaded_only_next_to_live_ones(keys):
     step(live)
 
 
-# -- shapes ---------------------------------------------------------------------------------------
-
-
 def test_a_slot_of_another_shape_is_refused_or_kept_with_all_slots_of_the_parameter():
     url, live = save_with(set_slot("exp_avg", lambda t: t[:2].clone())), training(3)
     error = assert_refused(
@@ -261,9 +249,6 @@ def test_one_error_lists_the_problems_of_all_slots():
     )
     assert 'missing="keep"' in str(error)
     assert len(error.misfits) == 3
-
-
-# -- foreign checkpoints --------------------------------------------------------------------------
 
 
 def test_the_slots_of_a_foreign_checkpoint_are_compared_too(tmp_path):

@@ -177,9 +177,6 @@ def test_retention_deletes_a_version_with_its_evaluations(store):
     assert list(store.list("version_20")) == []
 
 
-# -- the best ------------------------------------------------------------------------------------
-
-
 def test_best_uses_metrics_added_later(store):
     run = Run(store)
     for step, value in ((20, 0.3), (40, 0.1), (60, nan)):
@@ -208,9 +205,6 @@ def test_the_best_version_is_intact_and_on_the_lineage(store):
     assert best(store, "val") == 20
     flip_bit(store, f"version_20/{MANIFEST}")
     assert run.best("val").version == Version(60, 1)
-
-
-# -- which version -------------------------------------------------------------------------------
 
 
 class Step(IntEnum):

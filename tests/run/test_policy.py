@@ -30,8 +30,6 @@ from limpet.run.run import Run
 
 START = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
 
-# -- when to save --------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("step", "last", "due"),
@@ -80,9 +78,6 @@ def test_a_combined_policy_is_due_if_either_is():
     due = [s for s in range(1, 21) if combined.due(replace(START, step=s, last_step=s - 1))]
     assert due == [7, 10, 14, 20]
     assert combined.due(replace(START, step=1, seconds=61.0))
-
-
-# -- what to keep --------------------------------------------------------------------------------
 
 
 def records(*pairs, metric="loss"):
@@ -259,9 +254,6 @@ def test_a_combined_policy_keeps_what_either_keeps(a, b, gaps):
     assert a.keep(history) <= {r.version for r in history}
 
 
-# -- when to stop --------------------------------------------------------------------------------
-
-
 def observe(stop, *found, state=None):
     state = StopState() if state is None else state
     for value in found:
@@ -293,8 +285,6 @@ def observe(stop, *found, state=None):
 def test_stop_when(stop, found, state):
     assert observe(stop, *found) == state
 
-
-# -- invalid arguments ---------------------------------------------------------------------------
 
 INVALID_COUNTS: list[Any] = [0, -1, 1.0, 2.5, nan, inf, True, "3", None, [3], EverySteps]
 INVALID_SECONDS: list[Any] = [0, -1, 0.0, nan, inf, -inf, True, "60", None]

@@ -88,9 +88,6 @@ def references(monkeypatch):
     return table
 
 
-# -- kept versions -------------------------------------------------------------------------------
-
-
 def test_keep_last_deletes_all_files_of_other_versions(store):
     assert Run(store).retain(KeepLast(1)) == [Version(20), Version(40)]
     assert {s.key.partition("/")[0] for s in store.list("")} == {"version_60"}
@@ -149,9 +146,6 @@ def test_retention_of_several_policies_after_every_save():
             ckpt.step({"loss": losses.get(step, 1.0)})
             ckpt.wait()
     assert steps(store) == [30, 40, 60, 70]
-
-
-# -- pins ----------------------------------------------------------------------------------------
 
 
 def test_a_pinned_version_is_kept_until_it_is_unpinned(store):
@@ -386,8 +380,6 @@ def test_a_read_continues_without_a_pin_if_none_can_be_written(store, error):
     assert emitted == ([] if error is limpet.errors.Denied else ["pin_left"])
 
 
-# -- bases ---------------------------------------------------------------------------------------
-
 References = dict[Version, set[Version]]
 
 
@@ -447,9 +439,6 @@ def test_a_read_error_of_a_manifest_stops_the_deletion(store):
     assert steps(store) == [20, 40, 60]
 
 
-# -- deleting one --------------------------------------------------------------------------------
-
-
 def test_delete_raises_for_pinned_referenced_and_missing_versions(references):
     store = make_run(10, 20, 30)
     references[Version(20)] = {Version(10)}
@@ -470,9 +459,6 @@ def test_delete_raises_for_pinned_referenced_and_missing_versions(references):
     assert run.delete(Version(20)) == size
     run.delete(Version(10))
     assert list(store.list("version_10")) == []
-
-
-# -- concurrent readers and saves, at every call -------------------------------------------------
 
 
 class InterleavedStore(HookedStore):
@@ -580,9 +566,6 @@ def test_a_concurrent_save_keeps_its_base_or_fails(references):
             else:
                 assert not list(inner.list("version_1"))
     assert min(outcomes["saves"], outcomes["failed"]) > 20
-
-
-# -- failures at every call ----------------------------------------------------------------------
 
 
 def failing(inner, at, *, lost):
@@ -742,9 +725,6 @@ def test_the_number_of_versions_kept_as_bases(rotating, full_every, expected):
     assert max(counts) == expected
 
 
-# -- cost ----------------------------------------------------------------------------------------
-
-
 def test_a_damaged_version_is_reported_once(store):
     flip_bit(store, f"version_20/{MANIFEST}")
     run, emitted_events = Run(store), []
@@ -754,9 +734,6 @@ def test_a_damaged_version_is_reported_once(store):
         run.retain(KeepLast(1))
         run.retain(KeepLast(1))
     assert emitted_events == [("skipped", "version_20"), ("deleted", "version_40")]
-
-
-# -- sweep ---------------------------------------------------------------------------------------
 
 
 def orphaned(store, step):

@@ -126,9 +126,6 @@ def test_a_version_in_a_folder_of_another_name_is_damaged(store):
     assert Run(store).latest().step == 60
 
 
-# -- branches ------------------------------------------------------------------------------------
-
-
 def test_versions_after_the_branch_point_are_abandoned(store):
     branch_off(store, at=20, to=40)
     run = Run(store)
@@ -186,9 +183,6 @@ def test_each_branch_gets_its_own_number(store):
     snapshot = Run(store).open(Version(20))
     numbers = {Run(store).leave_from(snapshot, Version(20), "x") for _ in range(3)}
     assert numbers == {1, 2, 3}
-
-
-# -- going back ----------------------------------------------------------------------------------
 
 
 def make_branches(store):
@@ -318,18 +312,12 @@ def test_the_error_for_a_missing_step_lists_few_versions_all(tmp_path, count, la
     assert f", {last} `limpet ls RUN` lists" in str(e.value)
 
 
-# -- deleting ------------------------------------------------------------------------------------
-
-
 def test_delete_takes_the_step_of_a_version_of_the_current_lineage(store):
     branch_off(store, at=20, to=40)
     assert Run(store).delete(20) > 0
     with pytest.raises(NotFound, match="no version of step 60 on the current lineage"):
         Run(store).delete(60)
     assert Run(store).listing().versions == [Version(40), Version(40, 1), Version(60)]
-
-
-# -- sweep ---------------------------------------------------------------------------------------
 
 
 def leave_orphans(store, step):
@@ -420,9 +408,6 @@ def test_opening_a_missing_version(store):
         Run(store).open(Version(99))
     with pytest.raises(NotFound):
         limpet.open("memory://never-made/version_1")
-
-
-# -- a concurrent process that saves and deletes -------------------------------------------------
 
 
 class ChangingStore(HookedStore):

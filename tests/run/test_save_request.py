@@ -123,9 +123,6 @@ class Trainer:
         return request_and_wait(self.run, timeout, wait=self.wait, clock=lambda: self.now)
 
 
-# -- the requester ---------------------------------------------------------------------------------
-
-
 def test_a_request_is_answered_by_a_version_and_removed(store):
     trainer = Trainer(store)
     trainer.step()
@@ -291,9 +288,6 @@ def test_a_request_answered_while_another_joins_is_repeated(store):
     assert put_request(store, B) == B
 
 
-# -- the file --------------------------------------------------------------------------------------
-
-
 @given(st.binary(max_size=300))
 def test_any_content_of_the_file_is_a_request(raw):
     store = MemoryStore()
@@ -324,9 +318,6 @@ def test_readers_and_sweep_ignore_the_request(store):
     assert run.latest().verify().ok
     run.sweep(grace=0)
     assert read_request(store) == A
-
-
-# -- the training ----------------------------------------------------------------------------------
 
 
 def test_an_accepted_request_is_pending_again_only_after_a_failure(store):
@@ -432,9 +423,6 @@ def test_a_file_of_any_length_is_a_request(store):
     assert watcher.pending_request is not None
     watcher.mark(watcher.accept(), True)
     assert read_request(store) is None
-
-
-# -- the thread ------------------------------------------------------------------------------------
 
 
 class Ticks:

@@ -214,9 +214,6 @@ def test_the_first_retention_is_linear(tmp_path):
     assert many <= 10.5 * few
 
 
-# -- looking again ---------------------------------------------------------------------------------
-
-
 class World:
     """A run that other processes change at random between two retentions of one process."""
 

@@ -242,9 +242,6 @@ def test_files_of_others_are_not_those_of_the_run(store):
     assert len(shards_in(store)) == 2
 
 
-# -- requests ------------------------------------------------------------------------------------
-
-
 def counting_store():
     """Return a store, and the number of its requests of each kind."""
     store, counts = HookedStore(MemoryStore()), Counter[str]()
@@ -274,9 +271,6 @@ def test_a_store_that_is_slow_lists_the_folders_only_to_sweep():
     counts.clear()
     run.sweep()
     assert counts["list"] < 10
-
-
-# -- the format ----------------------------------------------------------------------------------
 
 
 def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly():

@@ -111,8 +111,6 @@ def assert_readable_by_safetensors(store, snapshot, state):
     assert seen + snapshot.referred_bytes == total
 
 
-# -- random histories ----------------------------------------------------------------------------
-
 leaf_names = st.sampled_from(["a", "b", "c", "d", "e", "a[0:1]", "f"])
 changes = st.one_of(
     st.tuples(st.just("element"), leaf_names, st.integers(0, 5000)),
@@ -175,9 +173,6 @@ def test_every_version_of_a_random_history_is_restored(small_chunks, history):
         copy = copy_snapshot(snapshot, Location(to, str(snapshot.version)))
         assert (copy.manifest.chain, copy.bases, copy.referred_bytes) == (0, frozenset(), 0)
         assert_restored(to, copy, expected)
-
-
-# -- which bytes are written ---------------------------------------------------------------------
 
 
 def frozen(steps=0):
@@ -337,9 +332,6 @@ def test_an_incremental_save_and_a_load_need_at_most_256_mib_of_extra_memory():
         assert max(saving, loading) <= 129 << 20
 
 
-# -- base versions that cannot be used -----------------------------------------------------------
-
-
 def deleted(store, base):
     delete_version(store, base.step)
     return base
@@ -451,9 +443,6 @@ def test_a_state_that_changes_while_it_is_saved_is_refused(small_chunks):
     assert not [k for k in files_of(store.inner) if k.startswith("version_1/")]
 
 
-# -- damage --------------------------------------------------------------------------------------
-
-
 def test_errors_of_all_versions_that_refer_to_a_damaged_base_name_its_file(small_chunks):
     store = MemoryStore()
     made = [save(store, 0, frozen(), None)]
@@ -525,9 +514,6 @@ def test_an_increment_that_is_opened_outside_its_run_raises_an_error(small_chunk
         limpet.load(store.at("version_1"))
 
 
-# -- copies --------------------------------------------------------------------------------------
-
-
 def test_copies_of_one_increment_are_identical(small_chunks):
     store = MemoryStore()
     second = save(store, 1, frozen(1), save(store, 0, frozen(), None))
@@ -558,9 +544,6 @@ def test_a_failed_copy_can_be_continued(small_chunks):
     to.before = lambda method, key: None
     copy = copy_snapshot(second, Location(to, "version_1"))
     assert_restored(to, copy, frozen(1))
-
-
-# -- several shards ------------------------------------------------------------------------------
 
 
 def save_with_two_ranks(store, step, state, base):

@@ -49,9 +49,6 @@ def refuse_writes(store):
     store.before = refuse
 
 
-# -- the state changes right after the call ----------------------------------------------------
-
-
 def test_the_state_may_change_as_soon_as_the_call_returns(store):
     gate = block_writes(store)
     rows = np.arange(3_000_000, dtype=np.float64)  # three pieces, copied by several threads
@@ -103,9 +100,6 @@ def test_tensors_may_change_as_soon_as_the_call_returns(store):
     found = limpet.open("run/version_1")
     [key] = [k for k in found.keys() if k.endswith("weight/exp_avg")]  # noqa: SIM118
     assert torch.equal(found[key].read(), moment)
-
-
-# -- the process exits, or the writer fails and nobody waits -----------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,9 +159,6 @@ def test_a_failure_that_the_program_handled_is_not_reported_again(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "seen\n", "")
 
 
-# -- several saves at the same time ------------------------------------------------------------
-
-
 def test_a_checkpointer_makes_its_saves_one_at_a_time():
     store = HookedStore(MemoryStore())
     order: list[str] = []
@@ -211,9 +202,6 @@ def test_ten_saves_without_a_checkpointer_run_concurrently(store):
     gate.set()
     assert [p.wait().step for p in pending] == list(range(1, 11))
     assert check_promises(store) == list(range(1, 11))
-
-
-# -- failures are raised, and steps are counted ------------------------------------------------
 
 
 @pytest.mark.parametrize("progress", [True, False])
@@ -284,9 +272,6 @@ def test_an_interrupt_in_a_sink_releases_the_pin_and_the_buffers():
     assert [s.key for s in store.list("")] == [WRITER_LOCK]
     assert ckpt._saver._pool.free_bytes == ckpt._saver._pool.allocated_bytes > 0
     ckpt.close()
-
-
-# -- Ctrl-C ------------------------------------------------------------------------------------
 
 
 def test_a_save_is_finished_after_an_interrupted_wait():

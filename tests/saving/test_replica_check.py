@@ -31,9 +31,6 @@ def digests(*sources, threads=2):
     )
 
 
-# -- digests on an accelerator, with arithmetic that also runs on a CPU ---------------------------
-
-
 @given(st.integers(1, 300), st.data())
 def test_a_change_of_any_bit_at_any_position_changes_the_device_digest(length, data):
     raw = torch.from_numpy(np.random.default_rng(length).integers(0, 256, length, np.uint8))
@@ -83,9 +80,6 @@ def test_the_device_digest_does_not_depend_on_the_step_size(monkeypatch):
     assert digest_on_device(COUNTING) == whole
 
 
-# -- digests on the CPU ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_digests_depend_only_on_the_elements(threads):
     large = torch.arange(3 * MIB, dtype=torch.float32)
@@ -109,9 +103,6 @@ def test_digests_compare_minus_zero_and_nans_by_their_bits():
     assert digests(a) != digests(b)
     nan = torch.full((3,), float("nan"))
     assert digests(nan) == digests(nan.clone())
-
-
-# -- trees ----------------------------------------------------------------------------------------
 
 
 def test_keys_that_only_some_ranks_have_are_added_in_order():

@@ -45,9 +45,6 @@ def orphans(store):
     }
 
 
-# -- several jobs save the same version --------------------------------------------------------
-
-
 @pytest.mark.parametrize("jobs", [2, 5])
 def test_one_of_several_jobs_that_save_the_same_version_commits(jobs):
     store = HookedStore(MemoryStore())
@@ -158,9 +155,6 @@ def test_files_of_a_crashed_save_are_ignored_and_swept(ranks):
     # The sweep leaves files that Limpet did not write.
     store.delete("version_1/shard-00000-of-00001.safetensors")
     check_promises(store, [1])
-
-
-# -- sweep while a save is in progress ---------------------------------------------------------
 
 
 class CallbackFs(FaultFs):

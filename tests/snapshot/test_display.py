@@ -270,9 +270,6 @@ def test_the_public_names_are_those_of_the_reference():
         assert getattr(Snapshot, name).__doc__
 
 
-# -- other public objects ------------------------------------------------------------------------
-
-
 def test_every_public_class_says_what_its_objects_are():
     public = [getattr(limpet, name) for name in limpet.__all__]
     classes = [c for c in public if isinstance(c, type) and c is not limpet.Store]

@@ -51,9 +51,6 @@ def assert_refused(value, message=None):
     return str(e.value)
 
 
-# -- tensors -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
 def test_tensors_of_every_dtype_are_restored_bit_for_bit(dtype, local, tmp_path):
@@ -260,8 +257,6 @@ def test_int4_values_that_are_packed_in_bytes_are_restored():
     assert_same({"packed": packed}, round_trip({"packed": packed}))
 
 
-# -- arrays --------------------------------------------------------------------------------------
-
 RECORD_DTYPE = np.dtype(
     [("id", ">u4"), ("at", "<M8[ms]"), ("box", "f4", (2, 3)), ("in", [("x", "i2"), ("s", "U3")])]
 )
@@ -360,9 +355,6 @@ def test_a_loaded_record_scalar_is_writable():
     made = round_trip({"a": arrays()["record"][1]})["a"]
     made["id"] = 77
     assert made["id"] == 77
-
-
-# -- plain values --------------------------------------------------------------------------------
 
 
 def test_plain_values_are_restored_exactly():

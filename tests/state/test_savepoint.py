@@ -185,9 +185,6 @@ def test_parameters_and_slots_are_not_copied():
     assert not [k for k in shared if not k.startswith(("model/", "optimizer/"))]
 
 
-# -- invalid savepoints ----------------------------------------------------------------------------
-
-
 def _no_grad(change):
     return torch.no_grad()(change)
 
@@ -333,9 +330,6 @@ def test_an_interrupted_capture_leaves_no_valid_savepoint():
     state["f"].fail = False
     savepoint.capture()
     assert StateCopy(savepoint.flatten_captured()) == copy_state(state)
-
-
-# -- kinds of values -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
@@ -588,9 +582,6 @@ def test_a_state_without_torch_objects_is_captured():
     assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["forward", "step", "capture", "change", "restore"]), max_size=12))
 def test_a_savepoint_is_correct_after_any_order_of_events(events):
@@ -615,9 +606,6 @@ def test_a_savepoint_is_correct_after_any_order_of_events(events):
         if expected is not None:
             assert StateCopy(found) == expected
     savepoint.close()
-
-
-# -- small members, which are copied together ------------------------------------------------------
 
 
 def set_member(name, value):

@@ -88,9 +88,6 @@ def check(found, whole, local):
     assert (seen == 1).all()
 
 
-# -- arithmetic ----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @settings(max_examples=200)
 @given(layouts())
@@ -176,9 +173,6 @@ def test_the_cost_does_not_depend_on_the_length_of_a_dimension():
         found = local_boxes((n,), (2,), (rank,), (ShardPlacement(0, n),))
         assert (found.shape, len(found.boxes)) == ((length,), length // n)
     assert local_boxes((n,), (1,), (0,), (ShardPlacement(0, n - 1),)).shape == (n,)
-
-
-# -- Boxed ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,6 @@ class CoverageCheck:
             assert (counts == times(key)).all(), key
 
 
-# -- DTensor -------------------------------------------------------------------------------------
-
 R, S = Replicate(), Shard
 
 
@@ -313,9 +311,6 @@ def test_tied_tensors_have_equal_tie_keys_and_shapes():
                 assert (get_local_boxes(value.detach(), "k").tie_key, tuple(value.shape)) == one
 
 
-# -- models --------------------------------------------------------------------------------------
-
-
 class Model(torch.nn.Module):
     """A model with sizes that neither 2 nor 3 divides, a tied weight, and a parameter with fewer
     elements than there are ranks."""
@@ -412,9 +407,6 @@ def test_boxes_cover_the_training_state_with_hsdp_over_tensor_parallelism():
 
     tp = {"embed.weight", "up.weight", "up.bias", "down.weight"}
     check_training(8, shard, lambda k: 2 if k.split(":")[0] in tp else 4)
-
-
-# -- ShardedTensor -------------------------------------------------------------------------------
 
 
 def chunked(shape, size):

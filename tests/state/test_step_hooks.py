@@ -71,9 +71,6 @@ def test_weights_that_a_forward_pass_changes_are_not_stable(layer):
     assert keys({"m": model, "o": SGD(model.parameters(), lr=0.1)}) == {"m/1.weight", "m/1.bias"}
 
 
-# -- the hook ----------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(
     ("make", "backend"),

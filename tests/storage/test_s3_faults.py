@@ -40,9 +40,6 @@ def lose_first(method, part, then):
     return hook
 
 
-# -- outcomes ------------------------------------------------------------------------------------
-
-
 def test_a_commit_without_a_reply_and_then_without_permission_says_that_it_is_unknown(s3):
     store = open_run(s3)
     s3.hook = lose_first("PUT", "manifest", lambda handler: handler.fail(403, "ExpiredToken"))
@@ -162,9 +159,6 @@ def test_an_upload_that_was_aborted_by_another_process_says_so(s3):
         s3.uploads.clear()
         with pytest.raises(StoreError, match="was aborted by another process"):
             upload.write_at(0, memoryview(data))
-
-
-# -- deadlines -----------------------------------------------------------------------------------
 
 
 def page_of(number, token):
@@ -313,9 +307,6 @@ def test_an_interrupted_save_does_not_wait_for_a_busy_server(s3):
     timer.cancel()
     assert time.monotonic() - start < 15
     assert not [name for name in s3.objects if "manifest" in name]
-
-
-# -- wrong servers and options -------------------------------------------------------------------
 
 
 def test_a_web_server_is_an_error_at_once(s3):

@@ -57,8 +57,6 @@ def run(*command, seconds=900, **env):
         raise Missing(f"`{Path(command[0]).name}` failed: {last.strip()[:200]}")
 
 
-# -- HDFS: a NameNode and DataNodes ------------------------------------------------------------
-
 _PYSPARK = "pyspark==2.4.8"
 """The last release whose jars have the server classes of HDFS (Hadoop 2.7.3), not only a client."""
 
@@ -92,8 +90,6 @@ def _fill_hdfs(folder):
                         shutil.copyfileobj(source, out)
 
 
-# -- Azurite and LocalStack --------------------------------------------------------------------
-
 _AZURITE = "azurite@3.35.0"
 """The last release that runs on the Node.js 18 of Debian 12."""
 
@@ -126,9 +122,6 @@ RECIPES = {
     "localstack": Recipe((), (), " ".join(_LOCALSTACK), _fill_localstack),
     "sftp": Recipe(("sshd", "ssh-keygen"), ("openssh-server",)),
 }
-
-
-# -- what is there, and what is missing --------------------------------------------------------
 
 
 def find_program(name):

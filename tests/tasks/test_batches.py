@@ -232,9 +232,6 @@ def test_workers_share_the_tasks_of_one_queue():
     assert consumed == Counter(dict.fromkeys(range(100), 2))
 
 
-# -- several ranks ---------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @given(
     records=st.integers(1, 40),

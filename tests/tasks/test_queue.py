@@ -213,9 +213,6 @@ def test_44_each_range_is_handed_out_once_per_epoch_and_failure():
     assert queue.finished("training")
 
 
-# -- attempts --------------------------------------------------------------------------------------
-
-
 def fail_completely(queue, kind, attempts=3):
     for i in range(attempts):
         task = queue.get(kind, f"w{i}")
@@ -352,9 +349,6 @@ def test_a_released_task_uses_up_nothing():
         assert task.release()
         assert not task.release()
     assert job.error is None
-
-
-# -- reports that arrive late, or twice ------------------------------------------------------------
 
 
 def evaluation(queue, worker):
@@ -505,9 +499,6 @@ def test_a_report_cannot_end_the_lease_of_another_task():
     b.renew()
 
 
-# -- consuming -------------------------------------------------------------------------------------
-
-
 def test_consuming_the_last_record_completes_a_task():
     queue = Queue()
     job = queue.add("training", 5, task_size=5, name="t")
@@ -565,9 +556,6 @@ def test_an_evaluation_task_cannot_be_consumed_in_part():
     assert not hasattr(task, "consumed")
     with pytest.raises(TaskError, match="Expected a training task"):
         queue.report_consumed([task.report._replace(position=2)])
-
-
-# -- fairness --------------------------------------------------------------------------------------
 
 
 def test_a_worker_holds_one_evaluation_task_at_most():
@@ -656,9 +644,6 @@ def test_a_system_exit_in_evaluate_releases_the_task():
     assert job.results() == [7]
 
 
-# -- waiting ---------------------------------------------------------------------------------------
-
-
 def test_a_wait_for_a_job_ends_with_the_job_or_with_the_time():
     clock = FakeClock()
     queue = Queue(clock=clock)
@@ -704,9 +689,6 @@ def test_threads_wait_for_tasks_and_for_jobs(monkeypatch):
         thread.join(30)
         assert not thread.is_alive()
     assert sorted(got) == sorted([*range(20)] * 3)
-
-
-# -- names and bad input ---------------------------------------------------------------------------
 
 
 def test_adding_a_job_again_returns_it_as_it_is():

@@ -196,9 +196,6 @@ def test_a_stream_and_a_slice_of_a_file_resume_at_the_exact_record(tmp_path):
     assert seen == [*range(10, 31), *range(1000, 1025)]
 
 
-# -- several ranks ---------------------------------------------------------------------------------
-
-
 def train_on_ranks(store, ranks, steps):
     """Train on ranks in threads, each with its own queue. Returns the records of each rank."""
     with TrainingJob(ranks, inner=store, lockstep=False) as job:

@@ -40,9 +40,6 @@ def torchvision():
     return {name: partial(_vision, create) for name, create in small.items()}
 
 
-# -- timm ----------------------------------------------------------------------------------------
-
-
 def timm():
     from timm import create_model
 
@@ -96,9 +93,6 @@ def _timm_ema():
         return loss
 
     return Training({**training.state, "ema": ema}, step)
-
-
-# -- transformers and peft -----------------------------------------------------------------------
 
 
 def _words(x):

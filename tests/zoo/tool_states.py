@@ -14,9 +14,6 @@ from tests.zoo.training import Training, batch, make_step, net, train
 Build = Callable[[], Training]
 
 
-# -- lightning -----------------------------------------------------------------------------------
-
-
 def lightning():
     logging.getLogger("lightning").setLevel(logging.ERROR)
     return {
@@ -106,9 +103,6 @@ def _fabric():
     return Training({"model": model, "optimizer": optimizer, "rng": RNG()}, step)
 
 
-# -- accelerate ----------------------------------------------------------------------------------
-
-
 def accelerate():
     return {
         "prepared": _prepared,
@@ -142,9 +136,6 @@ def _prepared(accumulate=1, precision="no"):
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": RNG()}
     return Training(state, step)
-
-
-# -- torchmetrics --------------------------------------------------------------------------------
 
 
 def torchmetrics():
@@ -193,9 +184,6 @@ def _metric(create, persistent=True):
         return metric.compute()
 
     return Training({"metric": metric, "rng": RNG()}, step)
-
-
-# -- schedulefree, torchao, torch-ema ------------------------------------------------------------
 
 
 def schedulefree():

@@ -27,9 +27,6 @@ def _public(module, base):
     }
 
 
-# -- optimizers ----------------------------------------------------------------------------------
-
-
 def _optimizer_case(cls, options):
     if cls is torch.optim.SparseAdam:
         model: nn.Module = nn.Sequential(nn.Embedding(20, 4, sparse=True))
@@ -118,9 +115,6 @@ def _two_optimizers():
     return Training({"model": model, "optimizers": [body, head], "rng": RNG()}, step)
 
 
-# -- schedulers ----------------------------------------------------------------------------------
-
-
 class Decay:
     """A callable object with a value of its own, as LambdaLR saves it."""
 
@@ -207,9 +201,6 @@ def _nested_schedulers(o):
         [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.StepLR(o, 1)], optimizer=o
     )
     return lr_scheduler.SequentialLR(o, [chained, lr_scheduler.ExponentialLR(o, 0.9)], [2])
-
-
-# -- modules -------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):

@@ -73,9 +73,6 @@ def _walk_tensor(t, path):
     yield path, f"{t.dtype}{tuple(t.shape)} {digest}"
 
 
-# -- models and data that many cases use ---------------------------------------------------------
-
-
 def net():
     """Return a classifier of 6 features with batch statistics and random dropout."""
     return nn.Sequential(

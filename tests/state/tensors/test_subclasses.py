@@ -87,9 +87,6 @@ def save(state):
     return url
 
 
-# -- saves and loads -----------------------------------------------------------------------------
-
-
 def test_a_load_fills_the_inner_tensors_in_place():
     live = {"w": scaled(7), "list": [scaled(8)]}
     objects = live["w"], live["w"].codes, live["w"].scale
@@ -153,9 +150,6 @@ def test_parameters_and_buffers_of_a_module():
         assert inner(getattr(live["m"], name)) == inner(getattr(module(1), name))
 
 
-# -- differences ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("live", "message"),
     [
@@ -189,9 +183,6 @@ def test_a_list_that_would_get_new_elements_is_refused():
     with pytest.raises(LimpetError, match="no tensor of the class"):
         limpet.load(save({"w": [scaled(1)]}), into=live)
     assert live == {"w": []}
-
-
-# -- refused saves -------------------------------------------------------------------------------
 
 
 def test_contexts_are_compared_but_never_created():
@@ -243,9 +234,6 @@ def test_a_tensor_in_the_state_of_an_object_is_refused():
 
     with pytest.raises(Unsupported, match=r"average/shadow/0.*load_state_dict\(\) of the object"):
         save({"average": Average()})
-
-
-# -- ranks, runs, and commands -------------------------------------------------------------------
 
 
 def test_ranks_store_equal_tensors_once_and_refuse_different_ones():
@@ -313,9 +301,6 @@ def test_rename_keys_and_exports(tmp_path):
             limpet.export(url, str(tmp_path / to), to=to)
 
 
-# -- forged files --------------------------------------------------------------------------------
-
-
 def subclass(**changes):
     body = {
         "class": "os.system",
@@ -364,9 +349,6 @@ def test_a_malformed_node_is_refused(node):
     files[key] = seal(content)
     with pytest.raises(ManifestInvalid):
         limpet.open(store_of(files).at(key.partition("/")[0]))
-
-
-# -- distributed tensors -------------------------------------------------------------------------
 
 
 @pytest.fixture
