@@ -70,14 +70,6 @@ def test_fork_does_not_make_a_buffer_copy_on_write(monkeypatch, advice, wiped):
     assert faults < size // mmap.PAGESIZE // 4
 
 
-def test_acquire_waits_for_a_release():
-    pool = BufferPool(UNIT, UNIT)
-    held = pool.acquire()
-    with blocked_acquires(pool) as (future,):
-        pool.release(held)
-        assert future.result(5) is held
-
-
 def test_close_wakes_waiters_and_frees_the_memory():
     pool = BufferPool(2 * UNIT, UNIT)
     pool.release(pool.acquire())
@@ -95,30 +87,6 @@ def test_close_wakes_waiters_and_frees_the_memory():
         pool.close()
         for future in futures:
             assert isinstance(future.exception(5), StoreError)
-
-
-def test_memory_of_a_closed_pool_stays_valid_while_a_view_refers_to_it():
-    pool = BufferPool(UNIT, UNIT)
-    buffer = pool.acquire()
-    view = buffer.view[10:20]
-    pool.release(buffer)
-    del buffer
-    pool.close()
-    view[:] = b"still here"
-    assert bytes(view) == b"still here"
-
-
-def test_failed_allocation_does_not_count_toward_the_budget(monkeypatch):
-    pool = BufferPool(UNIT, UNIT)
-
-    def refuse(size):
-        raise MemoryError
-
-    monkeypatch.setattr("limpet.buffers.Buffer", refuse)
-    with pytest.raises(MemoryError):
-        pool.acquire()
-    monkeypatch.undo()
-    pool.acquire()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -6,22 +6,7 @@ from pathlib import Path
 import pytest
 
 from limpet.errors import SaveFailed
-from limpet.text import format_list, format_ranks, hide_secrets, warn_user
-
-
-@pytest.mark.parametrize(
-    ("items", "expected"),
-    [
-        ([], ""),
-        (["a"], "a"),
-        (["a", "b", "c"], "a, b, c"),
-        (["a", "b", "c", "d"], "a, b, c, and 1 more"),
-        (range(2000), "0, 1, 2, and 1997 more"),
-    ],
-)
-def test_a_list_is_cut_and_counted(items, expected):
-    assert format_list(items, 3) == expected
-    assert format_list(items, 3, "; ") == expected.replace(", ", "; ")
+from limpet.text import hide_secrets, warn_user
 
 
 @pytest.mark.parametrize(
@@ -44,12 +29,6 @@ def test_a_list_is_cut_and_counted(items, expected):
 )
 def test_secrets_of_urls_are_hidden(text, expected):
     assert hide_secrets(text) == (text if expected is None else expected)
-
-
-def test_ranks():
-    assert format_ranks([3]) == "rank 3"
-    assert format_ranks([0, 2]) == "ranks 0, 2"
-    assert format_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])

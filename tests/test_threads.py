@@ -68,30 +68,6 @@ def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_th
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("slow", [(), range(320), range(0, 320, 2), (7, 8)], ids=str)
-def test_only_slow_lookups_run_in_threads(monkeypatch, slow):
-    clock = 0.0
-    threads: dict[int, str] = {}
-    monkeypatch.setattr("limpet.threads.time.perf_counter", lambda: clock)
-
-    def look_up(item):
-        nonlocal clock
-        assert item not in threads
-        threads[item] = threading.current_thread().name
-        clock += 0.01 if item in slow else 0.0001
-        end = time.monotonic() + 10  # on a busy machine, one thread could take all items
-        while threads[item] != own and len({*threads.values()}) <= 11 and time.monotonic() < end:
-            time.sleep(0.001)
-
-    own = threading.current_thread().name
-    look_up_each(range(320), look_up)
-    assert sorted(threads) == [*range(320)]
-    first = next((i + 1 for i in range(320) if i in slow and i - 1 in slow), 320)
-    assert {threads[i] for i in range(first)} == {own}
-    assert (len({threads[i] for i in range(first, 320)}) > 10) == (first < 320)
-    look_up_each((), look_up)
-
-
 @pytest.mark.parametrize("failing", [0, 1, 200])
 @pytest.mark.parametrize("in_threads", [False, True])
 def test_the_first_error_ends_the_lookups(monkeypatch, in_threads, failing):

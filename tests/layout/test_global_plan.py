@@ -154,21 +154,3 @@ def test_a_damaged_local_plan_is_refused():
     for bad in (raw[:-1], raw + b"x", raw[:10], b""):
         with pytest.raises(PlanError, match="truncated or damaged"):
             LocalPlan.from_bytes(bad)
-
-
-def test_the_digest_depends_on_everything_that_a_plan_depends_on():
-    base = interval("a", 0, 8)
-    others = [
-        interval("b", 0, 8),
-        interval("a", 0, 4),
-        interval("a", 4, 4),
-        interval("a", 0, 8, 9),
-        interval("a", 0, 8, dtype="int32"),
-    ]
-    digests = {digest_leaf_boxes([h]) for h in [base, *others]}
-    assert len(digests) == 6
-    assert make_local_plan([base]).digest == digest_leaf_boxes([base])
-    made = plan([[base]])
-    assert not can_reuse_plan([digest_leaf_boxes([others[0]])], made)
-    assert not can_reuse_plan([digest_leaf_boxes([base])], None)
-    assert not can_reuse_plan([digest_leaf_boxes([base]), digest_leaf_boxes([])], made)

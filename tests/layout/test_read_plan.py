@@ -12,9 +12,9 @@ from limpet.errors import ManifestInvalid, MissingLeaf, PlanError
 from limpet.format.index import Index, IndexBox, IndexLeaf, ShardIndex, decode_index, encode_index
 from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
-from limpet.layout.read_plan import ReadRequest, chunk_read_items, make_read_plan
+from limpet.layout.read_plan import ReadRequest, make_read_plan
 from limpet.layout.shard_layout import chunk_cuts, file_order, itemsize
-from limpet.types import BLOCK_SIZE, Box
+from limpet.types import Box
 from tests.layout.random_boxes import leaves, rank_boxes, tilings
 from tests.snapshot.manual_shards import index_columns
 
@@ -185,49 +185,3 @@ def test_a_request_that_exceeds_its_leaf_is_refused():
     ):
         with pytest.raises(PlanError, match="w is not within the stored tensor"):
             make_read_plan([index_of("s", [leaf])], [ReadRequest("w", box)])
-
-
-def test_a_large_leaf_is_read_in_units_and_only_where_requested():
-    side = 8192
-    tall = BLOCK_SIZE // (4 * side)  # rows in a unit
-    units = side // tall
-    leaf = IndexLeaf("w", "float32", (side, side), [IndexBox((0, 0), (side, side), 4096)])
-    length = 4096 + 4 * side * side
-    cuts = chunk_cuts(4096, np.array([4 * side * side]))
-    index = index_of("s", [leaf], length, 4096, cuts)
-
-    whole = make_read_plan([index], [ReadRequest("w", Box.whole((side, side)))])
-    assert [i.stop - i.start for i in whole.items] == [BLOCK_SIZE] * units
-    assert all(not i.strided_copies and len(i.linear_copies) == 1 for i in whole.items)
-
-    rows = make_read_plan([index], [ReadRequest("w", Box((505, 0), (10, side)))])
-    assert len(rows.items) == 2
-    assert sum(i.stop - i.start for i in rows.items) == 2 * BLOCK_SIZE
-
-    columns = make_read_plan([index], [ReadRequest("w", Box((0, 100), (side, 50)))])
-    assert len(columns.items) == units
-    assert all(len(i.strided_copies) == 1 for i in columns.items)
-    slab = columns.items[1].strided_copies[0]
-    assert slab.shape == (tall, side)
-    assert slab.source == (slice(0, tall), slice(100, 150))
-    assert slab.target == (slice(tall, 2 * tall), slice(0, 50))
-
-    planes = IndexLeaf(
-        "w", "float32", (2, side, side), [IndexBox((0, 0, 0), (2, side, side), 4096)]
-    )
-    index = index_of(
-        "s", [planes], 4096 + 8 * side**2, 4096, chunk_cuts(4096, np.array([8 * side**2]))
-    )
-    part = make_read_plan([index], [ReadRequest("w", Box((0, 0, 0), (2, 1, side)))])
-    assert [i.first_chunk for i in part.items] == [1, 1 + units], (
-        "the bytes between the planes are not read"
-    )
-
-
-def test_a_header_longer_than_a_block_is_read_by_itself():
-    for header, lengths in (
-        (BLOCK_SIZE, [2 * BLOCK_SIZE, BLOCK_SIZE]),
-        (BLOCK_SIZE + 4096, [BLOCK_SIZE + 4096, BLOCK_SIZE, BLOCK_SIZE]),
-    ):
-        items = chunk_read_items(0, chunk_cuts(header, np.array([2 * BLOCK_SIZE])))
-        assert [i.stop - i.start for i in items] == lengths

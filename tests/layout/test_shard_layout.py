@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limpet.layout.boxes import contiguous_boxes, flat_range, subtract
+from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.shard_layout import (
     MAX_SHARED_CHUNK_BYTES,
     SMALL_BOX_BYTES,
@@ -97,21 +97,3 @@ def test_contiguous_boxes_cover_the_range(shape, data):
     origin = (0,) * len(shape)
     flat = [array[b.slices(origin)].ravel() for b in parts]
     assert np.concatenate([np.empty(0, int), *flat]).tolist() == list(range(start, stop))
-
-
-@given(shapes, st.data())
-def test_subtract_leaves_the_rest_and_flat_range_spans_the_part(shape, data):
-    part_of = [
-        data.draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape
-    ]
-    part = Box(tuple(a for a, _ in part_of), tuple(b - a for a, b in part_of))
-    if 0 in part.sizes:
-        return
-    whole = Box.whole(shape)
-    seen = np.zeros(shape, int)
-    for b in [part, *subtract(whole, part)]:
-        assert b.numel
-        seen[b.slices(whole.offsets)] += 1
-    assert (seen == 1).all()
-    inside = np.arange(prod(shape)).reshape(shape)[part.slices(whole.offsets)]
-    assert flat_range(part, whole) == (inside.min(), inside.max() + 1)

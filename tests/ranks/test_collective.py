@@ -10,7 +10,7 @@ import torch.distributed as dist
 from limpet.errors import RankFailed, Unsupported
 from limpet.ranks.group import current_group
 from limpet.ranks.kv import MAX_VALUE_BYTES, KVClient, Timeouts
-from tests.fakegroup import FakeGroup, FakeStore, StoreView
+from tests.fakegroup import FakeStore, StoreView
 
 SHORT_TIMEOUTS = Timeouts(silent=0.4, stuck=1.5)
 
@@ -73,10 +73,6 @@ def test_a_forked_process_cannot_use_the_client_of_its_parent(kv):
     child.join(20)
 
 
-def leftover_keys(group):
-    return [key for key in group.store.values if not key.startswith("heartbeat/")]
-
-
 def test_a_process_group_of_one_rank_is_local_and_a_fake_one_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -91,18 +87,3 @@ def test_a_process_group_of_one_rank_is_local_and_a_fake_one_is_refused():
             current_group()
     finally:
         dist.destroy_process_group()
-
-
-def test_a_rank_that_fails_and_leaves_last_deletes_what_rank_0_sent_it():
-    """It has not reached the operation in which rank 0 sent the value."""
-    with FakeGroup(2) as group:
-        first, second = (g.collective("the save") for g in group.groups)
-        for collective in (first, second):
-            collective.join()
-        second.gather("b", str)
-        assert first.gather("a", str) == ["a", "b"]
-        first.broadcast("c", str)
-        first.close()
-        second.abort(ValueError("x"))
-        second.close()
-        assert leftover_keys(group) == []

@@ -119,7 +119,7 @@ def test_without_descriptors_it_listens_or_raises():
     before = count_of_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = []
-    for left in range(10):
+    for left in range(20):  # the process may have gaps
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for(left), hard))
             try:
@@ -134,7 +134,7 @@ def test_without_descriptors_it_listens_or_raises():
             listener.close()
         finally:
             assert count_of_files() == before
-    assert 1 <= len(found) < 10
+    assert 1 <= len(found) < 20
     assert all("Too many open files" in text for text in found)
 
 

@@ -9,8 +9,6 @@ import pytest
 
 import limpet
 from limpet.buffers import BufferPool
-from limpet.saving.image import split_into_pieces
-from limpet.saving.write import group_into_parts
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import MAX_PARTS, Traits, part_length
 from limpet.types import BLOCK_SIZE, MIB
@@ -119,21 +117,6 @@ def test_an_incremental_save_writes_whole_parts():
     head, writes = store.heads[key], sorted(store.writes[key])
     assert [offset for offset, _ in writes] == [0, head + 8 * MIB, head + 16 * MIB]
     assert limpet.Run(store).latest().verify().ok
-
-
-def test_parts_of_more_buffers_than_the_pool_has_are_split():
-    pieces = split_into_pieces(100, 100 + 64 * MIB)
-    groups = group_into_parts(pieces, 100, Traits("x", 1, True, part_size=32 * MIB), most=3)
-    assert [len(group) for group in groups] == [3, 3, 3, 3, 3, 2]
-    assert [piece for group in groups for piece in group] == pieces
-    assert group_into_parts(pieces, 100, Traits("x", 1, True), 3) == [[p] for p in pieces]
-
-
-def test_a_long_header_belongs_to_the_first_part():
-    head = 9 * MIB
-    pieces = split_into_pieces(head, head + 20 * MIB)
-    groups = group_into_parts(pieces, head, Traits("x", 1, True, part_size=5 * MIB), most=99)
-    assert [group[0].start for group in groups] == [0, head + 8 * MIB, head + 16 * MIB]
 
 
 @pytest.mark.parametrize("length", [0, 1, 16 * MIB, 10**11, 5 * 10**12, 10**14])
