@@ -107,9 +107,9 @@ class Binding:
             self.note_other_kind(kind, node, key)
             return None
         stored, shape = self.targets.snapshot.leaves[source]
-        for descr in leaf[kind][2:]:  # rows of bytes
-            stored, shape = str(from_descr(descr)), shape[:-1]
-        if tuple(value.shape) != shape or key in self.resized:
+        if len(leaf[kind]) > 2:  # rows of bytes
+            stored, shape = str(from_descr(leaf[kind][2])), shape[:-1]
+        if (value.shape != shape and tuple(value.shape) != shape) or key in self.resized:
             self.note_resized(value, key, shape, value.shape)
             return None
         if name == stored:
@@ -132,13 +132,14 @@ class Binding:
         """Make a live array of the right shape a target: the boxes that this rank has. Return the
         function that returns the loaded value."""
         library = part_library(type(value))
-        targets = []
+        targets, is_filled = [], True
         for box, part in library.local_boxes(value, key).box_tensors:
             into = library.target(value, part, key)
             self._claim_memory(into, source, key)
             self.targets.add(source, into, box)
             targets.append((box, into))
-        return partial(library.loaded, value, targets)
+            is_filled = is_filled and into is part
+        return (lambda: value) if is_filled else partial(library.loaded, value, targets)
 
     def _claim_memory(self, part: Any, source: str | None, key: str) -> None:
         """Raise ``PlanError`` if the memory of a live tensor gets the bytes of two leaves, or if it

@@ -64,8 +64,12 @@ class _TorchTensors(ArrayLibrary):
         if boxes is not None:
             return boxes
         part = value.detach() if value.requires_grad else value
-        shape, name = tuple(value.shape), _name(value.dtype)
-        return LocalBoxes(shape, ((Box.whole(shape), part),), name, part.data_ptr(), False)
+        layout = _layouts.get((value.dtype, value.shape))
+        if layout is None:
+            shape, name = tuple(value.shape), _name(value.dtype)
+            return LocalBoxes(shape, ((Box.whole(shape), part),), name, part.data_ptr(), False)
+        shape, box, name, _ = layout
+        return LocalBoxes(shape, ((box, part),), name, part.data_ptr(), False)
 
     def boxes_to_save(self, value: Any, key: str) -> LocalBoxes | None:
         """This is called for every leaf of a model: keep it short."""
