@@ -133,7 +133,8 @@ class Disk:
         """The steps of the complete versions on the disk."""
         if not any(p.is_dir() for p in self.path.iterdir() for p in p.iterdir()):
             return []
-        return sorted(int(p.parent.name[8:]) for p in self.folder.rglob(MANIFEST))
+        walked = os.walk(self.folder)  # a folder may be deleted meanwhile
+        return sorted(int(Path(p).name[8:]) for p, _, files in walked if MANIFEST in files)
 
     def await_captured(self, steps):
         end = time.monotonic() + DEADLINE
