@@ -50,8 +50,8 @@ _MAX_MISSED = 10_000
 _MAX_LAST = 64
 """The number of last operations of a group that some rank may not have left yet."""
 
-_CALL, LEAVING = "the call of the members", "the end of the training's part in the group"
-"""The operations by which the ranks that train lead the members."""
+LEAVING = "the end of the training's part in the group"
+"""The operation by which the ranks that train let the members go."""
 
 _LEAVING_SECONDS = 2.0
 """How long the end of the process that serves a store waits for ranks that still read from it, and
@@ -300,15 +300,6 @@ def broadcast_from_first(
         on_each()
         all_are_here = collective.gather(True, bool)
         return collective.broadcast(None if all_are_here is None else on_first(), value_type)
-
-
-def call_members(
-    group: Group, call: T | None, call_type: type[T], deadline: Deadline | None = None
-) -> T:
-    """Tell the members of a group which operation the training begins next: rank 0 passes the
-    ``call``. It waits for no other rank; the operation that follows does."""
-    with closing(group.collective(_CALL, deadline=deadline)) as collective, collective:
-        return collective.broadcast(call, call_type)
 
 
 @contextmanager

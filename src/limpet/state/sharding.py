@@ -86,10 +86,9 @@ def get_local_boxes(value: Any, key: str) -> LocalBoxes | None:
     return None if extract is None else extract(value, key)
 
 
-def boxes_to_save(value: Any, key: str) -> LocalBoxes | None:
-    """Return ``get_local_boxes`` with parts whose bytes are their elements."""
-    boxes = get_local_boxes(value, key)
-    if boxes is None or boxes.tag != "tensor":
+def resolve_parts(boxes: LocalBoxes) -> LocalBoxes:
+    """Return boxes with parts whose bytes are their elements."""
+    if boxes.tag != "tensor":
         return boxes
     resolved = [(box, part.resolve_conj().resolve_neg()) for box, part in boxes.box_tensors]
     return msgspec.structs.replace(boxes, box_tensors=resolved)
@@ -117,7 +116,7 @@ def _extractor(value: Any) -> Callable[[Any, str], LocalBoxes] | None:
         return _boxes_of_dtensor
     if isinstance(value, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
         return _boxes_of_sharded_tensor
-    return _boxes_of_boxed if isinstance(value, Boxed) else None
+    return boxes_of_boxed if isinstance(value, Boxed) else None
 
 
 def _loaded_class(module: str, name: str) -> Any:
@@ -245,7 +244,7 @@ def _empty_local_tensor(value: Any) -> Any:
     return value.__dict__.setdefault("_limpet_local", empty)
 
 
-def _boxes_of_boxed(value: Boxed, key: str) -> LocalBoxes:
+def boxes_of_boxed(value: Boxed, key: str) -> LocalBoxes:
     tensor = value.tensor
     if part_library(type(tensor)).tag == "tensor":
         tensor = _to_dense_local(tensor, key)

@@ -11,7 +11,7 @@ from limpet.arguments import whole
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.names import Version
-from limpet.loading.binding import STRICT, Leniency
+from limpet.loading.binding import Leniency
 from limpet.loading.differences import LoadReport
 from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import Group, GroupSpec, saving_group
@@ -49,7 +49,6 @@ from limpet.training.resume import (
     left_state_invalid,
     parse_at,
     refuse_in_block,
-    start_from,
 )
 from limpet.training.resume_check import (
     check_whole_state,
@@ -300,22 +299,21 @@ class Checkpointer:
         leniency: Leniency,
     ) -> ResumePoint | None:
         """Load a version of the run, or of ``start`` if it is empty, and take over its position."""
-        group = self._all_ranks
         resume = Resume(
             run=self.run,
             state=self.state,
-            group=group,
+            group=self._all_ranks,
             at=step,
             branch=branch,
             acquire_lock=self._acquire_lock,
             tiers=self._tiers,
             ladder=self._ending.ladder,
-            leniency=leniency if start is None else STRICT,
+            start=start,
+            keys=keys,
+            leniency=leniency,
         )
         try:
-            point = resume.load_newest()
-            if point is None and start is not None:
-                point = start_from(start, self.state, group, keys, leniency)
+            point = resume.load()
             if point is None:
                 self._step_counter.progress.begin()
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from math import inf
 from typing import Any, Literal
 
@@ -16,10 +17,11 @@ import msgspec
 
 from limpet import events
 from limpet.buffers import shared_pool
+from limpet.deadline import Deadline
 from limpet.errors import LimpetError
 from limpet.format.names import Version
 from limpet.loading.binding import STRICT, Leniency
-from limpet.ranks.group import LEAVING, Group, call_members
+from limpet.ranks.group import LEAVING, Group
 from limpet.run.policy import KeepPolicy
 from limpet.run.run import Run
 from limpet.run.writer import VersionWriter
@@ -30,7 +32,7 @@ from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.tiers.ladder import Ladder
 from limpet.tiers.tiers import Tiers
 from limpet.training.options import Options, check_state
-from limpet.training.resume import Resume, start_from
+from limpet.training.resume import Resume
 from limpet.training.resume_check import check_whole_state
 
 
@@ -43,6 +45,16 @@ class MemberCall(msgspec.Struct, frozen=True):
     keys: str | Sequence[str] | None = None
     leniency: Leniency = STRICT
     check: bool = False
+
+
+def call_members(
+    group: Group, call: MemberCall | None, deadline: Deadline | None = None
+) -> MemberCall:
+    """Tell the members which operation the training begins next: rank 0 passes the ``call``. It
+    waits for no other rank; the operation that follows does."""
+    operation = "the call of the members"
+    with closing(group.collective(operation, deadline=deadline)) as collective, collective:
+        return collective.broadcast(call, MemberCall)
 
 
 class Member:
@@ -117,7 +129,7 @@ class Member:
                 self._group.end_training()
             self._has_ended = True
             return "end"
-        call = call_members(self._group, None, MemberCall)
+        call = call_members(self._group, None)
         if call.version is None:
             self._resume(call)
             return "resume"
@@ -136,18 +148,18 @@ class Member:
             raise
 
     def _resume(self, call: MemberCall) -> None:
-        group, leniency = self._group, call.leniency
+        group = self._group
         resume = Resume(
             run=self._run,
             state=self.state,
             group=group,
             tiers=Tiers((), group),
             ladder=Ladder(self._run, group, saves=False),
-            leniency=leniency if call.start is None else STRICT,
+            start=call.start,
+            keys=call.keys,
+            leniency=call.leniency,
         )
-        point = resume.load_newest()
-        if point is None and call.start is not None:
-            point = start_from(call.start, self.state, group, call.keys, leniency)
+        point = resume.load()
         if point is not None and point.from_own_run:
             self._writer.continue_from(point.durable)
         if point is not None and point.is_exact and call.check:
@@ -180,4 +192,4 @@ def call_to_resume(
     if start is not None and not isinstance(start, str | os.PathLike):
         raise LimpetError("With members, start= must be an address, not a Store")
     address = None if start is None else os.fspath(start)
-    call_members(group, MemberCall(None, address, keys, leniency, check), MemberCall)
+    call_members(group, MemberCall(None, address, keys, leniency, check))

@@ -54,7 +54,11 @@ class Resume:
     at: int | None = None
     branch: int | None = None
     acquire_lock: Callable[[], object] = no_op
+    start: Url | None = None
+    keys: str | Sequence[str] | None = None
     leniency: Leniency = STRICT
+    """If there is a ``start``, of its load: the run's own versions are then loaded strictly."""
+
     _collective: Collective = field(init=False)
     _error: errors.LimpetError | None = None  # of the last load; None: it has succeeded
     _is_partially_loaded: bool = False
@@ -66,6 +70,14 @@ class Resume:
 
     _problems: list[Skipped] = field(default_factory=list)
     """The newer states of tiers that are skipped."""
+
+    def load(self) -> ResumePoint | None:
+        """Load the newest state, as ``load_newest``, or the version ``start`` if the run is empty.
+        None: there is neither."""
+        point = self.load_newest()
+        if point is None and self.start is not None:
+            return start_from(self.start, self.state, self.group, self.keys, self.leniency)
+        return point
 
     def load_newest(self) -> ResumePoint | None:
         """Load the newest intact version, or a newer state of a tier; None: the run is empty. A
@@ -300,7 +312,8 @@ class Resume:
         """Load a version. All ranks raise if it is damaged for one. ``RankFailed``: another rank's
         store denies access or does not answer, so it may be intact."""
         try:
-            load_snapshot(snapshot, self.state, leniency=self.leniency, group=self.group)
+            leniency = self.leniency if self.start is None else STRICT
+            load_snapshot(snapshot, self.state, leniency=leniency, group=self.group)
         except errors.LimpetError as e:
             self._error = e
             self._is_partially_loaded |= left_state_invalid(e)

@@ -14,7 +14,7 @@ from limpet.buffers import BufferPool, page_lock
 from limpet.deadline import Deadline
 from limpet.format.names import Version, parse_version
 from limpet.ranks.error_report import format_with_notes
-from limpet.ranks.group import Group, broadcast_from_first, call_members
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.address import merge_objectives
 from limpet.run.run import Run
 from limpet.run.writer import VersionWriter
@@ -33,7 +33,7 @@ from limpet.tiers.local_snapshots import LocalSnapshots, Promotion
 from limpet.tiers.tiers import Tiers
 from limpet.training.early_stop import EarlyStop
 from limpet.training.goodput import Goodput
-from limpet.training.member import MemberCall
+from limpet.training.member import MemberCall, call_members
 from limpet.training.options import Options
 
 P = ParamSpec("P")
@@ -258,7 +258,7 @@ class Saver:
         try:
             metadata = self.make_metadata(spec)
             if (group := self.writer.group).members:
-                call_members(group, MemberCall(spec.version), MemberCall, location.deadline)
+                call_members(group, MemberCall(spec.version), location.deadline)
             job = self.writer.begin(
                 first, state, metadata, self._pool, stage_now=True, overlap=overlap
             )

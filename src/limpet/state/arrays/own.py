@@ -56,20 +56,22 @@ class _Part(Source):
 def library_of(cls: type) -> ArrayLibrary | None:
     if issubclass(cls, Source):
         return _SOURCES
-    return _BOXES if issubclass(cls, Boxed | LocalBoxes) else None
+    if issubclass(cls, LocalBoxes):
+        return _IMPORTED
+    return _BOXES if issubclass(cls, Boxed) else None
 
 
 class _Boxes(ArrayLibrary):
-    """Values that state the boxes of their parts."""
+    """Each ``Boxed`` is an array of another library, in a given box."""
 
     def describe(self, value: Boxed) -> tuple[str, str]:
         return part_library(type(value.tensor)).describe(value.tensor)
 
-    def local_boxes(self, value: Any, key: str) -> LocalBoxes:
-        return sharding.get_local_boxes(value, key) or value
+    def local_boxes(self, value: Boxed, key: str) -> LocalBoxes:
+        return sharding.boxes_of_boxed(value, key)
 
-    def boxes_to_save(self, value: Any, key: str) -> LocalBoxes | None:
-        return value if isinstance(value, LocalBoxes) else sharding.boxes_to_save(value, key)
+    def boxes_to_save(self, value: Boxed, key: str) -> LocalBoxes | None:
+        return sharding.resolve_parts(self.local_boxes(value, key))
 
     def target(self, value: Boxed, part: Any, key: str) -> Any:
         return part_library(type(part)).target(part, part, key)
@@ -83,11 +85,19 @@ class _Boxes(ArrayLibrary):
     def can_cast(self, stored: str, value: Boxed) -> bool:
         return part_library(type(value.tensor)).can_cast(stored, value.tensor)
 
-    def copy(self, value: Any, pool: CopyPool) -> Any:
-        if isinstance(value, LocalBoxes):
-            return value
+    def copy(self, value: Boxed, pool: CopyPool) -> Boxed:
         tensor = part_library(type(value.tensor)).copy(value.tensor, pool)
         return value if tensor is value.tensor else replace(value, tensor=tensor)
+
+
+class _Imported(ArrayLibrary):
+    """The boxes of an array in a foreign checkpoint, as its reader has found them."""
+
+    def describe(self, value: LocalBoxes) -> tuple[str, str]:
+        return value.tag, value.dtype
+
+    def local_boxes(self, value: LocalBoxes, key: str) -> LocalBoxes:
+        return value
 
 
 class _Sources(ArrayLibrary):
@@ -105,4 +115,5 @@ class _Sources(ArrayLibrary):
 
 
 _BOXES = _Boxes()
+_IMPORTED = _Imported()
 _SOURCES = _Sources()

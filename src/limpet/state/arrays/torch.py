@@ -65,16 +65,17 @@ class _TorchTensors(ArrayLibrary):
             return boxes
         part = value.detach() if value.requires_grad else value
         layout = _layouts.get((value.dtype, value.shape))
-        if layout is None:
-            shape, name = tuple(value.shape), _name(value.dtype)
-            return LocalBoxes(shape, ((Box.whole(shape), part),), name, part.data_ptr(), False)
+        if layout is None:  # no save of this process has described it
+            shape = tuple(value.shape)
+            layout = shape, Box.whole(shape), _name(value.dtype), {}
         shape, box, name, _ = layout
         return LocalBoxes(shape, ((box, part),), name, part.data_ptr(), False)
 
     def boxes_to_save(self, value: Any, key: str) -> LocalBoxes | None:
         """This is called for every leaf of a model: keep it short."""
         if type(value) is not _Tensor and type(value) is not _Parameter:
-            return sharding.boxes_to_save(value, key)
+            boxes = sharding.get_local_boxes(value, key)
+            return None if boxes is None else sharding.resolve_parts(boxes)
         if value.layout is not _STRIDED or value.is_nested:
             return None
         layout = _layouts.get((value.dtype, value.shape))
