@@ -7,7 +7,9 @@ from weakref import ref
 import numpy as np
 
 import limpet
+from limpet.run.lineage import start_branch
 from limpet.run.policy import EverySteps
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training import ending
 
@@ -119,3 +121,8 @@ def threads_of_trainings():
     several ranks may have left: a training of one process starts none of that name."""
     threads = (t for t in threading.enumerate() if t.name.startswith("limpet"))
     return [t for t in threads if t.name != "limpet-ranks"]
+
+
+def leave_from(run, snapshot, version, reason):
+    """Start a branch at a version, as a resume does; return its number."""
+    return start_branch(run.catalog, reader_of(snapshot), version, reason)

@@ -27,7 +27,7 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import MAX_PUTS, Stat
 from tests.cli.invoke import run_cli
-from tests.trainings import initial_state, train, training
+from tests.trainings import initial_state, leave_from, train, training
 
 pytestmark = pytest.mark.filterwarnings("ignore::limpet.errors.SkippedVersion")
 
@@ -368,7 +368,7 @@ class RecreatingStore(MemoryStore):
     [
         lambda store: WriterLock(store).acquire(),
         lambda store: put_request(store, "0c9d1e2f3a4b"),
-        lambda store: Run(store).leave_from(opened(), Version(1), "test"),
+        lambda store: leave_from(Run(store), opened(), Version(1), "test"),
     ],
     ids=["writer lock", "save request", "branch"],
 )

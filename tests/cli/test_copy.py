@@ -20,7 +20,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import make_run, run_cli, train_branch
 from tests.interleaving import Actor, count_calls, run_interleaved
-from tests.trainings import flip_bit, shard_of, train, training
+from tests.trainings import flip_bit, leave_from, shard_of, train, training
 from tests.unreliable_stores import HookedStore
 
 
@@ -233,7 +233,7 @@ def test_two_runs_that_diverged_are_not_mixed(
             continue_training(each, **change)
         else:  # like a training that stops before its first save
             snapshot = hf.Run(each).open(Version(20))
-            hf.Run(each).leave_from(snapshot, Version(20), "on request")
+            leave_from(hf.Run(each), snapshot, Version(20), "on request")
     for a, b in ((store.url, empty_url), (empty_url, store.url)):
         before = keys(b)
         result = run_cli("copy", a, b)
@@ -246,7 +246,7 @@ def test_two_runs_that_diverged_are_not_mixed(
 
 def test_two_runs_that_diverged_on_one_branch_are_not_mixed(store, empty_url):
     snapshot = hf.Run(store).open(Version(20))
-    hf.Run(store).leave_from(snapshot, Version(20), "on request")
+    leave_from(hf.Run(store), snapshot, Version(20), "on request")
     run_cli("copy", store.url, empty_url)
     continue_training(store, 10, 30)
     continue_training(open_store(empty_url), 20)

@@ -14,7 +14,7 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.forging import seal, sealed_content
-from tests.trainings import flip_bit, shard_of
+from tests.trainings import flip_bit, leave_from, shard_of
 
 
 @pytest.fixture
@@ -99,19 +99,19 @@ def test_verify_distinguishes_two_problems_of_one_file(store, deleted):
 
 def branch_without_versions(store):
     """End the lineage in a branch without versions that starts at a deleted version."""
-    hf.Run(store).leave_from(hf.Run(store).open(Version(1)), Version(1), "on request")
+    leave_from(hf.Run(store), hf.Run(store).open(Version(1)), Version(1), "on request")
     flip_bit(store, f"version_1/{MANIFEST}")
 
 
 def branch_in_newer_format(store):
-    hf.Run(store).leave_from(hf.Run(store).open(Version(2)), Version(2), "on request")
+    leave_from(hf.Run(store), hf.Run(store).open(Version(2)), Version(2), "on request")
     raw = store.get("branch-1.json", 1 << 20)
     store.delete("branch-1.json")
     store.put_if_absent("branch-1.json", seal(sealed_content(raw), 99))
 
 
 def branch_from_deleted_version(store):
-    hf.Run(store).leave_from(hf.Run(store).open(Version(1)), Version(1), "on request")
+    leave_from(hf.Run(store), hf.Run(store).open(Version(1)), Version(1), "on request")
     store.delete(f"version_1/{MANIFEST}")
 
 

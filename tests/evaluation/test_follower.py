@@ -14,7 +14,7 @@ from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
-from tests.trainings import delete_version
+from tests.trainings import delete_version, leave_from
 
 
 def test_a_version_whose_records_could_not_be_read_is_looked_up_again(monkeypatch):
@@ -73,7 +73,7 @@ def test_no_other_version_replaces_one_that_was_evaluated_and_deleted(skip_none)
     run.retain(KeepLast(3))
     assert evaluate_all(follower) == []
     origin = run.open(Version(130))
-    run.leave_from(origin, origin.version, "on request")
+    leave_from(run, origin, origin.version, "on request")
     assert evaluate_all(follower) == [Version(130)]
 
 

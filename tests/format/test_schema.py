@@ -59,6 +59,7 @@ from tests.forging import (
 from tests.format.test_values import values
 from tests.spread_stores import spread_over
 from tests.states import DTYPE_NAMES
+from tests.trainings import leave_from
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse CSR", "ignore:ComplexHalf", "ignore:Sparse invariant"
@@ -124,7 +125,7 @@ def test_a_run_with_branches_and_pins():
     store = MemoryStore()
     run = Run(store)
     limpet.save(store.at("version_1"), {"n": 0, "p": limpet.Progress()}, step=1)
-    run.leave_from(run.open(Version(1)), Version(1), "asked")
+    leave_from(run, run.open(Version(1)), Version(1), "asked")
     pins.create_pin(Location(store, "version_2"), "0" * 12)
     pins.create_pin(Location(store, "version_2"), "0" * 12, Version(1))
     run.pin(1)

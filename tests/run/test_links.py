@@ -25,7 +25,7 @@ from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from tests.cli.invoke import run_cli
-from tests.trainings import train, training
+from tests.trainings import leave_from, train, training
 
 LINKS = ["folder", "manifest", "shards", "index", "every file", "folder of links"]
 
@@ -414,5 +414,5 @@ def test_a_record_that_is_a_broken_link_is_a_damaged_record(tmp_path, name):
         assert deleted == [Version(2)]
     else:
         assert deleted == [Version(1), Version(2)]
-        assert run.leave_from(latest, Version(3), "test") == 2
+        assert leave_from(run, latest, Version(3), "test") == 2
     run.sweep(grace=0, now=2e9)

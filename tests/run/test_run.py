@@ -28,7 +28,7 @@ from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from tests.trainings import flip_bit, shard_of, train, trained_run, training
+from tests.trainings import flip_bit, leave_from, shard_of, train, trained_run, training
 from tests.unreliable_stores import HookedStore
 
 DAY = 24 * 3600.0
@@ -168,7 +168,7 @@ def test_a_damaged_record_of_an_empty_branch_is_ignored(store):
     assert Run(store).branch() == 0
     snapshot = Run(store).open(Version(20))
     assert (
-        Run(store).leave_from(snapshot, Version(20), "again") == 2
+        leave_from(Run(store), snapshot, Version(20), "again") == 2
     )  # its number is not used again
 
 
@@ -181,7 +181,7 @@ def test_a_branch_from_itself_is_rejected(store):
 
 def test_each_branch_gets_its_own_number(store):
     snapshot = Run(store).open(Version(20))
-    numbers = {Run(store).leave_from(snapshot, Version(20), "x") for _ in range(3)}
+    numbers = {leave_from(Run(store), snapshot, Version(20), "x") for _ in range(3)}
     assert numbers == {1, 2, 3}
 
 
@@ -380,7 +380,7 @@ def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(st
     def go_back(method, key):
         if (method, key) == ("delete", orphan):
             run = Run(store)
-            run.leave_from(run.open(Version(40)), Version(40), "resume(at=40)")
+            leave_from(run, run.open(Version(40)), Version(40), "resume(at=40)")
             run.pin(60, branch=0)
 
     hooked.before = go_back

@@ -30,6 +30,7 @@ from limpet.run.save_request import (
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.storage.memory import MemoryStore
+from tests.trainings import leave_from
 
 A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
@@ -193,7 +194,7 @@ def test_a_lower_step_on_a_new_branch_is_newer(store):
     for step in (1, 2):
         assert trainer.request().version == Version(step)
     first = trainer.run.open(Version(1))
-    branch = trainer.run.leave_from(first, first.version, "on request")
+    branch = leave_from(trainer.run, first, first.version, "on request")
     assert Trainer(store, step=1, branch=branch).request().version == Version(2, branch)
 
 

@@ -139,10 +139,6 @@ class Run:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
         return self.catalog.read_branch(number)
 
-    def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
-        """Durably start a branch at a version and return the number of the branch."""
-        return lineage.start_branch(self.catalog, reader_of(snapshot), version, reason)
-
     # -- writing -------------------------------------------------------------------------------
 
     def writer(
