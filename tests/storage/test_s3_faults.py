@@ -60,7 +60,7 @@ def test_a_pin_without_a_reply_and_then_without_permission_is_removed(s3):
 
 def test_an_upload_whose_completion_is_looked_up_needs_no_second_request_at_once(s3):
     """With one request at a time, the look-up waited until its deadline."""
-    store = open_run(s3, concurrency=1, timeout=20)
+    store = open_run(s3, concurrency=1, part_size=8 * MIB, timeout=20)
     s3.hook = lose_first("POST", "uploadId=", lambda handler: handler.serve())
     data, start = bytes(20 * MIB), time.monotonic()
     with store.put("version_1/x", len(data)) as upload:
@@ -79,7 +79,7 @@ def test_a_completion_without_a_reply_that_cannot_be_looked_up_says_that_it_is_u
         return lost(method, path, handler)
 
     s3.hook, data = refused, bytes(20 * MIB)
-    with open_run(s3).put("version_1/x", len(data)) as upload:
+    with open_run(s3, part_size=8 * MIB).put("version_1/x", len(data)) as upload:
         upload.write_at(0, memoryview(data))
         with pytest.raises(Denied) as caught:
             upload.commit()
@@ -155,7 +155,7 @@ def test_the_reason_of_a_denied_head_is_that_of_a_get(s3):
 
 def test_an_upload_that_was_aborted_by_another_process_says_so(s3):
     data = bytes(20 * MIB)
-    with open_run(s3).put("version_1/x", len(data)) as upload:
+    with open_run(s3, part_size=8 * MIB).put("version_1/x", len(data)) as upload:
         s3.uploads.clear()
         with pytest.raises(StoreError, match="was aborted by another process"):
             upload.write_at(0, memoryview(data))

@@ -2,8 +2,10 @@
 
 import socket
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 from botocore.exceptions import ClientError
 
@@ -107,7 +109,7 @@ def test_a_server_may_answer_404_to_the_deletion_of_what_is_gone(s3):
 @pytest.mark.parametrize(
     ("options", "part", "connections"),
     [
-        ({}, 16, 3),
+        ({}, 28, 2),
         ({"part_size": 8 * MIB}, 8, 7),
         ({"part_size": 40 * MIB}, 40, 2),
         ({"part_size": 9 * MIB, "concurrency": 5}, 12, 5),
@@ -119,6 +121,31 @@ def test_parts_are_as_long_as_configured(options, part, connections):
     assert {part_length(traits, length) for length in (1, 10**9)} == {part * MIB}
     assert -(-(10**12) // part_length(traits, 10**12)) <= 10_000
     assert traits.connections == connections
+
+
+@pytest.mark.parametrize(("staged", "most"), [(True, 6), (False, 2)])
+def test_parts_that_are_in_memory_anyway_are_sent_by_all_threads(s3, monkeypatch, staged, most):
+    monkeypatch.setenv("LIMPET_THREADS", "6")
+    active, peak, arrived = set(), [0], threading.Semaphore(0)
+
+    def wait_for_others(method, path, handler):
+        if "partNumber" in path:
+            active.add(path)
+            peak[0] = max(peak[0], len(active))
+            if len(active) == most:
+                [arrived.release() for _ in range(most)]
+            arrived.acquire(timeout=2)
+            active.discard(path)
+
+    store = open_run(s3, part_size=28 * MIB, timeout=60)
+    state = {"w": np.zeros(6 * 28 * MIB, np.uint8)}
+    s3.hook = wait_for_others
+    if staged:
+        with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
+            ckpt.save()
+    else:
+        limpet.save(store.at("version_1"), state, step=1)
+    assert peak[0] == most
 
 
 ROLE = """

@@ -113,7 +113,7 @@ def write_shard(
                 workers.pool.release(buffer)
 
     most = workers.pool.budget // workers.pool.buffer_size
-    if traits.connections:
+    if traits.connections and None in map(attrgetter("buffer"), pieces):
         workers = replace(workers, threads=min(workers.threads, traits.connections))
     groups = group_into_parts(pieces, head, traits, most)
     arguments = [head] if traits.part_size else []

@@ -47,6 +47,11 @@ def option(
     return field(default=default, repr=not is_secret, metadata=rule)
 
 
+def part_option(default: int) -> Any:
+    """Return the field of the length of a part."""
+    return option(default, int, f"at least {MIN_PART} bytes", lambda n: n >= MIN_PART)
+
+
 def switch() -> Any:
     """Return the field of an option that is True or False."""
     return option(False, bool, "True or False")
@@ -118,6 +123,6 @@ class BucketOptions(Options):
 
     endpoint: str | None = text(WEB_URL, is_web_url, is_secret=True)  # it may have a password
     anonymous: bool = switch()
-    part_size: int = option(16 * MIB, int, f"at least {MIN_PART} bytes", lambda n: n >= MIN_PART)
+    part_size: int = part_option(16 * MIB)
     concurrency: int = option(32, int, "1 to 1024", lambda n: 1 <= n <= 1024)
     spread: int = option(0, int, "2 to 256, or 0", lambda n: n == 0 or 2 <= n <= 256)

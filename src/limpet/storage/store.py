@@ -33,8 +33,8 @@ class Traits:
     ``durable``: the objects survive a crash of the machine, not only the end of the process.
     ``part_size``: the store sends an upload in parts of at least so many bytes, and a ``write_at``
     of one whole part needs no copy (see ``part_length``). 0: writes of any size are equal.
-    ``connections``: the largest number of threads of a save; with the length of the parts, it
-    bounds what is in memory. 0: no limit.
+    ``connections``: the largest number of parts for which a save takes memory at once; those that
+    are staged are in memory anyway. 0: no limit.
     ``read_size``: the largest range to read with one request. A store with it has the method
     ``open_range``. ``ordered``: the store only appends. A ``write_at`` behind what
     was written before it needs no copy; other bytes wait in a temporary file (see

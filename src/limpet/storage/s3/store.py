@@ -35,7 +35,7 @@ from limpet.storage.store import (
     short_read_error,
 )
 from limpet.text import hide_secrets
-from limpet.types import BLOCK_SIZE, MIB
+from limpet.types import MIB
 
 READ_SIZE = 64 * MIB
 """The largest range to read with one request, in bytes. Its bytes need no memory at once."""
@@ -426,13 +426,12 @@ class PartBody:
     memory.
 
     urllib3 asks for 16 KiB, too many turns under the interpreter's lock, and sends what it gets. A
-    block must be sent before a timeout, so shorter parts, of a slow network, have shorter blocks.
+    block must be sent before a timeout, on a slow network, too.
     """
 
     def __init__(self, views: Sequence[memoryview], deadline: Deadline) -> None:
         self._views = views
         self._length = sum(map(len, views))
-        self._block = min(BLOCK_SIZE, max(MIB, self._length // 7))
         self._deadline = deadline
         self._at = 0
 
@@ -442,7 +441,7 @@ class PartBody:
         start = self._at
         for view in self._views:
             if start < len(view):
-                block = view[start : start + self._block]
+                block = view[start : start + MIB]
                 self._at += len(block)
                 return block
             start -= len(view)
