@@ -22,6 +22,7 @@ from limpet.evaluation.ray_engine import RayCluster
 from limpet.evaluation.worker import Work, Worker, describe, resolve
 from limpet.tasks.queue import Job, Queue
 from limpet.tasks.remote import TaskServer, parse_address
+from limpet.tasks.task import EvaluationTask
 
 _MAX_RESTARTS = 5
 """The number of times in a row that a worker is started again although no task was completed."""
@@ -29,7 +30,7 @@ _MAX_RESTARTS = 5
 _TASKS = 64
 """About how many tasks the data is cut into, whatever the workers: so are the results."""
 
-_TEND_SECONDS = 0.1
+_TEND_SECONDS = 0.5
 """Seconds after which the evaluator looks whether its workers are alive."""
 
 _END_SECONDS = 5.0
@@ -222,7 +223,7 @@ class WorkerPool:
                 if not self._is_inline:
                     self._tend(job, is_starting=work.kind == "count")
                 elif (task := self.queue.evaluation.get()) is not None:
-                    self._inline.do(task)
+                    self._inline.do(task, EvaluationTask.done)
             return job.results()
         except JobFailed as e:
             cause, attempts = e.fields["cause"].rstrip("."), self._workers.attempts

@@ -18,8 +18,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from limpet.errors import LeaseLost, LimpetError, NotFound, TaskError, Unavailable
 from limpet.evaluation.functions import FunctionName
@@ -30,6 +31,8 @@ from limpet.snapshot.reader import open_snapshot
 from limpet.snapshot.snapshot import Snapshot
 from limpet.tasks.remote import RemoteQueue, parse_address
 from limpet.tasks.task import EvaluationTask
+
+T = TypeVar("T")
 
 POLL_SECONDS = 2.0
 """Seconds before a version is loaded again of which the store did not answer."""
@@ -66,6 +69,7 @@ class Work:
         return json.dumps(asdict(self))
 
     @classmethod
+    @lru_cache(maxsize=1)  # all tasks of a version have the same
     def decode(cls, text: str) -> Work:
         fields = json.loads(text)
         named = fields.pop("functions").items()
@@ -84,19 +88,20 @@ class Worker:
         self._loaded = ("", "")
         self._templates: dict[str, Any] = {}
 
-    def do(self, task: EvaluationTask) -> None:
-        """Do a task, and report its result, or why it has none. Raises ``TaskError`` without the
-        evaluator, and ``LimpetError`` if only this worker lacks the functions or the data."""
+    def do(self, task: EvaluationTask, report: Callable[[EvaluationTask, Any], T]) -> T | None:
+        """Do a task, and ``report`` its result, or why it has none. Returns what that returns.
+        Raises ``TaskError`` without the evaluator, and ``LimpetError`` if only this worker lacks
+        the functions or the data."""
         work = Work.decode(task.data)
         try:
             if not self._records:
                 self._start(task, work)
         except LeaseLost:
-            return
+            return None
         except Exception as e:
             if work.kind == "count":
                 task.fail(describe(e), final=True)
-                return
+                return None
             task.release()
             raise LimpetError(f"This worker cannot take part: {describe(e)}") from e
         is_loaded, size = False, work.batch_size
@@ -109,9 +114,10 @@ class Worker:
                     result["state"] = self._evaluate(size, task.start, task.stop)
                 else:
                     result["metrics"] = self._merge(size, work.states)
-            task.done(result)
+            return report(task, result)
         except Exception as e:  # noqa: BLE001  (the evaluator reports it)
             task.fail(describe(e), final=not is_loaded)
+            return None
 
     def _start(self, task: EvaluationTask, work: Work) -> None:
         """Import the functions, and create the data."""
@@ -257,11 +263,12 @@ def work_for(queue: RemoteQueue) -> None:
     """Do the tasks of an evaluator until it ends the connection."""
     os.dup2(2, 1)  # what the functions print does not belong to the result of a command
     worker, process = Worker(), os.getpid()
+    task: EvaluationTask | None = None
     while True:
         try:
-            task = queue.evaluation.get(timeout=_WAIT_SECONDS)
+            task = task or queue.evaluation.get(timeout=_WAIT_SECONDS)
             if task is not None:
-                worker.do(task)
+                task = worker.do(task, queue.exchange)
         except TaskError:
             if os.getpid() != process:  # a copy that a function of the user made with os.fork()
                 os._exit(1)

@@ -124,7 +124,6 @@ class Queue:
                 table = TaskTable(spec, self._jobs.next_id)
                 self._jobs.next_id = table.last_id + 1
                 self._jobs.insert(table)
-                self._changed.notify_all()
             elif table.spec != spec:
                 raise TaskError(
                     f"The queue has another job with the name {name!r}",
@@ -189,7 +188,6 @@ class Queue:
             if kind == "evaluation":
                 for lease in self._jobs.leases_of(worker, kind):
                     self._jobs.take_back(lease, f"worker {worker!r} asked for another task")
-                    self._changed.notify_all()  # the job may have failed
             while True:
                 now = self._clock()
                 task = self._jobs.lease(kind, worker, now, seconds, self)
@@ -201,7 +199,7 @@ class Queue:
         self, kind: Kind, worker: str, seconds: float, lease_seconds: float | None
     ) -> Task | None:
         """Lease a task for a worker of another process, as ``get``. Without one, wait on the real
-        clock for the next change, or until a lease is over."""
+        clock for news, or until a lease is over."""
         with self._changed:
             task = self.get(kind, worker, 0.0, lease_seconds)
             if task is None and seconds > 0:
@@ -221,7 +219,7 @@ class Queue:
         Only the attempt that the worker began first counts as failed, of each kind: it was at work
         on that task, and had merely read ahead in the others.
         """
-        with self._changing():
+        with self._entered():
             count = 0
             for kind in KINDS:
                 leases = self._jobs.leases_of(worker, kind)
@@ -243,7 +241,7 @@ class Queue:
                 found=repr(reports)[:300],
                 todo="Add up the records of each task",
             )
-        with self._changing():
+        with self._entered():
             leases = [self._jobs.held(report) for report in reports]
             for lease, report in zip(leases, reports):
                 check_position(lease, report)
@@ -254,7 +252,7 @@ class Queue:
     def report_done(self, report: Report, result: Any) -> bool:
         """Complete a task. See ``EvaluationTask.done`` and ``TrainingTask.done``."""
         text = encode_result(result)
-        with self._changing():
+        with self._entered():
             found = self._jobs.unfinished(report)
             if found is None:
                 return False
@@ -267,7 +265,7 @@ class Queue:
 
     def report_failed(self, report: Report, cause: str, is_final: bool = False) -> bool:
         """End an attempt as failed. See ``Task.fail``."""
-        with self._changing():
+        with self._entered():
             lease = self._jobs.lease_of(report)
             if lease is not None:
                 self._jobs.take_back(lease, cause[:_LONGEST_CAUSE], is_final)
@@ -275,7 +273,7 @@ class Queue:
 
     def report_released(self, report: Report) -> bool:
         """End an attempt without blame. See ``Task.release``."""
-        with self._changing():
+        with self._entered():
             lease = self._jobs.lease_of(report)
             if lease is not None:
                 self._jobs.reopen(lease)
@@ -308,7 +306,7 @@ class Queue:
         and that the state does not have, end with an error. Raises ``PlanError``, and changes
         nothing, if that would lose a training job that has not begun, or if a job differs.
         """
-        with self._changing():
+        with self._entered():
             loaded = check_state(state)
             receiving, dropped = match_tables(loaded, self._jobs.by_name)
             for table in dropped:
@@ -327,27 +325,26 @@ class Queue:
             self.__reduce__()
         with self._changed:
             self._take_back_overdue()
-            yield
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Lock the queue, and then wake up those who wait for a change."""
-        with self._entered():
-            yield
-            self._changed.notify_all()
+            try:
+                yield
+            finally:
+                self._notify()
 
     def _take_back_overdue(self) -> None:
-        taken = False
         for lease in self._jobs.overdue(self._clock()):
             cause = f"no report of worker {lease.worker!r} within {lease.seconds} s"
             self._jobs.take_back(lease, cause)
             self.on_overdue(lease.worker)
-            taken = True
-        if taken:
+
+    def _notify(self) -> None:
+        """Wake up those who wait, if there is something for them."""
+        if self._jobs.has_news:
+            self._jobs.has_news = False
             self._changed.notify_all()
 
     def _wait(self, end: float) -> None:
-        """Wait for a change until ``end``, or until a lease is over."""
+        """Wait for news until ``end``, or until a lease is over."""
+        self._notify()
         seconds = min(end, self._jobs.next_end()) - self._clock()
         self._changed.wait(min(max(seconds, 0.0), _LONGEST_WAIT))
         self._take_back_overdue()
@@ -399,7 +396,7 @@ class Job:
     def cancel(self) -> None:
         """End an evaluation job, if it has not ended: its tasks are handed out no more."""
         jobs, table = self._owner._jobs, self._table
-        with self._owner._changing():
+        with self._owner._entered():
             if not table.has_ended and jobs.by_name.get(self.name) is table:
                 jobs.fail(table, TaskError(f"Job {self.name!r} was canceled"))
             self._forget()

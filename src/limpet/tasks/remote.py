@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import inf
 from threading import Lock
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ from limpet.tasks.queue import Queue
 from limpet.tasks.spec import Kind, check_kind, check_seconds
 from limpet.tasks.task import (
     EvaluationSide,
+    EvaluationTask,
     Report,
     Task,
     TrainingSide,
@@ -98,10 +99,11 @@ class Consumed(wire.Message, frozen=True):
 
 
 class Done(wire.Message, frozen=True):
-    """A task is complete."""
+    """A task is complete. ``next``: the answer is that to this request."""
 
     report: Report
     result: str
+    next: Get | None = None
 
 
 class Failed(wire.Message, frozen=True):
@@ -328,8 +330,10 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
                 value = queue.finished(check_kind(kind))
             case Consumed(reports):
                 queue.report_consumed(reports)
-            case Done(report, result):
+            case Done(report, result, next_request):
                 value = queue.report_done(report, decode_result(result))
+                if next_request is not None:
+                    return self._do(next_request, worker)
             case Failed(report, cause, is_final):
                 value = queue.report_failed(report, cause, is_final)
             case Released(report):
@@ -418,12 +422,21 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         end, longest = time.monotonic() + timeout, min(_LONGEST_WAIT, self._reply_seconds / 2)
         while True:
             left = max(0.0, end - time.monotonic())
-            answer = self._request(Get(kind, lease_seconds, min(left, longest)))
-            if isinstance(answer, Leased):
-                fields = {name: getattr(answer, name) for name in _TASK}
-                return make_task(answer.kind, owner=self, **fields)
-            if not left:
-                return None
+            task = self._task(self._request(Get(kind, lease_seconds, min(left, longest))))
+            if task is not None or not left:
+                return task
+
+    def exchange(self, task: EvaluationTask, result: Any) -> EvaluationTask | None:
+        """Report the result of a task, and lease the next one, by one request: what each request
+        takes counts if it interrupts a computation. Raises as ``EvaluationTask.done``."""
+        done = Done(task.report, _encode_result(result), Get("evaluation", None))
+        return cast("EvaluationTask | None", self._task(self._request(done)))
+
+    def _task(self, answer: Leased | Reply) -> Task | None:
+        if not isinstance(answer, Leased):
+            return None
+        fields = {name: getattr(answer, name) for name in _TASK}
+        return make_task(answer.kind, owner=self, **fields)
 
     def finished(self, kind: Kind) -> bool:
         """Return ``Queue.finished``."""
@@ -435,15 +448,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         self._ask(Consumed(list(reports)))
 
     def report_done(self, report: Report, result: Any) -> bool:
-        text = encode_result(result)
-        if len(text) > MAX_RESULT:
-            raise TaskError(
-                "The result of a task is too long",
-                expected=f"at most {MAX_RESULT} bytes",
-                found=len(text),
-                todo="Return a smaller result: sums and counts instead of one value per record",
-            )
-        return self._ask(Done(report, text))
+        return self._ask(Done(report, _encode_result(result)))
 
     def report_failed(self, report: Report, cause: str, is_final: bool = False) -> bool:
         return self._ask(Failed(report, cause[:_MAX_CAUSE], is_final))
@@ -498,3 +503,15 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
             found=cause,
             todo="End this worker: the owner gives its tasks to other workers",
         )
+
+
+def _encode_result(result: Any) -> str:
+    text = encode_result(result)
+    if len(text) > MAX_RESULT:
+        raise TaskError(
+            "The result of a task is too long",
+            expected=f"at most {MAX_RESULT} bytes",
+            found=len(text),
+            todo="Return a smaller result: sums and counts instead of one value per record",
+        )
+    return text

@@ -244,7 +244,10 @@ class Lease:
 
 class JobTables:
     """The jobs by name, in order, and the leases of their tasks. A lease takes the lowest open task
-    of the first job that has one and is not blocked. O(log n) steps, amortized."""
+    of the first job that has one and is not blocked. O(log n) steps, amortized.
+
+    ``has_news``: a task may be open, or a job has ended, since whoever waits for it looked.
+    """
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
@@ -254,6 +257,7 @@ class JobTables:
         self._clear()
 
     def _clear(self) -> None:
+        self.has_news = True
         self.by_name: dict[str, TaskTable] = {}
         self.leases: dict[int, Lease] = {}  # those in force, by attempt
         self._held: dict[tuple[str, Kind], dict[int, Lease]] = {}  # by worker
@@ -418,6 +422,7 @@ class JobTables:
                 self.longest[kind] = max(self.longest[kind], now - lease.begin)
         table.complete(number, result)
         if table.is_complete:
+            self.has_news = True
             del self.running[table.spec.kind][table.spec.name]
             for other in self._blocked.pop(table.spec.name, []):
                 other.is_blocked = False
@@ -425,6 +430,7 @@ class JobTables:
 
     def fail(self, table: TaskTable, error: TaskError) -> None:
         """Fail a job, and those that wait for it. Their leases end."""
+        self.has_news = True
         pending = [(table, error)]
         while pending:
             table, error = pending.pop()
@@ -439,6 +445,7 @@ class JobTables:
             pending += [(other, _failed_before(other, error)) for other in waiting]
 
     def _list_as_ready(self, table: TaskTable) -> None:
+        self.has_news = True
         if not table.is_ready and not table.is_blocked and table.error is None:
             table.is_ready = True
             heappush(self._ready[table.spec.kind], (table.first_id, table.spec.name))
