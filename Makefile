@@ -114,6 +114,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --config-file bench/mypy.ini -p bench
 
 # s3fs needs an older boto3 than the tests use: the extra pins it.
 .venv-bench/.ready: pyproject.toml constraints.txt

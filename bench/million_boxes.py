@@ -96,7 +96,7 @@ def make_index(rank: int, ranks: int) -> Index:
 def make_columns(row_index: Index) -> IndexColumns:
     boxes = [(i, b) for i, leaf in enumerate(row_index.leaves) for b in leaf.boxes]
     return IndexColumns(
-        row_index.format,
+        row_index.limpet,
         row_index.shard,
         row_index.length,
         row_index.header,

@@ -255,7 +255,7 @@ class _Rank0:
             def make(receipts: Any) -> Any:
                 with self.timings.section("files"):
                     shards = check_receipts(self.location, receipts, self.ranks)
-                manifest = draft.build_manifest(shards, 1)
+                manifest = draft.build_manifest(shards, 1, receipts)
                 collective.begin_commit()
                 with self.timings.section("put"):
                     return put_manifest(self.location, manifest, partition.plan)

@@ -121,7 +121,7 @@ def measure_transfers(
     """Return the seconds and CPU seconds of each round, of Limpet and of the bare client."""
     import limpet
 
-    store = limpet.open_store(f"s3://{bucket}/bench", **connection)
+    store: Any = limpet.open_store(f"s3://{bucket}/bench", **connection)
     # Ceph removes deleted objects in the background
     pause = 1.0 if load and bucket != "discard" else 0.0
     client = BareClient(connection, bucket)
@@ -136,7 +136,7 @@ def measure_memory(connection: Connection, bucket: str, size: int, kind: str) ->
     import limpet
     from bench import resource_usage, states
 
-    store = limpet.open_store(f"s3://{bucket}/memory", **connection)
+    store: Any = limpet.open_store(f"s3://{bucket}/memory", **connection)
     state, tiny, place = states.large_state(size), store.at("tiny"), store.at("one")
     if kind == "save":
         limpet.save(tiny, states.small_state(2), step=1)
@@ -161,7 +161,7 @@ def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, 
     import limpet
     from bench import states
 
-    store = limpet.open_store(f"s3://{bucket}/requests", part_size=PART, **connection)
+    store: Any = limpet.open_store(f"s3://{bucket}/requests", part_size=PART, **connection)
     state = states.large_state(size)
     found: dict[str, dict[str, int]] = {}
     last: dict[str, int] = {}
