@@ -7,7 +7,7 @@ import time
 import warnings
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 from bench import fresh_process
 from bench.report import Options, Section, judge
@@ -30,19 +30,14 @@ class _SlowLink:
         time.sleep(max(0.0, at - time.monotonic()))
 
 
-def measure(folder: str, size: int) -> dict[str, list[float]]:
-    """Alternate between trainings with and without the local tier. For each: the seconds until a
-    kill loses nothing, until the version is in the run, and of ``resume``. Runs in a child process.
-    """
+def _start(folder: Path, state: Any, has_tier: bool) -> Any:
+    """Return a training whose run is in a store at the end of a slow link, on a disk."""
     import limpet
-    from bench import states
     from limpet.storage.local.store import LocalStore
 
     link = _SlowLink()
 
     class SlowStore(LocalStore):
-        """A store at the end of a slow link, on a disk."""
-
         def put(self, key: str, length: int, head: int = 0) -> Any:
             upload = super().put(key, length)
             write: Any = upload.write_at
@@ -58,41 +53,42 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
             link.pass_bytes(length)
             super().get_range(key, offset, length, into)
 
-    found: dict[str, list[float]] = {}
-    state = states.large_state(size)
+    return limpet.Checkpointer(
+        SlowStore(folder / "run", direct=True),
+        {"model": state},
+        save=limpet.EverySteps(1),
+        tiers=[limpet.LocalTier(folder / "disk")] if has_tier else [],
+        preemption=None,
+    )
 
-    def start(place: Path, tiers: list[Any]) -> Any:
-        run = SlowStore(place / "run", direct=True)
-        return limpet.Checkpointer(
-            run, {"model": state}, save=limpet.EverySteps(1), tiers=tiers, preemption=None
-        )
 
-    for repeat in range(_REPEATS):
-        for name in ("direct", "local"):
-            place = Path(folder) / f"{name}-{repeat}"
-            tiers = [limpet.LocalTier(place / "disk")] if name == "local" else []
-            ckpt = start(place, tiers)
+def measure_save(folder: str, size: int, has_tier: bool) -> NoReturn:
+    """Report the seconds until a kill loses nothing, and until the version is in the run. Then the
+    process ends as one that is killed: a training that ends itself deletes its local versions."""
+    from bench import states
+
+    ckpt = _start(Path(folder), states.large_state(size), has_tier)
+    began = time.perf_counter()
+    ckpt.step()
+    ckpt._saver.wait_for_turn()
+    safe = time.perf_counter() - began
+    ckpt.wait()
+    fresh_process.reply_and_die({"safe": safe, "run": time.perf_counter() - began})
+
+
+def measure_resume(folder: str, size: int, has_tier: bool) -> dict[str, float]:
+    """Return the seconds of ``resume`` in another process."""
+    from bench import states
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _start(Path(folder), states.large_state(size), has_tier) as ckpt:
             began = time.perf_counter()
-            ckpt.step()
-            ckpt._saver.wait_for_turn()
-            safe = time.perf_counter() - began
-            ckpt.wait()
-            committed = time.perf_counter() - began
-            ckpt._saver.writer_lock.release()
-            again = start(place, tiers)
-            began = time.perf_counter()
-            snapshot = again.resume()
+            snapshot = ckpt.resume()
             resumed = time.perf_counter() - began
-            if snapshot is None or (str(place / "disk") in snapshot.url) != (name == "local"):
+            if snapshot is None or (str(Path(folder) / "disk") in snapshot.url) != has_tier:
                 raise RuntimeError(f"resumed from {snapshot}")
-            for figure, seconds in (("safe", safe), ("run", committed), ("resume", resumed)):
-                found.setdefault(f"{name} {figure}", []).append(seconds)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                again.close()
-                ckpt.close()
-            shutil.rmtree(place)
-    return found
+    return {"resume": resumed}
 
 
 def sections(options: Options) -> list[Section]:
@@ -105,9 +101,18 @@ def sections(options: Options) -> list[Section]:
     )
     folder = options.folder / "local-tier"
     folder.mkdir()
-    found, missing = {}, []
+    found: dict[str, list[float]] = {}
+    missing = []
     try:
-        found = fresh_process.call("bench.local_tier:measure", folder=str(folder), size=size)
+        for repeat in range(_REPEATS):
+            for name in ("direct", "local"):
+                place = folder / f"{name}-{repeat}"
+                given = {"folder": str(place), "size": size, "has_tier": name == "local"}
+                taken = fresh_process.call("bench.local_tier:measure_save", **given)
+                taken |= fresh_process.call("bench.local_tier:measure_resume", **given)
+                for figure, seconds in taken.items():
+                    found.setdefault(f"{name} {figure}", []).append(seconds)
+                shutil.rmtree(place)
     except fresh_process.MeasurementFailed as failure:
         missing.append(f"limpet: {failure}")
     finally:
