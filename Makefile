@@ -69,11 +69,11 @@ chaos quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempt
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 4 -m "not slow and not root" $(QUICK)
 
-# All tests: about 11 minutes on 2 cores (the aim is 10). Five workers: many tests wait for processes and deadlines.
+# All tests: about 12 minutes on 2 cores (the aim is 10). Four workers: many tests wait for processes and deadlines.
 # A few failed tests run once more, alone; the last lines name those that have a race.
 test: .zoo/.ready tools
 	@rm -f .pytest_cache/v/cache/lastfailed
-	$(RUN) -m pytest -q -n 5 --dist worksteal --durations=20 || $(RUN) -m tests.again $$?
+	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=20 || $(RUN) -m tests.again $$?
 
 # What needs no PyTorch, in clean environments with Python 3.11 (without torch), 3.12, 3.13, and 3.14: those that are
 # on this machine. There is no build of PyTorch for all of them.

@@ -103,7 +103,7 @@ class TrainingSize:
 
 
 QUICK = TrainingSize(
-    epochs=2, epoch=20, every=8, batch=2, model=("--layers", "2", "--length", "32"), rounds=3
+    epochs=2, epoch=20, every=8, batch=2, model=("--layers", "4", "--length", "32"), rounds=3
 )
 
 

@@ -26,12 +26,12 @@ from tests.snapshot.manual_shards import split_rows, write_resharded
 from tests.stores.fault_proxy import Fault
 from tests.trainings import flip_bit
 
-STATE = {"w": np.arange(12 * MIB, dtype=np.int32).reshape(12, -1), "b": np.ones(5)}  # 48 MiB
+STATE = {"w": np.arange(20 * MIB, dtype=np.int32).reshape(20, -1), "b": np.ones(5)}  # 80 MiB
 
 
 @pytest.fixture
 def source(tmp_path):
-    """A local run whose version has two shards of 24 MiB, each of which is two parts."""
+    """A local run whose version has two shards of 40 MiB, each of which is two parts."""
     whole = limpet.save(tmp_path / "whole" / "version_1", STATE, step=1)
     return write_resharded(
         reader_of(whole), locate(tmp_path / "run" / "version_1"), split_rows(2), 2
@@ -202,7 +202,7 @@ def test_the_memory_of_half_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
     assert growth < 256 * MIB
     parts = [t for t in proxy.targets("PUT") if "partNumber" in t]
     numbers = {re.search("partNumber=[0-9]+", target)[0] for target in parts}
-    assert len(numbers) == -(-length // (16 * MIB))
+    assert len(numbers) == -(-length // (28 * MIB))
     # Ceph 16 ignores CRC-32C, so the first part of each thread is sent again with MD5
     assert len(parts) <= len(numbers) + 8
 

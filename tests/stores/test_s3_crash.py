@@ -79,7 +79,7 @@ def kill_at_stall(proxy, ceph):
 
 SAVER = """
 import sys, numpy as np, limpet
-limpet.save(sys.argv[1], {"w": np.arange(5 << 20, dtype=np.int32)}, step=2)
+limpet.save(sys.argv[1], {"w": np.arange(10 << 20, dtype=np.int32)}, step=2)
 """
 
 

@@ -73,7 +73,7 @@ for kind in PartUpload, SequentialUpload:  # HDFS also writes a pin as such an u
     def commit(upload, commit=kind.commit):
         return os.kill(os.getpid(), 9) if upload._key.endswith(".safetensors") else commit(upload)
     kind.commit = commit
-limpet.save(sys.argv[1], {"w": np.zeros(3 << 20)}, step=9)
+limpet.save(sys.argv[1], {"w": np.zeros(5 << 20)}, step=9)
 """
 
 

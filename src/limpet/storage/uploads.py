@@ -63,7 +63,8 @@ class BufferedUpload(_CheckedUpload):
                 self._require_open()
                 self._is_open = False
             self._written.require_complete()
-            return self._create(bytes(self._data))
+            data, self._data = bytes(self._data), bytearray()  # not two copies during the call
+            return self._create(data)
         finally:
             self.abort()
 

@@ -222,9 +222,10 @@ class S3Folder(Remote):
     # -- writing -------------------------------------------------------------------------------
 
     def create(self, key: str, data: bytes) -> bool:
+        body = PartBody([memoryview(data)], self.deadline)
         fields: dict[str, Any] = {
             "Key": self.object_name(key),
-            "Body": data,
+            "Body": body,
             "ContentMD5": md5([data]),
         }
         try:
@@ -233,6 +234,8 @@ class S3Folder(Remote):
             if e.fields.get("status") == 412:
                 return False
             raise
+        finally:
+            body.release()
         if not reply.get("ETag"):
             raise no_tag_error(key, self.url)
         return True
@@ -422,8 +425,8 @@ class S3Parts:
 
 
 class PartBody:
-    """The bytes of a part, as the file that boto3 wants, in blocks that are views of the caller's
-    memory.
+    """The bytes of a part or an object, as the file that boto3 wants, in blocks that are views of
+    the caller's memory.
 
     urllib3 asks for 16 KiB, too many turns under the interpreter's lock, and sends what it gets. A
     block must be sent before a timeout, on a slow network, too.
