@@ -59,9 +59,10 @@ def start(run, **more):
     return thread, found, own
 
 
-def test_the_metrics_equal_those_of_a_computation_in_one_process(run):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_metrics_equal_those_of_a_computation_in_one_process(run, workers):
     state = save_version(run, 5)
-    (outcome,) = evaluation(run).run()
+    (outcome,) = evaluation(run, count=workers).run()
     check(outcome, run, state)
     (local,) = local_evaluation(run, name="local", workers=2).run()
     assert local.metrics == outcome.metrics
@@ -107,17 +108,25 @@ def test_an_actor_that_never_returns_its_task_is_replaced(run, cluster):
     assert (cluster / "hang").exists()
 
 
-def test_the_death_of_each_actor_is_recorded_with_its_cause(run):
+@pytest.mark.parametrize(
+    ("evaluate", "cause"),
+    [
+        (functions.evaluate_raising, r"records 500 to 519: ZeroDivisionError: one bad shard"),
+        (functions.evaluate_poison, r"records 500 to 519.*The actor died unexpectedly"),
+    ],
+)
+def test_a_failure_is_recorded_with_its_cause(run, evaluate, cause):
     save_version(run, 5)
-    (outcome,) = evaluation(run, functions.evaluate_poison).run()
+    (outcome,) = evaluation(run, evaluate).run()
     assert outcome.state == "FAILED"
-    assert re.search(r"records 500 to 519.*The actor died unexpectedly", outcome.cause)
+    assert re.search(cause, outcome.cause), outcome.cause
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"setup": "no.such.module:setup"}, "no.such.module:setup cannot be imported"),
+        ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
         (
             {"ray": {"resources": {"none": 1}}, "start": 1.0},
             r"Expected an answer within 1 s, found none.*ray status",

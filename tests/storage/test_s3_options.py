@@ -133,7 +133,7 @@ def test_parts_that_are_in_memory_anyway_are_sent_by_all_threads(s3, monkeypatch
             active.add(path)
             peak[0] = max(peak[0], len(active))
             if len(active) == most:
-                [arrived.release() for _ in range(most)]
+                arrived.release(most)
             arrived.acquire(timeout=2)
             active.discard(path)
 

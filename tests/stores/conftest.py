@@ -62,6 +62,9 @@ def running_sftp(request):
 @pytest.fixture(scope="session")
 def ceph(request):
     with running_ceph(request) as server:
+        with pytest.MonkeyPatch.context() as patch, new_bucket(server, patch) as url:
+            # the first upload takes seconds to begin: a short timeout would repeat the request
+            boto3.client("s3").create_multipart_upload(Bucket=url[5:], Key="first")
         yield server
 
 

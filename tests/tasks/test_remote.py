@@ -116,7 +116,7 @@ def test_an_exchange_reports_one_task_and_leases_the_next():
             first.exchange(task, {1, 2})
         other = second.evaluation.get()
         task = first.exchange(task, 11)
-        assert task is None
+        assert task is None  # the last one is at work elsewhere
         assert job.completed == 2
         assert second.exchange(other, 12) is None
         assert first.exchange(old, 99) is None  # complete: the result does not count

@@ -29,7 +29,7 @@ from limpet.threads import no_op
 from limpet.types import DTYPES, MIB, Advance, Box
 from limpet.version import __version__
 
-MAX_UPLOAD_BYTES = 112 * MIB
+MAX_UPLOAD_BYTES = 128 * MIB
 """Largest number of bytes that all unfinished uploads keep in memory, unless one needs more."""
 
 MAX_OPEN_SHARDS = 256

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
@@ -69,7 +68,6 @@ class Work:
         return json.dumps(asdict(self))
 
     @classmethod
-    @lru_cache(maxsize=1)  # all tasks of a version have the same
     def decode(cls, text: str) -> Work:
         fields = json.loads(text)
         named = fields.pop("functions").items()

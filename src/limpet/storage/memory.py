@@ -60,7 +60,7 @@ class MemoryStore:
         return _MemoryUpload(self, check_key(key, self.url), length)
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        return self._put_object(check_key(key, self.url), bytes(data), accept_existing=True)
+        return self._put_object(check_key(key, self.url), data, accept_existing=True)
 
     def get(self, key: str, limit: int) -> bytes:
         data, _ = self._find(key)
@@ -123,15 +123,19 @@ class MemoryStore:
         return iter(sorted(stats, key=lambda stat: stat.key))
 
     def _put_object(
-        self, key: str, data: bytes, *, accept_existing: bool, partial_key: str | None = None
+        self,
+        key: str,
+        data: bytes | memoryview,
+        *,
+        accept_existing: bool,
+        partial_key: str | None = None,
     ) -> Stat:
         """Add an object atomically, where equal bytes may exist if ``accept_existing``.
         ``partial_key``: of the unfinished upload, which must exist and is removed."""
-        path = self._folder + key
+        path, new = self._folder + key, (bytes(data), time.time())
         with self._lock:
             if partial_key is not None and self._partials.pop(partial_key, None) is None:
                 raise StoreError(f"The upload of {key} was removed", key=key, store=self.url)
-            new = (data, time.time())
             existing = self._objects.setdefault(path, new)
             if existing is not new and not (accept_existing and existing[0] == data):
                 raise exists_error(key, self.url)

@@ -172,7 +172,7 @@ class Remote(ABC):
         The reply has fewer if the object is shorter. With a ``tag``, a replaced object is an error.
         """
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes | memoryview) -> bool:
         """Create an object. Return False if it exists."""
         raise NotImplementedError
 
@@ -408,12 +408,12 @@ class RetryStore:
             error = e
         return self._require_equal(key, data, error)
 
-    def _create_once(self, key: str, data: bytes) -> Stat:
+    def _create_once(self, key: str, data: memoryview) -> Stat:
         store = self.within(self._deadline("write", key))
         store._create(key, data, accept_equal=False)
         return store._require_stat(key, len(data))
 
-    def _create(self, key: str, data: bytes, *, accept_equal: bool) -> None:
+    def _create(self, key: str, data: bytes | memoryview, *, accept_equal: bool) -> None:
         """Create an object with one conditional PUT. After a lost reply, or with ``accept_equal``,
         an object with exactly these bytes is accepted; otherwise ``AlreadyExists``."""
         may_be_own = accept_equal
@@ -457,7 +457,7 @@ class RetryStore:
             check_written_length(key, self.url, length, stat.length)
             return stat
 
-    def _require_equal(self, key: str, data: bytes, error: StoreError) -> Stat:
+    def _require_equal(self, key: str, data: bytes | memoryview, error: StoreError) -> Stat:
         """Return the status of an object with exactly these bytes. Otherwise raise ``error``, that
         of its creation, after which it exists or the outcome is unknown."""
         is_there = isinstance(error, AlreadyExists)

@@ -280,7 +280,7 @@ def part_length(traits: Traits, length: int) -> int:
 
 def upload_memory(traits: Traits, length: int) -> int:
     """Return how many bytes an upload keeps in memory (see ``Traits``): a small object is kept
-    whole, and once more while it is sent."""
+    whole, and by some clients once more while it is sent."""
     if not traits.upload_memory:
         return 0
     longest_part = -(-length // (MAX_PARTS - 1)) if traits.part_size else 0

@@ -19,6 +19,13 @@ from limpet.storage.store import Stat, Upload, WrittenRanges
 from limpet.types import BLOCK_SIZE
 
 
+def _allocate(length: int) -> memoryview:
+    """Return so many bytes that return to the system at once when they are dropped: the allocator
+    would keep those of a bytearray, once per thread."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, max(length, 1), flags))[:length]
+
+
 class _CheckedUpload(Upload):
     """What the uploads below share: what was written, and whether the upload is open."""
 
@@ -41,13 +48,15 @@ class BufferedUpload(_CheckedUpload):
     """Collects the ``length`` bytes of an object, and passes them to ``create`` in ``commit``.
 
     ``url``: the store, for messages. ``create`` must not replace an object, and returns the status
-    of the new one.
+    of the new one. It must copy bytes that it keeps: they are dropped when it returns.
     """
 
-    def __init__(self, url: str, key: str, length: int, create: Callable[[bytes], Stat]) -> None:
+    def __init__(
+        self, url: str, key: str, length: int, create: Callable[[memoryview], Stat]
+    ) -> None:
         super().__init__(url, key, length)
         self._create = create
-        self._data = bytearray(length)
+        self._data = _allocate(length)
 
     def write_at(self, offset: int, *data: memoryview) -> None:
         for view in map(as_byte_view, data):
@@ -63,15 +72,14 @@ class BufferedUpload(_CheckedUpload):
                 self._require_open()
                 self._is_open = False
             self._written.require_complete()
-            data, self._data = bytes(self._data), bytearray()  # not two copies during the call
-            return self._create(data)
+            return self._create(self._data)
         finally:
             self.abort()
 
     def abort(self) -> None:
         with self._lock:
             self._is_open = False
-            self._data = bytearray()
+            self._data = memoryview(b"")
 
 
 class SequentialUpload(_CheckedUpload):
@@ -233,9 +241,7 @@ class PartUpload(_CheckedUpload):
                 count = min(len(view), stop - offset)
                 with self._lock:
                     if start not in self._collected:
-                        # not a bytearray: the allocator would keep its memory, once per thread
-                        memory = mmap.mmap(-1, stop - start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                        self._collected[start] = (memoryview(memory), 0)
+                        self._collected[start] = (_allocate(stop - start), 0)
                     buffer = self._collected[start][0]
                 buffer[offset - start : offset - start + count] = view[:count]
                 with self._lock:

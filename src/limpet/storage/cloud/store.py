@@ -192,7 +192,7 @@ class CloudFolder(Remote):
 
     # -- writing -------------------------------------------------------------------------------
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes | memoryview) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 

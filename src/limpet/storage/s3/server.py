@@ -39,9 +39,6 @@ _LAST_MINUTES = 11 * 60
 MAX_REQUESTS = 32
 """The default of the largest number of requests in progress."""
 
-IN_FLIGHT = 56 * MIB
-"""The bytes of parts for which a save takes memory at once, besides what is staged."""
-
 
 @dataclass(frozen=True, slots=True)
 class S3Options(BucketOptions):
@@ -53,7 +50,7 @@ class S3Options(BucketOptions):
     ``equal_parts``: make all parts but the last equal in length, as Cloudflare R2 requires; this
     takes another copy in memory. ``part_size``: by default, 28 MiB: a request takes 1 to 2 ms of a
     processor. ``concurrency``: also the number of parts for which a save takes memory at once; by
-    default, 32, and as many parts as have ``IN_FLIGHT`` bytes, but at least 2.
+    default, 32, and as many parts as have 56 MiB, but at least 2.
     """
 
     region: str | None = text()
@@ -76,11 +73,6 @@ class S3Options(BucketOptions):
                 "An S3 store got one of access_key_id= and secret_access_key=",
                 expected="both or neither",
             )
-
-    @property
-    def connections(self) -> int:
-        """See ``Traits``."""
-        return self.concurrency or max(2, IN_FLIGHT // self.part_size)
 
 
 _AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")

@@ -40,6 +40,9 @@ from limpet.types import MIB
 READ_SIZE = 64 * MIB
 """The largest range to read with one request, in bytes. Its bytes need no memory at once."""
 
+IN_FLIGHT = 56 * MIB
+"""The bytes of parts for which a save takes memory at once, besides what is staged."""
+
 FIRST_BLOCK, _FAST = 64 << 10, 0.1
 """The length of the first block of a reply, in bytes, and the seconds in which a block is fast."""
 
@@ -71,7 +74,7 @@ class S3Folder(Remote):
             1,
             durable=True,
             part_size=self.options.part_size,
-            connections=self.options.connections,
+            connections=self.options.concurrency or max(2, IN_FLIGHT // self.options.part_size),
             read_size=READ_SIZE,
             retry_after=True,
             upload_memory=2 * self.options.part_size,
@@ -221,7 +224,7 @@ class S3Folder(Remote):
 
     # -- writing -------------------------------------------------------------------------------
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes | memoryview) -> bool:
         body = PartBody([memoryview(data)], self.deadline)
         fields: dict[str, Any] = {
             "Key": self.object_name(key),
