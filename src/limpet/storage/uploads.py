@@ -22,8 +22,8 @@ from limpet.types import BLOCK_SIZE
 def _allocate(length: int) -> memoryview:
     """Return so many bytes that return to the system at once when they are dropped: the allocator
     would keep those of a bytearray, once per thread."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, max(length, 1), flags))[:length]
+    # ACCESS_COPY: private memory, on every system
+    return memoryview(mmap.mmap(-1, max(length, 1), access=mmap.ACCESS_COPY))[:length]
 
 
 class _CheckedUpload(Upload):
