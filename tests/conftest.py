@@ -51,16 +51,36 @@ def pytest_collection():
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
+        _freeze()
 
 
-LONGEST = "tests/evaluation/test_ray.py", "tests/examples/", "tests/zoo/"
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Nor what the tests of a file leave behind: caches and reports grow to millions of objects."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            _freeze()
+
+
+def _freeze():
+    gc.collect()
+    gc.freeze()
+
+
+FIRST = (
+    "tests/evaluation/test_ray.py",
+    "tests/ranks/test_survivors.py",
+    "tests/examples/",
+    "tests/zoo/",
+)
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest tests. If one began last, the other workers would wait for it."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    """Begin with the longest tests, and with those that only wait: the first worker runs them,
+    while the others use the cores. If one began last, the others would wait for it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 @pytest.fixture

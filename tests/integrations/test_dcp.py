@@ -469,18 +469,9 @@ def failure_of(writer, state):
     return None
 
 
-@pytest.fixture
-def quick_collections():
-    """Let garbage collections skip the objects of earlier tests, which are millions."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", range(4))
-def test_failed_disk_calls_commit_nothing_and_leave_no_pin(begin, quick_collections):
+def test_failed_disk_calls_commit_nothing_and_leave_no_pin(begin):
     """The same writer can save to the same location after the disk works again."""
     state = {"a": torch.ones(5000), "n": 1}
     pins_left = []

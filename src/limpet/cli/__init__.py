@@ -112,9 +112,7 @@ class VerbGroup(click.Group):
             close = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
             advice = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(VERBS)}."
             raise click.UsageError(f"No such command {name!r}. {advice}", ctx)
-        resolved = super().resolve_command(ctx, args)
-        gc.freeze()  # a garbage collection need not look at what was imported
-        return resolved
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         thresholds = gc.get_threshold()
@@ -142,7 +140,6 @@ class VerbGroup(click.Group):
             ctx.exit(INTERRUPTED)
         finally:
             gc.set_threshold(*thresholds)
-            gc.unfreeze()
         return result
 
 
