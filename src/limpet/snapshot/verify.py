@@ -134,7 +134,7 @@ def _verify_shard(
             problems.append(_as_problem(error, file))
     if not any(p.file == file for p in problems):
         try:
-            _check_header(location, index)
+            _compare_header_with_index(location, index)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
 
@@ -189,7 +189,7 @@ def _split_by_chunk(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
 
 
 @gc_paused
-def _check_header(location: Location, index: ShardIndex) -> None:
+def _compare_header_with_index(location: Location, index: ShardIndex) -> None:
     """Check that the safetensors header, which other programs read, and the index list the same
     tensors. Raises ``FormatError`` or ``StoreError``."""
     file = location.file_key(index.path)

@@ -169,7 +169,7 @@ class Ending:
         problems: list[str] = []
         could_save = self._lifecycle.can_save
         try:
-            self._exit(error, problems)
+            self._end_after(error, problems)
         except Exception as e:
             tolerated = self.saver.on_error == "warn" and isinstance(
                 e, errors.StoreError | errors.CommitError
@@ -183,7 +183,7 @@ class Ending:
             self.warn_unsaved(error)  # Python shows no traceback
 
     @exclusive
-    def _exit(self, error: BaseException, problems: list[str]) -> None:
+    def _end_after(self, error: BaseException, problems: list[str]) -> None:
         try:
             if self._lifecycle.can_save:
                 self._save_after(error, problems)
