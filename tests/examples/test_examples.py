@@ -84,7 +84,7 @@ def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path):
     starts = re.findall(
         r"(?:starting from scratch|resuming from step (\d+)) on (\d) ranks?", done.stdout
     )
-    assert [n for _, n in starts] == ["4", "4", "2", "3", "1"]
+    assert [n for _, n in starts] == ["2", "2", "1", "3", "1"]
     assert [int(step or 0) for step, _ in starts] == [0, 0, 4, 12, 16]
 
 

@@ -31,6 +31,11 @@ from tests.ranks.faults import (
 SAVES = pytest.mark.parametrize(
     "save", [ThreadedJob.save, ThreadedJob.save_async], ids=["save", "save_async"]
 )
+JOBS = pytest.mark.parametrize(
+    ("size", "save"),
+    [(2, ThreadedJob.save), (3, ThreadedJob.save_async)],
+    ids=["2-save", "3-save_async"],
+)
 MANIFEST = "version_1/manifest.json"
 Save = Callable[[ThreadedJob, int, int], Any]
 
@@ -38,7 +43,7 @@ Save = Callable[[ThreadedJob, int, int], Any]
 def assert_nothing_left(trial_stores):
     """Check that all buffers are released and that no thread of a rank is running."""
     trial_stores.assert_all_freed()
-    assert [name for name in trial_stores.threads() if name.startswith(("rank", "holdf"))] == []
+    assert [name for name in trial_stores.threads() if name.startswith(("rank", "limpet"))] == []
 
 
 def assert_uncertain_only_at_commit(trials):
@@ -60,8 +65,7 @@ def test_a_save_without_a_fault_leaves_nothing(trial_stores, save):
 
 
 @pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize("size", [2, 3])
+@JOBS
 def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
     calls = record_calls(size, save)
     trials = [Trial(size, r, call, kill_rank, save) for r in range(size) for call in calls[r]]
@@ -81,8 +85,7 @@ def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
 
 
 @pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize("size", [2, 3])
+@JOBS
 def test_all_ranks_raise_when_a_call_fails(trial_stores, size, save):
     """All ranks stay alive. The same group saves again and leaves no keys behind."""
     calls = record_calls(size, save)
@@ -140,8 +143,7 @@ def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores):
 
 
 @pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize("size", [2, 3])
+@JOBS
 def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(trial_stores, size, save):
     calls = record_calls(size, save)
     trials = [
