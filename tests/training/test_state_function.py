@@ -88,7 +88,10 @@ def test_before_the_state_exists_everything_else_works():
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_notice_before_the_state_exists_is_followed_after_the_first_steps(resumes):
     store, late = MemoryStore(), Late()
-    with pytest.raises(Preempted) as left, Checkpointer(store, late, save=EverySteps(100)) as ckpt:
+    with (
+        pytest.raises(Preempted) as left,
+        Checkpointer(store, late, save=EverySteps(1 << 30)) as ckpt,
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
         if resumes:
             ckpt.resume()
