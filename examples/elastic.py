@@ -22,8 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 import limpet
-from limpet.errors import NotFound
-from limpet.storage.store import Store
 
 COMMIT_SECONDS = 60.0
 """Maximum time that the commit of a version may take after its step, on a slow store."""
@@ -80,7 +78,6 @@ def train_on_ranks(
     command += [str(EXAMPLES / "fsdp.py"), run, "--every", str(size.every)]
     command += ["--epochs", str(epochs or size.epochs), "--batch", str(BATCH)]
     command += ["--windows", str(size.epoch * BATCH)]
-    store = limpet.open_store(run)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -94,7 +91,7 @@ def train_on_ranks(
                 yield line.rstrip()
                 match = LOSS_LINE.match(line)
                 if match and int(match[1]) == kill_at:
-                    wait_for_version(store, size.last_save(kill_at))
+                    wait_for_version(run, size.last_save(kill_at))
                     os.kill(last_rank_process(process.pid), signal.SIGKILL)
             code = process.wait()
         finally:
@@ -104,17 +101,12 @@ def train_on_ranks(
         raise CheckFailed(f"{count_ranks(count)} exited with code {code}")
 
 
-def wait_for_version(store: Store, step: int) -> None:
-    """Wait until the version of a step is committed. Raises ``CheckFailed``."""
+def wait_for_version(run: str, step: int) -> None:
+    """Wait until the version of a step, or a later one, is committed. Raises ``CheckFailed``."""
     end = time.monotonic() + COMMIT_SECONDS
-    while True:
-        try:
-            store.stat(f"version_{step}/manifest.json")
-            return
-        except NotFound:
-            if time.monotonic() > end:
-                message = f"version_{step} was not committed within {COMMIT_SECONDS:g} s"
-                raise CheckFailed(message) from None
+    while (newest := limpet.Run(run).latest()) is None or newest.step < step:
+        if time.monotonic() > end:
+            raise CheckFailed(f"version_{step} was not committed within {COMMIT_SECONDS:g} s")
         time.sleep(0.01)
 
 
