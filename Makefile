@@ -69,7 +69,7 @@ chaos quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempt
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 4 -m "not slow and not root" $(QUICK)
 
-# All tests: 10 minutes on 2 cores. Four workers: many tests wait for processes and deadlines.
+# All tests: about 10 minutes on 2 cores. Four workers: many tests wait for processes and deadlines.
 # A few failed tests run once more, alone; the last lines name those that have a race.
 test: .zoo/.ready tools
 	@rm -f .pytest_cache/v/cache/lastfailed

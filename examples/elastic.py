@@ -40,13 +40,12 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True)
 class TrainingSize:
-    """The number of epochs, the steps of an epoch and between saves, the ranks of the second
-    training, and where it is stopped: at a step, after an epoch, and at a step."""
+    """The number of epochs, the steps of an epoch and between saves, and where the second training
+    is stopped: at a step, after an epoch, and at a step."""
 
     epochs: int = 5
     epoch: int = 16
     every: int = 10
-    ranks: tuple[int, int, int, int] = (4, 2, 3, 1)
     stops: tuple[int, int, int] = (27, 3, 63)
 
     @property
@@ -58,11 +57,7 @@ class TrainingSize:
         return step // self.every * self.every
 
 
-QUICK = TrainingSize(epochs=4, epoch=6, every=4, ranks=(2, 1, 3, 1), stops=(7, 2, 18))
-
-
-def count_ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+QUICK = TrainingSize(epochs=4, epoch=6, every=4, stops=(7, 2, 18))
 
 
 def train_on_ranks(
@@ -78,6 +73,8 @@ def train_on_ranks(
     command += [str(EXAMPLES / "fsdp.py"), run, "--every", str(size.every)]
     command += ["--epochs", str(epochs or size.epochs), "--batch", str(BATCH)]
     command += ["--windows", str(size.epoch * BATCH)]
+    versions = limpet.Run(run)
+    versions.latest()  # the first call imports and connects, for which training would not wait
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -91,20 +88,20 @@ def train_on_ranks(
                 yield line.rstrip()
                 match = LOSS_LINE.match(line)
                 if match and int(match[1]) == kill_at:
-                    wait_for_version(run, size.last_save(kill_at))
+                    wait_for_version(versions, size.last_save(kill_at))
                     os.kill(last_rank_process(process.pid), signal.SIGKILL)
             code = process.wait()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if not kill_at and code:
-        raise CheckFailed(f"{count_ranks(count)} exited with code {code}")
+        raise CheckFailed(f"{count} ranks exited with code {code}")
 
 
-def wait_for_version(run: str, step: int) -> None:
+def wait_for_version(run: limpet.Run, step: int) -> None:
     """Wait until the version of a step, or a later one, is committed. Raises ``CheckFailed``."""
     end = time.monotonic() + COMMIT_SECONDS
-    while (newest := limpet.Run(run).latest()) is None or newest.step < step:
+    while (newest := run.latest()) is None or newest.step < step:
         if time.monotonic() > end:
             raise CheckFailed(f"version_{step} was not committed within {COMMIT_SECONDS:g} s")
         time.sleep(0.01)
@@ -132,8 +129,7 @@ def read_losses(log: CheckLog, lines: Iterator[str]) -> Curve:
 
 def compare_curves(log: CheckLog, size: TrainingSize, uninterrupted: Curve, elastic: Curve) -> None:
     """Print both loss curves side by side, and check that they are equal within ``TOLERANCE``."""
-    changing = ", ".join(map(str, size.ranks))
-    table = Table("step", count_ranks(size.ranks[0]), f"{changing} ranks", "difference", box=None)
+    table = Table("step", "4 ranks", "4, 2, 3, 1 ranks", "difference", box=None)
     for step in range(size.steps // 8, size.steps + 1, size.steps // 8):
         a, b = uninterrupted[step], elastic[step]
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
@@ -150,29 +146,26 @@ def compare_curves(log: CheckLog, size: TrainingSize, uninterrupted: Curve, elas
 def run_demo(log: CheckLog, size: TrainingSize, root: str) -> None:
     uninterrupted_run, elastic_run = f"{root}/uninterrupted", f"{root}/elastic"
     first, second, third = size.stops
-    a, b, c, d = size.ranks
     saved = size.last_save(first)
-    with log.section(
-        "Uninterrupted", f"{count_ranks(a)}, {size.steps} steps, parameters sharded by FSDP2."
-    ):
-        uninterrupted = read_losses(log, train_on_ranks(a, uninterrupted_run, size))
+    with log.section("Uninterrupted", f"4 ranks, {size.steps} steps, parameters sharded by FSDP2."):
+        uninterrupted = read_losses(log, train_on_ranks(4, uninterrupted_run, size))
     elastic: Curve = {}
     with log.section(
-        f"On {count_ranks(a)}", f"One rank is killed at step {first}; torchrun stops the others."
+        "Four ranks", f"One rank is killed at step {first}; torchrun stops the others."
     ):
-        elastic.update(read_losses(log, train_on_ranks(a, elastic_run, size, kill_at=first)))
+        elastic.update(read_losses(log, train_on_ranks(4, elastic_run, size, kill_at=first)))
         newest = limpet.Run(elastic_run).latest()
         # on a slow store, the next version may have been committed before all ranks were stopped
         step = 0 if newest is None else newest.step
         log.check(step >= saved, f"the newest version, of step {step}, was saved before the kill")
-    with log.section(f"On {count_ranks(b)}", f"Training resumes, and stops after {second} epochs."):
-        elastic.update(read_losses(log, train_on_ranks(b, elastic_run, size, epochs=second)))
     with log.section(
-        f"On {count_ranks(c)}", f"Ranks were added; one rank is killed at step {third}."
+        "Two ranks", f"Training resumes on two ranks and stops after {second} epochs."
     ):
-        elastic.update(read_losses(log, train_on_ranks(c, elastic_run, size, kill_at=third)))
-    with log.section(f"On {count_ranks(d)}", "The remaining steps."):
-        elastic.update(read_losses(log, train_on_ranks(d, elastic_run, size)))
+        elastic.update(read_losses(log, train_on_ranks(2, elastic_run, size, epochs=second)))
+    with log.section("Three ranks", f"A rank was added; one rank is killed at step {third}."):
+        elastic.update(read_losses(log, train_on_ranks(3, elastic_run, size, kill_at=third)))
+    with log.section("One rank", "A single rank trains the remaining steps."):
+        elastic.update(read_losses(log, train_on_ranks(1, elastic_run, size)))
     with log.section(
         "Comparison", "Steps that were lost with a rank were repeated after resuming."
     ):

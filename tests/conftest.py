@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -67,28 +66,23 @@ def pytest_runtest_protocol(item, nextitem):
 
 def _freeze():
     gc.collect()
-    # a training that a test has not closed must be found as garbage later, and then ends
-    names = {thread.name for thread in threading.enumerate()} - {"limpet-ranks"}
-    if not any(name.startswith("limpet") for name in names):
+    from tests.trainings import threads_of_trainings
+
+    if not threads_of_trainings():  # an unclosed training must be found as garbage, and ends then
         gc.freeze()
 
 
-WAITING = (
+LONGEST = (
     "tests/evaluation/test_ray.py",
     "tests/ranks/test_survivors.py",
-    "tests/ranks/test_processes.py",
-    "tests/ranks/test_preemption.py",
-    "tests/ranks/test_disagreement.py",
-    "tests/training/test_savepoint_saves.py",
-    "tests/storage/test_s3_",
-    "tests/storage/test_cloud_requests.py",
+    "tests/examples/",
+    "tests/zoo/",
 )
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the tests that mostly wait. The first worker runs them, and the others use the
-    cores. If each worker ran some, all would wait at the same time now and then."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+    """Begin with the longest tests. If one began last, the other workers would wait for it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.fixture

@@ -51,14 +51,14 @@ def run_script(folder, run, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["lightning", "accelerate"])
 def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
-    """At the end of an epoch (step 32), and after SIGTERM in the middle of one."""
+    """In the middle of an epoch, at the end of one (step 32), and after SIGTERM."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     script = f"train_{library}.py"
     (tmp_path / script).write_text(SCRIPTS[script])
     (tmp_path / "killed.py").write_text(KILLED)
     assert run_script(tmp_path, "whole", script) == 0
-    kills = [(33, signal.SIGKILL, -9), (50, signal.SIGTERM, 75)]
+    kills = [(20, signal.SIGKILL, -9), (33, signal.SIGKILL, -9), (50, signal.SIGTERM, 75)]
     for step, number, code in kills:
         assert run_script(tmp_path, "parts", "killed.py", script, step, int(number)) == code
     assert run_script(tmp_path, "parts", script) == 0

@@ -1,4 +1,4 @@
-"""Run the examples as a user runs them, as separate processes; elastic.py: tests/stores."""
+"""Run the examples as a user runs them, as separate processes."""
 
 import re
 import shutil
@@ -75,6 +75,17 @@ def test_demo_shows_every_result(tmp_path):
     assert "limpet.load raises an error for the damaged file" in output
     assert "checks passed in" in output
     assert "✗" not in output
+
+
+def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path):
+    done = python("elastic.py", "--quick", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All 6 checks passed in" in done.stdout
+    starts = re.findall(
+        r"(?:starting from scratch|resuming from step (\d+)) on (\d) ranks?", done.stdout
+    )
+    assert [n for _, n in starts] == ["4", "4", "2", "3", "1"]
+    assert [int(step or 0) for step, _ in starts] == [0, 0, 4, 12, 16]
 
 
 STOP_AT_THE_COMMIT = """

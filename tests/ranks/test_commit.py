@@ -31,11 +31,6 @@ from tests.ranks.faults import (
 SAVES = pytest.mark.parametrize(
     "save", [ThreadedJob.save, ThreadedJob.save_async], ids=["save", "save_async"]
 )
-JOBS = pytest.mark.parametrize(
-    ("size", "save"),
-    [(2, ThreadedJob.save), (3, ThreadedJob.save_async)],
-    ids=["2-save", "3-save_async"],
-)
 MANIFEST = "version_1/manifest.json"
 Save = Callable[[ThreadedJob, int, int], Any]
 
@@ -65,7 +60,8 @@ def test_a_save_without_a_fault_leaves_nothing(trial_stores, save):
 
 
 @pytest.mark.slow
-@JOBS
+@SAVES
+@pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
     calls = record_calls(size, save)
     trials = [Trial(size, r, call, kill_rank, save) for r in range(size) for call in calls[r]]
@@ -85,7 +81,8 @@ def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
 
 
 @pytest.mark.slow
-@JOBS
+@SAVES
+@pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_raise_when_a_call_fails(trial_stores, size, save):
     """All ranks stay alive. The same group saves again and leaves no keys behind."""
     calls = record_calls(size, save)
@@ -143,7 +140,8 @@ def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores):
 
 
 @pytest.mark.slow
-@JOBS
+@SAVES
+@pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(trial_stores, size, save):
     calls = record_calls(size, save)
     trials = [

@@ -1,6 +1,5 @@
 """The examples run unchanged in S3 and in HDFS."""
 
-import re
 import subprocess
 import sys
 import uuid
@@ -28,7 +27,4 @@ def test_the_demo_passes(request, kind, example, run):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checks passed" in done.stdout
-    if example == "elastic.py":
-        starts = re.findall(r"(?:from scratch|from step \d+) on (\d) ranks?", done.stdout)
-        assert starts == ["2", "2", "1", "3", "1"]
     assert limpet.Run(f"{root}/{run}").latest().verify().ok
