@@ -218,7 +218,7 @@ class _Rank0:
             VersionMetadata,
             check_receipts,
             commit_collectively,
-            pinned_base,
+            pinned_attempt,
             put_manifest,
         )
         from limpet.saving.image import Image
@@ -247,7 +247,7 @@ class _Rank0:
                 partition.sources,
                 partition.leaf_boxes,
             )
-        with pinned_base(self.location, partition.attempt, None, collective):
+        with pinned_attempt(self.location, partition.attempt, None, collective):
             self.wait_for_count(f"simulated/given/{self.number}")
             self.timings.pop_seconds()
             began, cpu = time.perf_counter(), time.process_time()

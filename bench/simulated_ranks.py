@@ -241,11 +241,11 @@ def _commit(
     number: int,
 ) -> None:
     from limpet.layout.shard_layout import LeafBox
-    from limpet.saving.commit import CommitResult, Receipt, pinned_base
+    from limpet.saving.commit import CommitResult, Receipt, pinned_attempt
     from limpet.snapshot.location import locate
 
     for each in simulated:
-        with pinned_base(locate(Path(folder)), each.request.attempt, None, each.collective):
+        with pinned_attempt(locate(Path(folder)), each.request.attempt, None, each.collective):
             pass  # each rank waits until rank 0 has pinned the attempt
     for each in simulated:
         if command.write:

@@ -36,7 +36,7 @@ from limpet.saving.commit import raise_if_exists
 from limpet.snapshot import pins
 from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.location import Location
-from limpet.snapshot.read import merge_items, read_items
+from limpet.snapshot.read_chunks import merge_items, read_items
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import upload_memory
 from limpet.threads import Workers, no_op

@@ -129,7 +129,7 @@ class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
     kind: ClassVar[str] = "ended"
 
 
-class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VersionLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Protects ``versions`` while the evaluation ``name`` renews it, each time in a new file: until
     an observer sees no renewal for ``seconds``, or the process has ended (as for a ``Pin``)."""
 
@@ -150,7 +150,7 @@ class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["min", "max"]
 
 
-_Record = TypeVar("_Record", Branch, Pin, LastingPin, Lease, AboutVersion, Objective)
+_Record = TypeVar("_Record", Branch, Pin, LastingPin, VersionLease, AboutVersion, Objective)
 
 
 def encode_record(record: _Record) -> bytes:
@@ -175,7 +175,7 @@ def _decode(decoder: StrictDecoder[_Record], raw: bytes, file: str) -> _Record:
 decode_branch = partial(_decode, StrictDecoder(msgspec.json.Decoder(Branch)))
 decode_pin = partial(_decode, StrictDecoder(msgspec.json.Decoder(Pin)))
 decode_lasting_pin = partial(_decode, StrictDecoder(msgspec.json.Decoder(LastingPin)))
-decode_lease = partial(_decode, StrictDecoder(msgspec.json.Decoder(Lease)))
+decode_lease = partial(_decode, StrictDecoder(msgspec.json.Decoder(VersionLease)))
 decode_objective = partial(_decode, StrictDecoder(msgspec.json.Decoder(Objective)))
 _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))

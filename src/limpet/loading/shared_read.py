@@ -29,7 +29,7 @@ from limpet.ranks.host_exchange import (
     max_item_size,
 )
 from limpet.snapshot.index_files import parse_index
-from limpet.snapshot.read import (
+from limpet.snapshot.read_chunks import (
     Target,
     copy_to_targets,
     count_writes,

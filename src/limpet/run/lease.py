@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from limpet import events, machine
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, StoreError
 from limpet.format.names import Version, lease_name, parse_lease, random_id
-from limpet.format.records import MAX_RECORD, Lease, decode_lease, encode_record
+from limpet.format.records import MAX_RECORD, VersionLease, decode_lease, encode_record
 from limpet.snapshot.location import get_bounded
 from limpet.snapshot.pins import is_holder_alive
 from limpet.storage.store import Store, contended_error, list_level
@@ -48,10 +48,10 @@ class LeaseObserver:
         self._store = store
         self._clock = clock
         self._lock = Lock()
-        self._records: dict[str, Lease | FormatError] = {}
+        self._records: dict[str, VersionLease | FormatError] = {}
         self._first_seen: dict[str, float] = {}
 
-    def live(self, files: Iterable[str] | None = None) -> dict[str, Lease]:
+    def live(self, files: Iterable[str] | None = None) -> dict[str, VersionLease]:
         """Return the newest live lease of each name by its key, of ``files`` or all. The event
         ``skipped`` reports a damaged file, which protects nothing. Raises ``StoreError``."""
         with self._lock:
@@ -77,7 +77,7 @@ class LeaseObserver:
         while (waiting := first.keys() & (live := self.live()).keys()) and self._clock() < end:
             wait(min(live[key].seconds for key in waiting) / (2 * _RENEWALS))
 
-    def _read(self, key: str) -> Lease | None:
+    def _read(self, key: str) -> VersionLease | None:
         """Return the lease in a file, or None if it was deleted or is damaged."""
         known = self._records.get(key)
         try:
@@ -94,7 +94,7 @@ class LeaseObserver:
             self._records[key], self._first_seen[key] = lease, self._clock()
         return lease
 
-    def _has_ended(self, key: str, lease: Lease) -> bool:
+    def _has_ended(self, key: str, lease: VersionLease) -> bool:
         is_old = self._clock() - self._first_seen[key] >= lease.seconds
         return is_old or is_holder_alive(lease) is False
 
@@ -116,7 +116,7 @@ def newest_leases(files: Iterable[str]) -> dict[str, int]:
     return {file: number for number, file in newest.values()}
 
 
-def read_lease(store: Store, key: str) -> Lease:
+def read_lease(store: Store, key: str) -> VersionLease:
     """Read the file of a lease. Raises ``NotFound``, ``FormatError``, or another ``StoreError``."""
     return decode_lease(get_bounded(store, key, MAX_RECORD), key)
 
@@ -247,7 +247,7 @@ class LeaseHolder:
         """Write the file with a number, and delete those with smaller ones. Raises
         ``AlreadyExists`` if there is this number or a greater one."""
         host, boot, process = machine.process_identity()
-        lease = Lease(
+        lease = VersionLease(
             name=self._name,
             attempt=self._attempt,
             versions=[str(version) for version in self._versions],
@@ -281,7 +281,7 @@ class LeaseHolder:
             return False
 
 
-def _in_use_error(store: Store, lease: Lease) -> LimpetError:
+def _in_use_error(store: Store, lease: VersionLease) -> LimpetError:
     return LimpetError(
         f"Another process evaluates {store.url} under the name {lease.name}",
         expected="one evaluation of each name at a time",

@@ -18,8 +18,8 @@ from limpet.format.records import (
     AboutVersion,
     Evaluation,
     FailedEvaluation,
-    Lease,
     Objective,
+    VersionLease,
     decode_about_version,
     decode_objective,
     encode_record,
@@ -143,7 +143,7 @@ class EvaluationStatus:
 
 
 def find_statuses(
-    version: Version, evaluations: VersionEvaluations, leases: Iterable[Lease]
+    version: Version, evaluations: VersionEvaluations, leases: Iterable[VersionLease]
 ) -> dict[str, EvaluationStatus]:
     """Return the state of each evaluation of a version, by name. ``leases``: the live ones of the
     run. A lease counts more than a result: it protects the version for another attempt."""

@@ -194,7 +194,7 @@ def before_commit() -> Iterator[None]:
 
 
 @contextmanager
-def pinned_base(
+def pinned_attempt(
     location: Location, attempt: str, base: SnapshotReader | None, collective: Collective
 ) -> Iterator[SnapshotReader | None]:
     """Pin the attempt, ``base``, and what ``base`` refers to. Yield ``base`` as the store shows it

@@ -25,7 +25,7 @@ from limpet.saving.commit import (
     before_commit,
     check_receipts,
     commit_collectively,
-    pinned_base,
+    pinned_attempt,
     put_manifest,
     raise_if_exists,
 )
@@ -200,7 +200,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotRe
             raise job.staging_error
         if job.deferred is not None:
             _stage_deferred(job, job.deferred)
-        with pinned_base(location, job.partition.attempt, job.base, collective) as base:
+        with pinned_attempt(location, job.partition.attempt, job.base, collective) as base:
             with before_commit():
                 receipt = write_local_shard(job, base)
                 job.copy_to_peers(receipt)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from limpet import events
 from limpet.errors import BrokenLink, Denied, FormatError, NotFound, StoreError, Unavailable
 from limpet.format import names
-from limpet.format.records import MAX_RECORD, Lease, Pin, decode_pin, encode_record
+from limpet.format.records import MAX_RECORD, Pin, VersionLease, decode_pin, encode_record
 from limpet.machine import CAN_SEE_PROCESSES, pid_and_start_time, process_identity, utc_now
 from limpet.snapshot.location import Location, get_bounded
 from limpet.storage.store import Store, list_level
@@ -200,7 +200,7 @@ def is_stale(store: Store, key: str, pin: Pin | FormatError, now: float | None =
         return True  # removed meanwhile
 
 
-def is_holder_alive(pin: Pin | Lease) -> bool | None:
+def is_holder_alive(pin: Pin | VersionLease) -> bool | None:
     """Return True if the process that holds the pin is alive; None if this cannot be seen, as on
     another machine."""
     host, boot, own = process_identity()

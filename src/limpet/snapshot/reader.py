@@ -24,7 +24,7 @@ from limpet.snapshot.location import (
     locate,
     versions_in,
 )
-from limpet.snapshot.read import Target, execute_read_plan, read_workers
+from limpet.snapshot.read_chunks import Target, execute_read_plan, read_workers
 from limpet.snapshot.verify import CheckedChunks, Report, verify
 from limpet.threads import gc_paused, look_up_each, no_op
 

@@ -87,7 +87,7 @@ class TaskTable:
         self.spec = spec
         self.first_id = first_id
         self.error: TaskError | None = None  # the job has failed, or is no longer in the queue
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, TaskLease] = {}
         self.is_blocked = False  # by the job of ``spec.after``
         self.is_ready = False  # the queue has it in the list of jobs with open tasks
         self.is_touched = False  # a task was leased
@@ -225,7 +225,7 @@ def _is_partial(spec: JobSpec, completed: IntervalSet, number: int, position: ob
 
 
 @dataclass(eq=False, slots=True)
-class Lease:
+class TaskLease:
     """The assignment of a task to a worker, from ``begin`` to ``end`` on the queue's clock. A
     report extends it to ``seconds``. ``position``: the first record not consumed at its begin."""
 
@@ -259,8 +259,8 @@ class JobTables:
     def _clear(self) -> None:
         self.has_news = True
         self.by_name: dict[str, TaskTable] = {}
-        self.leases: dict[int, Lease] = {}  # those in force, by attempt
-        self._held: dict[tuple[str, Kind], dict[int, Lease]] = {}  # by worker
+        self.leases: dict[int, TaskLease] = {}  # those in force, by attempt
+        self._held: dict[tuple[str, Kind], dict[int, TaskLease]] = {}  # by worker
         self._ends: list[tuple[float, int]] = []  # a heap; may contain leases that were renewed
         self.running: dict[Kind, dict[str, TaskTable]] = {kind: {} for kind in KINDS}
         self.failed: dict[str, TaskTable] = {}  # training jobs
@@ -327,7 +327,7 @@ class JobTables:
         position = table.position(number)
         attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
         table.is_touched = True
-        lease = Lease(
+        lease = TaskLease(
             attempt=attempt,
             worker=worker,
             table=table,
@@ -353,7 +353,7 @@ class JobTables:
             owner=owner,
         )
 
-    def leases_of(self, worker: str, kind: Kind) -> list[Lease]:
+    def leases_of(self, worker: str, kind: Kind) -> list[TaskLease]:
         """Return the leases of a worker, oldest first."""
         return list(self._held.get((worker, kind), {}).values())
 
@@ -361,7 +361,7 @@ class JobTables:
         """Return the time before which no lease ends."""
         return self._ends[0][0] if self._ends else inf
 
-    def overdue(self, now: float) -> Iterator[Lease]:
+    def overdue(self, now: float) -> Iterator[TaskLease]:
         """Yield the leases whose time is over. The caller ends each."""
         while self._ends and self._ends[0][0] <= now:
             lease = self.leases.get(heappop(self._ends)[1])
@@ -370,12 +370,12 @@ class JobTables:
             elif lease is not None:
                 self._note_end(lease)
 
-    def _note_end(self, lease: Lease) -> None:
+    def _note_end(self, lease: TaskLease) -> None:
         """Note when a lease ends, which may be earlier than before."""
         if lease.end < inf:
             heappush(self._ends, (lease.end, lease.attempt))
 
-    def _end_lease(self, lease: Lease) -> None:
+    def _end_lease(self, lease: TaskLease) -> None:
         del self.leases[lease.attempt]
         del lease.table.leases[lease.number]
         key = (lease.worker, lease.table.spec.kind)
@@ -386,20 +386,20 @@ class JobTables:
             self._ends = [(x.end, x.attempt) for x in self.leases.values() if x.end < inf]
             heapify(self._ends)
 
-    def reopen(self, lease: Lease) -> None:
+    def reopen(self, lease: TaskLease) -> None:
         """End a lease without blame: its task is open again."""
         self._end_lease(lease)
         heappush(lease.table.open, (lease.number, lease.number + 1))
         self._list_as_ready(lease.table)
 
-    def renew(self, lease: Lease, now: float, seconds: float | None) -> None:
+    def renew(self, lease: TaskLease, now: float, seconds: float | None) -> None:
         """Let the time of a lease start anew, with so many seconds if they are given."""
         if seconds is not None:
             lease.seconds = seconds
         lease.end = now + lease.seconds
         self._note_end(lease)
 
-    def take_back(self, lease: Lease, cause: str, is_final: bool = False) -> None:
+    def take_back(self, lease: TaskLease, cause: str, is_final: bool = False) -> None:
         """End a lease as a failed attempt. Without progress, it uses up one of the attempts, or all
         of them if it is final."""
         table, number = lease.table, lease.number
@@ -452,14 +452,14 @@ class JobTables:
 
     # -- reports ---------------------------------------------------------------------------------
 
-    def lease_of(self, report: Report) -> Lease | None:
+    def lease_of(self, report: Report) -> TaskLease | None:
         """Return the lease of a report, or None if it is over."""
         lease = self.leases.get(report.attempt)
         if lease is None or lease.table.first_id + lease.number != report.task:
             return None
         return lease
 
-    def held(self, report: Report) -> Lease:
+    def held(self, report: Report) -> TaskLease:
         """Return the lease of a report. Raises ``LeaseLost`` if it is over."""
         lease = self.lease_of(report)
         if lease is None:
@@ -487,7 +487,7 @@ class JobTables:
             return None
         return table, number
 
-    def advance(self, lease: Lease, position: int, now: float) -> None:
+    def advance(self, lease: TaskLease, position: int, now: float) -> None:
         """Set the position of a leased task, and complete it at its end."""
         lease.end = now + lease.seconds
         if position == lease.table.spec.range_of(lease.number).stop:
@@ -496,7 +496,7 @@ class JobTables:
             lease.table.advance(lease.number, position)
 
 
-def check_position(lease: Lease, report: Report) -> None:
+def check_position(lease: TaskLease, report: Report) -> None:
     """Raise ``TaskError`` unless a training task can be at the position of a report."""
     records = lease.table.spec.range_of(lease.number)
     is_valid = lease.table.spec.kind == "training" and type(report.position) is int

@@ -126,7 +126,7 @@ class Ladder:
     """
 
     def __init__(self, run: Run, group: Group, *, saves: bool) -> None:
-        self._run, self._group, self._saves = run, group, saves
+        self._run, self._group, self._has_saves = run, group, saves
         self._plan = Plan()
         self._is_requested = False
         self._key, self._pid = "", 0
@@ -141,7 +141,7 @@ class Ladder:
 
     @property
     def _is_active(self) -> bool:
-        return self._saves and not self._is_requested and status_folder() is not None
+        return self._has_saves and not self._is_requested and status_folder() is not None
 
     @property
     def branch_reason(self) -> str:

@@ -21,7 +21,7 @@ from limpet.saving.commit import (
     before_commit,
     check_receipts,
     commit_collectively,
-    pinned_base,
+    pinned_attempt,
     put_manifest,
 )
 from limpet.saving.pending import Pending
@@ -242,7 +242,7 @@ class Promotion:
     ) -> SnapshotReader:
         """Copy shards on this rank, of which every byte is checked. Rank 0 commits."""
         manifest, location, collective = local.manifest, self._location, self.collective
-        with pinned_base(location, manifest.attempt, None, collective):
+        with pinned_attempt(location, manifest.attempt, None, collective):
             with before_commit():
                 copy_shards(local.location, location, shards, lambda n: collective.advance())
             is_own = bool(shards) and not is_leftover

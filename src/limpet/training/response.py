@@ -68,7 +68,7 @@ class PreemptionResponse(Observer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._group, self._clock = settings, group, clock
-        self._steps, self._goodput, self._saves, self._ending = step_counter, goodput, saver, ending
+        self._steps, self._goodput, self._saver, self._ending = step_counter, goodput, saver, ending
         self.agreement: Agreement | LocalAgreement = LocalAgreement()
         """The agreement of the ranks, once the training has started."""
 
@@ -151,7 +151,7 @@ class PreemptionResponse(Observer):
     def finish(self, ended: BaseException | None) -> None:
         """Let the process live on, unless a save is in flight that does not end. Then raise the
         error that ended a source of notices (see ``NoticeWatcher.raise_error``)."""
-        if not self._saves.busy:
+        if not self._saver.busy:
             self._timer.clear()
         if self._watcher is not None:
             self._watcher.raise_error(ended)
@@ -319,13 +319,13 @@ class PreemptionResponse(Observer):
         is_saved = self._savepoint_saver.saved_step is not None
         return (
             exit_status.SAVED
-            if is_saved or self._saves.saved_step == self._steps.progress.step
+            if is_saved or self._saver.saved_step == self._steps.progress.step
             else exit_status.UNSAVED
         )
 
     @property
     def _saved_step(self) -> int:
-        return max(self._saves.saved_step, self._savepoint_saver.saved_step or 0)
+        return max(self._saver.saved_step, self._savepoint_saver.saved_step or 0)
 
     def _status(self, code: int, why: str) -> exit_status.Status:
         return exit_status.Status(
@@ -333,7 +333,7 @@ class PreemptionResponse(Observer):
             self._group.rank,
             step=self._steps.progress.step,
             saved_step=self._saved_step,
-            run=self._saves.url,
+            run=self._saver.url,
             why=why,
         )
 
@@ -393,7 +393,7 @@ class PreemptionResponse(Observer):
                 together = False
             if not together:
                 if self._savepoint_saver.wait(limit) is None:
-                    self._saves.wait(limit)
+                    self._saver.wait(limit)
             elif settings.save_fn is not None:
                 args, kwargs = self.save_arguments
                 settings.save_fn(*args, **kwargs)
@@ -410,7 +410,7 @@ class PreemptionResponse(Observer):
         cause = deadline.purpose.removeprefix("the exit after ")
         events.emit(
             "preempted",
-            run=self._saves.url,
+            run=self._saver.url,
             step=step,
             saved=saved_step,
             code=code,
@@ -422,7 +422,7 @@ class PreemptionResponse(Observer):
         with self._lock:
             self.has_left, self._failure, self._deadline = True, None, None
         self._savepoint_saver.close()
-        if not self._saves.busy:
+        if not self._saver.busy:
             self._timer.clear()
         if settings is not None and settings.exit_fn is not None:
             settings.exit_fn()

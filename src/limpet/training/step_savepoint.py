@@ -193,7 +193,7 @@ class SavepointSaver:
         self,
         savepoint: StepSavepoint,
         durations: Goodput,
-        saves: Saver,
+        saver: Saver,
         group: Group,
         clock: Callable[[], float] = time.monotonic,
         on_lost: Callable[[], object] = no_op,
@@ -209,7 +209,7 @@ class SavepointSaver:
 
         self._savepoint = savepoint
         self._durations = durations
-        self._saves = saves
+        self._saver = saver
         self._group = self._own_group = group
         self._begun_key = ""
         self._choice: Collective | None = None
@@ -274,24 +274,24 @@ class SavepointSaver:
     def flush(self, deadline: Deadline) -> bool:
         """Save the newest state of a tier, because no late step was saved. Returns by ``deadline``:
         True if the step of that state, or a later one, is saved."""
-        before = self._saves.saved_step
+        before = self._saver.saved_step
 
         def save() -> None:
             try:
-                self._saves.flush_tiers(deadline)
+                self._saver.flush_tiers(deadline)
             except Exception as e:  # noqa: BLE001  (the state stays where it is)
                 events.emit("flush_failed", error=e)
 
         if self.saved_step is None:
             call_with_limit(save, "limpet-flush", deadline.seconds_left)
-        return self._saves.saved_step > before
+        return self._saver.saved_step > before
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         is_lost = False
         try:
-            self._saves.prepare_flush()
+            self._saver.prepare_flush()
             deadline = self._wait_until_needed()
             if deadline is not None and self._hold_together(deadline):
                 self._save(deadline)
@@ -302,7 +302,7 @@ class SavepointSaver:
         finally:
             self._savepoint.release()
             deadline = self._deadline
-            is_over = self._is_stopped or self._is_claimed or self._saves.busy
+            is_over = self._is_stopped or self._is_claimed or self._saver.busy
             if deadline is not None and not is_over and self.saved_step is None:
                 self.has_flushed = self.flush(_limit(deadline))
                 if self.has_flushed and is_lost:  # otherwise, the step in progress may still end
@@ -365,8 +365,8 @@ class SavepointSaver:
     def _hold(self, step: int, limit: Deadline) -> tuple[int, bool]:
         """Hold the savepoint of ``step`` or later: its step, and whether the training saves it."""
         while not self._is_stopped and limit.seconds_left:
-            has_begun = self._saves.begun_step == self._savepoint.step
-            if not self._saves.busy or (has_begun and self._group.size > 1):
+            has_begun = self._saver.begun_step == self._savepoint.step
+            if not self._saver.busy or (has_begun and self._group.size > 1):
                 if self._savepoint.hold() and self._savepoint.step >= step:
                     is_saving = has_begun or self._is_claimed
                     return self._savepoint.step, is_saving and self._group.size > 1
@@ -384,7 +384,7 @@ class SavepointSaver:
         a state in a tier, which takes as long, although no save may be measured yet."""
         left = deadline.seconds_left
         save = min(1.25 * self._durations.usual_seconds[1] + SLACK, left / 2)
-        reserved = max(save, left / 4) if self._saves.can_flush else save / 4
+        reserved = max(save, left / 4) if self._saver.can_flush else save / 4
         return replace(deadline, at=deadline.at - reserved, cleanup=min(1.0, left / 20))
 
     def _save(self, deadline: Deadline) -> None:
@@ -395,12 +395,12 @@ class SavepointSaver:
         if self._group.size == 1 and self._claim.setdefault("by", "watcher") != "watcher":
             return
         self.is_decided = True
-        if label.version.step > self._saves.saved_step:
+        if label.version.step > self._saver.saved_step:
             flat = self._savepoint.flatten(self._group.rank)
             if flat is None:
                 raise RankFailed(str(self._savepoint.invalid_reason), rank=self._group.rank)
             end, group = self._end_staging, self._own_group
-            self._saves.save_savepoint(flat, label, _limit(deadline), group, end)
+            self._saver.save_savepoint(flat, label, _limit(deadline), group, end)
         self.saved_step = label.version.step
 
     def _end_staging(self) -> str | None:

@@ -15,7 +15,7 @@ from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run
 from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
 from limpet.format.names import Version
-from limpet.format.records import Branch, Lease
+from limpet.format.records import Branch, VersionLease
 from limpet.run.catalog import VersionRecord, make_version_record
 from limpet.run.listing import Listing, list_all_files
 from limpet.run.records import VersionEvaluations, find_statuses
@@ -68,7 +68,7 @@ class ListResult:
     branch: int
     branches: dict[int, Branch | LimpetError]
     orphans: list[Stat]
-    leases: Sequence[Lease] = ()
+    leases: Sequence[VersionLease] = ()
 
     @property
     def latest(self) -> VersionEntry | None:
