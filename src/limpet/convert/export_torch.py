@@ -16,10 +16,14 @@ from limpet.format.tree import child_keys
 from limpet.snapshot.location import Location
 from limpet.storage.store import Upload
 from limpet.text import with_article
+from limpet.threads import no_op
 from limpet.types import BLOCK_SIZE, Advance
 
 _MAX_INT_BITS = 255 * 8 - 1
 """Bits of the longest integer that ``weights_only`` accepts."""
+
+_MAX_SHORT = 64 << 10
+"""The bytes up to which a write is collected with others."""
 
 _PLAIN_TYPES = frozenset({type(None), str, bool, int, float, complex, bytes, bytearray})
 
@@ -156,33 +160,52 @@ def require_torch() -> None:
     except ImportError as e:
         raise LimpetError(
             "Writing a file for torch.load needs torch",
-            todo='Install it: pip install "limpet[torch]"; or export to safetensors',
+            todo="Install it: pip install torch; or export to safetensors",
         ) from e
 
 
 class _Sink:
-    """The file that ``torch.save`` writes to. ``error``: what writing has raised, to be raised
-    after ``torch.save``, whose writer would replace it by an error of its own."""
+    """The file that ``torch.save`` writes to, several times for each tensor: short writes are
+    collected. ``error``: what writing has raised, to be raised after ``torch.save``, whose writer
+    would replace it by an error of its own."""
 
-    def __init__(self, upload: Upload | None = None, advance: Advance | None = None) -> None:
+    def __init__(self, upload: Upload | None = None, advance: Advance = no_op) -> None:
         self._upload, self._advance = upload, advance
+        self._short = bytearray()
+        self._written = 0
         self.length = 0
         self.pieces: list[tuple[int, str]] = []
         self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for at in range(0, len(view), BLOCK_SIZE):
+        self.length += len(view)
+        for at in range(0, len(view) if self._upload is not None else 0, BLOCK_SIZE):
             piece = view[at : at + BLOCK_SIZE]
-            if self._upload is not None and self._advance is not None and self.error is None:
-                try:
-                    self._upload.write_at(self.length, piece)
-                    self._advance(len(piece))
-                except BaseException as e:  # noqa: BLE001  (raised later)
-                    self.error = e
-                self.pieces.append((len(piece), digest(piece)))
-            self.length += len(piece)
+            is_short = len(piece) <= _MAX_SHORT
+            if not is_short or len(self._short) + len(piece) > BLOCK_SIZE:
+                self.write_short()
+            if is_short:
+                self._short += piece
+            else:
+                self._write_piece(piece)
         return len(view)
+
+    def write_short(self) -> None:
+        """Write what was collected."""
+        short, self._short = self._short, bytearray()
+        if short:
+            self._write_piece(memoryview(short))
+
+    def _write_piece(self, piece: memoryview) -> None:
+        if self._upload is not None and self.error is None:
+            try:
+                self._upload.write_at(self._written, piece)
+                self._advance(len(piece))
+            except BaseException as e:  # noqa: BLE001  (raised later)
+                self.error = e
+        self.pieces.append((len(piece), digest(piece)))
+        self._written += len(piece)
 
     def flush(self) -> None:
         """Do nothing; ``torch.save`` calls it."""
@@ -200,6 +223,7 @@ def write_torch_file(
     with location.store.put(location.key(name), counted.length) as upload:
         sink = _Sink(upload, advance)
         torch.save(state.value, cast(IO[bytes], sink))
+        sink.write_short()
         if sink.error is not None:
             raise sink.error
         upload.commit()
