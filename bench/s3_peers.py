@@ -212,9 +212,8 @@ def _requests_section(connection: Connection, options: Options) -> Section:
     rows.sort(key=lambda row: row[0] == "load")
     text = (
         "Requests that a proxy between the library and LocalStack counts, in a process that does"
-        " nothing else. The length of a part is each library's default: 8 MiB for the first save of"
-        " a process, later up to 28 MiB (Limpet), 8 MiB (s3torchconnector), at least 50 MiB"
-        " (s3fs). Only Limpet has retention: see the section"
+        " nothing else. The length of a part is each library's default: 28 MiB (Limpet), 8 MiB"
+        " (s3torchconnector), at least 50 MiB (s3fs). Only Limpet has retention: see the section"
         f" on its requests. {s3_prices.PRICES}"
     )
     title = f"S3 libraries: requests and their price, {size // _MIB} MiB"
