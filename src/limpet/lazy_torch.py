@@ -20,7 +20,7 @@ def import_torch(what: str) -> Any:
     try:
         import torch
     except ImportError as e:
-        raise LimpetError(what, todo='Install torch: pip install "limpet[torch]"') from e
+        raise LimpetError(what, todo="Install it: pip install torch") from e
     return torch
 
 

@@ -107,7 +107,7 @@ def _connect() -> Any:
         import ray
     except ImportError as e:
         raise LimpetError(
-            'engine="ray" needs the package ray', todo='Install it: pip install "limpet[ray]"'
+            "Workers(ray=...) needs the package ray", todo="Install it: pip install ray"
         ) from e
     if not ray.is_initialized():
         _require_listener(ray_address())

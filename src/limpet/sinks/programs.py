@@ -142,7 +142,7 @@ class Prometheus:
         except ImportError as e:
             raise LimpetError(
                 "The Prometheus sink needs the package prometheus_client",
-                todo='Install it: pip install "limpet[prometheus]"',
+                todo="Install it: pip install prometheus_client",
             ) from e
         target = REGISTRY if registry is None else registry
         self._clock = clock

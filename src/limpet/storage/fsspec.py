@@ -264,7 +264,7 @@ def open_fsspec(
 
         top = fsspec.get_filesystem_class(protocol)._strip_protocol(inner)
     except (ImportError, ValueError) as e:
-        todo = "Install 'limpet[fsspec]' and the package for this protocol, or check the spelling"
+        todo = "Install fsspec and the package for this protocol, or check the spelling"
         raise StoreError(f"Cannot open {shown}", found=hide_secrets(str(e)), todo=todo) from None
 
     connect = partial(fsspec.core.url_to_fs, inner, skip_instance_cache=True, **options)

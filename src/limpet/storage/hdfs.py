@@ -41,7 +41,7 @@ from limpet.types import BLOCK_SIZE, MIB
 
 T = TypeVar("T")
 
-INSTALL = "Install it: pip install 'limpet[hdfs]'"
+INSTALL = "Install it: pip install hdfs-native"
 
 _CLOSE_PAUSES = (0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 """Seconds before each look at whether the last block of a file that is closed was reported."""
