@@ -8,7 +8,10 @@ import pytest
 
 import limpet
 from limpet.errors import LimpetError
+from limpet.evaluation import Selection, Workers
+from limpet.preemption import CallNotice, FileNotice, Notice, SignalNotice, Status, leave_code
 from limpet.storage.memory import MemoryStore
+from limpet.tasks import Queue, RemoteQueue, TaskBatches, TaskServer
 
 
 def kind_of(value):
@@ -38,10 +41,45 @@ def train(store, epochs=None, **options):
             assert len([*ckpt.epochs(epochs)]) == 2
 
 
-def step_by(store, steps):
+def step_by(store, **counts):
     state = {"x": np.zeros(1), "progress": limpet.Progress()}
     with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
-        ckpt.step(steps=steps)
+        ckpt.step(**counts)
+
+
+def count_batches(store, count):
+    sampler = limpet.ElasticSampler(8, 2)
+    next(iter(sampler))
+    assert len([*sampler]) == 4
+    sampler.advance(count)
+
+
+def set_progress(store, count):
+    progress = limpet.Progress()
+    progress.step = progress.epoch = count
+    assert type(progress.step) is type(progress.epoch) is int
+
+
+def evaluate(store, **options):
+    limpet.Evaluation(store, print, print, data=print, **options)
+
+
+def add_job(store, **sizes):
+    Queue().add("evaluation", 4, name="job", **sizes)
+
+
+def lease(store, remotely, **seconds):
+    queue = Queue()
+    queue.add("evaluation", 4, name="job", task_size=1)
+    with TaskServer(queue) as server:
+        remote = RemoteQueue(server.connect("worker"))
+        with remote:
+            owner = remote if remotely else queue
+            get = {k: v for k, v in seconds.items() if k != "renew"}
+            task = owner.get("evaluation", **get)
+            if "renew" in seconds:
+                task.renew(seconds["renew"])
+            assert task.done(1)  # the connection was not lost
 
 
 COUNTS: dict[str, Call] = {
@@ -60,7 +98,25 @@ COUNTS: dict[str, Call] = {
     "writer": write,
     "incremental": lambda store, n: limpet.Run(store).writer(incremental=n),
     "epochs": train,
-    "step": step_by,
+    "steps": lambda store, n: step_by(store, steps=n),
+    "batches": lambda store, n: step_by(store, batches=n),
+    "advance": count_batches,
+    "Progress": set_progress,
+    "sampler_length": lambda _, n: limpet.ElasticSampler(n, 1),
+    "sampler_batch_size": lambda _, n: limpet.ElasticSampler(8, n),
+    "sampler_ranks": lambda _, n: limpet.ElasticSampler(8, 8, rank=0, ranks=n),
+    "sampler_rank": lambda _, n: limpet.ElasticSampler(8, 8, rank=n, ranks=3),
+    "TaskBatches": lambda _, n: TaskBatches(Queue().training, n),
+    "TaskBatches_ranks": lambda _, n: TaskBatches(Queue().training, 4, rank=0, ranks=n),
+    "TaskBatches_rank": lambda _, n: TaskBatches(Queue().training, 4, rank=n, ranks=3),
+    "Queue": lambda _, n: Queue(attempts=n),
+    "task_size": lambda store, n: add_job(store, task_size=n),
+    "workers": lambda store, n: evaluate(store, workers=n),
+    "batch_size": lambda store, n: evaluate(store, batch_size=n),
+    "Workers": lambda _, n: Workers(n),
+    "attempts": lambda _, n: Workers(attempts=n),
+    "Selection": lambda _, n: Selection(every_steps=n),
+    "SignalNotice": lambda _, n: SignalNotice(n),
     "full_every": lambda store, n: train(store, incremental=n),
 }
 SECONDS: dict[str, Call] = {
@@ -71,6 +127,20 @@ SECONDS: dict[str, Call] = {
     "save_timeout": lambda store, n: train(store, save_timeout=n),
     "sweep": lambda store, n: limpet.Run(store).sweep(grace=n),
     "grace": lambda _, n: limpet.Preemption(grace=n),
+    "SignalNotice": lambda _, n: SignalNotice(seconds=n),
+    "FileNotice": lambda _, n: FileNotice("there", seconds=n),
+    "interval": lambda _, n: CallNotice(print, interval=n),
+    "TaskBatches": lambda _, n: TaskBatches(Queue().training, 4, lease_seconds=n),
+    "Queue": lambda _, n: Queue(lease_seconds=n),
+    "get": lambda store, n: lease(store, False, lease_seconds=n),
+    "remote get": lambda store, n: lease(store, True, lease_seconds=n),
+    "timeout": lambda store, n: lease(store, False, timeout=n),
+    "remote timeout": lambda store, n: lease(store, True, timeout=n),
+    "renew": lambda store, n: lease(store, False, renew=n),
+    "remote renew": lambda store, n: lease(store, True, renew=n),
+    "evaluation lease": lambda store, n: evaluate(store, lease_seconds=n),
+    "Workers": lambda _, n: Workers(task=n),
+    "Selection": lambda _, n: Selection(throttle=n),
 }
 
 
@@ -89,8 +159,9 @@ def test_another_value_is_refused_before_anything_is_written(name, value):
     if name in ("incremental", "full_every") and value is True:
         return  # a value of its own
     store = MemoryStore()
-    with pytest.raises(LimpetError):
+    with pytest.raises(LimpetError) as caught:
         COUNTS[name](store, value)
+    assert str(caught.value).count(". ") == 0
     assert [s.key for s in store.list("") if s.key.startswith(("version", "shard"))] == []
 
 
@@ -108,8 +179,9 @@ def test_seconds_of_any_real_type_are_taken(name, value):
 )
 def test_other_seconds_are_refused_before_anything_is_written(name, value):
     store = MemoryStore()
-    with pytest.raises(LimpetError):
+    with pytest.raises(LimpetError) as caught:
         SECONDS[name](store, value)
+    assert str(caught.value).count(". ") == 0
     assert [*store.list("")] == []
 
 
@@ -127,3 +199,24 @@ def test_a_step_of_numpy_is_stored_as_a_number():
     limpet.save(store, {"x": 1}, step=np.int32(7))
     step = limpet.open(store).step
     assert (step, type(step)) == (7, int)
+
+
+@pytest.mark.parametrize("seconds", [60, np.int64(60), np.float32(60), np.float64(60)], ids=kind_of)
+def test_a_function_of_a_notice_returns_seconds_of_any_real_type(seconds):
+    assert CallNotice(lambda: seconds).poll().seconds == 60
+    assert CallNotice(lambda: Notice("host", seconds)).poll().seconds == 60
+
+
+def test_the_steps_of_a_status_may_be_of_numpy(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
+    assert leave_code(Status(75, step=np.int64(3), saved_step=np.int32(2))) == 0
+    for step in (-1, 2.0, True):
+        with pytest.raises(LimpetError, match="step of a Status must be"):
+            Status(75, step=step)
+
+
+@pytest.mark.parametrize("seed", [True, 2.0, "2", np.True_], ids=kind_of)
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(LimpetError):
+        limpet.ElasticSampler(8, 2, seed=seed)
+    assert limpet.ElasticSampler(8, 2, seed=np.int64(-3)).seed == -3

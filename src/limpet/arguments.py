@@ -1,13 +1,17 @@
-"""Numbers that callers pass: of Python, of NumPy, or of any other library."""
+"""Checks of arguments. Numbers may be of Python, of NumPy, or of any other library."""
 
 from __future__ import annotations
 
+import math
 import operator
 from numbers import Real
 from typing import Any
 
+from limpet.errors import LimpetError
+from limpet.text import to_repr, with_article
 
-def whole(value: object, least: int = 0, most: int | None = None) -> int | None:
+
+def whole(value: object, least: float = 0, most: int | None = None) -> int | None:
     """Return a whole number of any integer type as an int; None for anything else, such as 2.0,
     True, or a number that is less than ``least`` or more than ``most``."""
     if isinstance(value, bool):
@@ -27,7 +31,48 @@ def real(value: Any) -> float | None:
     return value if type(value) in (int, float) else float(value)  # type: ignore[return-value]
 
 
-def seconds(value: object) -> float | None:
-    """Return ``real(value)`` if it is greater than 0, else None."""
+def require(name: str, is_valid: bool, expected: str, found: object) -> None:
+    """Raise ``LimpetError``, in one sentence, unless an argument is valid."""
+    if not is_valid:
+        text = to_repr(found)
+        text = text if len(text) <= 120 else with_article(type(found).__name__)
+        raise LimpetError(f"{name} must be {expected}, not {text}")
+
+
+def check_count(name: str, value: object, least: int = 1, unit: str = "") -> int:
+    """Return a whole number, ``least`` or more, as an int."""
+    count = whole(value, least)
+    if count is None:
+        unit = unit and f" of {unit}"
+        require(name, False, f"a whole number{unit}, {least} or more", value)
+    return count or 0
+
+
+def check_rank(rank: object, ranks: object) -> tuple[int | None, int | None]:
+    """Return ``rank`` and the number of ``ranks`` as ints, or None for both if none is given."""
+    if rank is None and ranks is None:
+        return None, None
+    numbers = whole(rank), whole(ranks, 1)
+    is_valid = numbers[0] is not None and numbers[1] is not None and numbers[0] < numbers[1]
+    require("rank= and ranks=", is_valid, "two whole numbers with 0 <= rank < ranks", (rank, ranks))
+    return numbers[0] or 0, numbers[1] or 1
+
+
+def check_seconds(
+    name: str,
+    value: object,
+    *,
+    most: float = math.inf,
+    may_be_zero: bool = False,
+    may_be_infinite: bool = False,
+) -> float:
+    """Return a number of seconds, more than 0 and at most ``most``, as an int or a float."""
     number = real(value)
-    return number if number is not None and number > 0 else None
+    number = -1.0 if number is None else number
+    is_valid = 0 < number <= most or (may_be_zero and number == 0)
+    is_valid = is_valid and (may_be_infinite or number < math.inf)
+    expected = "0 or more seconds" if may_be_zero else "more than 0 seconds"
+    expected += "" if most == math.inf else f", at most {most:g}"
+    expected += "" if may_be_infinite else ", and finite"
+    require(name, is_valid, expected, value)
+    return number

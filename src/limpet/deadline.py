@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Generic, TypeVar
 
-from limpet import arguments
-from limpet.errors import LimpetError, Unavailable
+from limpet.arguments import check_seconds
+from limpet.errors import Unavailable
 from limpet.threads import Latch, start_thread
 
 T = TypeVar("T")
@@ -43,12 +43,7 @@ class Deadline:
         cleanup: float | None = None,
     ) -> Deadline:
         """Return the deadline ``seconds`` from now. Raises ``LimpetError`` unless positive."""
-        if (number := arguments.seconds(seconds)) is None:
-            raise LimpetError(
-                f"Invalid deadline for {purpose}",
-                expected="a number of seconds greater than 0",
-                found=repr(seconds),
-            )
+        number = check_seconds(f"The time for {purpose}", seconds, may_be_infinite=True)
         return cls(purpose, clock() + number, clock, cleanup=cleanup)
 
     @property

@@ -228,11 +228,11 @@ def test_a_store_that_only_appends_gets_the_same_files(run, kind, tmp_path):
 def test_invalid_arguments(run, tmp_path):
     out = tmp_path / "out"
     for expected, kind, options in (
-        ("Invalid value for to=", "onnx", {}),
-        ("Invalid value for max_shard_size=", "hf", {"max_shard_size": "5GB"}),
-        ("Invalid value for max_shard_size=", "hf", {"max_shard_size": 0}),
+        ("to= must be", "onnx", {}),
+        ("max_shard_size= must be", "hf", {"max_shard_size": "5GB"}),
+        ("max_shard_size= must be", "hf", {"max_shard_size": 0}),
         *(
-            ("Invalid value for max_shard_size=", "hf", {"max_shard_size": size})
+            ("max_shard_size= must be", "hf", {"max_shard_size": size})
             for size in ("5GB", 0, -1, True, None, float("nan"))
         ),
     ):

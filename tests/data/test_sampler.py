@@ -208,24 +208,24 @@ def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     assert list(sampler) == [[1], [5]]
     assert Sampler(10, 4).padded == 1
-    with pytest.raises(LimpetError, match=r"empty batch.* 3 ranks"):
+    with pytest.raises(LimpetError, match=r"3 or more for 3 ranks"):
         Sampler(8, 2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"length": 0}, "Invalid length of an"),
-        ({"length": -1}, "Invalid length of an"),
-        ({"length": 1 << 62}, "Invalid length of an"),
-        ({"batch_size": 0}, "Invalid batch_size of an"),
-        ({"length": 3, "drop_last": True}, "never yield a batch"),
-        ({"rank": 0}, "both rank and ranks"),
-        ({"ranks": 2}, "both rank and ranks"),
+        ({"length": 0}, "length= of an"),
+        ({"length": -1}, "length= of an"),
+        ({"length": 1 << 62}, "length= of an"),
+        ({"batch_size": 0}, "batch_size= of an"),
+        ({"length": 3, "drop_last": True}, "at most the length with drop_last, 3"),
+        ({"rank": 0}, "0 <= rank < ranks"),
+        ({"ranks": 2}, "0 <= rank < ranks"),
         ({"rank": 2, "ranks": 2}, "0 <= rank < ranks"),
         ({"rank": -1, "ranks": 2}, "0 <= rank < ranks"),
         ({"rank": 0, "ranks": 0}, "0 <= rank < ranks"),
-        ({"rank": 0, "ranks": 5}, "empty batch"),
+        ({"rank": 0, "ranks": 5}, "5 or more for 5 ranks"),
     ],
 )
 def test_invalid_arguments_are_rejected(arguments, message):
@@ -235,14 +235,16 @@ def test_invalid_arguments_are_rejected(arguments, message):
 
 @pytest.mark.parametrize("wrong", [4.0, "4", None])
 def test_sizes_must_be_ints(wrong):
-    with pytest.raises(TypeError):
+    with pytest.raises(LimpetError):
         Sampler(wrong, 4)
-    with pytest.raises(TypeError):
+    with pytest.raises(LimpetError):
         Sampler(8, wrong)
 
 
 def test_a_data_set_instead_of_its_length_is_refused():
-    with pytest.raises(LimpetError, match=r"ElasticSampler\(len\(dataset\), batch_size="):
+    with pytest.raises(
+        LimpetError, match=r"whole number of samples \(len\(dataset\)\), .*TensorDataset"
+    ):
         Sampler(TensorDataset(torch.zeros(4)), batch_size=2)
 
 
@@ -313,7 +315,7 @@ def test_counting_more_batches_than_yielded_is_an_error():
     sampler.advance(0)
     sampler.advance(2)
     assert sampler.state_dict()["samples"] == 4
-    with pytest.raises(LimpetError, match="Invalid number of batches for a step"):
+    with pytest.raises(LimpetError, match="batches= must be"):
         sampler.advance(-1)
 
 
@@ -344,23 +346,11 @@ def test_two_concurrent_passes_are_an_error():
         list(zip(sampler, sampler, strict=True))
 
 
-NEVER = (
-    r"No step has counted the batches of ElasticSampler\(10, "
-    r".*state of the Checkpointer.*plain DataLoader"
-)
-
-
-def test_a_sampler_without_any_counted_batch_raises():
-    """The sampler is missing from the state or used for evaluation.
-
-    Two passes are permitted, for example to inspect the data.
-    """
+def test_a_sampler_that_no_step_counts_yields_the_same_epoch_in_every_pass():
+    """It is not in the state: for example to inspect the data, or for an evaluation."""
     sampler = Sampler(10, 2)
-    for _ in range(2):
+    for _ in range(4):
         assert flat(sampler) == order(10)
-    for _ in range(2):
-        with pytest.raises(LimpetError, match=NEVER):
-            next(iter(sampler))
 
 
 def test_reading_only_the_first_batches_causes_no_warning():
@@ -385,15 +375,12 @@ def test_batches_that_were_not_counted_follow_in_the_next_pass(counted):
         assert flat(sampler) == order(10)[2 * counted :]
 
 
-def test_a_resumed_sampler_that_no_step_counts_also_raises():
+def test_a_resumed_sampler_that_no_step_counts_yields_the_same_rest_in_every_pass():
     sampler = Sampler(10, 2)
     train(sampler, 2)
     other = resumed(sampler, 10, 2)
-    for _ in range(2):
+    for _ in range(4):
         assert flat(other) == order(10)[4:]
-    with pytest.raises(LimpetError, match=NEVER):
-        next(iter(other))
-    other.load_state_dict(sampler.state_dict())
     train(other)
     assert flat(train(other)) == order(10, epoch=1)
 

@@ -122,7 +122,7 @@ def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(monkeypatch
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
 @pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
 def test_limits_that_nothing_can_keep_are_refused(name, value):
-    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Workers"):
+    with pytest.raises(LimpetError, match=f"{name}= of Workers must be"):
         Workers(**{name: value})
 
 

@@ -58,5 +58,5 @@ def test_the_seconds_of_a_late_answer_count_from_when_it_came(hanging, seconds, 
 
 @pytest.mark.parametrize("interval", [0, -1, float("nan"), float("inf"), True, "1", None])
 def test_an_interval_is_a_number_of_seconds(interval):
-    with pytest.raises(LimpetError, match="Invalid value for interval="):
+    with pytest.raises(LimpetError, match="interval= must be"):
         CallNotice(lambda: None, interval=interval)

@@ -57,5 +57,5 @@ def test_it_is_not_called_on_the_thread_that_polls():
 
 
 def test_something_that_cannot_be_called_is_refused():
-    with pytest.raises(LimpetError, match="Invalid function of a CallNotice"):
+    with pytest.raises(LimpetError, match="function must be a function without parameters"):
         CallNotice("function")

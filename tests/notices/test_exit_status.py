@@ -83,7 +83,7 @@ def test_names_that_are_not_utf_8_are_escaped(folder):
 
 @pytest.mark.parametrize("code", [2, -15, 143, 255])
 def test_other_codes_are_refused(code):
-    with pytest.raises(LimpetError, match=r"exit code.*Expected 0, 1, 75, 76, 93, found"):
+    with pytest.raises(LimpetError, match=r"code of a Status must be 0, 1, 75, 76, 93, not"):
         Status(code)
 
 

@@ -157,5 +157,5 @@ def test_an_invalid_path_is_refused(path):
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), "5"])
 def test_invalid_seconds_are_refused(seconds):
-    with pytest.raises(LimpetError, match="Invalid value for seconds="):
+    with pytest.raises(LimpetError, match="seconds= must be"):
         FileNotice("stop", seconds=seconds)

@@ -167,5 +167,5 @@ def test_a_reply_without_the_header_is_of_another_server(server, source, monkeyp
 
 @pytest.mark.parametrize("seconds", [0, -1, "60"])
 def test_the_time_of_maintenance_is_positive(seconds):
-    with pytest.raises(LimpetError, match="Invalid value for maintenance_seconds="):
+    with pytest.raises(LimpetError, match="maintenance_seconds= must be"):
         GcpNotice(maintenance_seconds=seconds)

@@ -198,7 +198,7 @@ def test_a_source_that_could_not_be_started_keeps_no_handler_installed(previous)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
 def test_invalid_signals_are_rejected(number):
-    with pytest.raises(LimpetError, match=r"Invalid signal .*such as signal\.SIGTERM"):
+    with pytest.raises(LimpetError, match=r"SignalNotice must be .*such as signal\.SIGTERM"):
         SignalNotice(number)
 
 

@@ -176,5 +176,5 @@ def test_the_variables_of_the_process(monkeypatch):
 
 @pytest.mark.parametrize("before", [0, float("nan"), "300"])
 def test_the_time_before_the_end_is_positive(before):
-    with pytest.raises(LimpetError, match="Invalid value for before="):
+    with pytest.raises(LimpetError, match="before= must be"):
         SlurmNotice({"SLURM_JOB_ID": "77"}, before=before)

@@ -10,7 +10,7 @@ is tested:
 | 3, 19, 22 | ``test_a_notice_on_one_rank_saves_once_and_all_leave`` |
 | 4, 5, 6 | ``test_a_grace_period_saves_twice_on_all_ranks`` |
 | 7, 8, 9, 11, 28 | ``test_random_notices_lose_and_repeat_no_step`` |
-| 10, 21, 23, 26, 32, 39 | ``tests/training/test_preemption.py``, ``test_policy.py`` |
+| 10, 21, 23, 26, 32, 39 | ``test_preemption.py``, ``test_preemption_policy.py`` of tests/training |
 | 14 | ``test_ranks_that_finish_before_they_can_leave_do_not_leave`` |
 | 12, 13, 29, 30 | ``tests/training/test_preemption_guard.py``, and the guard tests below |
 | 16 | ``test_an_error_in_a_guarded_call_is_raised_on_all_ranks`` and the tests after it |

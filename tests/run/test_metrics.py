@@ -223,10 +223,10 @@ def test_a_step_can_be_an_integer_of_any_type(store, step):
 @pytest.mark.parametrize("value", ["", "20", "version_20", None, 20.0, True, False, b"", object()])
 def test_arguments_that_name_no_version_are_rejected(store, value):
     run, before = Run(store), [s.key for s in store.list("")]
-    with pytest.raises(LimpetError, match="Expected a Snapshot, a Version, or a step") as caught:
+    with pytest.raises(LimpetError, match="must be a Snapshot, a Version, or a step") as caught:
         run.add_metrics(value, {"val": 1})
     assert repr(value)[:80] in str(caught.value)
-    with pytest.raises(LimpetError, match="Expected a Snapshot, a Version, or a step"):
+    with pytest.raises(LimpetError, match="must be a Snapshot, a Version, or a step"):
         run.metrics(value)
     for use in (run.find, run.pin, run.unpin):
         with pytest.raises(LimpetError, match="a whole number"):

@@ -297,9 +297,7 @@ POLICIES_WITH_COUNT: list[Callable[[Any], object]] = [
 @pytest.mark.parametrize("count", INVALID_COUNTS, ids=repr)
 @pytest.mark.parametrize("make", POLICIES_WITH_COUNT, ids=range(len(POLICIES_WITH_COUNT)))
 def test_an_invalid_count_is_rejected(make, count):
-    with pytest.raises(
-        LimpetError, match=r"Invalid argument to .*whole number of .*, found .*write"
-    ) as e:
+    with pytest.raises(LimpetError, match=r"must be a whole number of .*, not .*\.$") as e:
         make(count)
     assert repr(count)[:20] in str(e.value)
     make(1)
@@ -310,25 +308,25 @@ def test_an_invalid_count_is_rejected(make, count):
 )
 @pytest.mark.parametrize("make", [AtSteps, KeepSteps])
 def test_an_invalid_list_of_steps_is_rejected(make, steps):
-    with pytest.raises(LimpetError, match=r"Invalid argument to \w+.*a list of steps, .*write"):
+    with pytest.raises(LimpetError, match=r"The argument of \w+ must be a list of steps, "):
         make(steps)
 
 
 def test_step_zero_can_be_kept_but_never_saved_by_its_number():
     assert KeepSteps([0]).steps == (0,)
-    with pytest.raises(LimpetError, match="an int of 1 or more"):
+    with pytest.raises(LimpetError, match="each a whole number, 1 or more"):
         AtSteps([0])
 
 
 @pytest.mark.parametrize("arguments", [{"steps": 5, "seconds": 5.0}, {"steps": None}, {}])
 def test_keep_every_takes_steps_or_seconds(arguments):
-    with pytest.raises(LimpetError, match=r"KeepEvery\(10_000\) or KeepEvery\(seconds=3600\)"):
+    with pytest.raises(LimpetError, match="of KeepEvery must be"):
         KeepEvery(**arguments)
 
 
 @pytest.mark.parametrize("seconds", INVALID_SECONDS, ids=repr)
 def test_invalid_seconds_are_rejected(seconds):
-    with pytest.raises(LimpetError, match=r"Invalid argument to EverySeconds.*EverySeconds\(600\)"):
+    with pytest.raises(LimpetError, match="EverySeconds must be more than 0 seconds"):
         EverySeconds(seconds)
 
 
@@ -350,7 +348,7 @@ def test_invalid_seconds_are_rejected(seconds):
     ],
 )
 def test_invalid_arguments_for_metrics_are_rejected(make):
-    with pytest.raises(LimpetError, match=r"Invalid argument to .*For example, write"):
+    with pytest.raises(LimpetError, match=r" must be "):
         make()
 
 

@@ -15,7 +15,7 @@ from limpet.format.sealed import seal
 from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox, chunk_cuts, full_shard_entries
 from limpet.ragged import flatten_rows
-from limpet.snapshot.read_chunks import Target
+from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import open_location
 from limpet.types import DTYPES, Box
 

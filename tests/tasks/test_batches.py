@@ -280,13 +280,13 @@ def test_ranks_get_equally_many_batches_and_all_records_once(records, task_size,
     "arguments", [{"rank": 0}, {"ranks": 2}, {"rank": 2, "ranks": 2}, {"rank": -1, "ranks": 2}]
 )
 def test_bad_ranks_are_refused(arguments):
-    with pytest.raises(LimpetError, match="both rank and ranks"):
+    with pytest.raises(LimpetError, match="0 <= rank < ranks"):
         TaskBatches(a_queue().training, 4, **arguments)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, None, True])
 def test_bad_batch_sizes_are_refused(size):
-    with pytest.raises(LimpetError, match="Invalid batch_size"):
+    with pytest.raises(LimpetError, match="batch_size= must be"):
         TaskBatches(a_queue().training, size)
 
 

@@ -448,12 +448,12 @@ def test_a_disk_that_is_too_small_raises_before_the_training(disk, monkeypatch):
 def test_bad_arguments_raise(disk, tmp_path):
     with pytest.raises(LimpetError, match="incremental=True"):
         disk.start(incremental=True)
-    with pytest.raises(LimpetError, match="Invalid value for tiers="):
+    with pytest.raises(LimpetError, match="tiers= must be"):
         disk.start(tiers=[LocalTier("a"), LocalTier("b")])
     for path in ("", 5, "s3://bucket"):
-        with pytest.raises(LimpetError, match="Invalid value for path= of LocalTier"):
+        with pytest.raises(LimpetError, match="path= of LocalTier must be"):
             LocalTier(path)
-    with pytest.raises(LimpetError, match="Invalid value for interface="):
+    with pytest.raises(LimpetError, match="interface= of LocalTier must be"):
         LocalTier("/local", interface=5)
     run = tmp_path / "run"
     ckpt = Checkpointer(run, initial_state(), tiers=[LocalTier(run / "tier")])

@@ -325,13 +325,13 @@ def test_a_folder_of_another_user_is_refused(host):
 )
 def test_invalid_settings_are_refused(wrong):
     (name,) = wrong
-    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of MemoryTier"):
+    with pytest.raises(LimpetError, match=f"{name}= of MemoryTier must be"):
         MemoryTier(**{"every": EverySteps(10), **wrong})
 
 
 @pytest.mark.parametrize("tiers", ["memory", [3], MemoryTier(every=EverySteps(1))], ids=repr)
 def test_invalid_tiers_are_refused(tiers):
-    with pytest.raises(LimpetError, match="Invalid value for tiers="):
+    with pytest.raises(LimpetError, match="tiers= must be"):
         Checkpointer(MemoryStore(), initial_state(), tiers=tiers)
 
 

@@ -317,7 +317,7 @@ def test_a_count_of_the_checkpointer_cannot_be_set(name):
 @pytest.mark.parametrize("name", ["epoch", "step"])
 def test_an_invalid_count_is_refused(name, count):
     progress = limpet.Progress()
-    with pytest.raises(LimpetError, match=f"progress.{name} must be an int of 0 or more"):
+    with pytest.raises(LimpetError, match=f"progress.{name} must be a whole number, 0 or more"):
         setattr(progress, name, count)
     with pytest.raises(PlanError, match="does not exist"):
         progress.load_state_dict({**progress.state_dict(), name: count})

@@ -340,15 +340,8 @@ def save_version(store, step):
                 return
 
 
-def test_a_sampler_used_for_evaluation_raises():
-    state, evaluation = make_state(), limpet.ElasticSampler(6, 2)
-    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
-        for _ in ckpt.epochs(2):
-            for _ in state["sampler"]:
-                ckpt.step()
-            list(evaluation)
-        with pytest.raises(LimpetError, match="plain DataLoader"):
-            list(evaluation)
+def test_a_sampler_in_the_state_that_is_used_for_evaluation_raises():
+    state = make_state()
     state["evaluation"] = limpet.ElasticSampler(6, 2)
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         next(iter(state["sampler"]))

@@ -153,7 +153,7 @@ def test_a_position_that_goes_back_raises(name, call):
 @pytest.mark.parametrize("number", [-1, 1.5, "7", None, True, 10**18])
 @pytest.mark.parametrize("name", ["step", "epoch"])
 def test_a_position_that_is_no_count_raises(name, number):
-    message = rf"The {name} of Trainer must be an int of 0 or more, not"
+    message = rf"The {name} of Trainer must be a whole number, 0 or more, not"
     with pytest.raises(LimpetError, match=message):
         Checkpointer(MemoryStore(), make(Trainer(**{name: number})))
     trainer = Trainer()

@@ -121,13 +121,13 @@ def test_a_read_only_folder_raises_at_the_first_step():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"save": 500}, r"save=.*EverySteps\(500\), found 500"),
-        ({"save": KeepLast(1)}, r"save=.*found KeepLast"),
+        ({"save": 500}, r"save=.*EverySteps\(500\), not 500"),
+        ({"save": KeepLast(1)}, r"save=.*not KeepLast"),
         ({"keep": EverySteps(1)}, r"keep=.*KeepLast\(3\)"),
         ({"keep": 3}, "keep="),
-        ({"stop": "loss"}, r"stop=.*found 'loss'"),
-        ({"state": torch.nn.Linear(2, 2)}, r"state=.*a dict such as .*Linear"),
-        ({"state": [1]}, "state="),
+        ({"stop": "loss"}, r"stop=.*not 'loss'"),
+        ({"state": torch.nn.Linear(2, 2)}, r"state must be a dict such as .*Linear"),
+        ({"state": [1]}, "state must be"),
         ({"incremental": "no"}, "incremental="),
         ({"incremental": 0}, "incremental"),
         ({"busy": "drop"}, "busy"),

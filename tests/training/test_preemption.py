@@ -260,7 +260,7 @@ def test_preemption_can_be_turned_off():
         ckpt.step()
         assert signal.getsignal(signal.SIGTERM) == before
         assert not [t for t in threading.enumerate() if t.name == "limpet-notices"]
-    with pytest.raises(LimpetError, match="Invalid value for preemption="):
+    with pytest.raises(LimpetError, match="preemption= must be"):
         Checkpointer(MemoryStore(), initial_state(), preemption=True)
 
 

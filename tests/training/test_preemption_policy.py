@@ -93,5 +93,5 @@ def test_a_notice_that_does_not_stop_has_no_deadline():
 )
 def test_invalid_settings_are_refused(wrong):
     (name,) = wrong
-    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Preemption"):
+    with pytest.raises(LimpetError, match=f"{name}= of Preemption must be"):
         Preemption(**wrong)

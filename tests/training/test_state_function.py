@@ -113,8 +113,8 @@ def test_a_notice_without_any_step_ends_nothing():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: None, r"state=.*a function that returns one, found None"),
-        (lambda: torch.nn.Linear(2, 2), r"state=.*found Linear"),
+        (lambda: None, r"state must be .*a function that returns one, not None"),
+        (lambda: torch.nn.Linear(2, 2), r"state must be .*not Linear"),
         (lambda: {"a": limpet.Progress(), "b": limpet.Progress()}, "several Progress objects"),
         (
             lambda: {"optimizer": torch.optim.SGD(torch.nn.Linear(2, 2).parameters()).state_dict()},

@@ -122,6 +122,18 @@ def modules_that_could_draw_random_numbers_do_not():
 
 
 @close_to(errors.InexactResume)
+def generators_are_seeded_at_each_epoch_and_only_their_ends_are_saved():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+    state, policy = {"model": model}, limpet.EveryEpoch()
+    with limpet.Checkpointer(MemoryStore(), state, save=policy, preemption=None) as ckpt:
+        for epoch in ckpt.epochs(2):
+            torch.manual_seed(epoch)
+            for _ in range(3):
+                model(torch.ones(2, 4))
+                ckpt.step()
+
+
+@close_to(errors.InexactResume)
 def random_numbers_are_saved():
     train_network(dropout=0.5, rng=limpet.RNG())
 

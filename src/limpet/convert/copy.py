@@ -34,9 +34,9 @@ from limpet.layout.read_plan import ReadItem, chunk_read_items
 from limpet.layout.shard_layout import full_shard_entries, leaf_boxes_from_index
 from limpet.saving.commit import raise_if_exists
 from limpet.snapshot import pins
+from limpet.snapshot.chunks import merge_items, read_items
 from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.location import Location
-from limpet.snapshot.read_chunks import merge_items, read_items
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import upload_memory
 from limpet.threads import Workers, no_op

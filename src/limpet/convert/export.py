@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from limpet.arguments import real
+from limpet.arguments import real, require
 from limpet.convert import windows
 from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record
 from limpet.convert.export_torch import TorchState, convert_state, require_torch, write_torch_file
-from limpet.errors import AlreadyExists, LimpetError, MissingLeaf, NotFound, StoreError, Unsupported
+from limpet.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
 from limpet.format import tree
 from limpet.format.names import join_key, parse_version
 from limpet.format.numpy_dtypes import from_descr
@@ -215,17 +215,10 @@ def prepare_export(
 ) -> PreparedExport:
     """Check and plan an export before anything is written. Raises ``MissingLeaf`` if nothing is
     selected, and ``Unsupported``, which names everything that the format cannot represent."""
-    if to not in SUFFIXES:
-        raise LimpetError(
-            "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
-        )
-    most = real(max_shard_size)
-    if most is None or not most >= 1:
-        raise LimpetError(
-            "Invalid value for max_shard_size=",
-            expected="a number of bytes, 1 or more, such as 5e9",
-            found=repr(max_shard_size)[:80],
-        )
+    require("to=", to in SUFFIXES, " or ".join(map(repr, SUFFIXES)), to)
+    most = real(max_shard_size) or 0
+    expected = "a number of bytes, 1 or more, such as 5e9"
+    require("max_shard_size=", most >= 1, expected, max_shard_size)
     max_shard_size = most
     location, name = locate_export(os.fspath(path), to)
     if root is None:

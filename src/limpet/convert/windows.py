@@ -33,7 +33,7 @@ from limpet.layout.shard_layout import MAX_SHARED_CHUNK_BYTES, SMALL_BOX_BYTES
 from limpet.ragged import Ints, exclusive_cumsum, sorted_unique
 from limpet.saving.image import Image
 from limpet.settings import read_settings
-from limpet.snapshot.read_chunks import Target, execute_read_plan
+from limpet.snapshot.chunks import Target, execute_read_plan
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import Store, Upload
 from limpet.threads import Workers, in_parallel

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from limpet.arguments import whole
+from limpet.arguments import require, whole
 from limpet.errors import LimpetError, PlanError
-from limpet.text import to_repr
 
 _FIELDS = {"epoch", "step", "samples"}
 _OPTIONAL_FIELDS = {"epoch_began"}
@@ -49,8 +48,7 @@ class Progress:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._check_may_set("step", step, "ckpt.step()")
-        self._step = step
+        self._step = self._check_may_set("step", step, "ckpt.step()")
 
     @property
     def epoch(self) -> int:
@@ -59,8 +57,8 @@ class Progress:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._check_may_set("epoch", epoch, "ckpt.epochs() or ckpt.end_epoch()")
-        self._begin_epoch(epoch)
+        counter = "ckpt.epochs() or ckpt.end_epoch()"
+        self._begin_epoch(self._check_may_set("epoch", epoch, counter))
 
     @property
     def step_in_epoch(self) -> int:
@@ -165,24 +163,23 @@ class Progress:
         counts = {}
         for name in ("step", "epoch"):
             value = getattr(self.owner, name, None)
-            if (count := whole(value, 0, _MAX_COUNT)) is None:
-                raise LimpetError(
-                    f"The {name} of {type(self.owner).__name__} must be an int of 0 or more, not"
-                    f" {to_repr(value)[:200]}"
-                )
-            counts[name] = count
+            count = whole(value, 0, _MAX_COUNT - 1)
+            what = f"The {name} of {type(self.owner).__name__}"
+            require(what, count is not None, "a whole number, 0 or more", value)
+            counts[name] = count or 0
         return counts
 
     def _begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._epoch_began, self._knows_began = epoch, self._step, True
 
-    def _check_may_set(self, name: str, count: Any, counter: str) -> None:
-        if not _is_count(count):
-            raise LimpetError(f"progress.{name} must be an int of 0 or more, not {to_repr(count)}")
+    def _check_may_set(self, name: str, value: Any, counter: str) -> int:
+        count = whole(value, 0, _MAX_COUNT - 1)
+        require(f"progress.{name}", count is not None, "a whole number, 0 or more", value)
         if self._is_counted or self.owner is not None:
             who = "its owner" if self.owner is not None else counter
             raise LimpetError(f"progress.{name} cannot be set: {who} counts the {name}s")
+        return count or 0
 
 
 def _is_count(value: Any) -> bool:

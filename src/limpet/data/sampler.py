@@ -6,13 +6,14 @@ the samples of all ranks, so that training can continue with any number of ranks
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from limpet.arguments import check_count, check_rank, require, whole
 from limpet.data.permutation import permute
 from limpet.errors import LimpetError, PlanError
 from limpet.generators import States, capture_states, restore_states
@@ -57,27 +58,32 @@ class ElasticSampler:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        check_is_number(length)
-        self.length = operator.index(length)
-        self.batch_size = operator.index(batch_size)
-        self.seed = operator.index(seed)
+        self.length = check_count(
+            "length= of an ElasticSampler", length, unit="samples (len(dataset))"
+        )
+        self.batch_size = check_count("batch_size= of an ElasticSampler", batch_size)
+        is_seed = whole(seed, -math.inf) is not None
+        require("seed= of an ElasticSampler", is_seed, "a whole number", seed)
+        self.seed = int(seed)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self.skip_empty = bool(skip_empty)
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks = check_rank(rank, ranks)
         self._counted: Position = (0, 0)  # after the last batch that a step has counted
         self._yielded: Position = (0, 0)  # after the last batch that was yielded
         self._pass_epoch = 0  # the epoch at whose end the pass ends
         self._per_step = 1  # the most batches that one step has counted
         self.pass_number = 0
-        self._has_stepped = False  # a step was taken, with any number of batches
-        self._uncounted_passes = 0  # passes that ended before any step
         self._resumed = False  # a state was loaded, and no pass has begun since
         self._has_ended = False  # end_epoch was called since the pass was over
         self._first_iteration: int | None = None  # the events before it, since a load
         self._blocks = BatchBlocks()
         self._group = SamplerGroup()
-        self._check_sizes()
+        require("length= of an ElasticSampler", self.length < 1 << 62, "less than 2**62", length)
+        is_used = not self.drop_last or self.length >= self.batch_size
+        expected = f"at most the length with drop_last, {self.length}"
+        require("batch_size= of an ElasticSampler", is_used, expected, batch_size)
+        self._rank_and_world_size()
 
     def __repr__(self) -> str:
         epoch, samples = self._counted
@@ -119,8 +125,6 @@ class ElasticSampler:
 
     def check(self, batches: int) -> None:
         """Raise the error that ``advance`` would raise. A step first checks all samplers."""
-        self._has_stepped = True
-        require("Invalid number of batches for a step", batches >= 0, "0 or more", batches)
         missing = self._position_after(batches)[1]
         if missing:
             raise LimpetError(
@@ -137,7 +141,7 @@ class ElasticSampler:
 
         Raises ``LimpetError``, and counts nothing, if fewer batches were yielded.
         """
-        batches = operator.index(batches)
+        batches = check_count("batches=", batches, 0)
         self.check(batches)
         position = self._position_after(batches)[0]
         self._per_step = max(self._per_step, batches)
@@ -276,21 +280,8 @@ class ElasticSampler:
             self._pass_epoch += 1
             self._enter_epoch(self._pass_epoch)
         elif not resumed:
-            if self._is_epoch_over(self._yielded[1]) and self._yielded[0] == self._pass_epoch:
-                self._refuse_uncounted()
             self._yielded = self._counted
         self._group.begin_pass(self, resumed)
-
-    def _refuse_uncounted(self) -> None:
-        """Raise ``LimpetError`` at the third pass if no step has counted a batch: those before the
-        first step may inspect the data."""
-        self._uncounted_passes += 1
-        if self._uncounted_passes > 1 and not self._has_stepped:
-            raise LimpetError(
-                f"No step has counted the batches of {self}, so every pass yields the same epoch",
-                todo="Put it into the state of the Checkpointer; for evaluation, use a plain"
-                " DataLoader",
-            )
 
     def _enter_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch; the counted position follows if it is up to date."""
@@ -327,33 +318,11 @@ class ElasticSampler:
         rank, ranks = self._rank, self._ranks
         if rank is None or ranks is None:
             rank, ranks = rank_and_world_size()
+        expected = f"{ranks} or more for {ranks} ranks: it is the total over all ranks"
         require(
-            "A rank of the ElasticSampler would get an empty batch",
-            self.batch_size >= ranks,
-            f"a batch_size (the total over all ranks) of {ranks} or more for {ranks} ranks",
-            self.batch_size,
+            "batch_size= of an ElasticSampler", self.batch_size >= ranks, expected, self.batch_size
         )
         return rank, ranks
-
-    def _check_sizes(self) -> None:
-        length, batch_size, rank, ranks = self.length, self.batch_size, self._rank, self._ranks
-        what, least = "of an ElasticSampler", "1 or more"
-        require(f"Invalid length {what}", 1 <= length < 1 << 62, least, length)
-        require(f"Invalid batch_size {what}", batch_size >= 1, least, batch_size)
-        require(
-            "With drop_last, this ElasticSampler would never yield a batch",
-            not self.drop_last or length >= batch_size,
-            f"a batch_size of at most the length, {length}",
-            batch_size,
-        )
-        require(
-            "An ElasticSampler needs both rank and ranks, or neither",
-            (rank is None and ranks is None)
-            or (rank is not None and ranks is not None and 0 <= rank < ranks),
-            "0 <= rank < ranks",
-            f"rank={rank}, ranks={ranks}",
-        )
-        self._rank_and_world_size()
 
 
 # -- what follows --------------------------------------------------------------------------------
@@ -472,24 +441,3 @@ def _samples(positions: NDArray[np.int64], order: Order, epoch: int) -> NDArray[
     length, seed, shuffle = order
     positions %= length
     return permute(positions, length, seed, epoch) if shuffle else positions
-
-
-# -- refusals ------------------------------------------------------------------------------------
-
-
-def require(what: str, condition: bool, expected: str, found: object) -> None:
-    """Raise ``LimpetError`` unless ``condition`` is true."""
-    if not condition:
-        raise LimpetError(what, expected=expected, found=found)
-
-
-def check_is_number(length: object) -> None:
-    """Raise ``LimpetError`` for a data set instead of the number of its samples."""
-    is_number = hasattr(length, "__index__")
-    if not is_number and hasattr(length, "__getitem__") and not isinstance(length, str):
-        raise LimpetError(
-            "An ElasticSampler was created with a data set",
-            expected="the number of its samples",
-            found=type(length).__name__,
-            todo="Write ElasticSampler(len(dataset), batch_size=...)",
-        )

@@ -7,5 +7,6 @@ May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``
 ``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, and ``tasks``.
 """
 
-from limpet.evaluation.options import Selection as Selection
-from limpet.evaluation.options import Workers as Workers
+from limpet.evaluation.options import Selection, Workers
+
+__all__ = ["Selection", "Workers"]

@@ -13,10 +13,10 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 from limpet import events
-from limpet.arguments import whole
+from limpet.arguments import check_seconds, require, whole
 from limpet.errors import FormatError, LimpetError, NotFound, PlanError, TaskError, Unavailable
 from limpet.evaluation.follower import Follower
-from limpet.evaluation.options import Selection, Workers, check_argument, check_seconds
+from limpet.evaluation.options import Selection, Workers
 from limpet.evaluation.pool import WorkerError, WorkerLost, WorkerPool
 from limpet.evaluation.worker import resolve
 from limpet.format.names import Version
@@ -29,8 +29,6 @@ from limpet.snapshot.location import Url
 from limpet.snapshot.pins import require_manifest
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.threads import no_op
-
-_check = partial(check_argument, "Evaluation")
 
 POLL_SECONDS = 2.0
 """Seconds between two looks at a run that is followed."""
@@ -104,20 +102,20 @@ class Evaluation:
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         is_valid = batch_size is None or whole(batch_size, 1) is not None
-        _check("batch_size", batch_size, is_valid, "a whole number, 1 or more, or None")
+        require("batch_size=", is_valid, "a whole number, 1 or more, or None", batch_size)
         is_valid = whole(workers) is not None or isinstance(workers, Workers)
-        _check("workers", workers, is_valid, "a whole number, 0 or more, or Workers(...)")
-        _check("select", select, isinstance(select, Selection), "Selection(...)")
-        check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
-        batch_size, lease_seconds = whole(batch_size), float(lease_seconds)
+        require("workers=", is_valid, "a whole number, 0 or more, or Workers(...)", workers)
+        require("select=", isinstance(select, Selection), "Selection(...)", select)
+        check_seconds("lease_seconds=", lease_seconds, most=MAX_LEASE_SECONDS)
+        batch_size = whole(batch_size)
         functions = {"setup": setup, "evaluate": evaluate, "data": data, "collate": collate}
         for label, function in functions.items():
             is_valid = callable(function) or isinstance(function, str)
             is_valid = is_valid or (function is None and label == "collate")
-            _check(label, function, is_valid, "a function: dataset, not dataset()")
+            require(f"{label}=", is_valid, "a function: dataset, not dataset()", function)
         keys = (keys,) if isinstance(keys, str) else keys
         is_valid = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
-        _check("keys", keys, is_valid, "a pattern, or a list of patterns")
+        require("keys=", is_valid, "a pattern, or a list of patterns", keys)
         self.name, self._follow, self._functions = check_job_name(name), follow, functions
         self._workers = workers if isinstance(workers, Workers) else Workers(workers)
         self._objective = None if objective is None else make_objective(objective)
@@ -206,9 +204,10 @@ class Evaluation:
         and a normal end of the block raises it. Raises ``LimpetError`` without ``follow=True``,
         or with ``workers=0``, which would use the random numbers of the training.
         """
-        _check("follow", self._follow, self._follow, "True, to run in the background")
+        require("follow=", self._follow, "True, to run in the background", self._follow)
         count = self._workers.count
-        _check("workers", count, not self._workers.is_inline, "1 or more, to run in the background")
+        expected = "1 or more, to run in the background"
+        require("workers=", not self._workers.is_inline, expected, count)
         outcomes: list[Outcome] = []
         if saving_group(group).rank:
             yield outcomes

@@ -39,7 +39,7 @@ class MetricStates:
             if not isinstance(name, str):
                 raise _invalid(where, f"the name {to_repr(name)[:80]}")
             if hasattr(value, "metric_state"):
-                self._add_metric(name, value, where)
+                self._add_metric(name, value)
             else:
                 self._add_pair(name, value, where)
 
@@ -50,7 +50,7 @@ class MetricStates:
         sums.append(_to_float(value[0], name, where))
         counts.append(_to_float(value[1], name, where))
 
-    def _add_metric(self, name: str, metric: Any, where: str) -> None:
+    def _add_metric(self, name: str, metric: Any) -> None:
         state = {key: _detach(value) for key, value in metric.metric_state.items()}
         if name not in self._templates:
             check_mergeable(name, metric)

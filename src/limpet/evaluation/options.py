@@ -4,32 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from limpet.arguments import real, seconds, whole
-from limpet.errors import LimpetError
+from limpet.arguments import check_count, check_seconds, require
 from limpet.format.names import Version
 from limpet.run.policy import KeepEvery, Record
-from limpet.text import to_repr
 
 _MAX_SECONDS = 2e6
 """The longest time limit: a socket waits for at most 2**31 ms."""
-
-
-def check_argument(owner: str, name: str, value: object, is_valid: bool, expected: str) -> None:
-    """Raise ``LimpetError`` unless the argument ``name`` of ``owner`` is valid."""
-    if not is_valid:
-        raise LimpetError(
-            f"Invalid value for {name}= of {owner}", expected=expected, found=to_repr(value)[:200]
-        )
-
-
-def check_seconds(owner: str, name: str, value: object, most: float) -> None:
-    """Raise ``LimpetError`` unless the argument is a number above 0, and at most ``most``."""
-    number = seconds(value)
-    is_valid = number is not None and number <= most
-    check_argument(owner, name, value, is_valid, f"seconds: a number above 0, at most {most:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +38,13 @@ class Workers:
     attempts: int = 3
 
     def __post_init__(self) -> None:
-        check = partial(check_argument, "Workers")
-        check("count", self.count, whole(self.count) is not None, "a whole number, 0 or more")
-        is_mapping = isinstance(self.ray, Mapping)
-        check("ray", self.ray, self.ray is None or is_mapping, "a dict of the options of an actor")
-        if self.ray is not None:
-            check("count", self.count, self.count > 0, "1 or more, with ray")
+        count = check_count("count= of Workers", self.count, 0 if self.ray is None else 1)
+        object.__setattr__(self, "count", count)
+        is_valid = isinstance(self.ray, Mapping | None)
+        require("ray= of Workers", is_valid, "a dict of the options of an actor", self.ray)
         for name in ("start", "load", "task"):
-            check_seconds("Workers", name, getattr(self, name), _MAX_SECONDS)
-        is_valid = whole(self.attempts, 1) is not None
-        check("attempts", self.attempts, is_valid, "a whole number, 1 or more")
+            check_seconds(f"{name}= of Workers", getattr(self, name), most=_MAX_SECONDS)
+        object.__setattr__(self, "attempts", check_count("attempts= of Workers", self.attempts))
 
     @property
     def is_inline(self) -> bool:
@@ -90,13 +69,12 @@ class Selection:
     throttle: float = 0.0
 
     def __post_init__(self) -> None:
-        check, steps = partial(check_argument, "Selection"), self.every_steps
-        is_valid = steps is None or whole(steps, 1) is not None
-        check("every_steps", steps, is_valid, "a whole number, 1 or more")
+        if self.every_steps is not None:
+            steps = check_count("every_steps= of Selection", self.every_steps)
+            object.__setattr__(self, "every_steps", steps)
         for name in ("every_seconds", "throttle"):
             value = getattr(self, name)
-            number = real(value)
-            check(name, value, number is not None and number >= 0, "0 or more")
+            check_seconds(f"{name}= of Selection", value, may_be_zero=True, may_be_infinite=True)
 
     @property
     def needs_all(self) -> bool:

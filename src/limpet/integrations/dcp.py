@@ -60,8 +60,8 @@ from limpet.saving.commit import (
 from limpet.saving.image import make_image, split_into_pieces, synchronize
 from limpet.saving.write import write_index, write_shard
 from limpet.snapshot import pins as pin
+from limpet.snapshot.chunks import Target
 from limpet.snapshot.location import Location, Url, locate
-from limpet.snapshot.read_chunks import Target
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.state.arrays import part_library
 from limpet.state.flatten import LocalLeaf

@@ -28,8 +28,7 @@ from limpet.ranks.host_exchange import (
     connect_host_peers,
     max_item_size,
 )
-from limpet.snapshot.index_files import parse_index
-from limpet.snapshot.read_chunks import (
+from limpet.snapshot.chunks import (
     Target,
     copy_to_targets,
     count_writes,
@@ -38,6 +37,7 @@ from limpet.snapshot.read_chunks import (
     read_items,
     read_workers,
 )
+from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.reader import SnapshotReader
 from limpet.threads import Workers, gc_paused, no_op
 from limpet.types import BLOCK_SIZE, MIB

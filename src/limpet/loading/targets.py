@@ -12,8 +12,8 @@ from limpet.format.names import MANIFEST, join_key
 from limpet.format.numpy_dtypes import from_descr
 from limpet.layout.devices import find_device
 from limpet.layout.read_plan import ReadRequest
+from limpet.snapshot.chunks import Target
 from limpet.snapshot.leaf import allocate, as_records
-from limpet.snapshot.read_chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.types import Box
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 
+from limpet.arguments import real, require
 from limpet.errors import LimpetError
 from limpet.notices.notice import BoundedSource, Notice, check_notice
 from limpet.text import to_repr
@@ -30,12 +31,7 @@ class CallNotice(BoundedSource):
         self, function: Callable[[], Result], *, name: str | None = None, interval: float = 1.0
     ) -> None:
         """Raises ``LimpetError`` for an invalid value."""
-        if not callable(function):
-            raise LimpetError(
-                "Invalid function of a CallNotice",
-                expected="a function without parameters",
-                found=to_repr(function),
-            )
+        require("function", callable(function), "a function without parameters", function)
         if name is None:
             name = f"the function {getattr(function, '__qualname__', type(function).__qualname__)}"
         super().__init__(name, interval)
@@ -53,8 +49,8 @@ class CallNotice(BoundedSource):
         if isinstance(result, Notice):
             with suppress(LimpetError):
                 return check_notice(result)
-        elif isinstance(result, int | float) and math.isfinite(result):
-            return Notice(self.name, max(0.0, float(result)))
+        elif (number := real(result)) is not None and math.isfinite(number):
+            return Notice(self.name, max(0.0, number))
         raise OSError(
             f"{self.name} returned {to_repr(result)}. Expected None, a bool, a number of seconds, "
             "or a Notice"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from limpet.arguments import check_count, require
 from limpet.errors import LimpetError
 from limpet.machine import after_fork
 from limpet.notices.process_tree import read_process, started_at
@@ -66,12 +67,10 @@ class Status:
     time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        if self.code not in CODES:
-            raise LimpetError(
-                "Invalid exit code of a training",
-                expected=", ".join(map(str, CODES)),
-                found=repr(self.code),
-            )
+        require("code of a Status", self.code in CODES, ", ".join(map(str, CODES)), self.code)
+        for name in ("step", "saved_step"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(f"{name} of a Status", value, 0))
 
 
 @dataclass(frozen=True, slots=True)

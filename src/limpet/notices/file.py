@@ -8,9 +8,10 @@ import stat
 import time
 from collections.abc import Callable
 
+from limpet.arguments import check_seconds
 from limpet.errors import LimpetError
 from limpet.machine import process_started_at
-from limpet.notices.notice import BoundedSource, Notice, check_seconds
+from limpet.notices.notice import BoundedSource, Notice
 from limpet.text import to_repr
 
 Identity = tuple[int, int, int]
@@ -49,7 +50,7 @@ class FileNotice(BoundedSource):
                 "Invalid path of a FileNotice", expected="a path", found=to_repr(path)
             )
         self.path = os.path.abspath(path)
-        self.seconds = None if seconds is None else check_seconds("seconds", seconds)
+        self.seconds = None if seconds is None else check_seconds("seconds=", seconds)
         super().__init__(f"the file {self.path}", interval, time.monotonic)
         self._started_at = started_at
         self._is_first = True

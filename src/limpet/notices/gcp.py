@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from limpet.arguments import check_seconds
 from limpet.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
-from limpet.notices.notice import BoundedSource, Notice, check_seconds
+from limpet.notices.notice import BoundedSource, Notice
 from limpet.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urgent
 
 _PREEMPTED_SECONDS = 30.0
@@ -59,7 +60,7 @@ class GcpNotice(BoundedSource):
         if maintenance_seconds is None:
             has_gpu = os.path.exists("/dev/nvidiactl")
             maintenance_seconds = _GPU_SECONDS if has_gpu else _OTHER_SECONDS
-        self._maintenance_seconds = check_seconds("maintenance_seconds", maintenance_seconds)
+        self._maintenance_seconds = check_seconds("maintenance_seconds=", maintenance_seconds)
         self._url = server_url(base_url)
         self._maintenance = PlannedEvents(before)
         self._upcoming = PlannedEvents(before)

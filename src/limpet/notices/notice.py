@@ -7,9 +7,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from limpet.arguments import seconds
+from limpet.arguments import check_seconds, real
 from limpet.deadline import Call
 from limpet.errors import LimpetError
 from limpet.text import to_repr
@@ -63,14 +63,14 @@ def _is_valid(notice: Notice) -> bool:
     return (
         isinstance(notice.source, str)
         and isinstance(notice.stops, bool)
-        and (notice.seconds is None or _is_number(notice.seconds))
-        and _is_number(notice.age)
+        and not (notice.seconds is not None and math.isnan(_to_number(notice.seconds)))
+        and not math.isnan(_to_number(notice.age))
     )
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and not math.isnan(value)
+def _to_number(value: object) -> float:
+    number = real(value)
+    return math.nan if number is None else number
 
 
 POLL_SECONDS = 4.0
@@ -88,7 +88,7 @@ class BoundedSource(ABC):
         self, name: str, interval: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = name
-        self.interval = check_seconds("interval", interval)
+        self.interval = check_seconds("interval=", interval)
         self.poll_seconds = POLL_SECONDS
         self.clock = clock
         self._call: Call[tuple[Notice | None, float]] | None = None
@@ -120,15 +120,3 @@ class BoundedSource(ABC):
 
     def _check_with_time(self) -> tuple[Notice | None, float]:
         return self.check(), self.clock()
-
-
-def check_seconds(option: str, value: float) -> float:
-    """Return ``value``. Raises ``LimpetError`` unless it is a finite number greater than 0."""
-    number = seconds(value)
-    if number is None or number == math.inf:
-        raise LimpetError(
-            f"Invalid value for {option}=",
-            expected="a number of seconds greater than 0",
-            found=to_repr(value),
-        )
-    return number

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from limpet.notices.notice import Notice, check_seconds
+from limpet.arguments import check_seconds
+from limpet.notices.notice import Notice
 
 BEFORE = 300.0
 """By default, a stop that is more than this many seconds away does not stop the training yet."""
@@ -32,7 +33,7 @@ class PlannedEvents:
     """
 
     def __init__(self, before: float) -> None:
-        self._before = check_seconds("before", before)
+        self._before = check_seconds("before=", before)
         self._is_first = True
         self._reported: set[str] = set()
         self._begun: set[str] = set()

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
+from limpet.arguments import check_seconds, require, whole
 from limpet.errors import LimpetError
 from limpet.machine import after_fork
 from limpet.notices.notice import Notice
@@ -46,23 +47,21 @@ class SignalNotice:
     interval = 3600.0
 
     def __init__(self, *numbers: int, seconds: float | None = None, stops: bool = True) -> None:
-        self.numbers = numbers or (signal.SIGTERM,)
-        self.seconds = seconds
+        self.seconds = None if seconds is None else check_seconds("seconds=", seconds)
         self.stops = stops
         self.yielded: frozenset[int] = frozenset()
         """The signals that are no notices once the program has a handler of its own for them."""
         self._received: list[tuple[int, float]] = []
         self._wake: Callable[[], object] = no_op
         names = []
-        for number in self.numbers:
-            name = signal.Signals(number).name if number in set(signal.Signals) else ""
-            if name in ("", "SIGKILL", "SIGSTOP"):
-                raise LimpetError(
-                    "Invalid signal for SignalNotice",
-                    expected="a signal that a process can handle, such as signal.SIGTERM",
-                    found=repr(number),
-                )
+        for number in numbers or (signal.SIGTERM,):
+            is_signal = whole(number, 1) in set(signal.Signals)
+            name = signal.Signals(number).name if is_signal else ""
+            is_valid = name not in ("", "SIGKILL", "SIGSTOP")
+            expected = "a signal that a process can handle, such as signal.SIGTERM"
+            require("The argument of SignalNotice", is_valid, expected, number)
             names.append(name)
+        self.numbers = tuple(map(int, numbers)) or (signal.SIGTERM,)
         self.name = " or ".join(names)
 
     def start(self, wake: Callable[[], object]) -> None:

@@ -8,8 +8,9 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 
+from limpet.arguments import check_seconds
 from limpet.errors import LimpetError
-from limpet.notices.notice import BoundedSource, Notice, check_seconds
+from limpet.notices.notice import BoundedSource, Notice
 from limpet.notices.planned import BEFORE
 from limpet.settings import platform_variables
 
@@ -57,7 +58,7 @@ class SlurmNotice(BoundedSource):
                 todo="Use SlurmNotice only in a job of Slurm",
             )
         super().__init__(f"the time limit of Slurm job {self._job}", 10.0, clock)
-        self._before = check_seconds("before", before)
+        self._before = check_seconds("before=", before)
         self._command = command
         self._now = now
         end = variables.get("SLURM_JOB_END_TIME", "")

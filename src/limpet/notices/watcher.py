@@ -11,10 +11,11 @@ from threading import TIMEOUT_MAX, Lock, Thread
 from weakref import WeakMethod, finalize
 
 from limpet import events
+from limpet.arguments import check_seconds
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError
 from limpet.notices.exit_status import write_error
-from limpet.notices.notice import Notice, NoticeSource, check_notice, check_seconds
+from limpet.notices.notice import Notice, NoticeSource, check_notice
 from limpet.threads import start_thread
 
 _DETECTION = "the detection of the platform"
@@ -131,7 +132,7 @@ class NoticeWatcher:
         """Poll a source, and pass on its notices. An error ends this source, and no other one."""
         try:
             while not self._is_ending and self._on_notice() is not None:
-                due_at = self._clock() + check_seconds("interval", watch.source.interval)
+                due_at = self._clock() + check_seconds("interval=", watch.source.interval)
                 notice = watch.ask()
                 if notice is not None:
                     self._pass_on(notice)

@@ -274,7 +274,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def _raise_failure(self, text: str | None) -> None:
         if text is not None and text != error_report.COMMIT_BEGUN:
             self._failed = True
-            raise error_report.decode_error(text, self.rank, self.operation)
+            raise error_report.decode_error(text, self.operation)
 
     # -- the end ---------------------------------------------------------------------------------
 

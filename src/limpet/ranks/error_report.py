@@ -151,7 +151,7 @@ def format_with_notes(error: BaseException) -> str:
     return " ".join([str(error), *(f"{note.rstrip('.')}." for note in notes)])
 
 
-def decode_error(text: str, rank: int, operation: str) -> LimpetError:
+def decode_error(text: str, operation: str) -> LimpetError:
     """Return the error that this rank raises because another rank failed."""
     report = ERROR_REPORT.decode(text)
     report = msgspec.structs.replace(report, fields={"rank": report.rank, **report.fields})

@@ -69,22 +69,23 @@ def _open_run(url: str, deadline: Deadline | None) -> Run:
     return Run(url if deadline is None else within(open_store(url), deadline))
 
 
-def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
+def open_version(address: Url) -> Snapshot:
     """Open the snapshot at an address. Only its manifest is read.
 
     An address is ``RUN@120`` (step 120 on the current lineage), ``RUN@120.1`` (step 120 of branch
     1), ``RUN@latest`` (the newest intact version), ``RUN@best`` or ``RUN@best:METRIC`` (the version
     with the best value of the metric, by the mode that the run records), the URL of a snapshot, or
     a ``Store`` with the snapshot at its root. If a snapshot exists at the literal address, that
-    snapshot is opened. ``deadline``: the time by which the store must have answered.
+    snapshot is opened.
 
     Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
     """
-    return Snapshot(open_reader(address, deadline))
+    return Snapshot(open_reader(address))
 
 
 def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReader:
-    """Do the same as ``open_version`` for the packages of Limpet."""
+    """Do the same as ``open_version`` for the packages of Limpet. ``deadline``: the time by which
+    the store must have answered."""
     if not isinstance(address, str | os.PathLike):
         return open_snapshot(address)
     text = os.fspath(address)

@@ -12,11 +12,10 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-from limpet.arguments import whole
-from limpet.errors import BrokenLink, LimpetError, NotFound
+from limpet.arguments import require, whole
+from limpet.errors import BrokenLink, NotFound
 from limpet.format.names import Version, is_spread_folder, parse_attempt, version_of_key
 from limpet.storage.store import Entry, Stat, Store, list_level
-from limpet.text import to_repr
 
 STEP, BRANCH = "a step, a whole number", "a branch, a whole number"
 """What ``to_int`` expects."""
@@ -142,8 +141,6 @@ def find_link_targets(store: Store, links: Iterable[str]) -> set[Version | None]
 
 def to_int(number: Any, expected: str) -> int:
     """Return a whole number of any type as an int. Raises ``LimpetError`` for any other value."""
-    if (index := whole(number, -(1 << 64), 1 << 64)) is not None:
-        return index
-    raise LimpetError(
-        "The argument does not identify a version", expected=expected, found=to_repr(number)[:80]
-    )
+    index = whole(number, -(1 << 64), 1 << 64)
+    require("A version", index is not None, expected, number)
+    return index or 0

@@ -18,20 +18,12 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec import field as struct_field
 
-from limpet.arguments import real, seconds, whole
+from limpet.arguments import check_count, check_seconds, real, require, whole
 from limpet.errors import LimpetError
 from limpet.format.names import Version
-from limpet.text import to_repr
 
 Mode = Literal["min", "max"]
 """Whether smaller or larger values of a metric are better."""
-
-
-def check_count(name: str, value: object, unit: str, example: str) -> int:
-    """Return the count as an int."""
-    count = whole(value, 1)
-    require(name, count is not None, f"a whole number of {unit}, 1 or more", value, example)
-    return count or 1
 
 
 _LARGER_IS_BETTER = frozenset(
@@ -40,43 +32,27 @@ _LARGER_IS_BETTER = frozenset(
 """Last words of names of metrics."""
 
 
-def check_metric(name: str, metric: object, mode: Mode | None, example: str) -> Mode:
+def check_metric(name: str, metric: object, mode: Mode | None) -> Mode:
     """Return the mode: "min" if it is None, unless the metric says that larger is better."""
     valid = isinstance(metric, str) and metric != ""
-    require(name, valid, "the name of a metric", metric, example)
+    require(f"The metric of {name}", valid, "the name of a metric", metric)
     if mode is None and re.split(r"[^a-z0-9]+", str(metric).lower())[-1] in _LARGER_IS_BETTER:
         raise LimpetError(
             f"{name} needs a mode for {metric!r}: the default is that smaller values are better",
             todo='Pass mode="max", or mode="min" if smaller values are meant',
         )
     mode = "min" if mode is None else mode
-    require(name, mode in ("min", "max"), 'mode="min" or mode="max"', mode, example)
+    require(f"The mode of {name}", mode in ("min", "max"), '"min" or "max"', mode)
     return mode
 
 
-def require(name: str, valid: bool, expected: str, found: object, example: str) -> None:
-    if not valid:
-        raise LimpetError(
-            f"Invalid argument to {name}",
-            expected=expected,
-            found=to_repr(found)[:200],
-            todo=f"For example, write {example}",
-        )
-
-
-def check_seconds(name: str, value: object, example: str) -> float:
-    """Return the seconds as an int or a float."""
-    number = seconds(value) or inf
-    require(name, number < inf, "a finite number of seconds above 0", value, example)
-    return number
-
-
-def check_steps(name: str, steps: Any, least: int, example: str) -> tuple[int, ...]:
+def check_steps(name: str, steps: Any, least: int) -> tuple[int, ...]:
     """Return the steps in ascending order, each once."""
     listed = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else []
     numbers = [number for step in listed if (number := whole(step, least)) is not None]
     valid = bool(listed) and len(numbers) == len(listed)
-    require(name, valid, f"a list of steps, each an int of {least} or more", steps, example)
+    expected = f"a list of steps, each a whole number, {least} or more"
+    require(f"The argument of {name}", valid, expected, steps)
     return tuple(sorted({*numbers}))
 
 
@@ -157,7 +133,7 @@ class EverySteps(SavePolicy):
     steps: int
 
     def __post_init__(self) -> None:
-        steps = check_count("EverySteps", self.steps, "steps", "EverySteps(500)")
+        steps = check_count("The argument of EverySteps", self.steps, unit="steps")
         object.__setattr__(self, "steps", steps)
 
     def due(self, now: PolicyInput) -> bool:
@@ -171,7 +147,7 @@ class AtSteps(SavePolicy):
     steps: Sequence[int]
 
     def __post_init__(self) -> None:
-        steps = check_steps("AtSteps", self.steps, 1, "AtSteps([100, 1000])")
+        steps = check_steps("AtSteps", self.steps, 1)
         object.__setattr__(self, "steps", steps)
 
     def due(self, now: PolicyInput) -> bool:
@@ -185,7 +161,7 @@ class EverySeconds(SavePolicy):
     seconds: float
 
     def __post_init__(self) -> None:
-        seconds = check_seconds("EverySeconds", self.seconds, "EverySeconds(600)")
+        seconds = check_seconds("The argument of EverySeconds", self.seconds)
         object.__setattr__(self, "seconds", seconds)
 
     def due(self, now: PolicyInput) -> bool:
@@ -200,7 +176,7 @@ class EveryEpoch(SavePolicy):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        epochs = check_count("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")
+        epochs = check_count("The argument of EveryEpoch", self.epochs, unit="epochs")
         object.__setattr__(self, "epochs", epochs)
 
     def due(self, now: PolicyInput) -> bool:
@@ -295,7 +271,7 @@ class KeepLast(KeepPolicy):
     count: int
 
     def __post_init__(self) -> None:
-        count = check_count("KeepLast", self.count, "versions", "KeepLast(3)")
+        count = check_count("The argument of KeepLast", self.count, unit="versions")
         object.__setattr__(self, "count", count)
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
@@ -315,14 +291,13 @@ class KeepEvery(KeepPolicy):
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        example = "KeepEvery(10_000) or KeepEvery(seconds=3600)"
         if self.seconds is None:
-            steps = check_count("KeepEvery", self.steps, "steps", example)
+            steps = check_count("The argument of KeepEvery", self.steps, unit="steps")
             object.__setattr__(self, "steps", steps)
             return
-        object.__setattr__(self, "seconds", check_seconds("KeepEvery", self.seconds, example))
-        only = "either steps or seconds, not both"
-        require("KeepEvery", self.steps is None, only, f"steps={self.steps}", example)
+        seconds = check_seconds("seconds= of KeepEvery", self.seconds)
+        object.__setattr__(self, "seconds", seconds)
+        require("steps= of KeepEvery", self.steps is None, "None with seconds=", self.steps)
 
     def __repr__(self) -> str:
         argument = f"steps={self.steps}" if self.seconds is None else f"seconds={self.seconds}"
@@ -355,7 +330,7 @@ class KeepSteps(KeepPolicy):
     steps: Sequence[int]
 
     def __post_init__(self) -> None:
-        steps = check_steps("KeepSteps", self.steps, 0, "KeepSteps([100, 1000])")
+        steps = check_steps("KeepSteps", self.steps, 0)
         object.__setattr__(self, "steps", steps)
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
@@ -383,13 +358,11 @@ class KeepBest(KeepPolicy):
     unscored: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        example = 'KeepBest(2, "val_loss", mode="min", unscored=2)'
-        count = check_count("KeepBest", self.count, "versions", example)
+        count = check_count("count= of KeepBest", self.count, unit="versions")
         object.__setattr__(self, "count", count)
-        mode = check_metric("KeepBest", self.metric, self.mode, example)
+        mode = check_metric("KeepBest", self.metric, self.mode)
         object.__setattr__(self, "mode", mode)
-        unscored, expected = whole(self.unscored), "a whole number of unscored versions, 0 or more"
-        require("KeepBest", unscored is not None, expected, self.unscored, example)
+        unscored = check_count("unscored= of KeepBest", self.unscored, 0, "versions")
         object.__setattr__(self, "unscored", unscored)
 
     def __repr__(self) -> str:
@@ -447,14 +420,13 @@ class StopWhen:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
-        example = 'StopWhen("val_loss", patience=3, mode="min")'
-        mode = check_metric("StopWhen", self.metric, self.mode, example)
+        mode = check_metric("StopWhen", self.metric, self.mode)
         object.__setattr__(self, "mode", mode)
-        patience = check_count("StopWhen", self.patience, "values (patience)", example)
+        patience = check_count("patience= of StopWhen", self.patience, unit="values")
         object.__setattr__(self, "patience", patience)
         delta = real(self.min_delta)
         valid = delta is not None and 0 <= delta < inf
-        require("StopWhen", valid, "a finite min_delta of 0 or more", self.min_delta, example)
+        require("min_delta= of StopWhen", valid, "a finite number, 0 or more", self.min_delta)
         object.__setattr__(self, "min_delta", delta)
 
     def observe(self, state: StopState, value: float) -> StopState:

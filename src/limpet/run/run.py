@@ -237,7 +237,7 @@ class Run:
         Raises ``LimpetError`` for another ``mode``, and without one for a metric like
         ``val_accuracy``.
         """
-        mode = check_metric("Run.best", metric, mode, 'run.best("val_loss", mode="min")')
+        mode = check_metric("Run.best", metric, mode)
         return snapshot_of(lineage.find_best(self.catalog, metric, mode))
 
     def _resolve_version(self, at: Snapshot | Version | int) -> Version:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.read_plan import ReadRequest
-from limpet.snapshot.read_chunks import Target
+from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.types import DTYPES, MIB, Box
 

@@ -11,7 +11,7 @@ from limpet import lazy_torch
 from limpet.format.numpy_dtypes import from_descr
 from limpet.layout.boxes import TensorIndex, box_from_index
 from limpet.layout.read_plan import ReadRequest
-from limpet.snapshot.read_chunks import Target
+from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import library_of
 from limpet.types import DTYPES, Box

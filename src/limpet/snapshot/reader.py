@@ -14,6 +14,7 @@ from limpet.format.names import MANIFEST, Version, parse_reference, parse_versio
 from limpet.format.tree import LeafSpecs, check_plain, check_tree
 from limpet.layout.read_plan import ReadRequest, make_read_plan
 from limpet.snapshot import pins
+from limpet.snapshot.chunks import Target, execute_read_plan, read_workers
 from limpet.snapshot.index_files import check_indexes, check_length, read_indexes
 from limpet.snapshot.location import (
     Location,
@@ -24,7 +25,6 @@ from limpet.snapshot.location import (
     locate,
     versions_in,
 )
-from limpet.snapshot.read_chunks import Target, execute_read_plan, read_workers
 from limpet.snapshot.verify import CheckedChunks, Report, verify
 from limpet.threads import gc_paused, look_up_each, no_op
 

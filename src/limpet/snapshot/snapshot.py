@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from html import escape
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from limpet.format import torch_types, tree
 from limpet.format.names import Version, to_dotted
@@ -41,13 +41,6 @@ _short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.ma
 _short_repr.maxstring = _short_repr.maxother = 60
 
 
-class KeyedValues(Protocol):
-    """The part of a ``Snapshot`` that a ``SubtreeView`` uses."""
-
-    def __contains__(self, key: object) -> bool: ...
-    def __getitem__(self, key: str) -> Any: ...
-
-
 class SubtreeView(Mapping[str, Any]):
     """The members below one key of a snapshot, such as ``snapshot["model"]``.
 
@@ -56,7 +49,7 @@ class SubtreeView(Mapping[str, Any]):
     reads nothing, and is valid as long as the snapshot.
     """
 
-    def __init__(self, snapshot: KeyedValues, leaves: LeafSpecs, key: str, node: Any) -> None:
+    def __init__(self, snapshot: Snapshot, leaves: LeafSpecs, key: str, node: Any) -> None:
         self.key = key
         self._snapshot, self._leaves, self._node = snapshot, leaves, node
         self._keys: dict[str, None] | None = None

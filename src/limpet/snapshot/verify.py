@@ -21,9 +21,9 @@ from limpet.layout.shard_layout import (
     own_spans,
     partial_shard_entries,
 )
+from limpet.snapshot.chunks import make_damage_error, merge_items, read_items
 from limpet.snapshot.index_files import check_length, read_index
 from limpet.snapshot.location import Location
-from limpet.snapshot.read_chunks import make_damage_error, merge_items, read_items
 from limpet.threads import Workers, gc_paused
 from limpet.types import Box
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from math import inf
 
-from limpet.arguments import whole
+from limpet.arguments import check_count, check_rank, check_seconds, whole
 from limpet.errors import LimpetError, TaskError
 from limpet.lazy_torch import rank_and_world_size
 from limpet.tasks.task import TrainingSide, TrainingTask
@@ -66,19 +66,10 @@ class TaskBatches:
                 expected="queue.training",
                 found=repr(side)[:200],
             )
-        if whole(batch_size, 1) is None:
-            raise LimpetError("Invalid batch_size", expected="1 or more", found=repr(batch_size))
-        if (rank is None) != (ranks is None) or (
-            ranks is not None and not 0 <= (rank or 0) < ranks
-        ):
-            raise LimpetError(
-                "TaskBatches needs both rank and ranks, or neither",
-                expected="0 <= rank < ranks",
-                found=f"rank={rank}, ranks={ranks}",
-            )
-        self._side, self._batch_size = side, int(batch_size)
-        self._worker = worker
-        self._rank, self._ranks = rank, ranks
+        self._side, self._worker = side, worker
+        self._batch_size = check_count("batch_size=", batch_size)
+        self._rank, self._ranks = check_rank(rank, ranks)
+        lease_seconds = check_seconds("lease_seconds=", lease_seconds, may_be_infinite=True)
         self._lease_seconds = lease_seconds
         self.padded = 0
         """The number of records that ranks have repeated, over all ranks, in consumed batches."""

@@ -13,9 +13,9 @@ from math import inf
 from threading import Condition, RLock, get_ident
 from typing import Any, NoReturn
 
-from limpet.arguments import whole
+from limpet.arguments import check_count, check_seconds
 from limpet.errors import LimpetError, TaskError
-from limpet.tasks.spec import KINDS, DataSets, Kind, check_kind, check_seconds, make_spec
+from limpet.tasks.spec import KINDS, DataSets, Kind, check_kind, make_spec
 from limpet.tasks.tables import (
     JobTables,
     TaskTable,
@@ -62,10 +62,9 @@ class Queue:
         attempts: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lease_seconds = inf if lease_seconds is None else lease_seconds
-        check_seconds("lease_seconds", self._lease_seconds, may_be_infinite=True)
-        if whole(attempts, 1) is None:
-            raise LimpetError("Invalid attempts", expected="1 or more", found=repr(attempts))
+        seconds = inf if lease_seconds is None else lease_seconds
+        self._lease_seconds = check_seconds("lease_seconds=", seconds, may_be_infinite=True)
+        attempts = check_count("attempts=", attempts)
         self._clock = clock
         self._changed = Condition(RLock())
         self._process = os.getpid()
@@ -180,8 +179,8 @@ class Queue:
         """
         check_kind(kind)
         seconds = self._lease_seconds if lease_seconds is None else lease_seconds
-        check_seconds("timeout", timeout, may_be_zero=True)
-        check_seconds("lease_seconds", seconds, may_be_infinite=True)
+        timeout = check_seconds("timeout=", timeout, may_be_zero=True)
+        seconds = check_seconds("lease_seconds=", seconds, may_be_infinite=True)
         worker = f"thread {get_ident()}" if worker is None else worker
         with self._entered():
             end = self._clock() + timeout
@@ -282,7 +281,7 @@ class Queue:
     def renew(self, report: Report, seconds: float | None = None) -> None:
         """Start the time of a lease anew. See ``Task.renew``."""
         if seconds is not None:
-            check_seconds("seconds", seconds)
+            seconds = check_seconds("seconds=", seconds)
         with self._entered():
             self._jobs.renew(self._jobs.held(report), self._clock(), seconds)
 
@@ -385,7 +384,7 @@ class Job:
     def has_ended(self, timeout: float = 0.0) -> bool:
         """Wait for at most ``timeout`` seconds, and return whether all tasks are complete, or the
         job has failed."""
-        check_seconds("timeout", timeout, may_be_zero=True)
+        timeout = check_seconds("timeout=", timeout, may_be_zero=True)
         queue, table = self._owner, self._table
         with queue._entered():
             end = queue._clock() + timeout

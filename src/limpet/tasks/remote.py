@@ -18,12 +18,13 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
+from limpet.arguments import check_seconds, require
 from limpet.deadline import Deadline
 from limpet.errors import Denied, LimpetError, StoreError, TaskError, Unavailable
 from limpet.ranks import wire
 from limpet.ranks.error_report import ErrorReport
 from limpet.tasks.queue import Queue
-from limpet.tasks.spec import Kind, check_kind, check_seconds
+from limpet.tasks.spec import Kind, check_kind
 from limpet.tasks.task import (
     EvaluationSide,
     EvaluationTask,
@@ -358,7 +359,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
     def __init__(
         self, connection: socket.socket | wire.Channel, reply_seconds: float = 60.0
     ) -> None:
-        check_seconds("reply_seconds", reply_seconds)
+        reply_seconds = check_seconds("reply_seconds=", reply_seconds)
         if isinstance(connection, socket.socket):
             connection.set_inheritable(False)  # no program that this process starts keeps it alive
             connection = wire.Channel(
@@ -381,7 +382,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         connection is a worker of its own. Raises ``TaskError`` if the queue cannot be reached
         within 10 s, and ``Denied`` if another program has the address now.
         """
-        check_seconds("reply_seconds", reply_seconds)
+        reply_seconds = check_seconds("reply_seconds=", reply_seconds)
         name = f"process {os.getpid()} on {socket.gethostname()}" if worker is None else worker
         host, port, secret = parse_address(address)
         try:
@@ -413,12 +414,11 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         """Lease a task, as ``Queue.get``. Every connection is one worker: ``worker`` must be None.
         ``lease_seconds`` must be finite: this process may be lost."""
         check_kind(kind)
-        check_seconds("timeout", timeout, may_be_zero=True)
+        timeout = check_seconds("timeout=", timeout, may_be_zero=True)
         if lease_seconds is not None:
-            check_seconds("lease_seconds", lease_seconds)
-        if worker is not None:
-            what = "A RemoteQueue is the queue of one worker"
-            raise LimpetError(what, expected="worker=None", found=repr(worker)[:200])
+            lease_seconds = check_seconds("lease_seconds=", lease_seconds)
+        name = "worker= (a RemoteQueue is the queue of one worker)"
+        require(name, worker is None, "None", worker)
         end, longest = time.monotonic() + timeout, min(_LONGEST_WAIT, self._reply_seconds / 2)
         while True:
             left = max(0.0, end - time.monotonic())
@@ -457,6 +457,8 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         return self._ask(Released(report))
 
     def renew(self, report: Report, seconds: float | None = None) -> None:
+        if seconds is not None:
+            seconds = check_seconds("seconds=", seconds)
         self._ask(Renew(report, seconds))
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from limpet.arguments import real, whole
+from limpet.arguments import require, whole
 from limpet.errors import LimpetError, PlanError
 from limpet.text import without_surrogates
 
@@ -81,27 +80,23 @@ def make_spec(
 ) -> JobSpec:
     """Return the specification of a job. Raises ``LimpetError`` if it is not valid."""
     for text in (name,) if after is None else (name, after):
-        if not is_text(text) or not text:
-            raise _invalid("name of a job", "a text that is not empty", text)
+        require("The name of a job", is_text(text) and text != "", "a text, not empty", text)
     for label, number in (("task_size", task_size), ("epochs", epochs)):
-        if whole(number, 1, _MAX_RECORDS - 1) is None:
-            raise _invalid(f"{label} of job {name!r}", "an int of 1 or more", number)
+        is_valid = whole(number, 1, _MAX_RECORDS - 1) is not None
+        require(f"{label} of job {name!r}", is_valid, "a whole number, 1 or more", number)
     if not isinstance(data, Mapping):
         data = {"": data}
     ranges: list[tuple[str, int, int | None]] = []
     for key, value in data.items():
         start, stop = _limits(name, key, value)
-        if stop is None and kind == "evaluation":
-            raise _invalid(
-                f"data of job {name!r}", "an end of each data set of an evaluation", stop
-            )
+        is_valid = stop is not None or kind != "evaluation"
+        require(f"The end of each data set of job {name!r}", is_valid, "a number", stop)
         if start != stop:
             ranges.append((key, start, stop))
     spec = JobSpec(check_kind(kind), name, tuple(ranges), int(task_size), int(epochs), after)
-    if not ranges:
-        raise _invalid(f"data of job {name!r}", "at least one record", "none")
-    if spec.tasks >= _MAX_RECORDS:
-        raise _invalid(f"number of tasks of job {name!r}", f"less than {_MAX_RECORDS}", spec.tasks)
+    require(f"The number of records of job {name!r}", bool(ranges), "1 or more", 0)
+    is_valid = spec.tasks < _MAX_RECORDS
+    require(f"The number of tasks of job {name!r}", is_valid, f"< {_MAX_RECORDS}", spec.tasks)
     return spec
 
 
@@ -124,25 +119,9 @@ def parse_spec(text: object) -> JobSpec:
 
 def check_kind(kind: str) -> Kind:
     """Return the kind of a task. Raises ``LimpetError`` if there is no such kind."""
-    if kind not in KINDS:
-        raise _invalid("kind of a task", " or ".join(map(repr, KINDS)), kind)
-    return kind
-
-
-def check_seconds(
-    name: str, value: object, *, may_be_zero: bool = False, may_be_infinite: bool = False
-) -> None:
-    """Raise ``LimpetError`` unless ``value`` is a number of seconds."""
-    number = real(value)
-    is_valid = (
-        number is not None
-        and (number > 0 or (may_be_zero and number == 0))
-        and (may_be_infinite or number < math.inf)
-    )
-    if not is_valid:
-        expected = "seconds: a number of 0 or more" if may_be_zero else "seconds: more than 0"
-        expected += "" if may_be_infinite else ", and finite"
-        raise LimpetError(f"Invalid {name}", expected=expected, found=repr(value)[:200])
+    found = next((k for k in KINDS if k == kind), None)
+    require("The kind of a task", found is not None, " or ".join(map(repr, KINDS)), kind)
+    return found or "training"
 
 
 def is_text(value: object) -> bool:
@@ -152,17 +131,12 @@ def is_text(value: object) -> bool:
 
 def _limits(job: str, key: object, value: int | range | None) -> tuple[int, int | None]:
     """Return the first record of a data set, and the end, which is None for a stream."""
-    if not is_text(key):
-        raise _invalid(f"name of a data set of job {job!r}", "a text", key)
+    require(f"The name of a data set of job {job!r}", is_text(key), "a text", key)
     if value is None:
         return 0, None
     first, end = (value.start, value.stop) if isinstance(value, range) else (0, value)
     start, stop = whole(first), whole(end, max(first, 0), _MAX_RECORDS - 1)
-    if start is None or stop is None or getattr(value, "step", 1) != 1:
-        what = f"records of data set {key!r} of job {job!r}"
-        raise _invalid(what, "a number of records, or a range with the step 1", value)
-    return start, stop
-
-
-def _invalid(what: str, expected: str, found: object) -> LimpetError:
-    return LimpetError(f"Invalid {what}", expected=expected, found=repr(found)[:200])
+    is_valid = start is not None and stop is not None and getattr(value, "step", 1) == 1
+    expected = "a number, or a range with the step 1"
+    require(f"The records of data set {key!r} of job {job!r}", is_valid, expected, value)
+    return start or 0, stop

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from limpet.arguments import whole
+from limpet.arguments import require, whole
 from limpet.errors import LimpetError
 from limpet.machine import CAN_SEE_PROCESSES, IS_LINUX
 from limpet.run.policy import EveryEpoch, EverySteps
-from limpet.text import to_repr
 
 _INTERFACE = "the name of an interface, an IP address, or None"
 
@@ -52,7 +51,7 @@ class MemoryTier:
                 " files outlive their process, and leases on them",
                 todo="Use LocalTier, or no tier",
             )
-        _require(self, checks, "MemoryTier(every=EverySteps(10), copies=2)")
+        _require(self, checks)
         object.__setattr__(self, "copies", whole(self.copies))
 
 
@@ -82,17 +81,11 @@ class LocalTier:
             "path=": (is_path and "://" not in os.fspath(self.path), "a folder on a local disk"),
             "interface=": (isinstance(self.interface, str | None), _INTERFACE),
         }
-        _require(self, checks, 'LocalTier("/local/nvme")')
+        _require(self, checks)
 
 
-def _require(tier: object, checks: Mapping[str, tuple[bool, str]], example: str) -> None:
+def _require(tier: object, checks: Mapping[str, tuple[bool, str]]) -> None:
     """Raise ``LimpetError`` for the first argument that is not valid. ``checks``: for each, whether
     it is, and what it may be."""
     for name, (is_valid, expected) in checks.items():
-        if not is_valid:
-            raise LimpetError(
-                f"Invalid value for {name} of {type(tier).__name__}",
-                expected=expected,
-                found=to_repr(getattr(tier, name[:-1]))[:200],
-                todo=f"For example, write {example}",
-            )
+        require(f"{name} of {type(tier).__name__}", is_valid, expected, getattr(tier, name[:-1]))

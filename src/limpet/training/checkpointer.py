@@ -17,7 +17,15 @@ from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.run.catalog import read_training_metadata
 from limpet.run.metrics import ADDED_METRICS, check_metrics
-from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, Never, SavePolicy, StopWhen
+from limpet.run.policy import (
+    AtEnd,
+    EveryEpoch,
+    EverySeconds,
+    KeepPolicy,
+    Never,
+    SavePolicy,
+    StopWhen,
+)
 from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher
 from limpet.snapshot.location import Url
@@ -208,6 +216,8 @@ class Checkpointer:
             savepoint=self._savepoint,
         )
         self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
+        # if only ends of epochs are saved, a script may seed the generators at the next epoch
+        self._is_epoch_saved_only = preemption is None and isinstance(options.save, EveryEpoch)
         self._generators: dict[str, bytes] = {}
         self._script_options = state_check.read_options(self.state)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
@@ -417,9 +427,9 @@ class Checkpointer:
             self._act(error)
             if self._looks:
                 self._looks -= 1
-                if self._looks:
+                if self._looks and not self._is_epoch_saved_only:
                     self._generators = state_check.read_generators()
-                else:
+                elif not self._looks:
                     state_check.report_lacking(self.run.url, self.state, self._generators)
 
     @exclusive

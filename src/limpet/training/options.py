@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from limpet.arguments import seconds, whole
+from limpet.arguments import check_seconds, require, whole
 from limpet.errors import LimpetError, PlanError
 from limpet.format.names import parse_version
 from limpet.format.tree import MAX_DEPTH
@@ -60,20 +60,17 @@ def check_arguments(options: Options) -> dict[str, str]:
         ),
         "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
-        "save_timeout": (
-            timeout is None or seconds(timeout) is not None,
-            "a number of seconds greater than 0, or None",
-        ),
         "incremental": (
             type(incremental) is bool or whole(incremental, 1) is not None,
-            "True, False, or a number of versions",
+            "True, False, or a number of versions, 1 or more",
         ),
         "overlap": (type(values["overlap"]) is bool, "True or False"),
         "quiet": (type(values["quiet"]) is bool, "True or False"),
     }
+    if timeout is not None:
+        check_seconds("save_timeout=", timeout, may_be_infinite=True)
     for name, (is_valid, expected) in expected_values.items():
-        if not is_valid:
-            raise _invalid_error(name, values[name], expected)
+        require(f"{name}=", is_valid, expected, values[name])
     if incremental and LocalTier in kinds:
         raise LimpetError(
             "A LocalTier cannot be combined with incremental=True: the local disk has no version"
@@ -85,15 +82,6 @@ def check_arguments(options: Options) -> dict[str, str]:
         # only rank 0 uses the first three, and each host may have its own notices and memory
         if name not in ("keep", "stop", "quiet", "preemption", "tiers")
     }
-
-
-def _invalid_error(name: str, value: object, expected: str) -> LimpetError:
-    found = repr(value)
-    return LimpetError(
-        f"Invalid value for {name}=",
-        expected=expected,
-        found=found if len(found) < 80 else with_article(type(value).__name__),
-    )
 
 
 def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
@@ -111,12 +99,11 @@ def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def check_state(state: object) -> None:
+def check_state(state: Any) -> None:
     """Raise ``LimpetError`` unless the state is a dict, ``PlanError`` if it has the
     ``state_dict()`` of an optimizer or scheduler: such a copy neither changes nor loads into it."""
-    if type(state) is not dict:
-        expected = 'a dict such as {"model": model}, or a function that returns one'
-        raise _invalid_error("state", state, expected)
+    expected = 'a dict such as {"model": model}, or a function that returns one'
+    require("state", type(state) is dict, expected, state)
     for key, value in _walk_dicts(state, "", {id(state)}):
         for kind, is_copy in (
             ("optimizer", value.keys() == {"state", "param_groups"}),

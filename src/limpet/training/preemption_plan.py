@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from limpet.arguments import real
-from limpet.errors import LimpetError
+from limpet.arguments import check_seconds, require
 from limpet.notices.notice import Notice, NoticeSource
 from limpet.settings import run_grace
-from limpet.text import to_repr
 
 SAVE_BEFORE_STOP, LEAVE = "save before the stop", "save and leave"
 """The actions on which the ranks agree after a notice."""
@@ -75,22 +73,18 @@ class Preemption:
     save_fn: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
-        grace = real(self.grace)
-        if self.grace is not None and (grace is None or not 0 <= grace < inf):
-            _refuse("grace=", "a number of seconds, 0 or more, or None", self.grace)
+        grace = self.grace
+        if self.grace is not None:
+            grace = check_seconds("grace= of Preemption", self.grace, may_be_zero=True)
         object.__setattr__(self, "grace", grace)
-        functions: dict[str, Any] = {"exit_fn=": self.exit_fn, "save_fn=": self.save_fn}
-        for name, function in functions.items():
-            if function is not None and not callable(function):
-                _refuse(name, "a function, or None", function)
+        for name, function in (("exit_fn", self.exit_fn), ("save_fn", self.save_fn)):
+            is_valid = function is None or callable(function)
+            require(f"{name}= of Preemption", is_valid, "a function, or None", function)
         sources: Any = () if self.notices is None else self.notices
-        if isinstance(sources, str) or not isinstance(sources, Sequence):
-            _refuse(
-                "notices=", "a list of sources, such as [SignalNotice(signal.SIGTERM)]", sources
-            )
-        for source in sources:
-            if isinstance(source, type) or not hasattr(source, "poll"):
-                _refuse("notices=", "sources, such as SignalNotice(signal.SIGTERM)", source)
+        is_valid = isinstance(sources, Sequence) and not isinstance(sources, str)
+        is_valid = is_valid and all(hasattr(s, "poll") and not isinstance(s, type) for s in sources)
+        expected = "a list of sources, such as [SignalNotice(signal.SIGTERM)]"
+        require("notices= of Preemption", is_valid, expected, sources)
 
     def plan(self, notice: Notice, exit_seconds: float) -> Plan:
         """Return what to do. ``exit_seconds``: as expected, of a save, a step, and the exit."""
@@ -120,12 +114,3 @@ def _unknown_seconds(grace: float | None) -> float:
     if kills_after is None:
         return max(UNKNOWN_SECONDS, grace or 0.0)
     return kills_after - min(_MARGIN, kills_after / 10)
-
-
-def _refuse(name: str, expected: str, found: Any) -> None:
-    raise LimpetError(
-        f"Invalid value for {name} of Preemption",
-        expected=expected,
-        found=to_repr(found)[:200],
-        todo="For example, write Preemption(grace=0)",
-    )

@@ -21,7 +21,7 @@ from limpet.layout.read_plan import ReadRequest
 from limpet.ranks.group import Group
 from limpet.run.catalog import read_training_metadata
 from limpet.saving.image import copy_bytes
-from limpet.snapshot.read_chunks import Target
+from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import FlatState, LocalLeaf, flatten
 from limpet.state.walk import find_named_instances

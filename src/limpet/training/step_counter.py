@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from limpet.arguments import whole
+from limpet.arguments import check_count, whole
 from limpet.data.progress import Progress
 from limpet.data.sampler import ElasticSampler, SamplerGroup
 from limpet.errors import LimpetError
 from limpet.generators import open_block
 from limpet.state.walk import find_instances
-from limpet.text import to_repr
 
 
 class StepCounter:
@@ -61,7 +60,9 @@ class StepCounter:
         """Count ``steps`` more steps, which consist of ``batches`` batches together (None: of as
         many). If the ``Progress`` has an owner, its number is read instead."""
         if (count := whole(steps, 1)) is None:
-            raise LimpetError(f"steps= must be an int of 1 or more, not {to_repr(steps)[:200]}")
+            count = check_count("steps=", steps)  # raises
+        if batches is not None:
+            batches = check_count("batches=", batches, 0)
         if self.progress.owner is not None and count != 1:
             raise LimpetError("step(steps=...) is refused: the owner of the Progress counts steps")
         block, self._block = self._block, open_block()

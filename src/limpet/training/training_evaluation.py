@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Self
 
 import msgspec
 
 from limpet import events
-from limpet.arguments import whole
+from limpet.arguments import require, whole
 from limpet.errors import LimpetError
 from limpet.evaluation.metric_states import MetricStates, State, compute
-from limpet.evaluation.options import check_argument
 from limpet.evaluation.worker import count_records, describe, read_batches
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.generators import isolated_rng
@@ -33,9 +31,6 @@ from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.training.cadence import Cadence
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saver import version_of
-
-_check = partial(check_argument, "TrainingEvaluation")
-
 
 _FIELD = "evaluated"
 """The field of the training metadata of a version: by name, the numbers of steps and of epochs at
@@ -113,12 +108,14 @@ class TrainingEvaluation:
     ) -> None:
         is_policy = isinstance(every, SavePolicy) and not isinstance(every, Never)
         is_policy = is_policy and not every.on_exception
-        _check("every", every, is_policy, "a policy such as limpet.EverySteps(500)")
-        _check("on", on, on in ("current", "paused"), '"current" or "paused"')
+        require("every=", is_policy, "a policy such as limpet.EverySteps(500)", every)
+        require("on=", on in ("current", "paused"), '"current" or "paused"', on)
         is_batch_size = whole(batch_size, 1) is not None
-        _check("batch_size", batch_size, batch_size is None or is_batch_size, "1 or more, or None")
-        _check("keep", keep, not keep or on == "current", 'False, except with on="current"')
-        _check("evaluate", evaluate, callable(evaluate), "a function")
+        require(
+            "batch_size=", batch_size is None or is_batch_size, "1 or more, or None", batch_size
+        )
+        require("keep=", not keep or on == "current", 'False, except with on="current"', keep)
+        require("evaluate=", callable(evaluate), "a function", evaluate)
         records = count_records(data)
         self.name = check_job_name(name)
         self.newest: Score | None = None

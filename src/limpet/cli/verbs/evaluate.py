@@ -12,6 +12,7 @@ from threading import Timer
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from limpet import events
 from limpet.cli.console import print_line
@@ -132,7 +133,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     """
     sys.path.insert(0, os.getcwd())  # as python -m does
     if connect is not None:
-        _work(ctx, connect, secret_file, has_more=bool(run or module or data))
+        _work(ctx, connect, secret_file)
         return
     if run is None or module is None or data is None:
         raise click.UsageError("RUN, --with, and --data are required, except with --connect", ctx)
@@ -167,10 +168,14 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         ctx.exit(EVALUATION_FAILED)  # also if a restarted command has nothing left to evaluate
 
 
-def _work(ctx: click.Context, place: str, secret_file: str | None, *, has_more: bool) -> None:
-    """Work for the evaluation that listens at HOST:PORT."""
-    if has_more:
-        raise click.UsageError("the evaluation that listens knows RUN and the functions", ctx)
+def _work(ctx: click.Context, place: str, secret_file: str | None) -> None:
+    """Work for the evaluation that listens at HOST:PORT, which knows all other options."""
+    source = ctx.get_parameter_source
+    given = {name for name in ctx.params if source(name) is ParameterSource.COMMANDLINE}
+    if given - {"connect", "secret_file"}:
+        raise click.UsageError(
+            "--connect takes no other option than --secret-file, and no RUN", ctx
+        )
     work_at(_make_address(ctx, place, secret_file), _print_note)
 
 

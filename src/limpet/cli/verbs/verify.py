@@ -150,7 +150,7 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
     newest_result = next((r for r in results if r.name == newest), None)
-    return results, _damage_warning(run, newest_result) if is_incremental else None
+    return results, _damage_warning(newest_result) if is_incremental else None
 
 
 def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> SnapshotReader | None:
@@ -185,7 +185,7 @@ def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes,
     ]
 
 
-def _damage_warning(run: Run, newest: VerifyResult | None) -> str | None:
+def _damage_warning(newest: VerifyResult | None) -> str | None:
     """Return urgent advice if the newest version is damaged and there are incremental versions: a
     save checks only the length of the data that it refers to."""
     problems = newest.problems if newest else ()
