@@ -54,14 +54,13 @@ class SignalNotice:
         self._received: list[tuple[int, float]] = []
         self._wake: Callable[[], object] = no_op
         names = []
-        for number in numbers or (signal.SIGTERM,):
-            is_signal = whole(number, 1) in set(signal.Signals)
-            name = signal.Signals(number).name if is_signal else ""
+        self.numbers = tuple(whole(number, 1) or 0 for number in numbers) or (signal.SIGTERM,)
+        for number in self.numbers:
+            name = signal.Signals(number).name if number in set(signal.Signals) else ""
             is_valid = name not in ("", "SIGKILL", "SIGSTOP")
             expected = "a signal that a process can handle, such as signal.SIGTERM"
-            require("The argument of SignalNotice", is_valid, expected, number)
+            require("The argument of SignalNotice", is_valid, expected, numbers)
             names.append(name)
-        self.numbers = tuple(map(int, numbers)) or (signal.SIGTERM,)
         self.name = " or ".join(names)
 
     def start(self, wake: Callable[[], object]) -> None:
