@@ -9,7 +9,16 @@ import pytest
 import limpet
 from limpet.errors import LimpetError
 from limpet.evaluation import Selection, Workers
-from limpet.preemption import CallNotice, FileNotice, Notice, SignalNotice, Status, leave_code
+from limpet.preemption import (
+    CallNotice,
+    FileNotice,
+    GcpNotice,
+    Notice,
+    SignalNotice,
+    SlurmNotice,
+    Status,
+    leave_code,
+)  # fmt: skip
 from limpet.storage.memory import MemoryStore
 from limpet.tasks import Queue, RemoteQueue, TaskBatches, TaskServer
 
@@ -139,7 +148,11 @@ SECONDS: dict[str, Call] = {
     "renew": lambda store, n: lease(store, False, renew=n),
     "remote renew": lambda store, n: lease(store, True, renew=n),
     "evaluation lease": lambda store, n: evaluate(store, lease_seconds=n),
-    "Workers": lambda _, n: Workers(task=n),
+    "Workers start": lambda _, n: Workers(start=n),
+    "Workers load": lambda _, n: Workers(load=n),
+    "Workers task": lambda _, n: Workers(task=n),
+    "SlurmNotice": lambda _, n: SlurmNotice({"SLURM_JOB_ID": "77"}, before=n),
+    "GcpNotice": lambda _, n: GcpNotice(maintenance_seconds=n),
     "Selection": lambda _, n: Selection(throttle=n),
 }
 
@@ -153,7 +166,7 @@ def test_a_count_of_any_integer_type_is_taken(name, value):
 
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize(
-    "value", [-1, 2.0, True, np.float64(2), np.True_, "2", float("nan")], ids=kind_of
+    "value", [-1, 2.0, True, np.float64(2), np.True_, "2", [2], float("nan")], ids=kind_of
 )
 def test_another_value_is_refused_before_anything_is_written(name, value):
     if name in ("incremental", "full_every") and value is True:
@@ -175,7 +188,7 @@ def test_seconds_of_any_real_type_are_taken(name, value):
 
 @pytest.mark.parametrize("name", SECONDS)
 @pytest.mark.parametrize(
-    "value", [-1, -np.float32(1), True, np.True_, "60", float("nan"), 1j], ids=kind_of
+    "value", [-1, -np.float32(1), True, np.True_, "60", [60], float("nan"), 1j], ids=kind_of
 )
 def test_other_seconds_are_refused_before_anything_is_written(name, value):
     store = MemoryStore()
@@ -183,6 +196,23 @@ def test_other_seconds_are_refused_before_anything_is_written(name, value):
         SECONDS[name](store, value)
     assert str(caught.value).count(". ") == 0
     assert [*store.list("")] == []
+
+
+TAKES_ZERO = {
+    "KeepSteps", "unscored", "save", "save_async", "writer", "epochs", "batches", "advance",
+    "Progress", "sampler_rank", "TaskBatches_rank", "workers", "Workers",
+}  # fmt: skip
+FINITE = ["EverySeconds", "KeepEvery", "grace", "timeout", "renew", "interval", "Workers task"]
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [(COUNTS[n], 0) for n in sorted(COUNTS.keys() - TAKES_ZERO)]
+    + [(SECONDS[n], float("inf")) for n in FINITE],
+)
+def test_zero_and_infinity_are_refused_where_they_mean_nothing(call, value):
+    with pytest.raises(LimpetError):
+        call(MemoryStore(), value)
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, 10**18, "3"])

@@ -233,14 +233,6 @@ def test_invalid_arguments_are_rejected(arguments, message):
         Sampler(**({"length": 8, "batch_size": 4} | arguments))
 
 
-@pytest.mark.parametrize("wrong", [4.0, "4", None])
-def test_sizes_must_be_ints(wrong):
-    with pytest.raises(LimpetError):
-        Sampler(wrong, 4)
-    with pytest.raises(LimpetError):
-        Sampler(8, wrong)
-
-
 def test_a_data_set_instead_of_its_length_is_refused():
     with pytest.raises(
         LimpetError, match=r"whole number of samples \(len\(dataset\)\), .*TensorDataset"

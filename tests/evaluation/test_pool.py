@@ -9,7 +9,7 @@ import torch
 
 import limpet
 from limpet import events
-from limpet.errors import LimpetError, TaskError
+from limpet.errors import TaskError
 from limpet.evaluation import Workers
 from limpet.evaluation.pool import WorkerLost, WorkerPool
 from limpet.evaluation.worker import Worker
@@ -117,13 +117,6 @@ def test_a_worker_that_ends_before_the_evaluation_begins_is_an_error(monkeypatch
     with pytest.raises(WorkerLost, match=r"Worker worker-[01] ended"):
         pool.start()
     pool.close()
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
-@pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
-def test_limits_that_nothing_can_keep_are_refused(name, value):
-    with pytest.raises(LimpetError, match=f"{name}= of Workers must be"):
-        Workers(**{name: value})
 
 
 def test_an_interrupt_ends_the_wait_for_workers(monkeypatch):

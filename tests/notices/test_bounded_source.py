@@ -5,8 +5,6 @@ import time
 
 import pytest
 
-from limpet.errors import LimpetError
-from limpet.notices.call import CallNotice
 from limpet.notices.notice import BoundedSource, Notice
 from tests.notices.manual_clock import ManualClock
 
@@ -54,9 +52,3 @@ def test_the_seconds_of_a_late_answer_count_from_when_it_came(hanging, seconds, 
     notice = hanging.poll()
     assert notice is not None
     assert (notice.seconds, notice.age) == (left, 12)
-
-
-@pytest.mark.parametrize("interval", [0, -1, float("nan"), float("inf"), True, "1", None])
-def test_an_interval_is_a_number_of_seconds(interval):
-    with pytest.raises(LimpetError, match="interval= must be"):
-        CallNotice(lambda: None, interval=interval)

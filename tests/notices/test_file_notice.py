@@ -153,9 +153,3 @@ def test_a_relative_path_is_that_of_the_folder_at_the_start(tmp_path, monkeypatc
 def test_an_invalid_path_is_refused(path):
     with pytest.raises(LimpetError, match="Invalid path of a FileNotice"):
         FileNotice(path)
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), "5"])
-def test_invalid_seconds_are_refused(seconds):
-    with pytest.raises(LimpetError, match="seconds= must be"):
-        FileNotice("stop", seconds=seconds)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from limpet.errors import LimpetError
 from limpet.notices.gcp import GcpNotice
 from limpet.notices.notice import Notice
 from tests.notices.metadata_servers import GcpServer
@@ -163,9 +162,3 @@ def test_a_reply_without_the_header_is_of_another_server(server, source, monkeyp
     monkeypatch.setattr(GcpServer, "reply_headers", {})
     with pytest.raises(OSError, match="Expected the header 'Metadata-Flavor: Google'"):
         source.poll()
-
-
-@pytest.mark.parametrize("seconds", [0, -1, "60"])
-def test_the_time_of_maintenance_is_positive(seconds):
-    with pytest.raises(LimpetError, match="maintenance_seconds= must be"):
-        GcpNotice(maintenance_seconds=seconds)

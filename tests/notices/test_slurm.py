@@ -172,9 +172,3 @@ def test_the_variables_of_the_process(monkeypatch):
     assert notice is not None
     assert notice.source == NAME
     assert 0 < (notice.seconds or 0) <= 21
-
-
-@pytest.mark.parametrize("before", [0, float("nan"), "300"])
-def test_the_time_before_the_end_is_positive(before):
-    with pytest.raises(LimpetError, match="before= must be"):
-        SlurmNotice({"SLURM_JOB_ID": "77"}, before=before)

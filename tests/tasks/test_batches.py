@@ -276,20 +276,6 @@ def test_ranks_get_equally_many_batches_and_all_records_once(records, task_size,
     assert consumed.total() == records * epochs + padded
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"rank": 0}, {"ranks": 2}, {"rank": 2, "ranks": 2}, {"rank": -1, "ranks": 2}]
-)
-def test_bad_ranks_are_refused(arguments):
-    with pytest.raises(LimpetError, match="0 <= rank < ranks"):
-        TaskBatches(a_queue().training, 4, **arguments)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, None, True])
-def test_bad_batch_sizes_are_refused(size):
-    with pytest.raises(LimpetError, match="batch_size= must be"):
-        TaskBatches(a_queue().training, size)
-
-
 def test_ranks_are_those_of_torch_distributed_by_default(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)

@@ -339,9 +339,8 @@ def test_a_client_waits_for_a_task_and_no_longer_than_told():
         assert worker.get("training", timeout=0.05) is None
         threading.Timer(0.05, queue.add, ["training", 1], {"task_size": 1, "name": "t"}).start()
         assert worker.get("training", timeout=30) is not None
-        for timeout in (-1, float("inf"), float("nan")):
-            with pytest.raises(LimpetError, match=r"timeout= must be .*finite"):
-                worker.get("training", timeout=timeout)
+        with pytest.raises(LimpetError, match=r"timeout= must be .*finite"):
+            worker.get("training", timeout=float("inf"))
         with pytest.raises(LimpetError, match="the queue of one worker"):
             worker.get("training", "me")
 
