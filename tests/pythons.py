@@ -18,7 +18,7 @@ TESTED_COMPLETELY = "3.11"
 """The version of `make test`: here, only that Limpet works without torch."""
 
 TOOLS = ("pytest", "pytest-xdist", "hypothesis")
-TESTS = {
+_NAMES = {
     "": "arguments decoders events name text",
     "attacks": "oversized_records",
     "cli": "completion ls pin remote_mistakes request_save resolve restart_records rm start verify",
@@ -35,6 +35,11 @@ TESTS = {
     "tiers": "hosts ladder_ranks memory_check peer_addresses placement recovery_store",
     "training": "bad_sources preemption_guard preemption_policy run_end score_history takeover",
 }
+MODULES = [
+    Path("tests", folder, f"test_{name}.py")
+    for folder, names in _NAMES.items()
+    for name in names.split()
+]
 """Fast modules that import neither torch nor another optional package, not even through other
 modules, by folder."""
 
@@ -85,12 +90,7 @@ def main():
             passed = run(python, "-W", "error", "-m", "tests.without_torch", folder)
         if version != TESTED_COMPLETELY:
             options = "-q", "-n", "2", "-p", "no:cacheprovider", "-m", "not slow and not root"
-            modules = [
-                Path("tests", folder, f"test_{name}.py")
-                for folder, names in TESTS.items()
-                for name in names.split()
-            ]
-            passed = run(python, "-m", "pytest", *options, *modules) and passed
+            passed = run(python, "-m", "pytest", *options, *MODULES) and passed
         failed += [] if passed else [version]
     if failed:
         print(f"FAILED with Python {', '.join(failed)}")

@@ -16,7 +16,7 @@ def test_a_training_of_numpy_arrays_needs_no_torch(tmp_path):
 
 
 def test_the_tests_of_other_versions_of_python_import_no_torch():
-    modules = [test.removesuffix(".py").replace("/", ".") for test in pythons.TESTS]
+    modules = [".".join(module.with_suffix("").parts) for module in pythons.MODULES]
     code = (
         "import importlib, sys; sys.modules['torch'] = None\n"
         f"for name in {modules}: importlib.import_module(name)"

@@ -43,7 +43,7 @@ class Deadline:
         cleanup: float | None = None,
     ) -> Deadline:
         """Return the deadline ``seconds`` from now. Raises ``LimpetError`` unless positive."""
-        number = check_seconds(f"The time for {purpose}", seconds, may_be_infinite=True)
+        number = check_seconds("The timeout", seconds, may_be_infinite=True)
         return cls(purpose, clock() + number, clock, cleanup=cleanup)
 
     @property

@@ -160,7 +160,7 @@ def test_a_load_imports_torch_or_says_that_it_needs_it(tmp_path):
         "try: print(limpet.load(sys.argv[1])['dtype'])\n"
         "except limpet.errors.LimpetError as e: print(e)\n"
     )
-    for how, expected in (("there", "torch.bfloat16"), ("absent", "Install torch")):
+    for how, expected in (("there", "torch.bfloat16"), ("absent", "Install it: pip install torch")):
         command = [sys.executable, "-c", code, str(tmp_path / "version_1"), how]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert expected in done.stdout

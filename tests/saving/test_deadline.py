@@ -142,7 +142,7 @@ def test_an_invalid_timeout_is_refused(tmp_path, timeout):
         lambda: limpet.load(tmp_path / "version_1", timeout=timeout),
         lambda: limpet.Checkpointer(tmp_path, {"x": 1}, save_timeout=timeout),
     ):
-        with pytest.raises(LimpetError, match="seconds greater than 0"):
+        with pytest.raises(LimpetError, match=r"timeout=? must be more than 0 seconds"):
             call()
     assert not [*tmp_path.iterdir()]
 

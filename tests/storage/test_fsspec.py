@@ -564,7 +564,7 @@ def test_a_url_without_credentials_is_accepted(rest):
 
 def test_without_fsspec(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(StoreError, match=r"Install 'limpet\[fsspec\]'"):
+    with pytest.raises(StoreError, match=r"Install fsspec"):
         open_store("fsspec+memory://a")
 
 

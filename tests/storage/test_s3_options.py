@@ -63,7 +63,7 @@ def test_no_message_shows_credentials():
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(StoreError, match=r"needs the package boto3\. .*'limpet\[cloud\]'"):
+    with pytest.raises(StoreError, match=r"needs the package boto3\. .*'boto3\[crt\]'"):
         limpet.open_store("s3://bucket/run")
 
 
