@@ -335,15 +335,18 @@ def members(node: Node, key: str) -> Iterable[tuple[Node, str]] | None:
 def walk(node: Node, key: str = "", split_sparse: bool = True) -> Iterator[tuple[str, Node]]:
     """Yield every leaf and plain value with its key, in order. ``split_sparse``: the parts of a
     sparse tensor or a subclass, instead of the tensor."""
-    inner = members(node, key)
-    if inner is not None:
-        for child, k in inner:
-            yield from walk(child, k, split_sparse)
-    elif split_sparse and type(node) is dict and next(iter(node)) in PART_TAGS:
-        for part, k in parts(node, key):
-            yield from walk(part, k)
-    else:
-        yield key, node
+    open_containers = [iter([(node, key)])]  # nested generators would pass on each node again
+    while open_containers:
+        for child, k in open_containers[-1]:
+            inner = members(child, k)
+            if inner is None and split_sparse and type(child) is dict:
+                inner = parts(child, k) if next(iter(child)) in PART_TAGS else None
+            if inner is not None:
+                open_containers.append(iter(inner))
+                break
+            yield k, child
+        else:
+            open_containers.pop()
 
 
 def parts(node: Node, key: str) -> list[tuple[Node, str]]:

@@ -59,9 +59,10 @@ class LoadTargets:
     def add_fresh(self, node: Any, key: str, device: Any = None) -> Finalize:
         """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
         function that decodes the node's value."""
-        if self.is_live:
+        is_plain = type(node) is not dict  # as most options of an optimizer are
+        if self.is_live and not is_plain:
             self._refuse_subclasses(node, key)
-        for k, n in tree.walk(node, key):
+        for k, n in () if is_plain else tree.walk(node, key):
             if is_leaf(n):
                 source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:
