@@ -10,6 +10,8 @@ import limpet
 from limpet.errors import LimpetError
 from limpet.evaluation import Selection, Workers
 from limpet.preemption import (
+    AwsNotice,
+    AzureNotice,
     CallNotice,
     FileNotice,
     GcpNotice,
@@ -54,6 +56,12 @@ def step_by(store, **counts):
     state = {"x": np.zeros(1), "progress": limpet.Progress()}
     with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
         ckpt.step(**counts)
+
+
+def load(store, timeout):
+    if [*store.list("")] == [] and timeout in (60, 60.5):
+        limpet.save(store, {"x": 1})
+    limpet.load(store, timeout=timeout)
 
 
 def count_batches(store, count):
@@ -141,6 +149,11 @@ SECONDS: dict[str, Call] = {
     "interval": lambda _, n: CallNotice(print, interval=n),
     "TaskBatches": lambda _, n: TaskBatches(Queue().training, 4, lease_seconds=n),
     "Queue": lambda _, n: Queue(lease_seconds=n),
+    "AwsNotice": lambda _, n: AwsNotice(before=n),
+    "AzureNotice": lambda _, n: AzureNotice(before=n),
+    "writer": lambda store, n: limpet.Run(store).writer(timeout=n),
+    "load": load,
+    "wait": lambda _, n: limpet.save_async(MemoryStore(), {"x": 1}).wait(n),
     "get": lambda store, n: lease(store, False, lease_seconds=n),
     "remote get": lambda store, n: lease(store, True, lease_seconds=n),
     "timeout": lambda store, n: lease(store, False, timeout=n),
@@ -250,3 +263,15 @@ def test_a_seed_is_a_whole_number(seed):
     with pytest.raises(LimpetError):
         limpet.ElasticSampler(8, 2, seed=seed)
     assert limpet.ElasticSampler(8, 2, seed=np.int64(-3)).seed == -3
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "2", np.True_, None], ids=kind_of)
+def test_a_port_and_the_numbers_of_a_box_are_whole_numbers(value):
+    with TaskServer(Queue()) as server:
+        assert server.listen(port=np.int64(0))
+        with pytest.raises(LimpetError, match="port= must be a whole number, 0 to 65535"):
+            server.listen(port=value)
+    assert limpet.Boxed(np.zeros(2), (np.int64(2),), np.array([8])).offsets == (2,)
+    for offsets, shape in (((value,), (8,)), ((2,), (value,))):
+        with pytest.raises(LimpetError, match="a whole number for each dimension"):
+            limpet.Boxed(np.zeros(2), offsets, shape)

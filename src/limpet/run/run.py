@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from limpet import events, machine
-from limpet.arguments import real, whole
+from limpet.arguments import check_seconds, real, require, whole
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
@@ -159,12 +159,12 @@ class Run:
         make the same calls. ``timeout``: the seconds after which a save fails. Raises
         ``LimpetError`` for an invalid argument.
         """
-        if type(incremental) is not bool and whole(incremental, 1) is None:
-            raise LimpetError(
-                f"incremental must be True, False, or a number of versions; found {incremental!r}"
-            )
-        if not isinstance(keep, KeepPolicy | None):
-            raise LimpetError(f"keep must be a keep policy such as KeepLast(3); found {keep!r}")
+        is_valid = type(incremental) is bool or whole(incremental, 1) is not None
+        require("incremental=", is_valid, "True, False, or a number of versions", incremental)
+        is_valid = isinstance(keep, KeepPolicy | None)
+        require("keep=", is_valid, "a keep policy such as KeepLast(3)", keep)
+        if timeout is not None:
+            timeout = check_seconds("timeout=", timeout, may_be_infinite=True)
         return VersionWriter(
             self.catalog,
             saving_group(group),

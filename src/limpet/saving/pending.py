@@ -11,6 +11,7 @@ from contextlib import suppress
 from threading import Thread, current_thread
 from typing import TYPE_CHECKING
 
+from limpet.arguments import check_seconds
 from limpet.errors import CommitError, LimpetError
 from limpet.machine import after_fork
 from limpet.ranks.error_report import format_with_notes
@@ -106,6 +107,8 @@ class Pending:
         Raises the error with which the save failed, or ``TimeoutError`` after ``timeout`` seconds;
         in that case the save continues.
         """
+        if timeout is not None:
+            timeout = check_seconds("timeout=", timeout, may_be_zero=True)
         if self._pid != os.getpid():
             raise LimpetError(
                 f"The save to {self.url} runs in the process from which this one was forked",

@@ -5,9 +5,9 @@ It starts no collective, copies no elements, and imports no part of torch that t
 
 from __future__ import annotations
 
-import operator
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from limpet.arguments import require, whole
 from limpet.errors import PlanError, Unsupported
 from limpet.layout.placements import Placements, ShardPlacement, local_boxes
 from limpet.state.arrays import LocalBoxes, library_of, part_library
@@ -293,12 +294,7 @@ def _wait_tensor(tensor: Any) -> Any:
 
 
 def _to_integers(argument: str, values: Any) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(v) for v in values)
-    except TypeError as e:
-        raise PlanError(
-            f"Invalid {argument} for a Boxed",
-            expected="one integer for each dimension, such as (256, 0)",
-            found=repr(values),
-            todo=f"Pass {argument} as a tuple of integers",
-        ) from e
+    numbers = [whole(v, -math.inf) for v in values] if isinstance(values, Iterable) else [None]
+    expected = "a whole number for each dimension, such as (256, 0)"
+    require(f"{argument} of a Boxed", None not in numbers, expected, values)
+    return tuple(number or 0 for number in numbers)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-from limpet.arguments import check_seconds, require
+from limpet.arguments import check_seconds, require, whole
 from limpet.deadline import Deadline
 from limpet.errors import Denied, LimpetError, StoreError, TaskError, Unavailable
 from limpet.ranks import wire
@@ -242,6 +242,9 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
         workers may connect, also again and again, such as an actor that Ray restarts. Raises
         ``TaskError`` if this host does not have the address.
         """
+        number = whole(port, 0, 65535)
+        require("port=", number is not None, "a whole number, 0 to 65535", port)
+        port = number or 0
         secret = wire.make_secret() if secret is None else secret
         format_address("host", 0, secret)
         try:
