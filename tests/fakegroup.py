@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from limpet.ranks.group import Group, use_group
 from limpet.ranks.kv import KVClient, Timeouts
+from tests.waiting import run_threads
 
 T = TypeVar("T")
 
@@ -111,13 +112,9 @@ class FakeGroup:
             except BaseException as e:
                 outcomes[rank] = e
 
-        threads = [
+        run_threads(
             Thread(target=run_rank, args=(r,), name=f"rank-{r}") for r in range(len(self.groups))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        )
         return outcomes
 
     def run(self, work):

@@ -27,6 +27,7 @@ from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers, in_parallel
+from tests.waiting import wait_until
 
 UNIT = 64 * 1024
 
@@ -167,8 +168,7 @@ def test_many_buffers_are_not_awaited_behind_a_thread_that_collects_for_longer()
 
     with ThreadPoolExecutor(1) as threads:
         collecting = threads.submit(pool.acquire_many, 2)
-        while pool.allocated_bytes < 2 * UNIT:
-            time.sleep(0.001)
+        wait_until(lambda: pool.allocated_bytes >= 2 * UNIT)
         with pytest.raises(Unavailable):
             pool.acquire_many(2, check)
         with pytest.raises(Unavailable):

@@ -14,6 +14,7 @@ import limpet
 from limpet import events
 from limpet.errors import LimpetError, SinkFailed
 from limpet.storage.memory import MemoryStore
+from tests.waiting import run_threads
 
 ROOT = Path(limpet.__file__).parent
 TABLE = re.compile(r"^\| `(\w+)` \| .* \| (.*) \|$", re.MULTILINE)
@@ -203,11 +204,7 @@ def test_sink_that_fails_on_two_threads_at_once_warns_once():
 
     with warnings.catch_warnings(record=True) as seen, limpet.attach(sink):
         warnings.simplefilter("always")
-        threads = [threading.Thread(target=events.emit, args=("a",)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(threading.Thread(target=events.emit, args=("a",)) for _ in range(2))
     assert len(seen) == 1
 
 
@@ -236,11 +233,7 @@ def test_threads_emit_while_other_threads_attach_and_detach_sinks():
         warnings.simplefilter("always")
         limpet.attach(fail)
         functions = [lambda: events.emit("a", x=1)] * 8 + [attach_and_detach] * 2
-        threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(threading.Thread(target=run, args=(function,)) for function in functions)
     assert not failures
     assert [w.category for w in seen] == [SinkFailed]
     assert sum(name == "a" for name, _ in received) == 8 * 300

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 from limpet.notices.process_tree import read_process
+from tests import waiting
 from tests.cli.invoke import CommandResult
 
 RUN = [sys.executable, "-m", "limpet", "run"]
@@ -20,11 +20,8 @@ WORKER = Path(__file__).with_name("status_worker.py")
 
 
 def wait_until(condition):
-    """Wait until the condition holds, for a bounded time."""
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
+    """Wait for what a process does after its start."""
+    waiting.wait_until(condition, LIMIT)
 
 
 def is_alive(pid):

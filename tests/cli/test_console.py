@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from limpet.cli import console
+from tests.waiting import wait_until
 
 
 class Terminal(io.StringIO):
@@ -75,11 +76,8 @@ def test_a_long_operation_shows_a_bar_that_disappears(monkeypatch, unit):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
     with console.progress_bar("verifying", 100, quiet=False, unit=unit) as advance:
-        deadline = time.monotonic() + 10
-        while "verifying" not in terminal.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: "verifying" in terminal.getvalue())
         advance(60)
-    assert "verifying" in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K")
 
 

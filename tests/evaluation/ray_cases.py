@@ -14,14 +14,15 @@ from limpet.evaluation import Selection, Workers
 from limpet.run.lease import list_leases
 from limpet.run.run import Run
 from tests.evaluation import functions
-from tests.evaluation.test_evaluation import check, check_script, evaluator, save_version, until
+from tests.evaluation.test_evaluation import check, check_script, evaluator, save_version
 from tests.evaluation.test_evaluation import evaluation as local_evaluation
+from tests.waiting import wait_until
 
 
 @pytest.fixture
 def run(cluster, tmp_path):
     yield tmp_path / "run"
-    until(lambda: not actors())  # whatever the test did, Ray has got everything back
+    wait_until(lambda: not actors(), 30)  # whatever the test did, Ray has got everything back
     for left in ("first", "second", "hang", *map(str, cluster.glob("pid-*"))):
         (cluster / left).unlink(missing_ok=True)
 
@@ -95,7 +96,7 @@ def test_an_actor_that_somebody_kills_through_ray_changes_nothing(run, cluster):
 
     state = save_version(run, 5)
     thread, found, own = start(run)
-    until(lambda: pids(cluster))
+    wait_until(lambda: pids(cluster), 30)
     ray.kill(own._pool._places[0].process._actor)
     thread.join(60)
     check(found[0][0], run, state)
@@ -144,11 +145,11 @@ def test_what_cannot_be_started_is_an_error_of_the_command(run, arguments, messa
 def test_a_stop_ends_the_actors_and_those_that_wait_for_resources(run):
     save_version(run, 5)
     thread, found, own = start(run, count=3)  # the third one waits for a CPU
-    until(lambda: len(own._pool._places) == 3 and len(actors()) >= 2)
+    wait_until(lambda: len(own._pool._places) == 3 and len(actors()) >= 2, 30)
     own.stop()
     thread.join(30)
     assert not thread.is_alive()
-    until(lambda: not actors())
+    wait_until(lambda: not actors(), 30)
     assert found == [[]]
 
 
@@ -160,12 +161,12 @@ def test_the_functions_of_a_script_are_found_and_its_handlers_stay(run):
 def test_actors_end_with_their_evaluator(run, cluster, number):
     save_version(run, 5)
     with evaluator(run.parent, "script.py", str(run), "ray") as process:
-        until(lambda: pids(cluster), 60)
+        wait_until(lambda: pids(cluster), 60)
         process.send_signal(number)
         process.communicate(timeout=30)
     assert process.returncode != 0
     for pid in pids(cluster):
-        until(lambda pid=pid: not _command(pid))
+        wait_until(lambda pid=pid: not _command(pid), 30)
     assert Run(run).metrics(5) == {}
 
 

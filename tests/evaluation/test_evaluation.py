@@ -28,6 +28,7 @@ from limpet.snapshot.snapshot import reader_of
 from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
 from tests.trainings import delete_version
+from tests.waiting import wait_until
 
 ALL, FUNCTIONS = Selection(skip_none=True), "tests.evaluation.functions"
 
@@ -266,13 +267,6 @@ def follow(run, workers=1, **more):
     return thread, outcomes, own
 
 
-def until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def quick_polls(monkeypatch):
     for module in ("evaluation", "worker"):
@@ -284,9 +278,9 @@ def test_an_evaluation_follows_a_run_that_does_not_exist_yet(run):
     thread, outcomes, own = follow(run)
     time.sleep(0.2)
     states = {step: save_version(run, step) for step in (1, 2)}
-    until(lambda: outcomes and outcomes[-1].version.step == 2)
+    wait_until(lambda: outcomes and outcomes[-1].version.step == 2, 30)
     states[3] = save_version(run, 3)
-    until(lambda: outcomes[-1].version.step == 3)
+    wait_until(lambda: outcomes[-1].version.step == 3, 30)
     own.stop()
     thread.join(20)
     assert not thread.is_alive()
@@ -301,8 +295,8 @@ def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run):
     own = evaluation(run, workers=0, follow=True)
     thread = threading.Thread(target=own.run)
     thread.start()
-    until(lambda: [s.state for s in Run(run).evaluations(2).values()] == ["DONE"])
-    until(lambda: len(list_leases(Run(run).store)) == 1)  # a renewal has two for a moment
+    wait_until(lambda: [s.state for s in Run(run).evaluations(2).values()] == ["DONE"], 30)
+    wait_until(lambda: len(list_leases(Run(run).store)) == 1, 30)  # a renewal has two for a moment
     delete_version(Run(run).store, 2)
     own.stop()
     thread.join(20)
@@ -318,7 +312,7 @@ def test_skip_none_evaluates_all_and_protects_those_that_wait(run):
     thread = threading.Thread(target=lambda: own.run(outcomes.append))
     thread.start()
     # the lease protects a version until the evaluator begins with the next one
-    until(lambda: outcomes and Run(run).evaluations(1)["evaluation"].state == "DONE")
+    wait_until(lambda: outcomes and Run(run).evaluations(1)["evaluation"].state == "DONE", 30)
     assert Run(run).evaluations(5)["evaluation"].state == "PENDING"
     deleted = Run(run).retain(KeepLast(1))
     assert {version.step for version in deleted} <= {o.version.step for o in outcomes}
@@ -375,7 +369,7 @@ def test_two_evaluations_with_one_name_do_not_run_at_once(run):
     slow = evaluation(run, functions.evaluate_slowly, workers=1)
     thread = threading.Thread(target=slow.run)
     thread.start()
-    until(lambda: list_leases(Run(run).store))
+    wait_until(lambda: list_leases(Run(run).store), 30)
     with pytest.raises(LimpetError, match=r"Another process evaluates .* under the name"):
         evaluation(run, workers=0).run()
     (other,) = evaluation(run, workers=0, name="other").run()
@@ -389,7 +383,7 @@ def test_workers_end_with_their_evaluator(run):
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(slow.run()))
     thread.start()
-    until(lambda: len(slow._pool._places) == 2 and list_leases(Run(run).store))
+    wait_until(lambda: len(slow._pool._places) == 2 and list_leases(Run(run).store), 30)
     pids = [place.process.pid for place in slow._pool._places]
     slow.stop()
     thread.join(20)
@@ -436,9 +430,9 @@ def test_one_event_says_that_a_follower_waits(run, saved):
         evaluation(run, workers=0).run()
     with events.attach(lambda name, _: waits.append(name) if "waits" in name else None):
         thread, outcomes, own = follow(run, workers=0)
-        until(lambda: waits)
+        wait_until(lambda: waits, 30)
         save_version(run, 2)
-        until(lambda: outcomes)
+        wait_until(lambda: outcomes, 30)
         time.sleep(0.2)
         own.stop()
         thread.join(20)
@@ -547,7 +541,7 @@ def test_an_evaluation_in_this_process_can_be_stopped(run):
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(own.run()))
     thread.start()
-    until(lambda: list_leases(Run(run).store))
+    wait_until(lambda: list_leases(Run(run).store), 30)
     own.stop()
     thread.join(20)
     assert found == [[]]

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import kubernetes_validate
@@ -16,6 +15,7 @@ import yaml
 from limpet.cli import cli
 from limpet.cli.output import parse_duration
 from limpet.notices.exit_status import GIVE_UP, SAVED
+from tests.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
@@ -197,10 +197,7 @@ def test_the_script_requeues_the_job(script, code, restarts, requeued, stop, clu
     cluster |= {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
     with subprocess.Popen(["bash", script], env=cluster, stderr=subprocess.PIPE) as batch:
         try:
-            end = time.monotonic() + 60
-            while "up" not in read_log(cluster):
-                assert time.monotonic() < end
-                time.sleep(0.005)
+            wait_until(lambda: "up" in read_log(cluster), 60)
             if stop:
                 batch.send_signal(signal.SIGTERM)
             else:

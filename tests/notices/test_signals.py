@@ -16,6 +16,7 @@ from limpet.notices import signals
 from limpet.notices.signals import SignalNotice, protect_worker, stop_signals
 from limpet.threads import no_op
 from tests.notices.manual_clock import ManualClock
+from tests.waiting import wait_until
 
 USR1 = signal.SIGUSR1
 
@@ -31,13 +32,6 @@ def previous():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def wait_for(condition, what):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.002)
-
-
 def test_a_signal_is_a_notice_and_reaches_the_previous_handler(previous):
     wakes: list[int] = []
     source = SignalNotice(USR1, seconds=40)
@@ -45,7 +39,7 @@ def test_a_signal_is_a_notice_and_reaches_the_previous_handler(previous):
     assert source.poll() is None
     signal.raise_signal(USR1)
     assert previous == [USR1]
-    wait_for(lambda: len(wakes) == 2, "the pipe reports it too")
+    wait_until(lambda: len(wakes) == 2)  # the pipe reports it too
     notice = source.poll()
     assert notice is not None
     assert notice.source == "SIGUSR1"
@@ -144,11 +138,11 @@ def test_a_handler_for_sighup_that_the_program_installs_later_keeps_it(hangup):
     explicit.start(no_op)
     handle_hangup(hangup)
     signal.raise_signal(signal.SIGHUP)
-    wait_for(explicit.poll, "who names the signal gets it")
+    wait_until(explicit.poll)  # who names the signal gets it
     assert hangup == [signal.SIGHUP]
     assert source.poll() is None
     signal.raise_signal(signal.SIGTERM)
-    wait_for(lambda: len(wakes) == 2, "SIGTERM is a notice as before")
+    wait_until(lambda: len(wakes) == 2)  # SIGTERM is a notice as before
     explicit.close()
     source.close()
 
@@ -218,7 +212,7 @@ def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous):
             return False
         return bool(got)
 
-    wait_for(has_byte, "the byte was not passed on")
+    wait_until(has_byte)
     source.close()
     assert signal.set_wakeup_fd(-1) == write_end
     assert bytes(got) == bytes([USR1])
@@ -238,7 +232,7 @@ def test_a_file_with_the_number_of_a_closed_pipe_gets_no_byte(previous, tmp_path
     wakes: list[int] = []
     source._wake = lambda: wakes.append(1)
     signal.raise_signal(USR1)
-    wait_for(lambda: len(wakes) == 2, "the pipe reports it too")
+    wait_until(lambda: len(wakes) == 2)  # the pipe reports it too
     source.close()
     assert signal.set_wakeup_fd(-1) == -1
     assert os.fstat(file).st_size == 0
@@ -259,7 +253,7 @@ def test_close_from_another_thread_closes_no_pipe_that_is_in_use(previous):
     wakes: list[int] = []
     source.start(lambda: wakes.append(1))
     signal.raise_signal(USR1)
-    wait_for(lambda: len(wakes) == 2, "the pipe reports it too")
+    wait_until(lambda: len(wakes) == 2)  # the pipe reports it too
     source.close()
 
 
@@ -338,7 +332,7 @@ def test_a_signal_that_comes_later_ends_a_forked_process(previous, monkeypatch):
     signal.raise_signal(USR1)
     monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.05)
     child = fork(sleep)
-    wait_for(lambda: time.monotonic() > signals._dispatcher._received[USR1] + 0.1, "the time")
+    wait_until(lambda: time.monotonic() > signals._dispatcher._received[USR1] + 0.1)
     os.kill(child, USR1)
     assert result_of(child) == -USR1
     source.close()
@@ -356,7 +350,7 @@ def test_a_pool_ends_when_it_is_terminated_after_a_notice(monkeypatch):
     workers = list(pool._pool)
     signal.raise_signal(signal.SIGTERM)
     received = signals._dispatcher._received
-    wait_for(lambda: time.monotonic() > received[signal.SIGTERM] + 0.1, "the time")
+    wait_until(lambda: time.monotonic() > received[signal.SIGTERM] + 0.1)
     terminator = threading.Thread(target=pool.terminate, daemon=True)
     terminator.start()
     terminator.join(10)
@@ -397,7 +391,7 @@ def test_a_forked_process_may_watch_its_own_signals(parent_watches, previous):
         source.start(lambda: None)
         signal.raise_signal(USR1)
         assert previous == [USR1]  # the handler that was there before the fork
-        wait_for(lambda: source.poll() is not None, "no notice")
+        wait_until(lambda: source.poll() is not None)
         worker = fork(lambda: os.kill(os.getpid(), USR1) or 3)
         assert result_of(worker) == 3  # this process has received the signal too
         source.close()

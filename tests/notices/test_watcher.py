@@ -14,7 +14,7 @@ from limpet.notices.call import CallNotice
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
 from limpet.notices.watcher import NoticeWatcher
-from tests.tiers.peers import eventually
+from tests.waiting import wait_until
 
 
 class Source:
@@ -76,7 +76,7 @@ def test_notices_of_all_sources_are_passed_on():
     first, second = Source(None, Notice("a")), Source(Notice("b", 3.0))
     watcher = NoticeWatcher([first], response.on_notice, lambda: [second])
     watcher.start()
-    eventually(lambda: len(response.notices) == 2)
+    wait_until(lambda: len(response.notices) == 2)
     watcher.close()
     assert sorted(n.source for n in response.notices) == ["a", "b"]
     assert not watcher_threads()
@@ -87,7 +87,7 @@ def test_a_signal_that_comes_just_before_the_end_is_passed_on():
     response, source, polled = Response(), WakingSource(), Source()
     watcher = NoticeWatcher([source, polled], response.on_notice)
     watcher.start()
-    eventually(lambda: source.polls == 1 and polled.polls)
+    wait_until(lambda: source.polls == 1 and polled.polls)
     source.results.append(Notice("SIGTERM"))
     watcher.close()
     polls = polled.polls
@@ -103,7 +103,7 @@ def test_a_source_whose_last_poll_fails_is_closed():
     response, source = Response(), WakingSource()
     watcher = NoticeWatcher([source], response.on_notice)
     watcher.start()
-    eventually(lambda: source.polls == 1)
+    wait_until(lambda: source.polls == 1)
     source.results.append(KeyError("x"))
     watcher.close()
     assert source.closed == 1
@@ -117,7 +117,7 @@ def test_an_outage_is_reported_once_and_the_source_is_polled_on(failures):
     response = Response()
     watcher = NoticeWatcher([source], response.on_notice)
     watcher.start()
-    eventually(lambda: response.notices)
+    wait_until(lambda: response.notices)
     watcher.close()
     assert failures == [("a test", "down"), ("a test", "down again")]
 
@@ -140,7 +140,7 @@ def hanging():
     source = Hanging(Notice("hanging"))
     yield source
     source.released.set()
-    eventually(lambda: not watcher_threads())
+    wait_until(lambda: not watcher_threads())
 
 
 def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging):
@@ -149,10 +149,10 @@ def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging):
     signals, response = SignalNotice(signal.SIGUSR1), Response()
     watcher = NoticeWatcher([signals, *functions, hanging], response.on_notice)
     watcher.start()
-    eventually(lambda: hanging.polls and all(f._call is not None for f in functions))
+    wait_until(lambda: hanging.polls and all(f._call is not None for f in functions))
     sent_at = time.monotonic()
     signal.raise_signal(signal.SIGUSR1)
-    eventually(lambda: response.notices)
+    wait_until(lambda: response.notices)
     seen_at = time.monotonic()
     watcher.close()
     assert response.notices[0].source == "SIGUSR1"
@@ -165,10 +165,10 @@ def test_a_notice_that_comes_after_the_end_is_dropped(hanging):
     response = Response()
     watcher = NoticeWatcher([hanging], response.on_notice)
     watcher.start()
-    eventually(lambda: hanging.polls)
+    wait_until(lambda: hanging.polls)
     watcher.close()
     hanging.released.set()
-    eventually(lambda: not watcher_threads())
+    wait_until(lambda: not watcher_threads())
     assert not response.notices
     assert hanging.polls == 1
 
@@ -226,10 +226,10 @@ def pass_a_notice_beside(bad, good, failures):
     response = Response()
     watcher = NoticeWatcher([bad, good], response.on_notice)
     watcher.start()
-    eventually(lambda: failures)
+    wait_until(lambda: failures)
     good.results.append(Notice("SIGTERM"))
     good.started[0]()
-    eventually(lambda: response.notices)
+    wait_until(lambda: response.notices)
     watcher.close()
     with pytest.raises(Exception) as raised:
         watcher.raise_error()
@@ -263,7 +263,7 @@ def test_an_error_of_the_detection_is_raised_at_the_end_and_does_not_end_the_wat
 
     watcher = NoticeWatcher([source], response.on_notice, detect)
     watcher.start()
-    eventually(lambda: response.notices)
+    wait_until(lambda: response.notices)
     assert failures == [("the detection of the platform", "no platform")]
     watcher.close()
     with pytest.raises(ValueError, match="no platform"):
@@ -278,7 +278,7 @@ def test_a_source_that_cannot_start_is_reported(failures):
     response, other = Response(), Source(Notice("other"))
     watcher = NoticeWatcher([Refusing(), other], response.on_notice)
     watcher.start()
-    eventually(lambda: response.notices)
+    wait_until(lambda: response.notices)
     watcher.close()
     assert failures == [("a test", "No handler could be installed.")]
 

@@ -23,6 +23,7 @@ from limpet.storage.memory import MemoryStore
 from tests.ranks.faults import SHORT_TIMEOUTS, assert_versions_intact, state_of
 from tests.ranks.test_commit import assert_nothing_left
 from tests.ranks.test_disagreement import make_job
+from tests.waiting import run_threads
 
 
 def save_version_1(job, outcomes):
@@ -47,13 +48,9 @@ def test_one_of_two_jobs_commits_a_version_and_the_other_raises(trial_stores):
         for job in jobs:
             for rank in job.ranks:
                 rank.before_call = delay
-        threads = [
+        run_threads(
             threading.Thread(target=save_version_1, args=(jobs[n], outcomes[n])) for n in (0, 1)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        )
         committed = [all(isinstance(o, limpet.Snapshot) for o in of_job) for of_job in outcomes]
         assert sorted(committed) == [False, True], outcomes
         for outcome in outcomes[committed.index(False)]:

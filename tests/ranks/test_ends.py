@@ -9,6 +9,7 @@ from limpet.errors import RankFailed, UnsavedSteps
 from limpet.run.policy import AtEnd, EverySteps, OnException
 from limpet.run.run import Run
 from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, matches_uninterrupted
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -37,14 +38,9 @@ def test_ranks_whose_last_step_is_saved_do_not_wait_for_one_another():
                 trainer.train_steps(5)
                 trainer.ckpt.wait()
                 if trainer.rank == 1:  # writes a report, for example
-                    while not all(
-                        r.ckpt._lifecycle.is_closed for r in (job.ranks[0], job.ranks[2])
-                    ):
-                        assert time.monotonic() < end
-                        time.sleep(0.001)
-            return 0.0
+                    others = [job.ranks[0].ckpt, job.ranks[2].ckpt]
+                    wait_until(lambda: all(ckpt._lifecycle.is_closed for ckpt in others))
 
-        end = time.monotonic() + 20
         job.run(work)
         assert job.versions == [5]
         assert job.leftover_keys() == []

@@ -1,6 +1,5 @@
 """How the error of one rank reaches the others: in notes, in warnings, and in the saved version."""
 
-import time
 import warnings
 from unittest import mock
 
@@ -12,6 +11,7 @@ from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
 from tests.fakegroup import FakeGroup
 from tests.ranks.trainings import TrainingJob
+from tests.waiting import wait_until
 
 
 def nan_error():
@@ -24,12 +24,8 @@ def connection_error():
 
 def wait_for_value(job, part, key=""):
     """Wait until a value in the key-value store contains ``part``, under a key that ends so."""
-    end = time.monotonic() + 20
-    while not any(
-        name.endswith(key) and part in value for name, value in [*job.group.store.values.items()]
-    ):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    values = job.group.store.values
+    wait_until(lambda: any(k.endswith(key) and part in v for k, v in [*values.items()]))
 
 
 def wait_for_rank_2(job):

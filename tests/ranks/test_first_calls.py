@@ -16,6 +16,7 @@ import torch.distributed as dist
 import limpet
 from limpet.errors import RankFailed
 from tests.ranks.world import TIMEOUT, run_ranks
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -49,10 +50,7 @@ class Rank:
         self.store.add(name, 1)
 
     def await_signal(self, name, count=1):
-        end = time.monotonic() + 60
-        while self.store.add(name, 0) < count:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: self.store.add(name, 0) >= count, 60)
 
     def stop_until(self, name):
         """Stop this process until there are two signals of this name."""

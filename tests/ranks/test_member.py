@@ -21,6 +21,7 @@ from limpet.errors import (
     Unsupported,
 )
 from tests.fork_server import FORK_SERVER
+from tests.waiting import run_threads
 
 ROWS = 12
 HERE = "127.0.0.1:0"
@@ -111,11 +112,7 @@ def on_ranks(size, train):
         except BaseException as e:
             errors.append(e)
 
-    threads = [Thread(target=call, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads((Thread(target=call, args=(rank,)) for rank in range(size)), 60)
     if errors:
         raise errors[0]
 

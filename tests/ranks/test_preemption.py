@@ -53,6 +53,7 @@ from limpet.training import response, step_savepoint
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
 from tests.ranks.trainings import TrainingJob, matches_uninterrupted, train_step
+from tests.waiting import wait_until, wait_until_no_thread
 
 NEVER_DUE = EverySteps(10**9)
 LONG = 100_000
@@ -106,13 +107,7 @@ class NoticedJob(TrainingJob):
 
     def wait_for_deadline(self):
         """Wait until every rank knows of the notice. Each rank may call it."""
-        self.wait_until(lambda: all(r.ckpt._preemption.is_pending for r in self.ranks))
-
-    def wait_until(self, condition):
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_until(lambda: all(r.ckpt._preemption.is_pending for r in self.ranks))
 
     def expect_steps_of(self, seconds):
         """Let the deadline budget of each rank be that of a training with long steps."""
@@ -158,13 +153,8 @@ def earlier_threads():
 
 
 def assert_no_threads(earlier):
-    end = time.monotonic() + 5
     names = ("limpet-notices", "limpet-signals", "limpet-deadline", "limpet-agree")
-    while threads := [
-        t for t in threading.enumerate() if t.name.startswith(names) and t not in earlier
-    ]:
-        assert time.monotonic() < end, threads
-        time.sleep(0.001)
+    wait_until_no_thread(*names, earlier=earlier)
 
 
 @pytest.mark.parametrize("noticed", range(3))
@@ -303,8 +293,7 @@ def test_a_notice_before_the_first_step_saves_one_of_the_first_steps(make_job):
             rank.ckpt.resume()
             if rank.rank == 1:
                 job.sources[1].announce()
-                while rank.ckpt._preemption._deadline is None:
-                    time.sleep(0.001)
+                wait_until(lambda: rank.ckpt._preemption._deadline is not None)
             rank.train_steps(LONG)
 
     step = assert_left(job.outcomes(work))
@@ -337,9 +326,7 @@ def test_a_notice_during_an_evaluation_saves_at_the_next_step(make_job):
 
     def evaluate():
         job.sources[2].announce()
-        end = time.monotonic() + 20
-        while job.ranks[2].ckpt._preemption._deadline is None:
-            assert time.monotonic() < end
+        wait_until(lambda: job.ranks[2].ckpt._preemption._deadline is not None)
         time.sleep(0.3)
 
     job.actions[5] = evaluate
@@ -360,7 +347,7 @@ def test_a_rank_that_waits_for_data_does_not_keep_the_others(waiting, make_job, 
         if rank == waiting and job.ranks[rank].ckpt.current_step == 5:
             job.expect_steps_of(60.0)
             job.sources[2].announce(30.0)
-            job.wait_until(lambda: all(saver_of(r).saved_step == 5 for r in job.ranks))
+            wait_until(lambda: all(saver_of(r).saved_step == 5 for r in job.ranks))
         arrive(rank)
 
     with monkeypatch.context() as patch:
@@ -536,10 +523,7 @@ def test_an_error_that_comes_while_a_rank_still_starts_is_raised_there(make_job,
 
     def start_late(wake):
         assert published.wait(10)
-        end = time.monotonic() + 10
-        while job.ranks[1].ckpt._preemption._peer_error is None:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_until(lambda: job.ranks[1].ckpt._preemption._peer_error is not None)
         original(wake)
 
     def work(rank, guard):
@@ -582,7 +566,7 @@ def test_an_exit_with_a_code_of_failure_is_an_error_on_all_ranks(code, make_job)
             rank.train_steps(3)
             if rank.rank == 1:
                 sys.exit(code)
-            job.wait_until(lambda: ckpt._preemption.agreement._participant.closed_error is not None)
+            wait_until(lambda: ckpt._preemption.agreement._participant.closed_error is not None)
             rank.train_steps(20)
         return rank.ckpt.current_step
 
@@ -643,7 +627,7 @@ def test_a_notice_after_the_ranks_have_lost_each_other_is_no_reason_to_wait(make
                 return
             job.group.views[0].disconnect()
             agreement = ckpt._preemption.agreement
-            job.wait_until(lambda: agreement._participant.closed_error is not None)
+            wait_until(lambda: agreement._participant.closed_error is not None)
             gone.set()
             job.sources[0].announce(600.0)
             rank.train_steps(4000)
@@ -704,7 +688,7 @@ def test_a_rank_that_cannot_raise_the_error_of_another_one_is_ended(
                     job.sources[1].announce(5.0)
                     job.wait_for_deadline()
                 raise ValueError("bad batch")
-            job.wait_until(lambda: bool(process_ends))
+            wait_until(lambda: bool(process_ends))
             rank.train_steps(4)
 
     assert [repr(o) for o in job.outcomes(work)] == ["ValueError('bad batch')"] * 2
@@ -736,7 +720,7 @@ def test_a_rank_that_waits_for_its_own_save_is_not_ended(
             for _ in range(5):
                 ckpt.step()
             if is_told_before and rank.rank == 0:
-                job.wait_until(lambda: ckpt._preemption._peer_error is not None)
+                wait_until(lambda: ckpt._preemption._peer_error is not None)
             raise OSError("The data is away")
 
     outcomes = job.outcomes(work)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from limpet.storage.local.store import LocalStore
 from tests.ranks.faults import assert_versions_intact
 from tests.ranks.processes import STAGES
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -141,22 +142,22 @@ class JobStart:
 
         The other ranks do not wait for the victim after their commit, and can end before it.
         """
-        end = time.monotonic() + 60
-        while True:
-            injected_at = [r["at"] for r in self.read_reports(self.victim) if "injected" in r]
-            if injected_at:
-                assert len(injected_at) == 1
-                return float(injected_at[0])
-            assert time.monotonic() < end, self.read_reports(self.victim)
-            time.sleep(0.02)
+
+        def injected_at():
+            return [r["at"] for r in self.read_reports(self.victim) if "injected" in r]
+
+        wait_until(injected_at, 60, lambda: self.read_reports(self.victim))
+        (at,) = injected_at()
+        return float(at)
 
     def wait(self, ranks=None):
         """Wait until the ranks have ended. Return the report of each rank on its last call."""
         ranks = list(range(self.job.size)) if ranks is None else ranks
-        end = time.monotonic() + 60
-        while any(is_alive(self.pids[r]) for r in ranks):
-            assert time.monotonic() < end, [self.read_reports(r) for r in ranks]
-            time.sleep(0.02)
+        wait_until(
+            lambda: not any(is_alive(self.pids[r]) for r in ranks),
+            60,
+            lambda: [self.read_reports(r) for r in ranks],
+        )
         for rank in ranks:
             reports = self.read_reports(rank)
             assert any(report.get("ended") for report in reports), (rank, reports)

@@ -12,6 +12,7 @@ import pytest
 import limpet
 from limpet.run.run import Run
 from tests.ranks.survivors import SIZE, Scenario, kill, logs, start, wait_for
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -143,10 +144,8 @@ def test_a_stopped_rank_that_continues_damages_nothing(tmp_path, memory, stopped
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, memory=memory)
     _store, processes = start(tmp_path, scenario)
     try:
-        end = time.monotonic() + 30
-        while not (tmp_path / "run" / "version_5" / "manifest.json").exists():
-            assert time.monotonic() < end, logs(tmp_path)
-            time.sleep(0.01)
+        manifest = tmp_path / "run" / "version_5" / "manifest.json"
+        wait_until(manifest.exists, 30, lambda: logs(tmp_path))
         time.sleep(6.5)
         os.kill(processes[1].pid, signal.SIGCONT)
         codes = wait_for(processes, 60)

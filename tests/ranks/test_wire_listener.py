@@ -21,7 +21,7 @@ from limpet.ranks.wire import (
     answer_challenge,
     make_secret,
 )
-from tests.tiers.peers import eventually
+from tests.waiting import wait_until
 
 SECRET = make_secret()
 Accepted = list[tuple[socket.socket, Session]]
@@ -66,7 +66,7 @@ def test_a_message_has_one_place(change):
     with listening() as (listener, accepted):
         connection, session = shake(listener)
         with connection:
-            eventually(lambda: accepted)
+            wait_until(lambda: accepted)
             own = accepted[0][1]
             first, second = session.sign(b"x"), session.sign(b"x")
             if change == "again":
@@ -93,7 +93,7 @@ def test_strangers_get_no_session_and_end_nothing():
         for _ in range(3):
             connection, _ = shake(listener)
             connection.close()
-        eventually(lambda: len(accepted) == 3)
+        wait_until(lambda: len(accepted) == 3)
         assert threading.active_count() == before
         for stranger in strangers:
             stranger.close()
@@ -150,10 +150,10 @@ def test_a_peer_that_has_gone_does_not_end_the_listener(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(socket.socket, "setsockopt", fail)
             socket.create_connection((listener.address, listener.port), 20).close()
-            eventually(lambda: calls)
+            wait_until(lambda: calls)
         connection, _ = shake(listener)
         connection.close()
-        eventually(lambda: accepted)
+        wait_until(lambda: accepted)
 
 
 def test_a_forked_process_may_close_its_copy():
@@ -167,7 +167,7 @@ def test_a_forked_process_may_close_its_copy():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         connection, _ = shake(listener)
         connection.close()
-        eventually(lambda: accepted)
+        wait_until(lambda: accepted)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.1", "192.0.2.1", "localhost", ""])

@@ -20,6 +20,7 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
 from tests.unreliable_stores import HookedStore
+from tests.waiting import run_threads
 
 V1, V2 = Version(1), Version(2)
 
@@ -177,11 +178,7 @@ def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere):
             own.acquire()
             acquired.append(own)
 
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threading.Thread(target=take) for _ in range(8))
     held = []
     for own in acquired * 2:  # who was overtaken finds that out
         with suppress(LimpetError):

@@ -11,6 +11,7 @@ import pytest
 from limpet import sinks
 from limpet.sinks import wording
 from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, read_json_lines
+from tests.waiting import run_threads
 
 
 def test_logging_records(caplog):
@@ -88,11 +89,7 @@ def test_threads_and_sinks_do_not_mix_their_lines(tmp_path):
         for n in range(50):
             two_sinks[n % 2]("a", {"thread": thread, "n": n, "filler": "x" * 10_000})
 
-    threads = [threading.Thread(target=run, args=(t,)) for t in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threading.Thread(target=run, args=(t,)) for t in range(8))
     written = [(t["thread"], t["n"]) for t in read_json_lines(path)]
     assert sorted(written) == [(t, n) for t in range(8) for n in range(50)]
 

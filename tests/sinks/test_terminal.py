@@ -13,6 +13,7 @@ import limpet
 from limpet import events, sinks
 from limpet.errors import SinkFailed
 from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, RecordingStream
+from tests.waiting import run_threads
 
 LINE = (
     "saved step  1300  1.31 GiB in  2.31 s  blocked 12.3 ms   581 MiB/s  loss 0.2512, accuracy 0.91"
@@ -283,11 +284,7 @@ def test_threads_do_not_mix_their_lines():
                 events.emit("deleted", version="version_1")
                 events.emit("saved", **SAVED)
 
-        threads = [threading.Thread(target=run) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(threading.Thread(target=run) for _ in range(8))
     assert len(stream.writes) == 160
     assert all(w.startswith(LINE) for w in stream.writes)
     deleted = [re.search(r"deleted (.*)\n", w) for w in stream.writes]

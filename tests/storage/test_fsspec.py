@@ -25,6 +25,7 @@ from limpet.storage.store import within
 from limpet.testing import StoreContract
 from limpet.testing.contract import keys, partial_keys, put
 from tests.cli.invoke import run_cli
+from tests.waiting import wait_until, wait_until_no_thread
 
 
 def memory_url():
@@ -476,10 +477,7 @@ def test_a_file_that_is_opened_too_late_is_given_up(hanging, faulty, monkeypatch
         open_faulty(timeout=0.2).put_if_absent("m", b"123")
     assert opened.wait(10)
     may_open.set()
-    end = time.monotonic() + 10
-    while not (files and files[0].closed) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert files[0].closed
+    wait_until(lambda: files and files[0].closed)
     assert hanging.senders == []
 
 
@@ -495,8 +493,7 @@ def test_a_connection_that_comes_too_late_is_not_used(faulty, monkeypatch):
     store.delete("m")
     store.put_if_absent("m", b"2")
     may_connect.set()
-    while any(t.name == "limpet-call" for t in threading.enumerate()):
-        time.sleep(0.01)
+    wait_until_no_thread("limpet-call")
     assert ended
     assert store.get("m", 9) == b"2"
 

@@ -18,6 +18,7 @@ from limpet.testing.contract import keys
 from limpet.types import MIB
 from tests.stores.emulators import Azurite
 from tests.stores.fault_proxy import Fault, FaultProxy
+from tests.waiting import wait_until_no_thread
 
 
 class TestAzurite(StoreContract):
@@ -303,10 +304,7 @@ def test_an_upload_that_nobody_waits_for_ends_its_thread(store):
     upload = store.put("a", 6 * MIB)
     upload.write_at(0, memoryview(bytes(MIB)))
     upload.abort()
-    deadline = time.monotonic() + 5
-    while any(t.name == "limpet upload of a" for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_no_thread("limpet upload of a")
 
 
 # the commit, and large objects

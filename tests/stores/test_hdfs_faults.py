@@ -22,6 +22,7 @@ from limpet.storage.hdfs import HdfsFolder, HdfsServer
 from limpet.testing.contract import partial_keys, put
 from limpet.types import MIB
 from tests.stores.conftest import running_hdfs
+from tests.waiting import run_threads
 
 STATE = {"w": np.arange(MIB, dtype=np.int32), "n": 3}
 
@@ -523,11 +524,7 @@ def test_every_call_ends_although_the_server_never_answers(cluster, stopped, mon
             results[name] = type(e)
         seconds[name] = time.monotonic() - begin
 
-    threads = [threading.Thread(target=measure, args=(name,)) for name in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads((threading.Thread(target=measure, args=(name,)) for name in calls), 60)
     cluster.send(signal.SIGCONT, *names)
     assert results == dict.fromkeys(calls, Unavailable), seconds
     assert max(seconds.values()) < 30

@@ -17,6 +17,7 @@ from limpet.testing.contract import partial_keys
 from limpet.types import MIB
 from tests.stores.conftest import running_ceph
 from tests.stores.fault_proxy import Fault, FaultProxy
+from tests.waiting import wait_until
 
 STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}
 
@@ -93,10 +94,7 @@ def test_a_killed_save_leaves_nothing_that_sweep_does_not_find(s3, ceph, path):
         [sys.executable, "-c", SAVER, f"{url}/version_2"],
         env={**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint},
     )
-    end = time.monotonic() + 60
-    while not any(r.action for r in proxy.log):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: any(r.action for r in proxy.log), 60)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     proxy.stop()

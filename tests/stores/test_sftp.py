@@ -17,6 +17,7 @@ from limpet.storage.open import open_store
 from limpet.testing import StoreContract, contract
 from limpet.testing.contract import keys, partial_keys
 from tests.stores.conftest import running_sftp
+from tests.waiting import wait_until
 
 STATE = {"w": np.arange(600_000, dtype=np.int32), "note": "weak"}  # 2.4 MB
 
@@ -63,13 +64,6 @@ def test_versions_are_saved_loaded_verified_and_deleted(sftp, url):
     assert all(key.startswith("version_2/") for key in keys(store))
     assert partial_keys(store) == []
     assert os.listdir(sftp.folder / "data" / url.split("/")[-2] / "a") == ["version_2"]
-
-
-def wait_until(is_true, seconds=20):
-    end = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def used():

@@ -14,9 +14,9 @@ from limpet.ranks import wire
 from limpet.tasks import Queue, RemoteQueue, TaskServer
 from tests.interrupts import MOMENTS, SignalError, raise_at_start
 from tests.tasks.test_processes import expected_results, worker
-from tests.tasks.test_remote import wait_until
 from tests.tasks.worker import evaluate
 from tests.tiers.peers import Proxy, forked_child
+from tests.waiting import wait_until
 
 
 def port_of(address):

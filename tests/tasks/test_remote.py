@@ -18,6 +18,7 @@ from limpet.ranks.wire import Channel
 from limpet.tasks import Queue, RemoteQueue, TaskBatches, TaskServer
 from limpet.tasks import remote as remote_module
 from tests.tasks.clock import FakeClock
+from tests.waiting import wait_until
 
 
 @contextmanager
@@ -29,13 +30,6 @@ def remote(queue, count=1):
         finally:
             for worker in workers:
                 worker.close()
-
-
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def frame(payload):

@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
@@ -65,14 +64,6 @@ def forked_child():
         os.close(begun)
         os.waitpid(child, 0)
         os.close(ready)
-
-
-def eventually(condition, seconds=10):
-    """Wait until a condition is true, and fail if it does not become true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 class Proxy:

@@ -36,6 +36,7 @@ from tests.ranks.trainings import TrainingJob
 from tests.tiers.hosts import flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal
 from tests.unreliable_stores import HookedStore
+from tests.waiting import run_threads, wait_until
 
 
 def soon(seconds=20):
@@ -213,11 +214,7 @@ def test_two_hosts_that_have_a_part_each_commit_together(tmp_path):
             results.append(e)
 
     with two_hosts(url) as folders:
-        threads = [threading.Thread(target=flush_part, args=(f,)) for f in folders]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(threading.Thread(target=flush_part, args=(f,)) for f in folders)
     assert [getattr(r, "step", r) for r in results] in ([5, 5], [5, None], [None, 5])
     assert Run(url).latest().verify().ok
     assert len(reader_of(Run(url).latest()).manifest.shards) == 2
@@ -305,10 +302,7 @@ def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(tmp_
         [*command, str(run), memory, "SIGKILL"], stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            end = time.monotonic() + 60
-            while not [*run.glob("pin-*")]:  # the flush has begun
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            wait_until(lambda: [*run.glob("pin-*")], 60)  # the flush has begun
             time.sleep(0.5)
             assert process.poll() is None
             began = time.monotonic()

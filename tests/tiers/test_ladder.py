@@ -1,7 +1,6 @@
 """The restore ladder of trainings in one process, which die again and again."""
 
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from math import nan
@@ -27,6 +26,7 @@ from tests.notices.announced import Announced
 from tests.tiers.hosts import flip_bit
 from tests.trainings import initial_state, state_after, states_equal, train_step
 from tests.unreliable_stores import HookedStore
+from tests.waiting import wait_until
 
 Status = Callable[[], list[Any]]
 
@@ -351,10 +351,7 @@ def test_a_training_that_is_ended_in_a_long_step_with_75_removes_its_record(stat
             ckpt.step()
         assert [s.key for s in run.list("") if s.key.startswith("restart-")] != []
         ckpt._preemption.on_notice(Notice("a test", 3.0))
-        end = time.monotonic() + 20
-        while not ends:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: ends)
         assert [s.code for s in statuses()] == [SAVED]
         assert [s.key for s in run.list("") if s.key.startswith("restart-")] == []
     finally:

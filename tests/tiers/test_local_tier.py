@@ -54,6 +54,7 @@ from tests.trainings import (
     train_step,
 )
 from tests.unreliable_stores import HookedStore
+from tests.waiting import wait_until
 
 DEADLINE = 20.0
 
@@ -72,7 +73,7 @@ class Disk:
         self.fails = False
         self.only = self.failing = self.hanging = ""
         self.ckpts: list[Checkpointer] = []
-        self.resumed: limpet.Snapshot | None = None
+        self.found: limpet.Snapshot | None = None
         self.warnings: list[str] = []
 
     def _before(self, method, key):
@@ -94,7 +95,7 @@ class Disk:
         self.ckpts.append(ckpt)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            self.resumed = ckpt.resume() if resume else None
+            self.found = ckpt.resume() if resume else None
         self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
         return state, ckpt
 
@@ -123,6 +124,12 @@ class Disk:
                 ckpt._release()
 
     @property
+    def resumed(self):
+        """The snapshot from which the last start has resumed. There must be one."""
+        assert self.found is not None
+        return self.found
+
+    @property
     def folder(self):
         (own,) = self.path.iterdir()
         (folder,) = own.iterdir()
@@ -137,10 +144,27 @@ class Disk:
         return sorted(int(Path(p).name[8:]) for p, _, files in walked if MANIFEST in files)
 
     def await_captured(self, steps):
-        end = time.monotonic() + DEADLINE
-        while self.captured != steps:
-            assert time.monotonic() < end, self.captured
-            time.sleep(0.001)
+        wait_until(lambda: self.captured == steps, DEADLINE, lambda: self.captured)
+
+    def start_and_promote(self, last_step, **options):
+        """Start a training, and wait until all of its saves are in the run."""
+        state, ckpt = self.start(**options)
+        train(state, ckpt, last_step)
+        ckpt.wait()
+        return state, ckpt
+
+    def start_alone(self, last_step, captured, **options):
+        """Start a training that cannot reach the run, and train as ``train_alone`` does."""
+        self.is_reachable.clear()
+        state, ckpt = self.start(**options)
+        self.train_alone(state, ckpt, last_step, captured)
+        return state, ckpt
+
+    def train_alone(self, state, ckpt, last_step, captured):
+        """Train without the run, until the disk has the versions of the steps ``captured``."""
+        self.is_reachable.clear()
+        train(state, ckpt, last_step)
+        self.await_captured(captured)
 
     @property
     def promoted(self):
@@ -166,10 +190,7 @@ def disk(tmp_path):
 
 
 def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk):
-    disk.is_reachable.clear()
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    disk.await_captured([10])
+    _, ckpt = disk.start_alone(10, [10])
     assert disk.promoted == []
     disk.is_reachable.set()
     snapshot = ckpt.wait()
@@ -181,10 +202,7 @@ def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk):
 
 
 def test_one_save_may_begin_while_the_one_before_is_promoted(disk):
-    disk.is_reachable.clear()
-    state, ckpt = disk.start(busy="skip")
-    train(state, ckpt, 10)
-    disk.await_captured([10])
+    state, ckpt = disk.start_alone(10, [10], busy="skip")
     ckpt._saver.wait_for_turn()
     train(state, ckpt, 20)  # the save of step 20 does not wait for the run
     disk.await_captured([10, 20])
@@ -203,14 +221,10 @@ def test_one_save_may_begin_while_the_one_before_is_promoted(disk):
 
 
 def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk):
-    disk.is_reachable.clear()
-    state, ckpt = disk.start()
-    train(state, ckpt, 27)
-    disk.await_captured([10, 20])
+    state, ckpt = disk.start_alone(27, [10, 20])
     disk.die(ckpt)
     assert disk.promoted == []
     state, ckpt = disk.start()
-    assert disk.resumed is not None
     assert disk.resumed.url == str(disk.folder / "version_20")
     assert states_equal(state, state_after(20))
     with ckpt:
@@ -237,14 +251,11 @@ def test_after_a_fast_restart_the_leftover_is_the_parent_of_the_next_version(dis
 
 
 def test_a_promoted_version_is_loaded_from_the_disk_and_not_promoted_again(disk):
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    ckpt.wait()
+    state, ckpt = disk.start_and_promote(10)
     disk.die(ckpt)
     written: list[str] = []
     disk.run.before = lambda method, key: written.append(key) if method == "put" else None
     state, ckpt = disk.start()
-    assert disk.resumed is not None
     assert disk.resumed.url == str(disk.folder / "version_10")
     train(state, ckpt, 11)
     ckpt.wait()
@@ -263,7 +274,6 @@ def test_the_newest_of_memory_disk_and_run_counts(disk, tmp_path):
         folder = str(ckpt._tiers.memory.store.url)
         disk.die(ckpt)
         state, ckpt = disk.start(tiers=tiers)
-        assert disk.resumed is not None
         assert reader_of(disk.resumed).location.folder == found
         assert (folder in disk.resumed.url) == (found != "version_10")
         assert states_equal(state, state_after(disk.resumed.step or 0))
@@ -286,7 +296,6 @@ def test_a_state_that_one_tier_still_has_begins_no_branch(disk):
     disk.die(ckpt)
     flip_bit(disk.file("version_10", "safetensors"), -1)
     state, ckpt = disk.start(tiers=tiers)
-    assert disk.resumed is not None
     assert folder in disk.resumed.url
     assert states_equal(state, state_after(10))
     assert [w.partition(".")[0] for w in disk.warnings] == [
@@ -299,19 +308,14 @@ def test_a_state_that_one_tier_still_has_begins_no_branch(disk):
 
 @pytest.mark.parametrize("suffix", ["safetensors", "index.json", "json"])
 def test_flipped_bits_on_the_disk_are_skipped_and_never_promoted(disk, suffix):
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    ckpt.wait()
-    disk.is_reachable.clear()
-    train(state, ckpt, 20)
-    disk.await_captured([10, 20])
+    state, ckpt = disk.start_and_promote(10)
+    disk.train_alone(state, ckpt, 20, [10, 20])
     disk.die(ckpt)
     name = MANIFEST if suffix == "json" else suffix
     flip_bit(disk.file("version_20", name), 200)
     state, ckpt = disk.start()
     (message,) = disk.warnings
     assert "version_20 on the local disk is skipped" in message
-    assert disk.resumed is not None
     assert disk.resumed.step == 10
     assert states_equal(state, state_after(10))
     with ckpt:
@@ -322,10 +326,7 @@ def test_flipped_bits_on_the_disk_are_skipped_and_never_promoted(disk, suffix):
 
 
 def test_bits_that_flip_between_the_disk_and_the_run_fail_the_save(disk):
-    disk.is_reachable.clear()
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    disk.await_captured([10])
+    _, ckpt = disk.start_alone(10, [10])
     flip_bit(disk.file("version_10", "safetensors"), 500)
     disk.is_reachable.set()
     with pytest.raises(FormatError):
@@ -350,7 +351,6 @@ def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(disk, da
     began = time.monotonic()
     with detach:
         state, ckpt = disk.start(tiers=tiers)
-        assert disk.resumed is not None
         assert disk.resumed.step == 12
         with ckpt:
             train(state, ckpt, 13)
@@ -389,10 +389,7 @@ def test_with_warnings_the_training_bridges_a_time_without_the_store(disk):
 
 
 def test_retention_counts_promoted_versions_only(disk):
-    disk.is_reachable.clear()
-    state, ckpt = disk.start(keep=KeepLast(1))
-    train(state, ckpt, 20)
-    disk.await_captured([10, 20])
+    _, ckpt = disk.start_alone(20, [10, 20], keep=KeepLast(1))
     disk.is_reachable.set()
     ckpt.wait()
     assert (disk.promoted, disk.captured) == ([20], [10, 20])
@@ -423,9 +420,7 @@ def test_a_training_without_resume_refuses_what_an_earlier_one_left(disk):
 
 
 def test_unfinished_files_of_a_killed_process_are_deleted(disk):
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    ckpt.wait()
+    state, ckpt = disk.start_and_promote(10)
     disk.die(ckpt)
     partial = disk.folder / "version_20" / ".shard.0011223344556677.partial"
     partial.parent.mkdir()
@@ -561,12 +556,8 @@ def test_limpet_run_saves_into_the_run_of_a_training_that_has_changed_its_folder
 def leave(disk, last_step):
     """Train, and die when the versions after that of step 10 are on the disk, but not in the run.
     The newest two stay there."""
-    state, ckpt = disk.start()
-    train(state, ckpt, 19)
-    ckpt.wait()
-    disk.is_reachable.clear()
-    train(state, ckpt, last_step)
-    disk.await_captured([last_step - 10, last_step])
+    state, ckpt = disk.start_and_promote(19)
+    disk.train_alone(state, ckpt, last_step, [last_step - 10, last_step])
     disk.die(ckpt)
 
 
@@ -574,18 +565,13 @@ def test_a_state_after_a_late_leftover_is_found_by_the_next_training(disk):
     """30 names 10 as its parent, because 20 was still being promoted; another training wrote 20."""
     leave(disk, 20)
     assert disk.promoted == [10]
-    disk.is_reachable.clear()
-    state, ckpt = disk.start()
-    train(state, ckpt, 30)
-    disk.await_captured([20, 30])
+    state, ckpt = disk.start_alone(30, [20, 30])
     disk.only = "version_20"
     disk.is_reachable.set()
-    while disk.promoted != [10, 20]:
-        time.sleep(0.001)
+    wait_until(lambda: disk.promoted == [10, 20])
     disk.die(ckpt)
     disk.only = ""
     state, ckpt = disk.start()
-    assert disk.resumed is not None
     assert (disk.resumed.step, disk.warnings) == (30, [])
     train(state, ckpt, 31)
     ckpt.wait()
@@ -593,14 +579,10 @@ def test_a_state_after_a_late_leftover_is_found_by_the_next_training(disk):
 
 
 def test_a_damaged_manifest_in_the_run_does_not_hide_what_the_disk_has(disk):
-    disk.is_reachable.clear()
-    state, ckpt = disk.start()
-    train(state, ckpt, 20)
-    disk.await_captured([10, 20])
+    state, ckpt = disk.start_alone(20, [10, 20])
     disk.only = "version_10"
     disk.is_reachable.set()
-    while disk.promoted != [10]:
-        time.sleep(0.001)
+    wait_until(lambda: disk.promoted == [10])
     disk.die(ckpt)
     disk.only = ""
     data = bytearray(disk.durable.get(f"version_10/{MANIFEST}", 1 << 20))
@@ -608,7 +590,6 @@ def test_a_damaged_manifest_in_the_run_does_not_hide_what_the_disk_has(disk):
     disk.durable.delete(f"version_10/{MANIFEST}")
     disk.durable.put_if_absent(f"version_10/{MANIFEST}", bytes(data))
     state, ckpt = disk.start()
-    assert disk.resumed is not None
     assert disk.resumed.step == 20
     assert states_equal(state, state_after(20))
 
@@ -618,7 +599,6 @@ def test_the_state_below_a_damaged_one_is_not_lost_by_another_kill(disk):
     flip_bit(disk.file("version_30", "safetensors"), 500)
     for _ in range(3):  # starts that die before their first step
         _, ckpt = disk.start()
-        assert disk.resumed is not None
         assert disk.resumed.step == 20
         disk.die(ckpt)
     assert Run(disk.durable).branch() == 1
@@ -629,12 +609,8 @@ def test_the_state_below_a_damaged_one_is_not_lost_by_another_kill(disk):
 
 
 def test_a_resume_elsewhere_deletes_nothing_of_a_live_training(disk):
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    ckpt.wait()
-    disk.is_reachable.clear()
-    train(state, ckpt, 20)
-    disk.await_captured([10, 20])
+    state, ckpt = disk.start_and_promote(10)
+    disk.train_alone(state, ckpt, 20, [10, 20])
     (disk.folder / "version_30").mkdir()
     (disk.folder / "version_30" / "shard-00000-of-00001.0123456789ab.safetensors").write_bytes(b"x")
     files = {p for p in disk.folder.rglob("*") if p.is_file()}
@@ -649,10 +625,7 @@ def test_a_resume_elsewhere_deletes_nothing_of_a_live_training(disk):
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_the_end_waits_for_all_promotions_and_names_the_one_that_failed(disk, on_error):
     disk.failing = "version_10/"
-    disk.is_reachable.clear()
-    state, ckpt = disk.start(EverySteps(10) | AtEnd(), on_error=on_error)
-    train(state, ckpt, 20)
-    disk.await_captured([10, 20])
+    _, ckpt = disk.start_alone(20, [10, 20], save=EverySteps(10) | AtEnd(), on_error=on_error)
     disk.is_reachable.set()
     expected: Any = pytest.raises(StoreError, match="is away")
     if on_error == "warn":
@@ -720,13 +693,10 @@ def test_a_save_that_fails_on_the_disk_leaves_nothing_there(disk, monkeypatch):
 
 
 def test_a_damaged_copy_of_what_the_run_has_starts_no_branch(disk):
-    state, ckpt = disk.start()
-    train(state, ckpt, 10)
-    ckpt.wait()
+    state, ckpt = disk.start_and_promote(10)
     disk.die(ckpt)
     flip_bit(disk.file("version_10", "safetensors"), 500)
     state, ckpt = disk.start()
-    assert disk.resumed is not None
     assert disk.resumed.url == f"{disk.durable.url}/version_10"
     assert (disk.warnings, Run(disk.durable).branch()) == ([], 0)
     assert states_equal(state, state_after(10))
@@ -823,7 +793,7 @@ def test_no_failure_of_a_store_loses_a_state(tmp_path, failing):
         disk.die(ckpt)
         durable = max(disk.promoted, default=0)
         state, ckpt = disk.start(EverySteps(2))
-        step = 0 if disk.resumed is None else disk.resumed.step
+        step = 0 if disk.found is None else disk.found.step
         assert step is not None
         assert step >= durable
         assert step >= reached - 4, f"call {number}: step {reached} was reached"
@@ -840,12 +810,8 @@ def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(dis
     """30 names 10 as its parent, and 20 lies between them. The run then keeps only 30."""
     run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
     disk.durable = disk.run.inner = LocalStore(run, direct=False)
-    state, ckpt = disk.start()
-    train(state, ckpt, 19)
-    ckpt.wait()
-    disk.is_reachable.clear()
-    train(state, ckpt, 30)
-    disk.await_captured([20, 30])
+    state, ckpt = disk.start_and_promote(19)
+    disk.train_alone(state, ckpt, 30, [20, 30])
     disk.is_reachable.set()
     ckpt.wait()
     parents = [reader_of(s).manifest.parent for s in Run(run).snapshots()]
@@ -872,7 +838,6 @@ def test_the_disk_s_copy_of_a_version_of_the_run_is_not_a_state_that_the_run_lac
         ckpt.wait()
         ckpt._ending.ladder._key = ""  # the record of this restart stays, as after SIGKILL
         disk.die(ckpt)
-    assert disk.resumed is not None
     assert disk.resumed.url == str(disk.folder / "version_20")
     assert {r.tier for r in read_restarts(disk.durable).values()} == {None}
     disk.start()

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import threading
 import time
 import warnings
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from limpet.tiers.settings import MemoryTier
 from limpet.training import response
 from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, matches_uninterrupted
 from tests.tiers.hosts import end_as_killed
+from tests.waiting import wait_until, wait_until_no_thread
 
 pytestmark = pytest.mark.slow
 
@@ -103,10 +103,7 @@ class Cluster:
 def cluster():
     with ExitStack() as closing:
         yield Cluster(closing)
-    end = time.monotonic() + 10
-    while threads := [t for t in threading.enumerate() if t.name.startswith("limpet-peer")]:
-        assert time.monotonic() < end, threads
-        time.sleep(0.01)
+    wait_until_no_thread("limpet-peer", seconds=10)
 
 
 def flip_bit(path):
@@ -454,10 +451,7 @@ def test_a_rank_that_is_ended_because_another_one_has_failed_saves_the_newest_ca
             trainer.train_steps(7)
             if trainer.rank == 1:
                 raise ValueError("bad batch")
-            end = time.monotonic() + 20
-            while not ends:
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            wait_until(lambda: ends)
             assert Run(cluster.run).line() == [Version(5)]
             trainer.train_steps(8)
 

@@ -22,6 +22,7 @@ from limpet.tiers.settings import MemoryTier
 from limpet.training.checkpointer import Checkpointer
 from tests.tiers.hosts import flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal, train_step
+from tests.waiting import run_threads
 
 
 def test_a_killed_training_resumes_from_memory_without_losing_captured_steps(host):
@@ -398,8 +399,5 @@ def test_two_processes_agree_on_the_identity():
         threading.Thread(target=lambda: found.append(read_or_create_run_id(store)))
         for _ in range(8)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     assert len(set(found)) == 1

@@ -20,10 +20,10 @@ from tests.tiers.peers import (
     Proxy,
     ask,
     connect,
-    eventually,
     memory_folder,
     serving,
 )
+from tests.waiting import wait_until
 
 SIZE = 4 << 20
 SHORT_LIMITS = replace(
@@ -107,7 +107,7 @@ def test_the_sender_is_killed_or_stopped(folder, at, how):
         children = []
 
         def harm(direction, offset, data):
-            eventually(lambda: children)
+            wait_until(lambda: children)
             if direction == "up" and offset + len(data) > at:
                 os.kill(children[0].pid, how)
                 return data if at >= SIZE else data[: max(0, at - offset)] or None
@@ -120,12 +120,12 @@ def test_the_sender_is_killed_or_stopped(folder, at, how):
                 if how == signal.SIGKILL:
                     assert children[0].wait(30) == -how
                 else:
-                    eventually(lambda: _is_stopped(children[0].pid), 30)
+                    wait_until(lambda: _is_stopped(children[0].pid), 30)
                 source = MemoryStore()
                 put(source, "v1/b", b"from another rank")
                 with connect(server, rank=2) as peer:
                     peer.send_file(source, "v1/b")
-                eventually(lambda: not server._connections)
+                wait_until(lambda: not server._connections)
             finally:
                 children[0].kill()
                 children[0].wait()

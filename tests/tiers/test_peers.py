@@ -34,7 +34,8 @@ from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 from limpet.tiers.peers import transfer
 from limpet.tiers.peers.transfer import Fetch, Offer, Ready
-from tests.tiers.peers import LIMITS, Proxy, connect, eventually, memory_folder, serving
+from tests.tiers.peers import LIMITS, Proxy, connect, memory_folder, serving
+from tests.waiting import wait_until
 
 SIZE = (3 << 20) + 77
 
@@ -125,7 +126,7 @@ def test_a_bit_that_flips_on_the_way_is_detected(folder, source, at):
     with serving(folder) as server, Proxy(server, flip("up", at)) as proxy, connect(proxy) as peer:
         with pytest.raises(DigestMismatch, match="v1/a was damaged on its way from rank 0"):
             peer.send_file(source, "v1/a")
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
     assert keys(LocalStore(folder)) == partial_keys(LocalStore(folder)) == []
 
 
@@ -185,7 +186,7 @@ def test_a_torn_connection_leaves_nothing_visible(folder, source, at, way):
     with serving(folder) as server, Proxy(server, cut) as proxy:
         with pytest.raises(Unavailable), connect(proxy) as peer:
             peer.send_file(source, "v1/a")
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
         assert partial_keys(LocalStore(folder)) == []
         if way == "up":
             assert keys(LocalStore(folder)) == []
@@ -236,7 +237,7 @@ def test_a_replayed_connection_is_refused(folder, source):
     with serving(folder) as server:
         with Proxy(server, record) as proxy, connect(proxy) as peer:
             peer.send_file(source, "v1/a")
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
         LocalStore(folder).delete("v1/a")
         everything = b"".join(sent)
         with raw(server) as stranger:
@@ -271,7 +272,7 @@ def test_an_oversized_frame_is_not_read(folder):
         channel.send_bytes((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         with pytest.raises(FormatError, match="1048577 bytes"):
             channel.receive(Ready)
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
         channel.close()
 
 
@@ -286,7 +287,7 @@ def test_an_invalid_message_ends_the_connection(folder, payload):
         channel.send_bytes(len(payload).to_bytes(4, "big"), payload, code)
         with pytest.raises(FormatError, match="invalid message"):
             channel.receive(Ready)
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
         channel.close()
 
 
@@ -389,7 +390,7 @@ def test_a_peer_that_stops_sending_loses_only_its_own_transfer(folder, source, l
         slow._channel.send_bytes(bytes(1000))
         with connect(server, rank=2) as other:
             assert other.send_file(source, "v1/a").length == SIZE
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
         assert keys(LocalStore(folder)) == ["v1/a"]
         assert partial_keys(LocalStore(folder)) == []
 
@@ -442,7 +443,7 @@ def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, second
                     peer.send_file(source, "v1/a")
             else:
                 peer.send_file(source, "v1/a", lambda: calls.append(time.monotonic()))
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
     if is_too_slow:
         assert time.monotonic() - began < 10
         assert keys(LocalStore(folder)) == partial_keys(LocalStore(folder)) == []

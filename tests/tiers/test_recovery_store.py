@@ -19,7 +19,8 @@ from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.inventory import Holder, Sources
 from limpet.tiers.recovery_store import Peers, RecoveryStore
-from tests.tiers.peers import LIMITS, ask, connect, eventually, memory_folder, serving
+from tests.tiers.peers import LIMITS, ask, connect, memory_folder, serving
+from tests.waiting import wait_until
 
 FOLDER = "version_1"
 MANIFEST_KEY = f"{FOLDER}/{MANIFEST}"
@@ -188,7 +189,7 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers):
             clock.sleep(seconds)
             if len(clock.pauses) == 3:
                 first.close()
-                eventually(lambda: not server._connections)
+                wait_until(lambda: not server._connections)
 
         with closing(first):
             access = Peers(0, lambda rank: [rank], lambda rank: connect(server))

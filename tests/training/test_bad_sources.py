@@ -15,6 +15,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
 from tests.notices.announced import Announced
 from tests.trainings import initial_state, train_step
+from tests.waiting import wait_until
 
 
 class Broken:
@@ -39,14 +40,7 @@ class Training:
         for _ in range(steps):
             train_step(self.state)
             self.ckpt.step()
-        wait_for_poll(self.bad)
-
-
-def wait_for_poll(source):
-    end = time.monotonic() + 20
-    while not source.polls:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+        wait_until(lambda: self.bad.polls)
 
 
 def train_on(store):

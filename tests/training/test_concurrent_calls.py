@@ -26,6 +26,7 @@ from tests.trainings import (
     train_step,
     training,
 )
+from tests.waiting import run_threads, wait_until
 
 SOURCE = str(Path(limpet.__file__).parent)
 METHODS: dict[str, Callable[[Checkpointer], object]] = {
@@ -177,10 +178,7 @@ def test_a_real_signal_during_steps_changes_nothing(seed, monkeypatch):
         assert generators.isolations.open == [], "an isolation is still open"
         ckpt.save()
         last = ckpt.current_step
-    deadline = time.monotonic() + 20
-    while ours := threads_of_trainings():
-        assert time.monotonic() < deadline, ours
-        time.sleep(0.001)
+    wait_until(lambda: not threads_of_trainings(), shown=threads_of_trainings)
     assert Run(store).snapshots()[-1].step == last
     expected = initial_state()
     for snapshot in Run(store).snapshots():
@@ -222,11 +220,7 @@ def test_of_concurrent_calls_all_but_one_raise(policy):
                 else:
                     counted.append(name == "step")
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        run_threads((threading.Thread(target=work, args=(n,)) for n in range(8)), 60)
         assert not others
         assert refused
         assert ckpt.current_step == 1 + sum(counted)

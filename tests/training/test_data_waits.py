@@ -1,6 +1,5 @@
 """A notice while the training thread waits for a batch: BEHAVIOURS.md, C1."""
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
+from tests.waiting import wait_until
 
 ITEMS = 40
 WAITS_AT = 3
@@ -69,10 +69,7 @@ class Training:
             for _ in range(100):
                 self.ckpt._goodput.step_durations.add(60.0)  # so no step is awaited
             preemption.on_notice(Notice("a test", 30.0))
-            end = time.monotonic() + 20
-            while preemption._savepoint_saver.saved_step is None:
-                assert time.monotonic() < end, "nothing was saved"
-                time.sleep(0.005)
+            wait_until(lambda: preemption._savepoint_saver.saved_step is not None)
 
 
 def test_a_data_loader_that_blocks_does_not_keep_the_training(ends):

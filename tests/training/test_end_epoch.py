@@ -1,6 +1,5 @@
 """``end_epoch`` ends an epoch of any loader, and ``step`` counts several steps."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.notices.announced import Announced
 from tests.trainings import initial_state, train_step
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.UnsavedSteps")
 
@@ -345,10 +345,7 @@ def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved):
     training.epoch()
     training.ckpt.wait()
     source.announce(60.0)
-    end = time.monotonic() + 10
-    while not training.ckpt._preemption.agreement._proposals.qsize():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    wait_until(training.ckpt._preemption.agreement._proposals.qsize)
     with pytest.raises(Preempted) as raised:
         training.ckpt.end_epoch({"val": 0.5})
     assert raised.value.code == 75

@@ -1,6 +1,5 @@
 """``ckpt.epochs`` yields the epochs that remain, and ends each one."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.notices.announced import Announced
 from tests.trainings import initial_state
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.UnsavedSteps")
 
@@ -220,9 +220,7 @@ def test_a_notice_leaves_at_the_end_of_the_epoch():
         for _ in ckpt.epochs(2):
             ckpt.step(steps=4)
             source.announce(60.0)
-            end = time.monotonic() + 20
-            while not ckpt._preemption.agreement._proposals.qsize() and time.monotonic() < end:
-                time.sleep(0.001)
+            wait_until(ckpt._preemption.agreement._proposals.qsize)
             ckpt.metrics({"val": 0.5})
     assert raised.value.code == 75
     assert Run(store).metrics(4)["val"] == 0.5

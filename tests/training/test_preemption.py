@@ -31,9 +31,9 @@ from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
-from tests.tiers.peers import eventually
 from tests.trainings import initial_state, state_after, states_equal, train_step
 from tests.unreliable_stores import HookedStore
+from tests.waiting import wait_until, wait_until_no_thread
 
 EVERY_STEP = 0.002
 """Seconds that a step of these trainings takes."""
@@ -85,14 +85,7 @@ def _know_earlier_threads():
 
 
 def no_threads():
-    end = time.monotonic() + 5
-    while threads := [
-        t
-        for t in threading.enumerate()
-        if t.name.startswith("limpet") and t not in _earlier_threads
-    ]:
-        assert time.monotonic() < end, threads
-        time.sleep(0.001)
+    wait_until_no_thread("limpet", earlier=_earlier_threads)
     return True
 
 
@@ -175,8 +168,7 @@ def test_a_notice_before_the_first_step_saves_one_of_the_first_two():
     with pytest.raises(Preempted) as left, training.ckpt:
         training.ckpt.resume()
         training.source.announce()
-        while training.ckpt._preemption._deadline is None:
-            time.sleep(0.001)
+        wait_until(lambda: training.ckpt._preemption._deadline is not None)
         training.train(100)
     assert left.value.step <= 2
     assert [s.step for s in Run(store).snapshots()] == [left.value.step]
@@ -282,7 +274,7 @@ def test_nothing_is_saved_in_a_signal_handler(stops):
         state["weights"] += 1  # the first half of a step
         signal.raise_signal(signal.SIGUSR1)  # returns when the handler has returned
         assert written == []
-        eventually(lambda: ckpt._preemption.agreement._proposals.qsize() > 0)
+        wait_until(lambda: ckpt._preemption.agreement._proposals.qsize() > 0)
         assert written == []
         state["weights"] -= 1
         ckpt.step({"loss": train_step(state)})
@@ -331,7 +323,7 @@ def test_the_last_save_follows_the_one_in_flight():
         training.train(5)
         assert begun.wait(10)
         training.source.announce()
-        eventually(lambda: training.ckpt._preemption.agreement._proposals.qsize() > 0)
+        wait_until(lambda: training.ckpt._preemption.agreement._proposals.qsize() > 0)
         training.train(100)
     first, last = Run(store.inner).snapshots()
     assert (first.step, last.step) == (5, 6)
@@ -417,8 +409,7 @@ def test_an_earlier_save_that_failed_does_not_prevent_the_last_one():
         while training.step < 5:
             training.ckpt.step({"loss": train_step(training.state)})
         announced()
-        while not training.ckpt._preemption.agreement._proposals.qsize():
-            time.sleep(0.001)
+        wait_until(training.ckpt._preemption.agreement._proposals.qsize)
         training.train(100)
     assert left.value.code == 75
     assert [s.step for s in Run(store.inner).snapshots()] == [left.value.step]
@@ -438,9 +429,7 @@ def test_a_store_that_hangs_does_not_keep_the_training(the_process_is_not_ended)
     left = leave(training, at={5: lambda: training.source.announce(0.0)})  # in the past: 5 s left
     assert left.code == 76
     assert time.monotonic() - began < 5
-    while not the_process_is_not_ended:
-        assert time.monotonic() - began < 6
-        time.sleep(0.01)
+    wait_until(lambda: the_process_is_not_ended, began + 6 - time.monotonic())
     ((code, why),) = the_process_is_not_ended
     assert code == 76
     assert "this process ends now, before it is killed" in why
@@ -494,9 +483,7 @@ def test_a_step_that_takes_too_long_ends_the_process_in_time(the_process_is_not_
     with training.ckpt:
         training.train(3)
         training.source.announce(1.0)
-        while not the_process_is_not_ended:
-            assert time.monotonic() - began < 10
-            time.sleep(0.01)
+        wait_until(lambda: the_process_is_not_ended, began + 10 - time.monotonic())
     ((code, why),) = the_process_is_not_ended
     assert code == 76
     assert "Its last step is 3, and the newest version is that of step 0" in why

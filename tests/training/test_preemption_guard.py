@@ -16,6 +16,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.training import guard, response
 from tests.notices.announced import Announced
 from tests.trainings import initial_state, state_after, states_equal, train_step
+from tests.waiting import wait_until
 
 STEPS_PER_EPOCH = 7
 
@@ -54,10 +55,7 @@ class GuardedTraining:
     def announce(self, seconds=None):
         """Announce a stop, and wait until the watcher has proposed to leave."""
         self.source.announce(seconds)
-        end = time.monotonic() + 10
-        while not self.ckpt._preemption.agreement._proposals.qsize():
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_until(self.ckpt._preemption.agreement._proposals.qsize)
 
 
 def test_run_passes_arguments_and_the_result_and_counts_one_step():

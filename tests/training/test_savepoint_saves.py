@@ -24,6 +24,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
 from tests.unreliable_stores import HookedStore
+from tests.waiting import wait_until
 
 Ends = list[tuple[int, str]]
 
@@ -74,11 +75,8 @@ class TorchTraining:
         return self.ckpt._preemption._savepoint_saver.saved_step
 
     def await_save(self, seconds=10.0):
-        end = time.monotonic() + seconds
-        while (step := self.saved_step()) is None:
-            assert time.monotonic() < end, "nothing was saved"
-            time.sleep(0.005)
-        return step
+        wait_until(lambda: self.saved_step() is not None, seconds, lambda: "nothing was saved")
+        return self.saved_step()
 
 
 def assert_holds(store, step, expected):
@@ -114,10 +112,7 @@ def test_a_training_that_never_comes_back_is_ended_with_75(ends):
         training.step()
         expected = training.copy()
         training.notice(5.0)
-        end = time.monotonic() + 8
-        while not ends:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: ends, 8)
     assert ends[0][0] == 75
     assert_holds(store, 1, expected)
 
@@ -320,10 +315,7 @@ def test_without_a_savepoint_the_newest_captured_state_is_saved_and_the_step_may
         timer = training.ckpt._preemption._timer
         training.notice(8.0)
         ends_at = timer._calls["exit"][0]
-        end = time.monotonic() + 7.5
-        while not Run(tmp_path / "run").snapshots():  # the step takes longer than that
-            assert time.monotonic() < end, "the snapshot in memory was not saved"
-            time.sleep(0.01)
+        wait_until(Run(tmp_path / "run").snapshots, 7.5)  # the step takes longer than that
         training.ckpt._preemption._savepoint_saver._ended.wait(5)
         assert timer._calls["exit"][0] == ends_at
         while True:

@@ -1,0 +1,30 @@
+"""Wait for what other threads and processes do."""
+
+import threading
+import time
+
+
+def wait_until(condition, seconds=20.0, shown=lambda: "it did not happen in time"):
+    """Wait until ``condition()`` is true. If it does not become true, fail with ``shown()``."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, shown()
+        time.sleep(0.002)
+
+
+def wait_until_no_thread(*names, earlier=(), seconds=5.0):
+    """Wait until only the ``earlier`` threads have a name that begins with one of ``names``."""
+
+    def left():
+        return [t for t in threading.enumerate() if t.name.startswith(names) and t not in earlier]
+
+    wait_until(lambda: not left(), seconds, left)
+
+
+def run_threads(threads, seconds=None):
+    """Start all threads, and then wait for each of them."""
+    threads = [*threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
