@@ -1,9 +1,6 @@
 """``az://`` on Azurite: the Store contract, and faults between a training and the server."""
 
-import signal
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import obstore
@@ -16,6 +13,12 @@ from limpet.storage.cloud.store import _CloudReply
 from limpet.testing import StoreContract, contract
 from limpet.testing.contract import keys
 from limpet.types import MIB
+from tests.stores.checks import (
+    check_a_replaced_object_is_an_error,
+    check_intact,
+    check_no_call_is_held_up,
+    check_two_writers_of_one_version,
+)
 from tests.stores.emulators import Azurite
 from tests.stores.fault_proxy import Fault, FaultProxy
 from tests.waiting import wait_until_no_thread
@@ -90,12 +93,6 @@ def open_run(az, proxy, **options):
 
 def save(store, step=1):
     return limpet.save(store.at(f"version_{step}"), STATE, step=step)
-
-
-def check_intact(store, steps=(1,)):
-    run = limpet.Run(store)
-    assert [s.step for s in run.snapshots()] == [*steps]
-    assert all(s.verify().ok for s in run.snapshots())
 
 
 def check_nothing(store):
@@ -173,22 +170,8 @@ def test_a_read_goes_on_behind_what_has_arrived(store, proxy, monkeypatch):
     assert 3 + MIB <= ranges[1][0] <= 3 + 2 * MIB + 5
 
 
-def test_a_replaced_object_is_an_error(store, proxy, azurite, monkeypatch):
-    data = bytes(4 * MIB)
-    store.put_if_absent("a", data)
-    proxy.inject(Fault("cut", "GET", after=2 * MIB + 5))
-    read_into = _CloudReply.read_into
-
-    def replace(*arguments):
-        try:
-            yield from read_into(*arguments)
-        finally:
-            store.delete("a")
-            store.put_if_absent("a", data[1:] + b"1")
-
-    monkeypatch.setattr(_CloudReply, "read_into", replace)
-    with pytest.raises(StoreError, match="was replaced while it was read"):
-        contract.read(store, "a", 0, len(data))
+def test_a_replaced_object_is_an_error(store, proxy, monkeypatch):
+    check_a_replaced_object_is_an_error(store, proxy, monkeypatch, _CloudReply)
 
 
 def test_a_stalled_reply_is_abandoned(saved, saved_container, proxy):
@@ -269,21 +252,7 @@ def test_a_stopped_server_holds_no_call_up(az, proxy, azurite):
         lambda: [*store.list_level("")],
         lambda: store.within(Deadline.after(1, "the test")).stat("x"),
     ]
-
-    def time_call(call):
-        began = time.monotonic()
-        with pytest.raises(Unavailable, match="Gave up after"):
-            call()
-        return time.monotonic() - began
-
-    azurite.send(signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(len(calls)) as threads:
-            seconds = [*threads.map(time_call, calls)]
-    finally:
-        azurite.send(signal.SIGCONT)
-    assert max(seconds) < 4.5
-    assert seconds[-1] < 2.5
+    check_no_call_is_held_up(azurite, calls)
     assert limpet.Run(open_run(az, proxy)).latest().verify().ok
 
 
@@ -340,25 +309,7 @@ def test_a_lost_reply_of_a_shard(store, proxy, size, is_own):
 
 
 def test_two_writers_of_one_version(store, proxy):
-    """Both replies of the first try are lost, and one of the two commits."""
-    proxy.inject(Fault("lose_reply", "PUT", "manifest.json$", count=2))
-    outcomes = []
-
-    def commit(number):
-        try:
-            store.put_if_absent("version_1/manifest.json", b"%d" % number * 100)
-            outcomes.append(number)
-        except LimpetError as e:
-            outcomes.append(e)
-
-    threads = [threading.Thread(target=commit, args=(n,)) for n in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = [o for o in outcomes if isinstance(o, int)]
-    assert len(winners) == 1
-    assert store.get("version_1/manifest.json", 1000) == b"%d" % winners[0] * 100
+    check_two_writers_of_one_version(store, proxy)
 
 
 def test_the_memory_of_a_large_object_may_change_after_each_write(store):

@@ -16,6 +16,7 @@ import limpet
 from limpet.errors import Denied, StoreError
 from limpet.testing import StoreContract
 from limpet.types import MIB
+from tests.stores.checks import check_intact
 from tests.stores.fault_proxy import Fault, FaultProxy
 
 STATE = {"w": np.arange(11 * MIB // 4, dtype=np.int32), "n": 3}  # 11 MiB: three parts
@@ -74,12 +75,6 @@ class TestGoogle(StoreContract):
 
 def save(store, step=1):
     return limpet.save(store.at(f"version_{step}"), STATE, step=step)
-
-
-def check_intact(store, steps):
-    run = limpet.Run(store)
-    assert [s.step for s in run.snapshots()] == [*steps]
-    assert all(s.verify().ok for s in run.snapshots())
 
 
 MANIFEST = r"manifest(\.|%2E)json"

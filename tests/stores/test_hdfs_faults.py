@@ -21,6 +21,7 @@ from limpet.storage import hdfs as hdfs_store
 from limpet.storage.hdfs import HdfsFolder, HdfsServer
 from limpet.testing.contract import partial_keys, put
 from limpet.types import MIB
+from tests.stores.checks import check_intact
 from tests.stores.conftest import running_hdfs
 from tests.waiting import run_threads
 
@@ -105,10 +106,8 @@ def versions(store):
 
 
 def check_run(store, expected):
-    run = limpet.Run(store)
-    assert [s.step for s in run.snapshots()] == expected
-    assert all(s.verify().ok for s in run.snapshots())
-    run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)
+    check_intact(store, expected)
+    limpet.Run(store).sweep(grace=0, now=time.time() + 8 * 24 * 3600)
     assert partial_keys(store) == []
     assert {stat.key.partition("/")[0] for stat in store.list("")} == {
         f"version_{step}" for step in expected

@@ -16,6 +16,7 @@ from limpet.storage.s3.store import S3Parts, crc32c
 from limpet.testing.contract import partial_keys, put, random_bytes
 from limpet.threads import no_op
 from limpet.types import MIB
+from tests.stores import checks
 from tests.stores.fault_proxy import Fault, FaultProxy
 
 STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}  # 20 MiB: three parts
@@ -47,9 +48,7 @@ def statuses(proxy, path):
 
 
 def check_intact(store):
-    run = limpet.Run(store)
-    assert [s.step for s in run.snapshots()] == [1]
-    assert all(s.verify().ok for s in run.snapshots())
+    checks.check_intact(store)
     assert partial_keys(store) == []
 
 

@@ -1,9 +1,6 @@
 """Faults between a training and Ceph: the eight promises hold after each."""
 
-import signal
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import boto3
@@ -15,8 +12,9 @@ from limpet import sinks
 from limpet.deadline import Deadline
 from limpet.errors import Denied, DigestMismatch, LimpetError, StoreError, Unavailable
 from limpet.storage.s3.store import _S3Reply
-from limpet.testing.contract import keys, partial_keys, read
+from limpet.testing.contract import keys, partial_keys
 from limpet.types import MIB
+from tests.stores import checks
 from tests.stores.fault_proxy import Fault
 from tests.stores.servers import Ceph
 
@@ -63,9 +61,7 @@ def save_in_run(store, step=1):
 
 
 def check_intact(store, steps=(1,)):
-    run = limpet.Run(store)
-    assert [s.step for s in run.snapshots()] == [*steps]
-    assert [s.verify().problems for s in run.snapshots()] == [() for _ in steps]
+    checks.check_intact(store, steps)
     assert partial_keys(store) == []
 
 
@@ -131,21 +127,7 @@ def test_a_read_in_steps_goes_on_behind_what_has_arrived(store, proxy, action, a
 
 
 def test_a_replaced_object_is_an_error(store, proxy, monkeypatch):
-    data = bytes(4 * MIB)
-    store.put_if_absent("a", data)
-    proxy.inject(Fault("cut", "GET", after=2 * MIB + 5))
-    read_into = _S3Reply.read_into
-
-    def replace(*arguments):
-        try:
-            yield from read_into(*arguments)
-        finally:
-            store.delete("a")
-            store.put_if_absent("a", data[1:] + b"1")
-
-    monkeypatch.setattr(_S3Reply, "read_into", replace)
-    with pytest.raises(StoreError, match="was replaced while it was read"):
-        read(store, "a", 0, len(data))
+    checks.check_a_replaced_object_is_an_error(store, proxy, monkeypatch, _S3Reply)
 
 
 def test_the_store_can_be_used_between_the_steps_of_a_read(s3, proxy):
@@ -263,21 +245,7 @@ def test_a_stopped_server_holds_no_call_up(s3, proxy, ceph):
         lambda: partial_keys(store),
         lambda: store.within(Deadline.after(1, "the test")).stat("x"),
     ]
-
-    def time_call(call):
-        began = time.monotonic()
-        with pytest.raises(Unavailable, match="Gave up after"):
-            call()
-        return time.monotonic() - began
-
-    ceph.send(signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(len(calls)) as threads:
-            seconds = [*threads.map(time_call, calls)]
-    finally:
-        ceph.send(signal.SIGCONT)
-    assert max(seconds) < 4.5
-    assert seconds[-1] < 2.5
+    checks.check_no_call_is_held_up(ceph, calls)
     run = limpet.Run(open_run(s3, proxy))
     assert run.latest().verify().ok  # what was requested meanwhile may have been done, too late
 
@@ -376,27 +344,8 @@ def test_a_small_shard_survives_a_fault(store, proxy, action):
     check_intact(store)
 
 
-def test_two_writers_of_one_version(s3, proxy):
-    """Both replies of the first try are lost, and one of the two commits."""
-    store = open_run(s3, proxy)
-    proxy.inject(Fault("lose_reply", "PUT", "manifest.json$", count=2))
-    outcomes = []
-
-    def commit(number):
-        try:
-            store.put_if_absent("version_1/manifest.json", b"%d" % number * 100)
-            outcomes.append(number)
-        except LimpetError as e:
-            outcomes.append(e)
-
-    threads = [threading.Thread(target=commit, args=(n,)) for n in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = [o for o in outcomes if isinstance(o, int)]
-    assert len(winners) == 1
-    assert store.get("version_1/manifest.json", 1000) == b"%d" % winners[0] * 100
+def test_two_writers_of_one_version(store, proxy):
+    checks.check_two_writers_of_one_version(store, proxy)
 
 
 # leftovers

@@ -12,10 +12,9 @@ import boto3
 import pytest
 
 import limpet
-from limpet.errors import Denied, NotFound, StoreError
+from limpet.errors import Denied, StoreError
 from tests.cli.invoke import run_cli
-
-SECRETS = ("testtest", "wrong-secret-key", "unknown-key-id")
+from tests.stores.checks import check_a_missing_bucket_is_not_an_empty_run, check_message
 
 
 @pytest.fixture
@@ -28,15 +27,6 @@ def saved(s3):
 COMMANDS = ["ls", "verify", "show", "sweep"]
 
 
-def check_message(result, *words):
-    assert result.code in (4, 5, 6), result
-    assert result.err.startswith("limpet: ")
-    assert result.err.count("\n") == 1
-    for word in words:
-        assert word in result.err
-    assert not any(secret in result.err for secret in SECRETS)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_missing_bucket(s3, ceph, command):
     url = f"s3://no-such-bucket-{uuid.uuid4()}"
@@ -47,15 +37,7 @@ def test_a_missing_bucket(s3, ceph, command):
 
 def test_a_missing_bucket_is_not_an_empty_run(s3):
     url = f"s3://no-such-bucket-{uuid.uuid4()}/run"
-    for call in (
-        lambda: limpet.save(f"{url}/version_1", {"n": 1}),
-        lambda: limpet.load(f"{url}/version_1"),
-        lambda: limpet.Run(url).latest(),
-        lambda: limpet.Checkpointer(url, {"n": 1}).resume(),
-    ):
-        with pytest.raises(StoreError, match="NoSuchBucket") as caught:
-            call()
-        assert not isinstance(caught.value, NotFound)
+    check_a_missing_bucket_is_not_an_empty_run(url, "NoSuchBucket")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -248,8 +230,8 @@ def test_a_wrong_region(monkeypatch, code):
         regions.append(request.headers["Authorization"].split("/")[2])
         return status, {**headers, "Content-Type": "application/xml"}, body
 
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", SECRETS[2])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRETS[1])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "unknown-key-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-key")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     with serving(answer) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
