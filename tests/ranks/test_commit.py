@@ -47,6 +47,18 @@ def assert_uncertain_only_at_commit(trials):
     assert uncertain <= {MANIFEST}
 
 
+def trials_of_all_calls(size, *actions, target="", save=ThreadedJob.save):
+    """One trial for each action at each call of each rank, or only at those to ``target``."""
+    calls = record_calls(size, save)
+    return [
+        Trial(size, rank, call, action, save)
+        for rank in range(size)
+        for call in calls[rank]
+        for action in actions
+        if target in ("", call.target)
+    ]
+
+
 @SAVES
 def test_a_save_without_a_fault_leaves_nothing(trial_stores, save):
     for size in (2, 3, 4):
@@ -63,8 +75,7 @@ def test_a_save_without_a_fault_leaves_nothing(trial_stores, save):
 @SAVES
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
-    calls = record_calls(size, save)
-    trials = [Trial(size, r, call, kill_rank, save) for r in range(size) for call in calls[r]]
+    trials = trials_of_all_calls(size, kill_rank, save=save)
     leftover_counts = []
 
     def check_after(trial):
@@ -85,14 +96,8 @@ def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_raise_when_a_call_fails(trial_stores, size, save):
     """All ranks stay alive. The same group saves again and leaves no keys behind."""
-    calls = record_calls(size, save)
-    trials = [
-        Trial(size, r, call, raise_error(error), save)
-        for r in range(size)
-        for call in calls[r]
-        for error in (NoSpace("The disk is full", key="k"), Unavailable("It does not answer"))
-        if call.target == "store"
-    ]
+    errors = (NoSpace("The disk is full", key="k"), Unavailable("It does not answer"))
+    trials = trials_of_all_calls(size, *map(raise_error, errors), target="store", save=save)
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=True))
     for trial in trials:
         assert trial.fired_at
@@ -113,15 +118,8 @@ def test_all_ranks_raise_when_a_call_fails(trial_stores, size, save):
 
 @pytest.mark.slow
 def test_the_next_job_saves_after_a_rank_loses_its_connection(trial_stores):
-    size = 3
-    calls = record_calls(size)
     connection_lost = raise_error(ConnectionError("reset by peer"))
-    trials = [
-        Trial(size, r, call, connection_lost)
-        for r in range(size)
-        for call in calls[r]
-        if call.target == "kv"
-    ]
+    trials = trials_of_all_calls(3, connection_lost, target="kv")
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=False))
     for trial in trials:
         outcome = trial.outcomes[trial.victim]
@@ -131,9 +129,7 @@ def test_the_next_job_saves_after_a_rank_loses_its_connection(trial_stores):
 
 @pytest.mark.slow
 def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores):
-    size = 3
-    calls = record_calls(size)
-    trials = [Trial(size, r, call, hang_rank) for r in range(size) for call in calls[r]]
+    trials = trials_of_all_calls(3, hang_rank)
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=trial.call.target == "store"))
     assert_uncertain_only_at_commit([t for t in trials if t.call.target == "store"])
     assert_nothing_left(trial_stores)
@@ -143,13 +139,7 @@ def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores):
 @SAVES
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(trial_stores, size, save):
-    calls = record_calls(size, save)
-    trials = [
-        Trial(size, r, call, kill_store, save)
-        for r in range(size)
-        for call in calls[r]
-        if call.target == "kv"
-    ]
+    trials = trials_of_all_calls(size, kill_store, target="kv", save=save)
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=False))
     assert any(t.committed for t in trials)
     assert_nothing_left(trial_stores)

@@ -30,12 +30,13 @@ def make_job(size, store, timeouts=SHORT_TIMEOUTS):
     return ThreadedJob(size, [store] * size, timeouts)
 
 
-def check_next_save(job, store, step=9):
-    """Check that the next save works and that the earlier calls left nothing behind."""
+def check_next_save(job, store, step=9, earlier=()):
+    """Check that the next save works and that the earlier calls left nothing behind but the
+    ``earlier`` versions."""
     job.group.run(lambda rank: job.save(rank, step))
     assert job.leftover_keys() == []
     job.group.close()
-    assert_versions_intact(store, [step])
+    assert_versions_intact(store, [*earlier, step])
 
 
 def errors_on_all_ranks(job, work, kind=RankFailed):
@@ -71,10 +72,7 @@ def test_all_ranks_raise_when_one_loads_while_the_others_save(trial_stores, othe
 
     outcomes = errors_on_all_ranks(job, work)
     assert any("the load of" in str(o) and "the save of" in str(o) for o in outcomes)
-    job.group.run(lambda rank: job.save(rank, 10))
-    assert job.leftover_keys() == []
-    job.group.close()
-    assert_versions_intact(store, [9, 10])
+    check_next_save(job, store, 10, earlier=[9])
 
 
 @pytest.mark.parametrize(
@@ -147,10 +145,7 @@ def test_a_rank_that_missed_a_save_joins_the_next_one(trial_stores, other, next_
     if next_step == 1:  # once, the rank is indistinguishable from a late one
         assert {o.rank for o in errors_on_all_ranks(job, lambda rank: job.save(rank, 1))} == {other}
     job.group.run(lambda rank: job.save(rank, next_step))
-    job.group.run(lambda rank: job.save(rank, next_step + 1))
-    job.group.close()
-    assert job.leftover_keys() == []
-    assert_versions_intact(store, [next_step, next_step + 1])
+    check_next_save(job, store, next_step + 1, earlier=[next_step])
     assert_nothing_left(trial_stores)
 
 
@@ -191,8 +186,5 @@ def test_all_ranks_raise_when_one_repeats_a_save(trial_stores, other):
 
     outcomes = errors_on_all_ranks(job, work, CommitError if other else Exception)
     assert all(isinstance(o, RankFailed | AlreadyExists) for o in outcomes)
-    job.group.run(lambda rank: job.save(rank, 3))
-    assert job.leftover_keys() == []
-    job.group.close()
-    assert_versions_intact(store, [1, 3])
+    check_next_save(job, store, 3, earlier=[1])
     assert_nothing_left(trial_stores)

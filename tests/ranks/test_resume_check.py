@@ -7,6 +7,7 @@ import pytest
 
 import limpet
 from limpet.run.policy import EverySteps
+from limpet.training import resume_check
 from tests.ranks.trainings import TrainingJob
 
 
@@ -39,44 +40,39 @@ def test_the_ranks_together_compare_all_bytes(size):
         assert job.leftover_keys() == []
 
 
-def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch):
-    from limpet.training import resume_check
+def change(flat):
+    (leaf,) = (leaf for leaf in flat.leaves if leaf.key == "mine/1")
+    leaf.source[0] = 77
 
+
+def fail(flat):
+    raise OSError("boom")
+
+
+@pytest.mark.parametrize(
+    ("disturb", "differing"),
+    [
+        (change, "mine/1"),
+        (fail, "the state of rank 1, which cannot be compared: OSError: boom"),
+    ],
+)
+def test_a_difference_or_an_error_of_one_rank_is_reported_by_rank_0_and_ends_no_resume(
+    monkeypatch, disturb, differing
+):
     compare = resume_check._compare
 
-    def changed(snapshot, flat, rank, advance):
+    def disturbed(snapshot, flat, rank, advance):
         if rank == 1:
-            (leaf,) = (leaf for leaf in flat.leaves if leaf.key == "mine/1")
-            leaf.source[0] = 77
+            disturb(flat)
         return compare(snapshot, flat, rank, advance)
 
     with TrainingJob(2) as job:
         job.train(5, save=EverySteps(5))
-        monkeypatch.setattr(resume_check, "_compare", changed)
-        with reports() as found:
-            job.run(resume)
-        ((name, fields),) = found
-        assert (name, fields["differing"]) == ("resume_differs", ["mine/1"])
-
-
-def test_an_error_of_one_rank_is_reported_and_ends_no_resume(monkeypatch):
-    from limpet.training import resume_check
-
-    compare = resume_check._compare
-
-    def fail(snapshot, flat, rank, advance):
-        if rank == 1:
-            raise OSError("boom")
-        return compare(snapshot, flat, rank, advance)
-
-    with TrainingJob(2) as job:
-        job.train(5, save=EverySteps(5))
-        monkeypatch.setattr(resume_check, "_compare", fail)
+        monkeypatch.setattr(resume_check, "_compare", disturbed)
         with reports() as found:
             job.run(resume)
     ((name, fields),) = found
-    assert name == "resume_differs"
-    assert fields["differing"] == ["the state of rank 1, which cannot be compared: OSError: boom"]
+    assert (name, fields["differing"]) == ("resume_differs", [differing])
 
 
 @pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")

@@ -25,13 +25,25 @@ def results(folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 
+def finish(processes, ranks=range(SIZE)):
+    """Wait for the ends of ranks, then kill the others. Return the exit codes, and the time."""
+    try:
+        return wait_for([processes[rank] for rank in ranks], 60), time.time()
+    finally:
+        kill(processes)
+
+
+def newest_version(folder):
+    newest = Run(str(folder / "run")).latest()
+    assert newest is not None
+    return newest
+
+
 def complete(folder, last_step=12):
     """Train to the end without a fault, and return what each rank found."""
     _store, processes = start(folder, Scenario(last_step))
-    try:
-        assert wait_for(processes, 60) == [0] * SIZE, logs(folder)
-    finally:
-        kill(processes)
+    codes, _ = finish(processes)
+    assert codes == [0] * SIZE, logs(folder)
     return results(folder)
 
 
@@ -62,14 +74,8 @@ def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_i
     if fault == signal.SIGKILL:  # the others must know of the notice before the connection is lost
         scenario = replace(scenario, slow_step=3.0)
     _store, processes = start(tmp_path, scenario)
-    live = [p for rank, p in enumerate(processes) if rank != victim]
-    try:
-        codes = wait_for(live, 60)
-        ended = time.time()
-    finally:
-        kill(processes)
-    newest = Run(str(tmp_path / "run")).latest()
-    assert newest is not None
+    codes, ended = finish(processes, {*range(SIZE)} - {victim})
+    newest = newest_version(tmp_path)
     assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
     assert newest.metadata["reason"] == "memory"
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
@@ -88,10 +94,8 @@ def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_i
 def test_nothing_is_committed_without_a_tier(tmp_path):
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, is_sharded=True)
     _store, processes = start(tmp_path, scenario)
-    try:
-        assert wait_for([processes[0], processes[2]], 60) == [76, 76], logs(tmp_path)
-    finally:
-        kill(processes)
+    codes, _ = finish(processes, [0, 2])
+    assert codes == [76, 76], logs(tmp_path)
     assert [s.step for s in Run(str(tmp_path / "run")).snapshots()] == [5]
 
 
@@ -108,13 +112,8 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
         memory=memory,
     )
     _store, processes = start(tmp_path, scenario)
-    try:
-        codes = wait_for([processes[0], processes[2]], 60)
-        ended = time.time()
-    finally:
-        kill(processes)
-    newest = Run(str(tmp_path / "run")).latest()
-    assert newest is not None
+    codes, ended = finish(processes, [0, 2])
+    newest = newest_version(tmp_path)
     saved, before = committed_at(tmp_path, newest.step), committed_at(tmp_path, 5)
     assert ended - saved < 0.75 * (scenario.seconds - (saved - before - 1.0)) + EXIT_SECONDS
     # 75 if the rank learned in time that its last step is saved
@@ -128,12 +127,8 @@ def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
     """Their training threads never return from a long step."""
     scenario = Scenario(noticed=2, slow_step=60.0, memory=memory, has_savepoints=False)
     _store, processes = start(tmp_path, scenario)
-    try:
-        codes = wait_for(processes, 60)
-    finally:
-        kill(processes)
-    newest = Run(str(tmp_path / "run")).latest()
-    assert newest is not None
+    codes, _ = finish(processes)
+    newest = newest_version(tmp_path)
     assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
     assert newest.metadata["reason"] == "memory"
     assert newest.verify().ok
@@ -152,8 +147,7 @@ def test_a_stopped_rank_that_continues_damages_nothing(tmp_path, memory, stopped
         assert {*codes} <= {75, 76, 1}, (codes, logs(tmp_path))
     finally:
         kill(processes)
-    newest = Run(str(tmp_path / "run")).latest()
-    assert newest is not None
+    newest = newest_version(tmp_path)
     assert newest.step is not None
     assert newest.step >= 6, (codes, logs(tmp_path))
     assert newest.verify()
@@ -164,11 +158,8 @@ def test_a_stopped_rank_that_continues_damages_nothing(tmp_path, memory, stopped
 def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_path):
     """All ranks are alive."""
     _store, processes = start(tmp_path, Scenario(noticed=1, slow_step=30.0, seconds=8.0))
-    try:
-        assert wait_for(processes, 60) == [75] * SIZE, logs(tmp_path)
-    finally:
-        kill(processes)
-    newest = Run(str(tmp_path / "run")).latest()
-    assert newest is not None
+    codes, _ = finish(processes)
+    assert codes == [75] * SIZE, logs(tmp_path)
+    newest = newest_version(tmp_path)
     assert newest.step == 7
     assert limpet.load(newest.url)["mine"]["2"]["steps"] == 7
