@@ -50,6 +50,26 @@ def holder(store, clock, name="val", **more):
     return LeaseHolder(store, name, 10.0, clock=clock, wait=clock.wait, **more)
 
 
+def acquired(*arguments, **options):
+    held = holder(*arguments, **options)
+    held.acquire()
+    return held
+
+
+def replace_file(store, change):
+    """Replace the file of the only lease by ``change`` of it. Return its key."""
+    (key,) = list_leases(store)
+    data = change(read_lease(store, key))
+    store.delete(key)
+    store.put_if_absent(key, data)
+    return key
+
+
+def end_process(lease):
+    """As if the process that holds the lease had ended on this machine."""
+    return encode_record(msgspec.structs.replace(lease, process="4194304:1"))
+
+
 @pytest.fixture
 def elsewhere(monkeypatch):
     """A context in which this process is one on another machine, which nobody can check."""
@@ -83,8 +103,7 @@ def test_a_lease_protects_its_versions_from_retention_until_it_is_released():
 def test_a_lease_of_a_crashed_evaluator_ends_after_its_time_on_the_clock_of_the_observer(elsewhere):
     store, clock = make_run(1, 2, 3), Clock()
     with elsewhere():
-        held = holder(store, Clock(now=5e9))  # its clock is of no importance
-        held.acquire()
+        held = acquired(store, Clock(now=5e9))  # its clock is of no importance
         held.protect([V1])
     run = Run(store)
     run.catalog.leases = LeaseObserver(run.store, clock)
@@ -99,8 +118,7 @@ def test_each_renewal_extends_the_lease(elsewhere):
     store, clock = make_run(1, 2, 3), Clock()
     observer = LeaseObserver(store, clock)
     with elsewhere():
-        held = holder(store, clock)
-        held.acquire()
+        held = acquired(store, clock)
         for _ in range(5):
             held.protect([V1])
             assert [lease.versions for lease in observer.live().values()] == [["version_1"]]
@@ -113,37 +131,30 @@ def test_each_renewal_extends_the_lease(elsewhere):
 
 def test_the_lease_of_a_process_that_has_ended_on_this_machine_ends_at_once():
     store, clock = MemoryStore(), Clock()
-    held = holder(store, clock)
-    held.acquire()
-    (key,) = list_leases(store)
-    dead = msgspec.structs.replace(read_lease(store, key), process="4194304:1")
-    store.delete(key)
-    store.put_if_absent(key, encode_record(dead))
+    acquired(store, clock)
+    replace_file(store, end_process)
     assert LeaseObserver(store, clock).live() == {}
     before = clock.now
-    holder(store, clock).acquire()
+    acquired(store, clock)
     assert clock.now == before, "the takeover waits for nothing"
 
 
 def test_a_second_evaluation_of_the_same_name_is_refused_when_the_first_renews():
     store, clock = MemoryStore(), Clock()
-    first = holder(store, clock)
-    first.acquire()
+    first = acquired(store, clock)
     clock.at(3, lambda: first.protect([]))
     with pytest.raises(LimpetError, match=r"Another process evaluates .* under the name val"):
-        holder(store, clock).acquire()
+        acquired(store, clock)
     assert clock.now < 100 + 5
-    holder(store, clock, "test").acquire()
+    acquired(store, clock, "test")
     first.check()
 
 
 def test_another_process_takes_over_within_the_time_of_the_lease(elsewhere):
     store, clock = MemoryStore(), Clock()
     with elsewhere():
-        first = holder(store, clock)
-        first.acquire()
-    second = holder(store, clock)
-    second.acquire()
+        first = acquired(store, clock)
+    second = acquired(store, clock)
     assert 10 <= clock.now - 100 <= 12
     second.protect([V2])
     with pytest.raises(LimpetError, match=r"lost\b.*taken the evaluation over"):
@@ -155,8 +166,7 @@ def test_another_process_takes_over_within_the_time_of_the_lease(elsewhere):
 
 def test_the_error_of_a_lease_whose_run_was_moved_names_no_other_process():
     store = MemoryStore()
-    held = holder(store, Clock())
-    held.acquire()
+    held = acquired(store, Clock())
     for key in list_leases(store):
         store.delete(key)
     with pytest.raises(LimpetError, match=r"no file of this lease.*may have been moved"):
@@ -166,8 +176,8 @@ def test_the_error_of_a_lease_whose_run_was_moved_names_no_other_process():
 def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere):
     store = MemoryStore()
     with elsewhere():
-        holder(store, Clock()).acquire()
-    acquired: list[LeaseHolder] = []
+        acquired(store, Clock())
+    winners: list[LeaseHolder] = []
     barrier = threading.Barrier(8)
 
     def take():
@@ -176,11 +186,11 @@ def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere):
         barrier.wait(20)
         with suppress(LimpetError):
             own.acquire()
-            acquired.append(own)
+            winners.append(own)
 
     run_threads(threading.Thread(target=take) for _ in range(8))
     held = []
-    for own in acquired * 2:  # who was overtaken finds that out
+    for own in winners * 2:  # who was overtaken finds that out
         with suppress(LimpetError):
             own.protect([])
             held.append(own)
@@ -193,15 +203,13 @@ def test_a_lease_that_has_the_number_of_an_earlier_one_protects_its_versions():
     store, clock = make_run(1, 2, 3), Clock()
     run = Run(store)
     run.catalog.leases = LeaseObserver(run.store, clock)
-    first = holder(store, clock)
-    first.acquire()
+    first = acquired(store, clock)
     first.protect([V1])
     assert run.retain(KeepLast(3)) == []
     seen = list_leases(store)
     first.release()
     clock.wait(600)
-    second = holder(store, clock)
-    second.acquire()
+    second = acquired(store, clock)
     second.protect([V2])
     assert list_leases(store) == seen
     assert run.retain(KeepLast(1)) == [V1]
@@ -212,13 +220,10 @@ def test_a_lease_that_has_the_number_of_an_earlier_one_protects_its_versions():
 def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its_own(elsewhere):
     store, clock = MemoryStore(), Clock()
     with elsewhere():
-        stopped = holder(store, clock)
-        stopped.acquire()
-        second = holder(store, clock)
-        second.acquire()
+        stopped = acquired(store, clock)
+        second = acquired(store, clock)
         second.release()
-        third = holder(store, clock)
-        third.acquire()
+        third = acquired(store, clock)
         with pytest.raises(LimpetError, match="taken the evaluation over"):
             stopped.protect([V1])
         stopped.release()
@@ -228,8 +233,7 @@ def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its
 
 def test_a_renewal_between_the_listing_and_the_read_does_not_end_the_protection(monkeypatch):
     store, clock = make_run(1, 2, 3), Clock()
-    held = holder(store, clock)
-    held.acquire()
+    held = acquired(store, clock)
     held.protect([V1])
     run, renewals = Run(store), [None]
 
@@ -254,8 +258,7 @@ def test_a_listing_that_shows_a_deleted_lease_for_long_protects_nothing():
 @pytest.mark.parametrize(("failures", "is_lost"), [(2, False), (50, True)])
 def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(failures, is_lost):
     store, clock, lost = HookedStore(MemoryStore()), Clock(), list[LimpetError]()
-    held = holder(store, clock, on_lost=lost.append)
-    held.acquire()
+    held = acquired(store, clock, on_lost=lost.append)
     remaining = iter(range(failures))
 
     def fail(method, key):
@@ -290,8 +293,7 @@ def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
         return f"2026-01-02T03:04:{int(clock.now) % 60:02}+00:00"
 
     monkeypatch.setattr(leases.machine, "utc_now", now)  # so each renewal has other bytes
-    held = holder(store, clock, on_lost=lost.append)
-    held.acquire()
+    held = acquired(store, clock, on_lost=lost.append)
     setattr(store, "after" if takes_effect else "before", fail)
     clock.at(15, held._closing.set)
     held._renew_regularly()
@@ -331,8 +333,7 @@ def test_the_end_of_an_evaluation_does_not_wait_for_a_store_that_hangs(monkeypat
 def test_a_damaged_file_does_not_keep_the_lease_from_its_end(monkeypatch):
     store, clock = MemoryStore(), Clock()
     store.put_if_absent(lease_name("val", 1), b"{}")
-    held = holder(store, clock)
-    held.acquire()
+    held = acquired(store, clock)
     store.put_if_absent(lease_name("val", 1), b"{}")
     monkeypatch.setattr(leases, "list_leases", lambda *run: sorted(list_leases(*run)))
     held.release()
@@ -341,11 +342,8 @@ def test_a_damaged_file_does_not_keep_the_lease_from_its_end(monkeypatch):
 
 def test_a_renewal_replaces_a_damaged_file():
     store, clock = MemoryStore(), Clock()
-    held = holder(store, clock)
-    held.acquire()
-    (key,) = list_leases(store)
-    store.delete(key)
-    store.put_if_absent(key, b"{}")
+    held = acquired(store, clock)
+    replace_file(store, lambda lease: b"{}")
     held.protect([V1])
     (lease,) = LeaseObserver(store, clock).live().values()
     assert lease.versions == ["version_1"]
@@ -362,11 +360,9 @@ def test_a_damaged_lease_protects_nothing_and_is_reported():
 def test_a_process_that_has_just_started_waits_for_a_renewal(elsewhere):
     store, clock = make_run(1, 2, 3), Clock()
     with elsewhere():
-        gone = holder(store, clock)
-        gone.acquire()
+        gone = acquired(store, clock)
         gone.protect([V1])
-        alive = holder(store, clock, "test")
-        alive.acquire()
+        alive = acquired(store, clock, "test")
         alive.protect([V2])
         for seconds in range(3, 30, 3):
             clock.at(seconds, lambda: alive.protect([V2]))
@@ -378,11 +374,7 @@ def test_a_process_that_has_just_started_waits_for_a_renewal(elsewhere):
 
 def test_sweep_removes_the_file_of_a_lease_that_has_ended():
     store = make_run(1)
-    held = holder(store, Clock())
-    held.acquire()
-    (key,) = list_leases(store)
-    dead = msgspec.structs.replace(read_lease(store, key), process="4194304:1")
-    store.delete(key)
-    store.put_if_absent(key, encode_record(dead))
+    acquired(store, Clock())
+    key = replace_file(store, end_process)
     assert key in Run(store).sweep().removed
     assert list_leases(store) == []

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -481,6 +480,27 @@ class InterleavedStore(HookedStore):
         self.actions.clear()
 
 
+class Pinning:
+    """A reader, or a save with its base: it pins version_1, and then checks that it is there."""
+
+    def __init__(self, store):
+        self.location = Location(store, "version_1")
+        self.has_found: bool | None = None
+
+    def create_pin(self):
+        self.pin = pins.create_pin(self.location, random_id(), Version(1))
+
+    def check_version(self):
+        try:
+            pins.require_manifest(self.location)
+            self.has_found = True
+        except NotFound:
+            self.has_found = False
+
+    def remove_pin(self):
+        pins.remove_pin(self.location, self.pin)
+
+
 def count_calls_of_retention(keep):
     store = InterleavedStore(make_run(1, 2))
     Run(store).retain(keep)
@@ -489,34 +509,22 @@ def count_calls_of_retention(keep):
 
 def test_a_concurrent_reader_fails_at_once_or_reads_everything():
     calls = count_calls_of_retention(KeepLast(1))
-    outcomes: Counter[str] = Counter()
+    outcomes: Counter[bool] = Counter()
     for at, seen_at in itertools.combinations_with_replacement(range(1, calls + 2), 2):
         inner = make_run(1, 2)
-        store, location = InterleavedStore(inner), Location(inner, "version_1")
+        store, reader = InterleavedStore(inner), Pinning(inner)
         snapshot = Run(inner).open(Version(1))
-        reader: list[Any] = []
-
-        def create_pin(location=location, reader=reader):
-            reader.append(pins.create_pin(location, random_id(), Version(1)))
-
-        def check_version(location=location, reader=reader):
-            try:
-                pins.require_manifest(location)
-                reader.append("reads")
-            except NotFound:
-                reader.append("failed")
-
-        store.actions = [(at, create_pin), (seen_at, check_version)]
+        store.actions = [(at, reader.create_pin), (seen_at, reader.check_version)]
         run = Run(store)
         run.retain(KeepLast(1))
         store.finish()
-        outcomes[reader[1]] += 1
-        if reader[1] == "reads":
+        outcomes[reader.has_found] += 1
+        if reader.has_found:
             reader_of(snapshot).check_files()
-        pins.remove_pin(location, reader[0])
+        reader.remove_pin()
         run.retain(KeepLast(1))
         assert [s.key for s in inner.list("version_1")] == []
-    assert outcomes.keys() == {"reads", "failed"}
+    assert outcomes.keys() == {True, False}
     assert min(outcomes.values()) > 5
 
 
@@ -529,43 +537,36 @@ def test_a_concurrent_save_keeps_its_base_or_fails(references):
     calls = count_calls_of_retention(KeepLast(1))
     references[Version(3)] = {Version(1)}
     third = make_run(3)
-    outcomes: Counter[str] = Counter()
+    outcomes: Counter[bool] = Counter()
     moments = itertools.combinations_with_replacement(range(1, calls + 2), 3)
     for at, seen_at, commit_at in itertools.islice(moments, 0, None, 3):
         inner = make_run(1, 2)
-        store, location = InterleavedStore(inner), Location(inner, "version_1")
+        store, saver = InterleavedStore(inner), Pinning(inner)
         needed = {s.key for s in inner.list("version_1") if s.key.endswith(".safetensors")}
-        saver: list[Any] = []
 
-        def create_pin(location=location, saver=saver):
-            saver.append(pins.create_pin(location, random_id(), Version(1)))
-
-        def check_version(location=location, saver=saver):
-            try:
-                pins.require_manifest(location)
-                saver.append("saves")
-            except NotFound:
-                saver.append("failed")
-
-        def commit(inner=inner, location=location, saver=saver):
-            if saver[1] == "saves":
+        def commit(inner=inner, saver=saver):
+            if saver.has_found:
                 for key in sorted((s.key for s in third.list("")), reverse=True):
                     inner.put_if_absent(key, third.get(key, 1 << 30))
-            pins.remove_pin(location, saver[0])
+            saver.remove_pin()
 
-        store.actions = [(at, create_pin), (seen_at, check_version), (commit_at, commit)]
+        store.actions = [
+            (at, saver.create_pin),
+            (seen_at, saver.check_version),
+            (commit_at, commit),
+        ]
         run = Run(store)
         run.retain(KeepLast(1))
         store.finish()
-        outcomes[saver[1]] += 1
+        outcomes[saver.has_found] += 1
         for again in (run, Run(inner)):
             again.retain(KeepLast(1))
             again.sweep(grace=0, now=time.time() + 1)
-            if saver[1] == "saves":
+            if saver.has_found:
                 assert needed <= {s.key for s in inner.list("version_1")}, (at, seen_at, commit_at)
             else:
                 assert not list(inner.list("version_1"))
-    assert min(outcomes["saves"], outcomes["failed"]) > 20
+    assert min(outcomes[True], outcomes[False]) > 20
 
 
 def failing(inner, at, *, lost):
