@@ -1,7 +1,5 @@
 """Saves into a store in memory: they stage into the file itself."""
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +17,8 @@ from tests.fakegroup import FakeGroup
 
 
 @pytest.fixture
-def folder():
-    path = Path(tempfile.mkdtemp(prefix="limpet-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
+def folder(memory):
+    return Path(memory)
 
 
 def make_state(seed=0):

@@ -3,11 +3,9 @@
 import errno
 import mmap
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,8 @@ SIZE = 2 << 20
 
 
 @pytest.fixture
-def folder():
-    path = Path(tempfile.mkdtemp(prefix="limpet-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
+def folder(memory):
+    return Path(memory)
 
 
 def stage(store, key, data):

@@ -1,10 +1,16 @@
 """Fixtures of the tests of tiers."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 
 from tests.tiers.hosts import Host
+
+
+@pytest.fixture
+def folder(memory):
+    return Path(memory)
 
 
 @pytest.fixture

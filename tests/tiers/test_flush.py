@@ -269,28 +269,23 @@ with limpet.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
 
 
 @pytest.mark.slow
-def test_limpet_run_flushes_what_a_killed_training_has_left(tmp_path):
-    memory = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
-    try:
-        run = tmp_path / "run"
-        command = [sys.executable, "-m", "limpet", "run", "--", sys.executable, "-c", SCRIPT]
-        done = subprocess.run(
-            [*command, str(run), memory, "SIGKILL"], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 1, done.stderr
-        assert "the snapshot of step 10 was saved" in done.stderr
-        snapshot = Run(run).latest()
-        assert snapshot is not None
-        assert snapshot.step == 10
-        assert snapshot["x"][:].tolist() == [10.0] * 9
-    finally:
-        shutil.rmtree(memory)
+def test_limpet_run_flushes_what_a_killed_training_has_left(tmp_path, memory):
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "limpet", "run", "--", sys.executable, "-c", SCRIPT]
+    done = subprocess.run(
+        [*command, str(run), memory, "SIGKILL"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "the snapshot of step 10 was saved" in done.stderr
+    snapshot = Run(run).latest()
+    assert snapshot is not None
+    assert snapshot.step == 10
+    assert snapshot["x"][:].tolist() == [10.0] * 9
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(tmp_path):
+def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(tmp_path, memory):
     """The scheduler kills it soon after the signal, and then there would be no exit code."""
-    memory = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     lose_shard = (
         "import glob\n    for path in glob.glob(sys.argv[2] + '/*/*/version_10/shard-*'):"
         "\n        os.unlink(path)\n    os.kill("
@@ -313,7 +308,6 @@ def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(tmp_
             assert time.monotonic() - began < 20
         finally:
             process.kill()
-            shutil.rmtree(memory)
 
 
 def test_an_older_version_that_was_saved_does_not_count_if_the_newest_state_was_not(

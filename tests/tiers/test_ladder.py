@@ -91,6 +91,14 @@ class Job:
         return sorted(s.key for s in self.store.list("") if s.key.startswith("restart-"))
 
 
+def killed_job(times, last_step, store=None):
+    """A job that has been killed several times at the same step."""
+    job = Job(store)
+    for _ in range(times):
+        job.die_at(last_step)
+    return job
+
+
 def why_it_gives_up(job):
     """Start it, which must raise. Return the reason."""
     with pytest.raises(NoProgress) as left:
@@ -400,9 +408,7 @@ def test_resuming_again_in_one_process_is_no_restart(statuses):
 
 
 def test_resuming_again_in_one_process_does_not_go_back_again(statuses):
-    job = Job()
-    for _ in range(4):
-        job.die_at(35)
+    job = killed_job(4, 35)
     ckpt = job.start()
     assert job.began == 20
     for _ in range(3):
@@ -416,9 +422,7 @@ def test_resuming_again_in_one_process_does_not_go_back_again(statuses):
 
 
 def test_a_person_who_starts_it_by_hand_is_not_moved_back(statuses, monkeypatch):
-    job = Job()
-    for _ in range(4):
-        job.die_at(25)
+    job = killed_job(4, 25)
     monkeypatch.delenv("LIMPET_STATUS")
     for _ in range(4):
         assert job.die_at(25) == 20
@@ -428,9 +432,7 @@ def test_a_person_who_starts_it_by_hand_is_not_moved_back(statuses, monkeypatch)
 
 @pytest.mark.parametrize("under", [True, False])
 def test_to_return_to_the_version_that_was_left_behind(statuses, under, monkeypatch):
-    job = Job()
-    for _ in range(5):
-        job.die_at(25)
+    job = killed_job(5, 25)
     assert job.run.line() == [Version(10), Version(20, 1)]
     if not under:
         monkeypatch.delenv("LIMPET_STATUS")
@@ -445,9 +447,7 @@ def test_to_return_to_the_version_that_was_left_behind(statuses, under, monkeypa
 
 
 def test_damaged_records_are_not_counted_and_are_deleted(statuses):
-    job = Job()
-    for _ in range(4):
-        job.die_at(25)
+    job = killed_job(4, 25)
     damaged = job.records[0]
     job.store.delete(damaged)
     job.store.put_if_absent(damaged, b'{"limpet":1,"digest":"')
@@ -458,9 +458,7 @@ def test_damaged_records_are_not_counted_and_are_deleted(statuses):
 
 def test_an_older_version_that_is_damaged_too(statuses, tmp_path):
     """It falls back further, and gives up if nothing is left."""
-    job = Job(limpet.open_store(str(tmp_path / "run")))
-    for _ in range(4):
-        job.die_at(35)
+    job = killed_job(4, 35, limpet.open_store(str(tmp_path / "run")))
     (shard,) = (tmp_path / "run" / "version_20").glob("*.safetensors")
     flip_bit(shard, shard.stat().st_size // 2)
     assert job.die_at(35) == 10
@@ -469,9 +467,7 @@ def test_an_older_version_that_is_damaged_too(statuses, tmp_path):
 
 
 def test_all_older_versions_are_damaged(statuses, tmp_path):
-    job = Job(limpet.open_store(str(tmp_path / "run")))
-    for _ in range(4):
-        job.die_at(25)
+    job = killed_job(4, 25, limpet.open_store(str(tmp_path / "run")))
     (shard,) = (tmp_path / "run" / "version_10").glob("*.safetensors")
     flip_bit(shard, shard.stat().st_size // 2)
     assert "There is no older version to go back to" in why_it_gives_up(job)
@@ -483,10 +479,7 @@ class Killed(BaseException):
 
 
 def failing_job(restarts=4, last_step=25):
-    job = Job(HookedStore(MemoryStore()))
-    for _ in range(restarts):
-        job.die_at(last_step)
-    return job
+    return killed_job(restarts, last_step, HookedStore(MemoryStore()))
 
 
 def fail_once(job, method, beginning, error):

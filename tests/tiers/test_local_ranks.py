@@ -36,6 +36,11 @@ class Cluster:
         folder.mkdir(exist_ok=True)
         return folder
 
+    def make_checkpointer(self, trainer, hosts, **options):
+        """Make that of a rank, with a tier on the disk of its host."""
+        tiers = [LocalTier(self.folder(hosts[trainer.rank]))]
+        return trainer.make_checkpointer(tiers=tiers, **options)
+
     def lose(self, host):
         shutil.rmtree(self.folder(host))
 
@@ -54,7 +59,6 @@ class Cluster:
         """Resume, check the state, train, wait for all that can be promoted, and die. Return the
         error of each rank."""
         job = TrainingJob(len(hosts), self.run)
-        folders = [self.folder(host) for host in hosts]
         errors: list[BaseException | None] = [None] * len(hosts)
         for rank in range(len(hosts)):
 
@@ -65,8 +69,7 @@ class Cluster:
             job.set_before_call(rank, before)
 
         def work(trainer):
-            tiers = [LocalTier(folders[trainer.rank])]
-            ckpt = trainer.make_checkpointer(save=EverySteps(5), tiers=tiers)
+            ckpt = self.make_checkpointer(trainer, hosts, save=EverySteps(5))
             try:
                 trainer.resumed = ckpt.resume()
                 step = 0 if trainer.resumed is None else trainer.resumed.step
@@ -117,11 +120,9 @@ def cluster(tmp_path):
 @pytest.mark.parametrize("hosts", ["aa", "aabb", "abcd"])
 def test_all_versions_are_promoted_in_order(cluster, hosts):
     job = TrainingJob(len(hosts), cluster.run)
-    folders = [cluster.folder(host) for host in hosts]
 
     def work(trainer):
-        tiers = [LocalTier(folders[trainer.rank])]
-        with trainer.make_checkpointer(save=EverySteps(3) | AtEnd(), tiers=tiers):
+        with cluster.make_checkpointer(trainer, hosts, save=EverySteps(3) | AtEnd()):
             trainer.train_steps(20)
 
     with job:
@@ -151,11 +152,9 @@ def test_another_number_of_ranks_and_hosts_resumes_from_the_disks(cluster, hosts
     """The ranks read what other hosts hold from there. A host that is gone takes its part along."""
     cluster.capture_only("aabb", 15)
     job = TrainingJob(len(hosts), cluster.run)
-    folders = [cluster.folder(host) for host in hosts]
 
     def work(trainer):
-        tiers = [LocalTier(folders[trainer.rank])]
-        with trainer.make_checkpointer(save=EverySteps(20), tiers=tiers) as ckpt:
+        with cluster.make_checkpointer(trainer, hosts, save=EverySteps(20)) as ckpt:
             found = ckpt.resume()
             assert found is not None
             weights = trainer.state["weights"].tensor
@@ -223,11 +222,9 @@ def test_a_save_right_after_a_restart_is_one_on_all_ranks(cluster, hosts):
     """The step of the leftover itself: all ranks know that the run has it by then, or none does."""
     cluster.capture_only(hosts, 15)
     job = TrainingJob(len(hosts), cluster.run)
-    folders = [cluster.folder(host) for host in hosts]
 
     def work(trainer):
-        tiers = [LocalTier(folders[trainer.rank])]
-        with trainer.make_checkpointer(save=EverySteps(5), tiers=tiers) as ckpt:
+        with cluster.make_checkpointer(trainer, hosts, save=EverySteps(5)) as ckpt:
             ckpt.resume()
             return ckpt.save({"loss": 1.0}).url, ckpt.wait().url
 
@@ -239,12 +236,10 @@ def test_a_save_right_after_a_restart_is_one_on_all_ranks(cluster, hosts):
 
 def test_a_failure_on_one_disk_leaves_nothing_on_any(cluster):
     job = TrainingJob(4, cluster.run)
-    folders = [cluster.folder(host) for host in "aabb"]
 
     def work(trainer):
-        tiers = [LocalTier(folders[trainer.rank])]
-        options = {"save": EverySteps(5), "tiers": tiers, "on_error": "warn"}
-        with trainer.make_checkpointer(**options) as ckpt:
+        options = {"save": EverySteps(5), "on_error": "warn"}
+        with cluster.make_checkpointer(trainer, "aabb", **options) as ckpt:
             trainer.train_steps(1)
             if trainer.rank == 2:
 
@@ -273,13 +268,11 @@ def test_a_slow_promotion_delays_no_rank(cluster):
 
     cluster.before_put = hold
     job_steps: list[int] = []
-    folders = [cluster.folder(host) for host in "ab"]
     job = TrainingJob(2, cluster.run)
     job.set_before_call(1, lambda m, key: hold(1, key) if m == "put" else None)
 
     def work(trainer):
-        tiers = [LocalTier(folders[trainer.rank])]
-        with trainer.make_checkpointer(save=EverySteps(5), tiers=tiers) as ckpt:
+        with cluster.make_checkpointer(trainer, "ab", save=EverySteps(5)) as ckpt:
             trainer.train_steps(14)  # of the save of step 10, too
             job_steps.append(ckpt.current_step)
             assert seen.wait(20)

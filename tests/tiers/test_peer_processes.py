@@ -51,12 +51,6 @@ with PeerConnection(address, sys.argv[2], 0, 60, "the test") as peer:
 """
 
 
-@pytest.fixture
-def folder():
-    with memory_folder() as path:
-        yield path
-
-
 class ServerProcess:
     """A server in another process."""
 

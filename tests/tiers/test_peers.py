@@ -41,12 +41,6 @@ SIZE = (3 << 20) + 77
 
 
 @pytest.fixture
-def folder():
-    with memory_folder() as path:
-        yield path
-
-
-@pytest.fixture
 def source():
     store = MemoryStore()
     put(store, "v1/a", random_bytes(SIZE))

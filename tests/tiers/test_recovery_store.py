@@ -19,17 +19,11 @@ from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.inventory import Holder, Sources
 from limpet.tiers.recovery_store import Peers, RecoveryStore
-from tests.tiers.peers import LIMITS, ask, connect, memory_folder, serving
+from tests.tiers.peers import LIMITS, ask, connect, serving
 from tests.waiting import wait_until
 
 FOLDER = "version_1"
 MANIFEST_KEY = f"{FOLDER}/{MANIFEST}"
-
-
-@pytest.fixture
-def folder():
-    with memory_folder() as path:
-        yield path
 
 
 class CapturedState:
