@@ -28,7 +28,7 @@ _NAMES = {
     "notices": "bounded_source call_notice file_notice final_code platform slurm",
     "run": "address best copy_and_deletion policy run save_request writer",
     "saving": "fork parts save unreliable_stores",
-    "snapshot": "index_files location",
+    "snapshot": "location",
     "storage": "crash faults links local tmpfs uploads",
     "tasks": "queue remote state",
     "testing": "crashfs faultfs",

@@ -9,7 +9,7 @@ def wait_until(condition, seconds=20.0, shown=lambda: "it did not happen in time
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, shown()
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 def wait_until_no_thread(*names, earlier=(), seconds=5.0):

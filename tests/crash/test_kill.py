@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]
 WRITING_CALLS = ["mkdir", "fallocate", "pwrite64", "fsync", "linkat", "unlink", "rmdir"]
 READING_CALLS = ["openat", "close", "newfstatat", "getdents64", "preadv2"]
 SAMPLE = 9
+STATUS = threading.Lock()
+"""Starting a process reads the exit codes of all others. Each can be read once: a thread that reads
+one at the same time gets 255."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,19 +59,21 @@ def run_saver(root, work, *options, threads):
     program = FORK_SERVER.Process(
         target=run_when_traced, args=(traced, output, str(root), work, threads)
     )
-    program.start()
+    with STATUS:
+        program.start()
     output.close()
     command = ["strace", "-f", "-p", str(program.pid), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
         assert tracer.stderr is not None
         message = tracer.stderr.readline()
         release.send_bytes(b"")
-        program.join(60)
+        wait([program.sentinel], 60)
         program.kill()
         tracer.communicate()
     with open(steps.fileno(), closefd=False) as lines:
         returned = [int(step) for step in lines.read().split()]
-    program.join()
+    with STATUS:
+        program.join()
     assert program.exitcode is not None
     return program.exitcode, returned, message
 

@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 from contextlib import contextmanager
+from itertools import filterfalse
 
 import pytest
 
@@ -105,11 +106,15 @@ def count_of_files():
 
 def limit_for(left):
     """The limit on the numbers of descriptors with which so many more can be opened."""
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
-    unused = (
-        n for n in itertools.count() if n not in used or not os.path.exists(f"/proc/self/fd/{n}")
-    )
-    return next(itertools.islice(unused, left, None))
+
+    def is_open(number):
+        try:
+            os.fstat(number)
+        except OSError as e:
+            return e.errno != errno.EBADF
+        return True
+
+    return next(itertools.islice(filterfalse(is_open, itertools.count()), left, None))
 
 
 def test_without_descriptors_it_listens_or_raises():
