@@ -250,7 +250,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
                 if expected and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
                     raise detector.make_error(missing, expected, "that it has not arrived")
                 (sleep or self._sleep)(delay)
-                delay = min(delay * 1.5, max_delay)
+                # in a long wait, at most 5 % longer
+                delay = min(delay * 1.5, max(max_delay, min(0.1, (now - started_at) / 20)))
 
     def exceeded(self, waited: float) -> str:
         """Return the limit that a wait of so many seconds exceeds, or an empty string."""
