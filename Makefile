@@ -106,8 +106,8 @@ reference: $(VENV)/.ready
 	$(RUN) -m tests.docs.reference
 
 # What CI runs.
-ci: test test-chaos
-	$(MAKE) -j 2 --output-sync servers lint test-python
+ci: test test-python test-chaos
+	$(MAKE) -j 2 --output-sync servers lint
 	$(MAKE) test-stores STORES=--require-servers
 
 lint: $(VENV)/.ready
