@@ -78,7 +78,7 @@ def set_progress(store, count):
 
 
 def evaluate(store, **options):
-    limpet.Evaluation(store, print, print, data=print, **options)
+    return limpet.Evaluation(store, print, print, data=print, **options)
 
 
 def add_job(store, **sizes):
@@ -247,7 +247,9 @@ def test_a_step_of_numpy_is_stored_as_a_number():
 @pytest.mark.parametrize("seconds", [60, np.int64(60), np.float32(60), np.float64(60)], ids=kind_of)
 def test_a_function_of_a_notice_returns_seconds_of_any_real_type(seconds):
     assert CallNotice(lambda: seconds).poll().seconds == 60
-    assert CallNotice(lambda: Notice("host", seconds)).poll().seconds == 60
+    notice = CallNotice(lambda: Notice("host", seconds, age=seconds)).poll()
+    assert (notice.seconds, notice.age) == (60, 60)
+    assert {type(notice.seconds), type(notice.age)} <= {int, float}
 
 
 def test_the_steps_of_a_status_may_be_of_numpy(tmp_path, monkeypatch):
@@ -256,6 +258,19 @@ def test_the_steps_of_a_status_may_be_of_numpy(tmp_path, monkeypatch):
     for step in (-1, 2.0, True):
         with pytest.raises(LimpetError, match="step of a Status must be"):
             Status(75, step=step)
+
+
+def test_seconds_of_numpy_become_numbers_of_python_also_in_records(tmp_path):
+    number = np.float32(60)
+    kept = Workers(start=number, load=number, task=number), Selection(throttle=number)
+    assert "np.float32" not in repr(kept)
+    with limpet.Run(tmp_path).writer() as writer:
+        writer.save({"x": 1}, step=1)
+    found = limpet.Evaluation(
+        tmp_path, lambda snapshot: snapshot, lambda model, batch: {"loss": (1.0, 1)},
+        data=lambda: [1, 2], workers=0, lease_seconds=number,
+    ).run()  # fmt: skip
+    assert [outcome.state for outcome in found] == ["DONE"]
 
 
 @pytest.mark.parametrize("seed", [True, 2.0, "2", np.True_], ids=kind_of)

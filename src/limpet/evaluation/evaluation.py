@@ -106,7 +106,7 @@ class Evaluation:
         is_valid = whole(workers) is not None or isinstance(workers, Workers)
         require("workers=", is_valid, "a whole number, 0 or more, or Workers(...)", workers)
         require("select=", isinstance(select, Selection), "Selection(...)", select)
-        check_seconds("lease_seconds=", lease_seconds, most=MAX_LEASE_SECONDS)
+        lease_seconds = check_seconds("lease_seconds=", lease_seconds, most=MAX_LEASE_SECONDS)
         batch_size = whole(batch_size)
         functions = {"setup": setup, "evaluate": evaluate, "data": data, "collate": collate}
         for label, function in functions.items():

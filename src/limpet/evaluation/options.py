@@ -43,7 +43,8 @@ class Workers:
         is_valid = isinstance(self.ray, Mapping | None)
         require("ray= of Workers", is_valid, "a dict of the options of an actor", self.ray)
         for name in ("start", "load", "task"):
-            check_seconds(f"{name}= of Workers", getattr(self, name), most=_MAX_SECONDS)
+            seconds = check_seconds(f"{name}= of Workers", getattr(self, name), most=_MAX_SECONDS)
+            object.__setattr__(self, name, seconds)
         object.__setattr__(self, "attempts", check_count("attempts= of Workers", self.attempts))
 
     @property
@@ -74,7 +75,10 @@ class Selection:
             object.__setattr__(self, "every_steps", steps)
         for name in ("every_seconds", "throttle"):
             value = getattr(self, name)
-            check_seconds(f"{name}= of Selection", value, may_be_zero=True, may_be_infinite=True)
+            seconds = check_seconds(
+                f"{name}= of Selection", value, may_be_zero=True, may_be_infinite=True
+            )
+            object.__setattr__(self, name, seconds)
 
     @property
     def needs_all(self) -> bool:

@@ -49,9 +49,15 @@ class NoticeSource(Protocol):
 
 
 def check_notice(found: object) -> Notice | None:
-    """Return what a source has returned. Raises ``LimpetError`` unless it is a notice or None."""
-    if found is None or (isinstance(found, Notice) and _is_valid(found)):
-        return found
+    """Return what a source has returned, with numbers of Python. Raises ``LimpetError`` unless it
+    is a notice or None."""
+    if found is None:
+        return None
+    if isinstance(found, Notice) and isinstance(found.source, str) and type(found.stops) is bool:
+        given, age = found.seconds, real(found.age)
+        seconds = given if given is None else real(given)
+        if (given is None or _is_number(seconds)) and age is not None and _is_number(age):
+            return replace(found, seconds=seconds, age=age)
     raise LimpetError(
         "A source of notices returned something else than a notice",
         expected="None, or a Notice(source: str, seconds: float | None, stops: bool)",
@@ -59,18 +65,8 @@ def check_notice(found: object) -> Notice | None:
     )
 
 
-def _is_valid(notice: Notice) -> bool:
-    return (
-        isinstance(notice.source, str)
-        and isinstance(notice.stops, bool)
-        and not (notice.seconds is not None and math.isnan(_to_number(notice.seconds)))
-        and not math.isnan(_to_number(notice.age))
-    )
-
-
-def _to_number(value: object) -> float:
-    number = real(value)
-    return math.nan if number is None else number
+def _is_number(number: float | None) -> bool:
+    return number is not None and not math.isnan(number)
 
 
 POLL_SECONDS = 4.0
