@@ -106,8 +106,7 @@ reference: $(VENV)/.ready
 	$(RUN) -m tests.docs.reference
 
 # What CI runs.
-ci: test test-python test-chaos
-	$(MAKE) -j 2 --output-sync servers lint
+ci: test test-python test-chaos lint
 	$(MAKE) test-stores STORES=--require-servers
 
 lint: $(VENV)/.ready

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from numbers import Real
 from typing import Any
 
@@ -34,28 +35,33 @@ def real(value: Any) -> float | None:
 def require(name: str, is_valid: bool, expected: str, found: object) -> None:
     """Raise ``LimpetError``, in one sentence, unless an argument is valid."""
     if not is_valid:
-        text = to_repr(found)
-        text = text if len(text) <= 120 else with_article(type(found).__name__)
-        raise LimpetError(f"{name} must be {expected}, not {text}")
+        raise _refusal(name, expected, found)
+
+
+def _refusal(name: str, expected: str, found: object) -> LimpetError:
+    text = to_repr(found)
+    text = text if len(text) <= 120 else with_article(type(found).__name__)
+    return LimpetError(f"{name} must be {expected}, not {text}")
 
 
 def check_count(name: str, value: object, least: int = 1, unit: str = "") -> int:
     """Return a whole number, ``least`` or more, as an int."""
     count = whole(value, least)
     if count is None:
-        unit = unit and f" of {unit}"
-        require(name, False, f"a whole number{unit}, {least} or more", value)
-    return count or 0
+        kind = f"a whole number of {unit}" if unit else "a whole number"
+        raise _refusal(name, f"{kind}, {least} or more", value)
+    return count
 
 
 def check_rank(rank: object, ranks: object) -> tuple[int | None, int | None]:
     """Return ``rank`` and the number of ``ranks`` as ints, or None for both if none is given."""
     if rank is None and ranks is None:
         return None, None
-    numbers = whole(rank), whole(ranks, 1)
-    is_valid = numbers[0] is not None and numbers[1] is not None and numbers[0] < numbers[1]
-    require("rank= and ranks=", is_valid, "two whole numbers with 0 <= rank < ranks", (rank, ranks))
-    return numbers[0] or 0, numbers[1] or 1
+    number, count = whole(rank), whole(ranks, 1)
+    if number is None or count is None or number >= count:
+        expected = "two whole numbers with 0 <= rank < ranks"
+        raise _refusal("rank= and ranks=", expected, (rank, ranks))
+    return number, count
 
 
 def check_seconds(
@@ -68,11 +74,10 @@ def check_seconds(
 ) -> float:
     """Return a number of seconds, more than 0 and at most ``most``, as an int or a float."""
     number = real(value)
-    number = -1.0 if number is None else number
-    is_valid = 0 < number <= most or (may_be_zero and number == 0)
-    is_valid = is_valid and (may_be_infinite or number < math.inf)
+    longest = most if may_be_infinite else min(most, sys.float_info.max)
+    if number is not None and (0 < number <= longest or (may_be_zero and number == 0)):
+        return number
     expected = "0 or more seconds" if may_be_zero else "more than 0 seconds"
     expected += "" if most == math.inf else f", at most {most:g}"
     expected += "" if may_be_infinite else ", and finite"
-    require(name, is_valid, expected, value)
-    return number
+    raise _refusal(name, expected, value)

@@ -142,5 +142,5 @@ def find_link_targets(store: Store, links: Iterable[str]) -> set[Version | None]
 def to_int(number: Any, expected: str) -> int:
     """Return a whole number of any type as an int. Raises ``LimpetError`` for any other value."""
     index = whole(number, -(1 << 64), 1 << 64)
-    require("A version", index is not None, expected, number)
+    require("The argument", index is not None, expected, number)
     return index or 0

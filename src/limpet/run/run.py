@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from limpet import events, machine
-from limpet.arguments import check_seconds, real, require, whole
+from limpet.arguments import check_seconds, require, whole
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
@@ -359,8 +359,6 @@ class Run:
         those that are pinned or that another version refers to. ``dry_run=True`` only reports what
         would be removed. ``now`` replaces the current time, in seconds since the epoch.
         """
-        age = real(grace)
-        if age is None or not age >= 0:
-            raise LimpetError(f"grace must be a number of seconds, 0 or more; found {grace!r}")
+        age = check_seconds("grace=", grace, may_be_zero=True, may_be_infinite=True)
         now = time.time() if now is None else now
         return sweep.sweep(self.catalog, grace=age, abandoned=abandoned, dry_run=dry_run, now=now)

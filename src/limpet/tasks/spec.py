@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from limpet.arguments import require, whole
 from limpet.errors import LimpetError, PlanError
@@ -119,9 +119,8 @@ def parse_spec(text: object) -> JobSpec:
 
 def check_kind(kind: str) -> Kind:
     """Return the kind of a task. Raises ``LimpetError`` if there is no such kind."""
-    found = next((k for k in KINDS if k == kind), None)
-    require("The kind of a task", found is not None, " or ".join(map(repr, KINDS)), kind)
-    return found or "training"
+    require("The kind of a task", kind in KINDS, " or ".join(map(repr, KINDS)), kind)
+    return cast("Kind", kind)
 
 
 def is_text(value: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from limpet.arguments import check_count, whole
+from limpet.arguments import check_count
 from limpet.data.progress import Progress
 from limpet.data.sampler import ElasticSampler, SamplerGroup
 from limpet.errors import LimpetError
@@ -59,8 +59,7 @@ class StepCounter:
     def add_steps(self, steps: int, batches: int | None) -> None:
         """Count ``steps`` more steps, which consist of ``batches`` batches together (None: of as
         many). If the ``Progress`` has an owner, its number is read instead."""
-        if (count := whole(steps, 1)) is None:
-            count = check_count("steps=", steps)  # raises
+        count = check_count("steps=", steps)
         if batches is not None:
             batches = check_count("batches=", batches, 0)
         if self.progress.owner is not None and count != 1:
