@@ -268,7 +268,7 @@ def test_seconds_of_numpy_become_numbers_of_python_also_in_records(tmp_path):
         writer.save({"x": 1}, step=1)
     found = limpet.Evaluation(
         tmp_path, lambda snapshot: snapshot, lambda model, batch: {"loss": (1.0, 1)},
-        data=lambda: [1, 2], workers=0, lease_seconds=number,
+        data=lambda: [1, 2], collate=list, workers=0, lease_seconds=number,
     ).run()  # fmt: skip
     assert [outcome.state for outcome in found] == ["DONE"]
 

@@ -216,18 +216,19 @@ def read_batches(
 ) -> Iterator[Any]:
     """Yield the batches of the records ``start`` up to ``stop``, as a ``DataLoader`` without worker
     processes does; to create one for each task would take longer. See ``Work``."""
-    from torch.utils.data import default_collate, default_convert
+    if collate is None:
+        from torch.utils.data import default_collate, default_convert
 
+        collate = default_convert if batch_size is None else default_collate
     if batch_size is None:
-        convert = collate or default_convert
         for number in range(start, stop):
-            yield convert(data[number])
+            yield collate(data[number])
         return
     read_many = getattr(data, "__getitems__", None)
     for first in range(start, stop, batch_size):
         numbers = [*range(first, min(first + batch_size, stop))]
         records = read_many(numbers) if read_many else [data[number] for number in numbers]
-        yield (collate or default_collate)(records)
+        yield collate(records)
 
 
 def _no_grad() -> AbstractContextManager[object]:
