@@ -331,6 +331,7 @@ def test_after_a_step_the_parameters_are_sharded_whether_they_are_captured_or_no
 ):
     """Otherwise, the next forward pass after an evaluation would gather them on some ranks only."""
     monkeypatch.setattr(step_savepoint, "SHARE", share)
+    monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", share or 1e-9)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
