@@ -44,8 +44,18 @@ def _refusal(name: str, expected: str, found: object) -> LimpetError:
     return LimpetError(f"{name} must be {expected}, not {text}")
 
 
+def check_whole(
+    name: str, value: object, expected: str, least: float = 0, most: int | None = None
+) -> int:
+    """Return a whole number as ``whole`` does. ``expected``: what the error says of it."""
+    number = whole(value, least, most)
+    if number is None:
+        raise _refusal(name, expected, value)
+    return number
+
+
 def check_count(name: str, value: object, least: int = 1, unit: str = "") -> int:
-    """Return a whole number, ``least`` or more, as an int."""
+    """Return a whole number, ``least`` or more, as an int. Each step calls this."""
     count = whole(value, least)
     if count is None:
         kind = f"a whole number of {unit}" if unit else "a whole number"

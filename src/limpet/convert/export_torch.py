@@ -180,7 +180,9 @@ class _Sink:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.length += len(view)
-        for at in range(0, len(view) if self._upload is not None else 0, BLOCK_SIZE):
+        if self._upload is None:  # it only counts
+            return len(view)
+        for at in range(0, len(view), BLOCK_SIZE):
             piece = view[at : at + BLOCK_SIZE]
             is_short = len(piece) <= _MAX_SHORT
             if not is_short or len(self._short) + len(piece) > BLOCK_SIZE:

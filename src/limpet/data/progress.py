@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from limpet.arguments import require, whole
+from limpet.arguments import check_whole
 from limpet.errors import LimpetError, PlanError
 
 _FIELDS = {"epoch", "step", "samples"}
@@ -163,10 +163,7 @@ class Progress:
         counts = {}
         for name in ("step", "epoch"):
             value = getattr(self.owner, name, None)
-            count = whole(value, 0, _MAX_COUNT - 1)
-            what = f"The {name} of {type(self.owner).__name__}"
-            require(what, count is not None, "a whole number, 0 or more", value)
-            counts[name] = count or 0
+            counts[name] = _check_count(f"The {name} of {type(self.owner).__name__}", value)
         return counts
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -174,12 +171,15 @@ class Progress:
             self._epoch, self._epoch_began, self._knows_began = epoch, self._step, True
 
     def _check_may_set(self, name: str, value: Any, counter: str) -> int:
-        count = whole(value, 0, _MAX_COUNT - 1)
-        require(f"progress.{name}", count is not None, "a whole number, 0 or more", value)
+        count = _check_count(f"progress.{name}", value)
         if self._is_counted or self.owner is not None:
             who = "its owner" if self.owner is not None else counter
             raise LimpetError(f"progress.{name} cannot be set: {who} counts the {name}s")
-        return count or 0
+        return count
+
+
+def _check_count(name: str, value: object) -> int:
+    return check_whole(name, value, "a whole number, 0 or more", most=_MAX_COUNT - 1)
 
 
 def _is_count(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from limpet.arguments import check_count, check_rank, require, whole
+from limpet.arguments import check_count, check_rank, check_whole, require
 from limpet.data.permutation import permute
 from limpet.errors import LimpetError, PlanError
 from limpet.generators import States, capture_states, restore_states
@@ -62,9 +62,8 @@ class ElasticSampler:
             "length= of an ElasticSampler", length, unit="samples (len(dataset))"
         )
         self.batch_size = check_count("batch_size= of an ElasticSampler", batch_size)
-        is_seed = whole(seed, -math.inf) is not None
-        require("seed= of an ElasticSampler", is_seed, "a whole number", seed)
-        self.seed = int(seed)
+        name = "seed= of an ElasticSampler"
+        self.seed = check_whole(name, seed, "a whole number", -math.inf)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self.skip_empty = bool(skip_empty)

@@ -12,7 +12,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-from limpet.arguments import require, whole
+from limpet.arguments import check_whole
 from limpet.errors import BrokenLink, NotFound
 from limpet.format.names import Version, is_spread_folder, parse_attempt, version_of_key
 from limpet.storage.store import Entry, Stat, Store, list_level
@@ -141,6 +141,4 @@ def find_link_targets(store: Store, links: Iterable[str]) -> set[Version | None]
 
 def to_int(number: Any, expected: str) -> int:
     """Return a whole number of any type as an int. Raises ``LimpetError`` for any other value."""
-    index = whole(number, -(1 << 64), 1 << 64)
-    require("The argument", index is not None, expected, number)
-    return index or 0
+    return check_whole("The argument", number, expected, -(1 << 64), 1 << 64)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from limpet import events, machine
-from limpet.arguments import check_seconds, require, whole
+from limpet.arguments import check_seconds, require
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
@@ -23,7 +23,7 @@ from limpet.run.metrics import ADDED_METRICS, check_metrics, to_numbers
 from limpet.run.policy import KeepPolicy, Mode, Record, check_metric
 from limpet.run.records import EvaluationStatus, find_statuses, put_about_version
 from limpet.run.sweep import GRACE, SweepResult
-from limpet.run.writer import VersionWriter
+from limpet.run.writer import VersionWriter, check_incremental
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, Url
 from limpet.snapshot.snapshot import Snapshot, reader_of, snapshot_of
@@ -159,8 +159,7 @@ class Run:
         make the same calls. ``timeout``: the seconds after which a save fails. Raises
         ``LimpetError`` for an invalid argument.
         """
-        is_valid = type(incremental) is bool or whole(incremental, 1) is not None
-        require("incremental=", is_valid, "True, False, or a number of versions", incremental)
+        check_incremental(incremental)
         is_valid = isinstance(keep, KeepPolicy | None)
         require("keep=", is_valid, "a keep policy such as KeepLast(3)", keep)
         if timeout is not None:

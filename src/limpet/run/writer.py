@@ -15,6 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from limpet import events
+from limpet.arguments import require, whole
 from limpet.buffers import BufferPool, shared_pool
 from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, LimpetError
@@ -36,6 +37,12 @@ from limpet.snapshot.snapshot import Snapshot, snapshot_of
 
 _MAX_SESSIONS = 256
 """The sessions that a version names. A backup that lacks as many restarts is refused."""
+
+
+def check_incremental(value: object) -> None:
+    """Raise ``LimpetError`` unless this is a valid ``incremental=``."""
+    is_valid = type(value) is bool or whole(value, 1) is not None
+    require("incremental=", is_valid, "True, False, or a number of versions, 1 or more", value)
 
 
 class _Start(msgspec.Struct, frozen=True):

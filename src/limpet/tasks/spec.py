@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple, cast
 
-from limpet.arguments import require, whole
+from limpet.arguments import check_whole, require, whole
 from limpet.errors import LimpetError, PlanError
 from limpet.text import without_surrogates
 
@@ -81,9 +81,12 @@ def make_spec(
     """Return the specification of a job. Raises ``LimpetError`` if it is not valid."""
     for text in (name,) if after is None else (name, after):
         require("The name of a job", is_text(text) and text != "", "a text, not empty", text)
-    for label, number in (("task_size", task_size), ("epochs", epochs)):
-        is_valid = whole(number, 1, _MAX_RECORDS - 1) is not None
-        require(f"{label} of job {name!r}", is_valid, "a whole number, 1 or more", number)
+    task_size, epochs = (
+        check_whole(
+            f"{label} of job {name!r}", number, "a whole number, 1 or more", 1, _MAX_RECORDS - 1
+        )
+        for label, number in (("task_size", task_size), ("epochs", epochs))
+    )
     if not isinstance(data, Mapping):
         data = {"": data}
     ranges: list[tuple[str, int, int | None]] = []
@@ -93,7 +96,7 @@ def make_spec(
         require(f"The end of each data set of job {name!r}", is_valid, "a number", stop)
         if start != stop:
             ranges.append((key, start, stop))
-    spec = JobSpec(check_kind(kind), name, tuple(ranges), int(task_size), int(epochs), after)
+    spec = JobSpec(check_kind(kind), name, tuple(ranges), task_size, epochs, after)
     require(f"The number of records of job {name!r}", bool(ranges), "1 or more", 0)
     is_valid = spec.tasks < _MAX_RECORDS
     require(f"The number of tasks of job {name!r}", is_valid, f"< {_MAX_RECORDS}", spec.tasks)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from limpet.arguments import check_seconds, require, whole
+from limpet.arguments import check_seconds, require
 from limpet.errors import LimpetError, PlanError
 from limpet.format.names import parse_version
 from limpet.format.tree import MAX_DEPTH
@@ -15,6 +15,7 @@ from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
 from limpet.run.run import Run
+from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unwritable
 from limpet.text import MAX_SHOWN, format_list, with_article
@@ -60,13 +61,10 @@ def check_arguments(options: Options) -> dict[str, str]:
         ),
         "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
-        "incremental": (
-            type(incremental) is bool or whole(incremental, 1) is not None,
-            "True, False, or a number of versions, 1 or more",
-        ),
         "overlap": (type(values["overlap"]) is bool, "True or False"),
         "quiet": (type(values["quiet"]) is bool, "True or False"),
     }
+    check_incremental(incremental)
     if timeout is not None:
         check_seconds("save_timeout=", timeout, may_be_infinite=True)
     for name, (is_valid, expected) in expected_values.items():
