@@ -12,6 +12,7 @@ import pytest
 from limpet.errors import Denied, JobFailed, LimpetError, TaskError
 from limpet.ranks import wire
 from limpet.tasks import Queue, RemoteQueue, TaskServer
+from limpet.tasks import remote as remote_module
 from tests.interrupts import MOMENTS, SignalError, raise_at_start
 from tests.tasks.test_processes import expected_results, worker
 from tests.tasks.worker import evaluate
@@ -166,7 +167,8 @@ def test_a_closed_server_accepts_nobody():
 
 
 @pytest.mark.parametrize("answers", [0, 1])
-def test_an_owner_that_does_not_answer_is_an_error_in_time(answers):
+def test_an_owner_that_does_not_answer_is_an_error_in_time(answers, monkeypatch):
+    monkeypatch.setattr(remote_module, "_REPLY_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = f"tcp://127.0.0.1:{stopped.getsockname()[1]}/{'a' * 64}"
         if answers:
@@ -186,7 +188,7 @@ def test_an_owner_that_does_not_answer_is_an_error_in_time(answers):
             thread.start()
         try:
             with pytest.raises(TaskError, match=r"the time is over|timed out"):
-                RemoteQueue.connect(address, reply_seconds=0.2)
+                RemoteQueue.connect(address)
         finally:
             if answers:
                 done.set()
@@ -208,8 +210,9 @@ class Flip:
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_bit_that_flips_on_the_way_is_detected(direction):
+def test_a_bit_that_flips_on_the_way_is_detected(direction, monkeypatch):
     """No changed byte of the handshake, a task, or a result is taken for another meaning."""
+    monkeypatch.setattr(remote_module, "_REPLY_SECONDS", 5.0)
     assert sum(flip_a_bit(direction, at) for at in range(0, 900, 23)) > 8
 
 
@@ -225,7 +228,7 @@ def flip_a_bit(direction, at):
             changed = re.sub(r":\d+/", f":{proxy.port}/", address)
             raised: Exception | None = None
             try:
-                with RemoteQueue.connect(changed, reply_seconds=5) as remote:
+                with RemoteQueue.connect(changed) as remote:
                     assert remote.evaluation.evaluate_one(lambda task: [task.stop])
                     remote.finished("evaluation")
             except (TaskError, Denied) as e:

@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 @contextmanager
 def remote(queue, count=1):
     with TaskServer(queue) as server:
-        workers = [RemoteQueue(server.connect("w"), reply_seconds=30) for _ in range(count)]
+        workers = [RemoteQueue(server.connect("w")) for _ in range(count)]
         try:
             yield workers
         finally:
@@ -339,9 +339,10 @@ def test_a_client_waits_for_a_task_and_no_longer_than_told():
             worker.get("training", "me")
 
 
-def test_an_owner_that_does_not_reply_is_given_up():
+def test_an_owner_that_does_not_reply_is_given_up(monkeypatch):
+    monkeypatch.setattr(remote_module, "_REPLY_SECONDS", 0.05)
     own, other = socket.socketpair()
-    with own, RemoteQueue(other, reply_seconds=0.05) as worker:
+    with own, RemoteQueue(other) as worker:
         for expected in (
             "the time is over",
             "closed",
@@ -361,7 +362,7 @@ def test_a_kind_that_does_not_exist_does_not_end_the_connection():
 def waiting():
     """The end of an owner that does not reply, and a request that waits for it in a thread."""
     own, other = socket.socketpair()
-    worker = RemoteQueue(other, reply_seconds=30)
+    worker = RemoteQueue(other)
 
     def request():
         with suppress(TaskError):
@@ -416,7 +417,8 @@ def test_a_program_that_a_worker_starts_keeps_no_connection_alive():
             os.waitpid(child, 0)
 
 
-def test_an_owner_that_sends_a_byte_now_and_then_is_given_up():
+def test_an_owner_that_sends_a_byte_now_and_then_is_given_up(monkeypatch):
+    monkeypatch.setattr(remote_module, "_REPLY_SECONDS", 0.1)
     own, other = socket.socketpair()
     stop = threading.Event()
 
@@ -428,7 +430,7 @@ def test_an_owner_that_sends_a_byte_now_and_then_is_given_up():
     thread = threading.Thread(target=drip)
     thread.start()
     try:
-        worker = RemoteQueue(other, reply_seconds=0.1)
+        worker = RemoteQueue(other)
         with pytest.raises(TaskError, match="the time is over"):
             worker.get("training")
     finally:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-from limpet.arguments import check_seconds, require, whole
+from limpet.arguments import check_seconds, check_whole, require
 from limpet.deadline import Deadline
 from limpet.errors import Denied, LimpetError, StoreError, TaskError, Unavailable
 from limpet.ranks import wire
@@ -52,6 +52,9 @@ _SEND_SECONDS = 30.0
 
 _LONGEST_WAIT = 0.5
 """Seconds for which a request waits for a task. So long, nobody notices that a worker has left."""
+
+_REPLY_SECONDS = 60.0
+"""How long a request of a worker may take."""
 
 _HANDSHAKES = wire.HandshakeLimits(connections=256)
 """More than for peers: hundreds of workers may connect at once, and none may displace another."""
@@ -242,9 +245,7 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
         workers may connect, also again and again, such as an actor that Ray restarts. Raises
         ``TaskError`` if this host does not have the address.
         """
-        number = whole(port, 0, 65535)
-        require("port=", number is not None, "a whole number, 0 to 65535", port)
-        port = number or 0
+        port = check_whole("port=", port, "a whole number, 0 to 65535", most=65535)
         secret = wire.make_secret() if secret is None else secret
         format_address("host", 0, secret)
         try:
@@ -353,22 +354,18 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
 class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
     """The queue of another process, over a socket that ``TaskServer.connect`` has returned there.
 
-    ``reply_seconds``: how long a request may take. All methods may be called from any thread, one
-    request at a time. Each raises ``TaskError`` if the owner has ended or does not reply in time.
-    Then the connection is over, and the owner gives the tasks to other workers. A process that is
-    forked has no access to it.
+    All methods may be called from any thread, one request at a time. Each raises ``TaskError`` if
+    the owner has ended or does not reply within 60 s. Then the connection is over, and the owner
+    gives the tasks to other workers. A process that is forked has no access to it.
     """
 
-    def __init__(
-        self, connection: socket.socket | wire.Channel, reply_seconds: float = 60.0
-    ) -> None:
-        reply_seconds = check_seconds("reply_seconds=", reply_seconds)
+    def __init__(self, connection: socket.socket | wire.Channel) -> None:
         if isinstance(connection, socket.socket):
             connection.set_inheritable(False)  # no program that this process starts keeps it alive
             connection = wire.Channel(
-                connection, _OWNER, MESSAGES, _REQUEST, part_seconds=reply_seconds
+                connection, _OWNER, MESSAGES, _REQUEST, part_seconds=_REPLY_SECONDS
             )
-        self._channel, self._reply_seconds = connection, reply_seconds
+        self._channel = connection
         self._process = os.getpid()
         self._lock = Lock()
         self._is_closed = False
@@ -376,16 +373,13 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         self.evaluation = EvaluationSide(self)
 
     @classmethod
-    def connect(
-        cls, address: str, worker: str | None = None, reply_seconds: float = 60.0
-    ) -> RemoteQueue:
+    def connect(cls, address: str, worker: str | None = None) -> RemoteQueue:
         """Connect to an address that ``TaskServer.listen`` has returned, on any host.
 
         ``worker``: the name of this worker in errors (by default, its process and host). Each
         connection is a worker of its own. Raises ``TaskError`` if the queue cannot be reached
         within 10 s, and ``Denied`` if another program has the address now.
         """
-        reply_seconds = check_seconds("reply_seconds=", reply_seconds)
         name = f"process {os.getpid()} on {socket.gethostname()}" if worker is None else worker
         host, port, secret = parse_address(address)
         try:
@@ -395,11 +389,11 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
                 f"{_OWNER} at {host}:{port}",
                 MESSAGES,
                 "the connection to a task queue",
-                reply_seconds,
+                _REPLY_SECONDS,
             )
         except Unavailable as e:
             raise TaskError(e.what, todo=e.todo) from e
-        queue = cls(channel, reply_seconds)
+        queue = cls(channel)
         try:
             queue._ask(Hello(without_surrogates(name)[:_MAX_NAME]))
         except BaseException:
@@ -422,10 +416,10 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
             lease_seconds = check_seconds("lease_seconds=", lease_seconds)
         name = "worker= (a RemoteQueue is the queue of one worker)"
         require(name, worker is None, "None", worker)
-        end, longest = time.monotonic() + timeout, min(_LONGEST_WAIT, self._reply_seconds / 2)
+        end = time.monotonic() + timeout
         while True:
             left = max(0.0, end - time.monotonic())
-            task = self._task(self._request(Get(kind, lease_seconds, min(left, longest))))
+            task = self._task(self._request(Get(kind, lease_seconds, min(left, _LONGEST_WAIT))))
             if task is not None or not left:
                 return task
 
@@ -504,7 +498,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
     def _lost(self, cause: str) -> TaskError:
         return TaskError(
             "The connection to the owner of the task queue is over",
-            expected=f"a reply within {self._reply_seconds} s",
+            expected=f"a reply within {_REPLY_SECONDS:g} s",
             found=cause,
             todo="End this worker: the owner gives its tasks to other workers",
         )
