@@ -14,6 +14,7 @@ from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
 from limpet.types import BLOCK_SIZE
+from tests.waiting import wait_until
 
 
 def network(outputs=4000):
@@ -121,6 +122,7 @@ def test_a_failed_copy_does_not_block_the_optimizer_and_raises_at_the_next_step(
     train_step(state)
     ckpt.step()
     train_step(state)  # does not hang
+    wait_until(lambda: not ckpt._saver.busy)
     with pytest.raises(NoSpace):
         ckpt.step()
     monkeypatch.undo()
