@@ -36,7 +36,7 @@ from limpet.tiers.tiers import Tier, Tiers
 from limpet.training import state_check
 from limpet.training.cadence import Cadence
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
-from limpet.training.ending import Ending, ended_epochs, take_over
+from limpet.training.ending import Ending, check_position, ended_epochs, take_over
 from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
 from limpet.training.member import call_to_resume, check_members
@@ -154,6 +154,7 @@ class Checkpointer:
         self._arguments = check_arguments(options)
         self.run = Run(run)
         check_not_version(self.run)
+        check_position(self.run, self.state)
         self._all_ranks = saving_group(group)
         self._group = self._all_ranks.training or self._all_ranks
         if self._all_ranks.members:
@@ -630,6 +631,7 @@ class Checkpointer:
         """Use the state that the function returns from now on."""
         state = make_state()
         check_state(state)
+        check_position(self.run, state)
         self._step_counter.attach(state)
         self._savepoint.attach(state)
         self.state, self._state_function = state, None

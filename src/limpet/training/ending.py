@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from threading import current_thread
+from typing import Any
 from weakref import finalize, ref
 
 from limpet import errors, events
@@ -20,8 +21,10 @@ from limpet.ranks.error_report import Arrival, format_with_notes
 from limpet.ranks.group import Group, all_reduce, broadcast_from_first
 from limpet.run.policy import Never, SavePolicy
 from limpet.run.records import put_about_version
+from limpet.run.run import Run
 from limpet.run.writer_lock import find_writer
 from limpet.snapshot import pins
+from limpet.state.walk import find_instances
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user
@@ -30,7 +33,7 @@ from limpet.tiers.ladder import Ladder
 from limpet.training.cadence import Cadence
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
 from limpet.training.saver import Saver, SaveSpec, version_of
-from limpet.training.step_counter import StepCounter
+from limpet.training.step_counter import POSITIONS, StepCounter
 from limpet.training.step_savepoint import StepSavepoint
 
 JOIN_TIMEOUT = 20.0
@@ -495,10 +498,26 @@ def take_over(newer: Ending) -> None:
         if (
             earlier is not None
             and earlier.group.rank == saver.group.rank
-            and _is_same_run(earlier, saver)
+            and _is_same_run(earlier, saver.run)
         ):
             _end(earlier, owner())
     _trainings[ref(saver, _forget)] = ref(newer)
+
+
+def check_position(run: Run, state: dict[str, Any]) -> None:
+    """Raise ``LimpetError`` if an open training of another run in this process counts in the same
+    objects: each would advance them for both."""
+    own = {*map(id, find_instances(state, POSITIONS))}
+    for known, owner in _trainings.copy().items() if own else ():
+        earlier, training = known(), owner()
+        if earlier is None or training is None or training._lifecycle.is_closed:
+            continue
+        shared = [p for p in training.step_counter.positions if id(p) in own]
+        if shared and not _is_same_run(earlier, run):
+            raise errors.LimpetError(
+                f"The {type(shared[0]).__name__} in the state counts for an open Checkpointer of"
+                f" {earlier.run.url}: close that one, or give each run an object of its own"
+            )
 
 
 def _end(saver: Saver, earlier: Ending | None) -> None:
@@ -547,9 +566,9 @@ def _check_may_close(training: Ending) -> None:
     )
 
 
-def _is_same_run(earlier: Saver, newer: Saver) -> bool:
-    """Return True if two trainings have the same run, however it is spelled."""
-    first, second = earlier.run.store, newer.run.store
+def _is_same_run(earlier: Saver, run: Run) -> bool:
+    """Return True if a training has this run, however it is spelled."""
+    first, second = earlier.run.store, run.store
     if first is second:
         return True
     if isinstance(first, LocalStore) and isinstance(second, LocalStore):
@@ -566,7 +585,7 @@ def _is_same_run(earlier: Saver, newer: Saver) -> bool:
     if lock_id is None:
         return True
     try:  # two servers may use the same URL
-        writer = find_writer(newer.run.store)
+        writer = find_writer(second)
     except (errors.StoreError, errors.FormatTooNew):
         return False
     return writer is not None and writer.attempt == lock_id

@@ -16,6 +16,9 @@ from limpet.errors import LimpetError
 from limpet.generators import open_block
 from limpet.state.walk import find_instances
 
+POSITIONS: Any = Progress, ElasticSampler
+"""The classes of what counts the steps of one training only."""
+
 
 class StepCounter:
     """Counts steps and epochs in the state's ``Progress``, or its own, and advances samplers."""
@@ -41,6 +44,7 @@ class StepCounter:
                 found=len(found),
             )
         self._is_in_state = bool(found)
+        self.positions = list(find_instances(state, POSITIONS))
         self.progress = found[0] if found else Progress()
         self.progress.resume(None)
         self._samplers = list(find_instances(state, ElasticSampler))
