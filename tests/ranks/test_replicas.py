@@ -313,3 +313,12 @@ def test_a_replicated_value_is_saved_from_the_first_rank_that_has_it():
 def test_replicated_tensors_of_different_shapes_raise():
     make_states = partial(map, lambda n: {"a": Replicated(torch.zeros(n))})
     assert "a: float32 [1] on rank 0" in str(save_error(ShapeMismatch, *make_states([1, 2])))
+
+
+def test_replicas_with_other_orders_of_dimensions_are_equal():
+    """The saved order is that of the first rank."""
+    t = torch.arange(12.0).view(3, 4)
+    store = save_on_ranks({"w": t.t()}, {"w": t.t().contiguous()})
+    loaded = limpet.load(store)["w"]
+    assert_same(t.t(), loaded)
+    assert loaded.stride() == (1, 4)

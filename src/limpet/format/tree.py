@@ -526,16 +526,19 @@ class _Checker:
             dtype, shape = body[:2]
         if (
             type(body) is not list
-            or len(body) > (3 if tag == "array" else 2)
+            or len(body) > 3
             or type(shape) is not list
             or not is_valid_shape(dtype, shape)
             or (tag == "array" and dtype.startswith(_NOT_IN_NUMPY))
         ):
             return False
-        if len(body) == 3 and (dtype, from_descr(body[2]).itemsize) != ("uint8", shape[-1]):
-            return False
         if tag == "tensor":
             self.tensors.add(key)
+            order = body[2] if len(body) == 3 else [*range(len(shape))]
+            if not {*map(type, order)} <= {int} or sorted(order) != [*range(len(shape))]:
+                return False
+        elif len(body) == 3 and (dtype, from_descr(body[2]).itemsize) != ("uint8", shape[-1]):
+            return False
         self.leaves[key] = dtype, tuple(shape)
         return True
 

@@ -62,6 +62,12 @@ class SlotOwner:
     options: LoadedOptions
 
     @property
+    def plain_parameter(self) -> Any:
+        """The parameter if PyTorch's own operations are all that its tensors have, else None."""
+        is_plain = type(self.parameter) in part_library(type(self.parameter)).plain_types
+        return self.parameter if is_plain else None
+
+    @property
     def live_slots(self) -> Mapping[str, Any]:
         """Its slots. They are empty before the first step."""
         return self.optimizer.state.get(self.parameter) or {}
@@ -166,34 +172,48 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
     if not (type(node) is dict and "tensor" in node):
         if is_live_tensor and slot == "step" and type(node) in (int, float):
             return lambda: torch.full_like(live, node, device=device)
-        return binding.targets.add_fresh(node, key, device)
+        return binding.targets.add_fresh(node, key, device, owner.plain_parameter)
     source, _ = binding.targets.resolve_leaf(node, key)
     stored, shape = binding.targets.snapshot.leaves[source]
-    if live is None:
-        dtype = _converted_dtype(binding, owner, stored, shape)
-        live = _empty_slot_like(binding, owner.parameter, dtype or stored, shape, key)
-        if live is None and dtype is not None:
-            live = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        is_live_tensor = live is not None
-    if not is_live_tensor or tuple(live.shape) != shape:
-        return binding.targets.add_fresh(node, key, device)
-    library = part_library(type(live))
-    _, live_dtype = library.describe(live)
-    if stored != live_dtype:
-        castable = library.can_cast(stored, live)
+    is_replaced = is_live_tensor and tuple(live.shape) != shape
+    if is_live_tensor and not is_replaced:
+        library = part_library(type(live))
+        _, live_dtype = library.describe(live)
+        castable = stored != live_dtype and library.can_cast(stored, live)
         # as PyTorch's load_state_dict does, which asks for no permission
         is_counter = slot == "step" and live.numel() == 1
         if castable and (binding.cast or is_counter):
             binding.differences.casts[key] = f"{stored} to {live_dtype}"
-        elif owner.options.change_slots or is_counter:
-            return binding.targets.add_fresh(node, key, device)
-        else:
+        elif stored != live_dtype and (owner.options.change_slots or is_counter):
+            is_replaced = True
+        elif stored != live_dtype:
             binding.note_other_dtype(key, stored, live_dtype, castable)
             return lambda: live
+    if not is_live_tensor or is_replaced:
+        dtype = _converted_dtype(binding, owner, stored, shape) if live is None else None
+        live = _empty_slot_like(binding, owner.parameter, dtype or stored, shape, key)
+        if dtype is not None:
+            binding.differences.casts[key] = f"{stored} to {dtype}"
+            live = _new_slot(owner, getattr(torch, dtype), shape, device) if live is None else live
+        if live is None:
+            return binding.targets.add_fresh(node, key, device, owner.plain_parameter)
     writable = live.layout is torch.strided and not shares_elements(live)
     if not writable or live.device != torch.device(device):
-        live = torch.empty(shape, dtype=live.dtype, device=device)
+        live = _new_slot(owner, live.dtype, shape, device)
     return binding.add_array(live, source, key)
+
+
+def _new_slot(owner: SlotOwner, dtype: Any, shape: tuple[int, ...], device: Any) -> Any:
+    """Allocate a slot with the parameter's strides if it has its shape, as PyTorch does: a fused
+    step goes through the memory of both."""
+    import torch
+
+    parameter = owner.parameter
+    if shape == tuple(parameter.shape) and (
+        owner.plain_parameter is not None or sharding.is_dtensor(parameter)
+    ):
+        return sharding.empty_like(parameter, dtype, device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:

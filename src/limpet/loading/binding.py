@@ -107,7 +107,7 @@ class Binding:
             self.note_other_kind(kind, node, key)
             return None
         stored, shape = self.targets.snapshot.leaves[source]
-        if len(leaf[kind]) > 2:  # rows of bytes
+        if kind == "array" and len(leaf[kind]) > 2:  # rows of bytes
             stored, shape = str(from_descr(leaf[kind][2])), shape[:-1]
         if (value.shape != shape and tuple(value.shape) != shape) or key in self.resized:
             self.note_resized(value, key, shape, value.shape)

@@ -56,9 +56,9 @@ class LoadTargets:
             self.requests.append(ReadRequest(source, box))
             self.targets.append(Target.from_tensor(dtype, box.sizes, into))
 
-    def add_fresh(self, node: Any, key: str, device: Any = None) -> Finalize:
+    def add_fresh(self, node: Any, key: str, device: Any = None, like: Any = None) -> Finalize:
         """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
-        function that decodes the node's value."""
+        function that decodes the node's value. ``like``: as for ``allocate``."""
         is_plain = type(node) is not dict  # as most options of an optimizer are
         if self.is_live and not is_plain:
             self._refuse_subclasses(node, key)
@@ -70,7 +70,7 @@ class LoadTargets:
                     if device is None and "tensor" in leaf:
                         leaf_device = self.device_of(source)
                     spec = self.snapshot.leaves[source]
-                    self.fresh[source] = allocate(leaf, k, *spec, leaf_device)
+                    self.fresh[source] = allocate(leaf, k, *spec, leaf_device, like)
                     self.add(source, self.fresh[source])
         return lambda: tree.decode(node, key, self.decode_leaf)
 

@@ -72,11 +72,22 @@ def as_records(rows: Any, dtype: np.dtype[Any]) -> Any:
     return rows.reshape(-1).view(dtype) if rows.size else np.empty(rows.shape[:-1], dtype)
 
 
-def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
-    """Allocate elements of a leaf: an array, or a torch tensor for a tensor. Raises ``LimpetError``
-    if torch is not installed or does not know the dtype."""
+def allocate(
+    node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None, like: Any = None
+) -> Any:
+    """Allocate elements of a leaf: an array, or a torch tensor for a tensor, with the strides of
+    the tensor ``like`` if that has these sizes, or else the saved order of dimensions. Raises
+    ``LimpetError`` if torch is not installed or does not know the dtype."""
     library: Any = library_of(np.ndarray)
-    if "tensor" in node:
-        torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")
-        library = library_of(torch.Tensor)
-    return library.empty(key, dtype, sizes, device)
+    if "tensor" not in node:
+        return library.empty(key, dtype, sizes, device)
+    torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")
+    if like is not None and tuple(like.shape) == sizes and hasattr(torch, dtype):
+        found = getattr(torch, dtype)
+        return torch.empty_like(like, dtype=found, device=device, requires_grad=False)
+    library = library_of(torch.Tensor)
+    if len(node["tensor"]) == 2:
+        return library.empty(key, dtype, sizes, device)
+    order = node["tensor"][2]
+    permuted = library.empty(key, dtype, [sizes[dim] for dim in order], device)
+    return permuted.permute([order.index(dim) for dim in range(len(order))])

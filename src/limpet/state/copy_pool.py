@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-AllocationKey = tuple[Any, Any, Any]
-"""Shape, dtype, and device. A copy can reuse the memory of another copy with the same key."""
+AllocationKey = tuple[Any, ...]
+"""Shape, strides, dtype, device. A copy can reuse the memory of another with the same key."""
 
 
 class TooManyBytes(Exception):

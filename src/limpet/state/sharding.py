@@ -95,17 +95,21 @@ def resolve_parts(boxes: LocalBoxes) -> LocalBoxes:
     return msgspec.structs.replace(boxes, box_tensors=resolved)
 
 
-def empty_like(parameter: Any, dtype: Any) -> Any:
-    """Return an uninitialized tensor of ``dtype`` like ``parameter``, with its placements if it is
-    a DTensor. It requires no gradient."""
+def is_dtensor(value: Any) -> bool:
+    return isinstance(value, _loaded_class(_DTENSOR_MODULE, "DTensor"))
+
+
+def empty_like(parameter: Any, dtype: Any, device: Any = None) -> Any:
+    """Return an uninitialized tensor of ``dtype`` like ``parameter``: with its order of dimensions
+    in memory, and its placements if it is a DTensor. It requires no gradient."""
     import torch
 
-    if not isinstance(parameter, _loaded_class(_DTENSOR_MODULE, "DTensor")):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if not is_dtensor(parameter):
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     # ``torch.empty_like`` of a DTensor loses a custom order of the mesh dimensions
     spec, local = parameter._spec, _wait_tensor(parameter._local_tensor)
     return type(parameter)(
-        torch.empty_like(local, dtype=dtype, requires_grad=False),
+        torch.empty_like(local, dtype=dtype, device=device, requires_grad=False),
         replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)),
         requires_grad=False,
     )
@@ -113,7 +117,7 @@ def empty_like(parameter: Any, dtype: Any) -> Any:
 
 def _extractor(value: Any) -> Callable[[Any, str], LocalBoxes] | None:
     """Return the function that finds the local boxes of a value; None for an ordinary value."""
-    if isinstance(value, _loaded_class(_DTENSOR_MODULE, "DTensor")):
+    if is_dtensor(value):
         return _boxes_of_dtensor
     if isinstance(value, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
         return _boxes_of_sharded_tensor

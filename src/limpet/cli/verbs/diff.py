@@ -112,7 +112,7 @@ def _compare_rows(a: TreeRow, b: TreeRow) -> Change | None:
         return Change(a.key, "dtype", a.dtype, b.dtype)
     if a.shape != b.shape:
         return Change(a.key, "shape", a.shape, b.shape)
-    if a.is_leaf and b.is_leaf and a.node != b.node:
+    if a.is_leaf and b.is_leaf and _leaf_kind(a) != _leaf_kind(b):
         return Change(a.key, "kind", _leaf_kind(a), _leaf_kind(b))
     # compare the repr: in Python, 1, 1.0, and True are equal, and so are 0.0 and -0.0
     if a.kind == "value" and repr(a.node) != repr(b.node):

@@ -73,8 +73,9 @@ class LocalBoxes(msgspec.Struct, frozen=True, gc=False):
 
 
 def leaf_node(value: Any, boxes: LocalBoxes, key: str, *descr: Any) -> dict[str, Any]:
-    """Return the node of a leaf. ``descr``: the dtype as JSON, if the parts are rows of uint8.
-    Raises ``Unsupported`` for a dtype without a name in the format, and for a shape too large."""
+    """Return the node of a leaf. ``descr``: the dtype as JSON, if the parts are rows of uint8, or
+    a tensor's order of dimensions in memory, if it is not the usual one. Raises ``Unsupported`` for
+    a dtype without a name in the format, and for a shape too large."""
     shape = boxes.shape
     if boxes.dtype not in DTYPES:
         raise unsupported(value, key, f"Limpet cannot write the dtype {value.dtype}")

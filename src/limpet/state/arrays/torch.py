@@ -9,6 +9,7 @@ from math import prod
 from operator import attrgetter, mul
 from typing import Any
 
+import msgspec
 import torch
 
 from limpet.errors import LimpetError, PlanError
@@ -75,6 +76,9 @@ class _TorchTensors(ArrayLibrary):
         """This is called for every leaf of a model: keep it short."""
         if type(value) is not _Tensor and type(value) is not _Parameter:
             boxes = sharding.get_local_boxes(value, key)
+            if boxes is not None and sharding.is_dtensor(value) and not value.is_contiguous():
+                node = leaf_node(value, boxes, key, *_memory_order(value))
+                boxes = msgspec.structs.replace(boxes, node=node)
             return None if boxes is None else sharding.resolve_parts(boxes)
         if value.layout is not _STRIDED or value.is_nested:
             return None
@@ -92,6 +96,8 @@ class _TorchTensors(ArrayLibrary):
         if value.is_neg() or value.is_conj():
             value = value.resolve_conj().resolve_neg()
         shape, box, name, node = layout
+        if not value.is_contiguous():
+            node = {"tensor": [*node["tensor"], *_memory_order(value)]}
         address = value.data_ptr()
         if not address:
             if value.is_meta:
@@ -149,9 +155,9 @@ class _TorchTensors(ArrayLibrary):
         pool.copied_addresses.add(t.data_ptr())
         return pool.copy(
             (t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()),
-            (t.shape, t.dtype, t.device),
+            (t.shape, t.stride(), t.dtype, t.device),
             t.numel() * t.element_size(),
-            lambda: torch.empty(t.shape, dtype=t.dtype, device=t.device),
+            lambda: torch.empty_like(t),
             lambda copy: copy.copy_(t),
         )
 
@@ -229,6 +235,14 @@ class _TorchTensors(ArrayLibrary):
         address = part.data_ptr()
         stride = () if part.is_contiguous() else part.stride()
         return (address, stride, part.shape, part.dtype) if address else None
+
+
+def _memory_order(t: Any) -> list[list[int]]:
+    """Return the dimensions of a tensor from the outermost in memory to the innermost; nothing if
+    they have the usual order, or if elements share memory."""
+    strides = t.stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return [] if 0 in strides or order == [*range(len(strides))] else [order]
 
 
 _LIBRARY = _TorchTensors()
