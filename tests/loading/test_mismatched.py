@@ -211,7 +211,10 @@ def test_a_kept_tensor_is_not_overwritten_through_another_name():
     shared = torch.zeros(2)
     url = save_state({"a": torch.ones(2), "b": torch.ones(3)})
     for live in ({"a": shared, "b": shared}, {"b": shared, "a": shared}):
-        with pytest.raises(PlanError, match=r"is tied to another tensor.*keep its live value"):
+        with pytest.raises(
+            PlanError,
+            match=r"'a' and 'b' share memory.*keep its live value|'b' and 'a'.*keep its live value",
+        ):
             limpet.load(url, into=live, mismatched="keep")
         assert torch.equal(shared, torch.zeros(2))
     both = save_state({"a": torch.ones(4), "b": torch.ones(3)})

@@ -12,6 +12,7 @@ from typing import Any
 
 from limpet.format import tree
 from limpet.format.names import join_key
+from limpet.format.numpy_dtypes import from_descr
 from limpet.format.rejected import nested_too_deeply, unsupported
 from limpet.layout.select import ABSENT
 from limpet.loading.bind_module import bind_module
@@ -23,7 +24,7 @@ from limpet.state import modules, optimizers
 from limpet.state.arrays import library_of, part_library
 from limpet.state.modules import calling
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
-from limpet.types import Box
+from limpet.types import DTYPES, Box
 
 _NON_VALUE_TAGS = frozenset(
     {"tensor", "array", "tied", "sparse", "dict", "ordered", "items", "list", "tuple"}
@@ -145,9 +146,11 @@ def _bind_array(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     source = binding.array_source(value, kind, dtype, node, key)
     if source is None:
         return lambda: value
-    if tag == "tensor" or len(binding.targets.snapshot.nodes()[source].get("array", ())) < 3:
+    body = binding.targets.snapshot.nodes()[source].get("array", (dtype,))
+    stored = body[0] if len(body) < 3 else str(from_descr(body[2]))
+    if stored == dtype or {stored, dtype} <= DTYPES.keys():
         return binding.add_array(value, source, key)
-    finalize = binding.targets.add_fresh(node, key)  # as rows of bytes
+    finalize = binding.targets.add_fresh(node, key)  # one of both is saved as rows of bytes
     return lambda: library.loaded(value, [(Box.whole(tuple(value.shape)), finalize())])
 
 

@@ -13,9 +13,11 @@ from limpet.format.names import to_dotted
 from limpet.format.numpy_dtypes import from_descr
 from limpet.layout.select import ABSENT, KeyFilter
 from limpet.loading.differences import SLOT_OF, Differences
+from limpet.loading.shared_memory import Claim
 from limpet.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
 from limpet.state import composites
-from limpet.state.arrays import part_library
+from limpet.state.arrays import Memory, part_library
+from limpet.types import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class Binding:
     resized: Mapping[str, str] = field(default_factory=dict)
     resized_ids: dict[int, str] = field(default_factory=dict)
     differences: Differences = field(default_factory=Differences)
-    bound_sources: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
+    claims: dict[Memory | None, dict[Any, Claim]] = field(default_factory=dict)
+    """What the memory of live arrays gets, each once."""
     inside_wrapper: bool = False
     depth: int = 0
     """The number of containers around the value that is bound."""
@@ -135,28 +138,18 @@ class Binding:
         targets, is_filled = [], True
         for box, part in library.local_boxes(value, key).box_tensors:
             into = library.target(value, part, key)
-            self._claim_memory(into, source, key)
+            self._claim_memory(into, source, box, key)
             self.targets.add(source, into, box)
             targets.append((box, into))
             is_filled = is_filled and into is part
         return (lambda: value) if is_filled else partial(library.loaded, value, targets)
 
-    def _claim_memory(self, part: Any, source: str | None, key: str) -> None:
-        """Raise ``PlanError`` if the memory of a live tensor gets the bytes of two leaves, or if it
-        is also that of a tensor that keeps its live value (``source`` is None)."""
-        memory = part_library(type(part)).memory_key(part)
-        first = self.bound_sources.setdefault(memory, source) if memory else source
-        if first != source:
-            raise PlanError(
-                f"The live tensor {key!r} is tied to another tensor, but the snapshot holds two"
-                " leaves",
-                expected=f"one leaf for both tensors, {first or source}",
-                found=f"{first} and {source}"
-                if first and source
-                else "that one of them would keep its live value",
-                todo="Untie the tensors in the live state, or exclude one of them with keys=",
-                leaf=key,
-            )
+    def _claim_memory(self, part: Any, source: str | None, box: Box, key: str) -> None:
+        """Note which elements the memory of a live array gets; ``source`` is None if it keeps its
+        live value."""
+        if (memory := part_library(type(part)).memory(part)) is not None:
+            claim = Claim(key, source, box, part, memory)
+            self.claims.setdefault(memory, {}).setdefault((source, box), claim)
 
     def bind_subclass(self, value: Any, node: Any, key: str) -> Finalize:
         """Bind a live tensor and a node, one or both of a subclass: its name, inner tensors, dtype,
@@ -190,8 +183,8 @@ class Binding:
         if value is None:
             return False
         library = part_library(type(value))
-        memory = library.memory_key(value) if type(value) in library.plain_types else None
-        return memory is not None and self.bound_sources.get(memory) is not None
+        memory = library.memory(value) if type(value) in library.plain_types else None
+        return any(claim.source for claim in self.claims.get(memory, {}).values())
 
     def note_resized(self, value: Any, key: str, saved: Sequence[int], live: Sequence[int]) -> None:
         """Record that a leaf has another shape than the live value, here or on another rank."""
@@ -203,8 +196,8 @@ class Binding:
             return
         self.differences.shapes[key] = text
         if key in self.resized and value is not None:
-            for _, part in part_library(type(value)).local_boxes(value, key).box_tensors:
-                self._claim_memory(part, None, key)
+            for box, part in part_library(type(value)).local_boxes(value, key).box_tensors:
+                self._claim_memory(part, None, box, key)
 
     def note_unselected(self, value: Any, node: Any, key: str) -> None:
         """Record another shape of a live tensor that is not loaded: an optimizer may refer to it,

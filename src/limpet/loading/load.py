@@ -25,6 +25,7 @@ from limpet.layout.select import ABSENT, make_key_filter, prune, rename
 from limpet.loading.binder import bind
 from limpet.loading.binding import STATE_INVALID, STRICT, Binding, Leniency
 from limpet.loading.differences import Differences, LoadReport, no_match_error
+from limpet.loading.shared_memory import check_shared_memory
 from limpet.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from limpet.loading.targets import Finalize, LoadTargets, device_chooser
 from limpet.ranks.collective import Collective, await_all
@@ -142,6 +143,7 @@ def _bind(
     names = modules.parameter_names(into)
     binding = Binding(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
     finalize = bind(binding, into, tree, "")
+    check_shared_memory(binding.claims, snapshot)
     binding.differences.combine_ranks(collective)
     if resized := binding.differences.resized:
         # again, because the slots of resized parameters are kept, and a parameter may come after
@@ -149,8 +151,9 @@ def _bind(
         del finalize
         targets.clear()
         fresh = Differences()
-        binding = replace(binding, resized=resized, differences=fresh, bound_sources={})
+        binding = replace(binding, resized=resized, differences=fresh, claims={})
         finalize = bind(binding, into, tree, "")
+        check_shared_memory(binding.claims, snapshot)
         binding.differences.combine_ranks(collective)
     binding.differences.raise_if_any(
         snapshot.url,

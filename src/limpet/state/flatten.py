@@ -256,7 +256,7 @@ class _Flattener:
         ((_, part),) = boxes.box_tensors
         tied = key
         for k, p, dtype in ((first.key, first.source, first.dtype), (key, part, boxes.dtype)):
-            memory = (boxes.tie_key, part_library(type(p)).memory_key(p), dtype, tuple(p.shape))
+            memory = (boxes.tie_key, part_library(type(p)).memory(p), dtype, tuple(p.shape))
             tied = self.key_by_memory.setdefault(memory, k)
         return tied
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -83,6 +83,26 @@ def leaf_node(value: Any, boxes: LocalBoxes, key: str, *descr: Any) -> dict[str,
         why = f"the shape {shape[:8]} with {len(shape)} dimensions is too large"
         raise unsupported(value, key, why)
     return {boxes.tag: [boxes.dtype, list(shape), *descr]}
+
+
+class Memory(NamedTuple):
+    """Where the elements of a part are, equal for parts that are the same elements: the address of
+    the first one, and the size and the stride in bytes of each dimension (of contiguous elements,
+    one). ``form``: how the bytes represent an element."""
+
+    device: str
+    address: int
+    itemsize: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    form: Any
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The addresses of the first byte, and of the one after the last."""
+        spans = [(n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)]
+        end = sum(s for s in spans if s > 0) + self.itemsize
+        return self.address + sum(s for s in spans if s < 0), self.address + end
 
 
 class ArrayLibrary(ABC):
@@ -186,7 +206,10 @@ class ArrayLibrary(ABC):
         """Return ``address``, or 0 if elements of ``dtype`` must be assigned instead."""
         raise NotImplementedError
 
-    def memory_key(self, part: Any) -> tuple[Any, ...] | None:
-        """Return a key that is equal for targets that are the same elements of memory; None if a
-        load may write several leaves there."""
+    def memory(self, part: Any) -> Memory | None:
+        """Return where the elements of a target are; None if it has none, or shares no memory."""
         return None
+
+    def empty_like(self, part: Any) -> Any:
+        """Return a contiguous target in new host memory that represents elements as a part does."""
+        raise NotImplementedError

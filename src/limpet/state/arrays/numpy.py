@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from limpet.format.numpy_dtypes import from_descr, to_descr
 from limpet.format.rejected import unsupported
 from limpet.layout.boxes import contiguous_boxes
-from limpet.state.arrays import ArrayLibrary, LocalBoxes, leaf_node
+from limpet.state.arrays import ArrayLibrary, LocalBoxes, Memory, leaf_node
 from limpet.state.copy_pool import CopyPool
 from limpet.types import DTYPES, Box
 
@@ -37,15 +38,18 @@ class _NumpyArrays(ArrayLibrary):
             return "array", str(dtype)
 
     def local_boxes(self, value: Array, key: str) -> LocalBoxes:
-        parts, (tag, dtype) = [(Box.whole(value.shape), value)], self.describe(value)
-        return LocalBoxes(value.shape, parts, dtype, None, False, tag)
+        tag, dtype = self.describe(value)
+        if dtype not in DTYPES:  # rows of bytes
+            rows = (*value.shape, value.dtype.itemsize)
+            value = value[..., None].view(np.uint8) if value.nbytes else np.empty(rows, np.uint8)
+            dtype = "uint8"
+        return LocalBoxes(value.shape, [(Box.whole(value.shape), value)], dtype, None, False, tag)
 
     def boxes_to_save(self, value: Array, key: str) -> LocalBoxes:
         if type(value) is not np.ndarray:
             raise unsupported(value, key, "it is a subclass of ndarray")
-        boxes = self.local_boxes(value, key)
-        if boxes.dtype in DTYPES and not value.dtype.metadata:
-            return boxes
+        if self.describe(value)[1] in DTYPES and not value.dtype.metadata:
+            return self.local_boxes(value, key)
         try:
             descr = to_descr(value.dtype)
         except ValueError as e:
@@ -53,15 +57,15 @@ class _NumpyArrays(ArrayLibrary):
             raise unsupported(value, key, str(e), advice * value.dtype.hasobject) from e
         rows = (*value.shape, value.dtype.itemsize)
         node = leaf_node(value, LocalBoxes(rows, (), "uint8", tag="array"), key, descr)
-        flat = np.ascontiguousarray(value).reshape(-1)
-        raw = flat.view(np.uint8).reshape(rows) if value.nbytes else np.empty(rows, np.uint8)
-        return LocalBoxes(rows, [(Box.whole(rows), raw)], "uint8", None, False, node=node)
+        return structs.replace(self.local_boxes(value, key), node=node)
 
     def target(self, value: Array, part: Array, key: str) -> Array:
         return part if part.flags.writeable else np.empty(part.shape, part.dtype)
 
     def loaded(self, value: Array, targets: Sequence[tuple[Box, Any]]) -> Array:
         array: Array = targets[0][1]
+        if array.ndim > value.ndim:
+            array = array.view(value.dtype).reshape(value.shape)
         if array is value or not value.flags.writeable:
             return array
         value[...] = array
@@ -99,6 +103,17 @@ class _NumpyArrays(ArrayLibrary):
 
     def empty(self, key: str, dtype: str, shape: Sequence[int], device: Any) -> Array:
         return np.empty(shape, dtype)
+
+    def memory(self, part: Array) -> Memory | None:
+        address = int(part.__array_interface__["data"][0])
+        sizes, strides = part.shape, part.strides
+        if part.flags.c_contiguous:
+            sizes, strides = (part.size,), (part.itemsize,)
+        form = part.dtype
+        return Memory("cpu", address, part.itemsize, sizes, strides, form) if part.nbytes else None
+
+    def empty_like(self, part: Array) -> Array:
+        return np.empty(part.shape, part.dtype)
 
     def elements(self, dtype: str, shape: Sequence[int], memory: memoryview, offset: int) -> Array:
         return np.ndarray(shape, dtype, memory, offset)

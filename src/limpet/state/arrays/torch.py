@@ -16,7 +16,7 @@ from limpet.errors import LimpetError, PlanError
 from limpet.format.rejected import unsupported
 from limpet.layout.boxes import contiguous_boxes
 from limpet.state import composites, sharding
-from limpet.state.arrays import ArrayLibrary, LocalBoxes, leaf_node
+from limpet.state.arrays import ArrayLibrary, LocalBoxes, Memory, leaf_node
 from limpet.state.copy_pool import CopyPool, is_plain
 from limpet.state.loadable import shares_elements
 from limpet.state.walk import storage_address, to_local
@@ -231,10 +231,22 @@ class _TorchTensors(ArrayLibrary):
         is_direct = part.is_cpu and part.is_contiguous() and _name(part.dtype) == dtype
         return int(part.data_ptr()) if is_direct and not (part.is_neg() or part.is_conj()) else 0
 
-    def memory_key(self, part: Any) -> tuple[Any, ...] | None:
-        address = part.data_ptr()
-        stride = () if part.is_contiguous() else part.stride()
-        return (address, stride, part.shape, part.dtype) if address else None
+    def memory(self, part: Any) -> Memory | None:
+        address, size = part.data_ptr(), part.element_size()
+        if not address:
+            return None
+        sizes, strides = (part.numel(),), (size,)
+        if not part.is_contiguous():
+            sizes, strides = tuple(part.shape), tuple(s * size for s in part.stride())
+        form = part.dtype, part.is_conj(), part.is_neg()
+        return Memory(
+            "cpu" if part.is_cpu else str(part.device), address, size, sizes, strides, form
+        )
+
+    def empty_like(self, part: Any) -> Any:
+        made = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+        made = made.conj() if part.is_conj() else made
+        return torch._neg_view(made) if part.is_neg() else made
 
 
 def _memory_order(t: Any) -> list[list[int]]:
