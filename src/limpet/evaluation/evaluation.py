@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -25,8 +25,8 @@ from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run.lease import LEASE_SECONDS, LeaseHolder
 from limpet.run.records import check_job_name, make_objective, record_objective
 from limpet.run.run import Run
+from limpet.snapshot import pins
 from limpet.snapshot.location import Url
-from limpet.snapshot.pins import require_manifest
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.threads import no_op
 
@@ -278,10 +278,13 @@ class Evaluation:
         while (found := self._follower.next()) is not None:
             snapshot, waiting = found
             protected = waiting[:_MAX_WAITING] if self._select.skip_none else ()
-            self._lease.protect([snapshot.version, *protected])
-            with suppress(NotFound):  # deleted before the lease protected it
-                require_manifest(reader_of(snapshot).location)
+            version = snapshot.version
+            try:
+                with pins.protected(self._run.location(version), version):
+                    self._lease.protect([version, *protected])
                 return snapshot
+            except NotFound as e:  # deleted, or being deleted, before the lease protected it
+                self._follower.pass_over(version, e)
         if self._lease.protects:  # what was evaluated need not wait for the next version
             self._lease.protect(())
         return None

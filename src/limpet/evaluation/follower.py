@@ -54,7 +54,7 @@ class Follower:
             try:
                 return self._run.open(version), waiting
             except (FormatError, NotFound) as e:
-                self._pass_over(version, e)
+                self.pass_over(version, e)
 
     def finish(self, version: Version) -> None:
         """Note that a version was evaluated by this process. It is not evaluated again."""
@@ -99,7 +99,7 @@ class Follower:
             try:
                 digest = self._run.catalog.open(version).digest
             except (FormatError, NotFound) as e:
-                self._pass_over(version, e)
+                self.pass_over(version, e)
                 continue
             newest = self._run.catalog.evaluations.read(version, digest).newest(self._name)
             self._known[version] = "open"
@@ -109,7 +109,7 @@ class Follower:
             elif isinstance(newest, FailedEvaluation):
                 self._known[version] = "failed"
 
-    def _pass_over(self, version: Version, error: FormatError | NotFound) -> None:
+    def pass_over(self, version: Version, error: FormatError | NotFound) -> None:
         """Leave out a version that is damaged or was deleted, and report it once."""
         if self._known.get(version) == "unreadable":
             return

@@ -175,8 +175,8 @@ class LeaseHolder:
         self._thread = thread
 
     def protect(self, versions: Sequence[Version]) -> None:
-        """Protect these versions, and no others. The caller MUST then check that their manifests
-        exist (``snapshot/pins.py``). Raises the error of the lost lease, and ``StoreError``."""
+        """Protect these versions, and no others. Only one that is ``pins.protected`` meanwhile is
+        sure to exist from then on. Raises the error of the lost lease, and ``StoreError``."""
         with self._lock:
             self.check()
             self._versions = tuple(versions)

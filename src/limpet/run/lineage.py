@@ -8,7 +8,7 @@ skipped as if it were damaged: going back because the software is too old would 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from limpet import errors, events, machine
@@ -19,6 +19,7 @@ from limpet.format.records import Branch, Ended, encode_record
 from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import Mode, Record, best_first
+from limpet.snapshot import pins
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import MAX_PUTS, contended_error
 from limpet.text import format_list
@@ -159,15 +160,19 @@ def read_parent(catalog: Catalog, version: Version) -> Parent | None:
 
 
 def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, reason: str) -> int:
-    """Durably start a branch at a version and return the number of the branch."""
-    for _ in range(MAX_PUTS):
-        listing = catalog.listing()
-        number = max([0, *listing.branches, *(v.branch for v in listing.folders)]) + 1
-        record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
-        # if another process starts a branch at the same time, try the next number
-        with suppress(errors.AlreadyExists):
-            catalog.store.put_if_absent(names.branch_name(number), encode_record(record))
-            return number
+    """Durably start a branch at a version, of the run or of a tier; return the branch's number.
+    Raises ``NotFound`` if the version was deleted from the run, or is being deleted."""
+    with ExitStack() as protection:
+        if snapshot.location.store.url == catalog.store.url:
+            protection.enter_context(pins.protected(snapshot.location, version))
+        for _ in range(MAX_PUTS):
+            listing = catalog.listing()
+            number = max([0, *listing.branches, *(v.branch for v in listing.folders)]) + 1
+            record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
+            # if another process starts a branch at the same time, try the next number
+            with suppress(errors.AlreadyExists):
+                catalog.store.put_if_absent(names.branch_name(number), encode_record(record))
+                return number
     raise contended_error(names.branch_name(number), catalog.store.url)
 
 

@@ -8,6 +8,7 @@ the cost of one does not depend on their number. (A limit in seconds would depen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from limpet import events
 from limpet.errors import LimpetError, NotFound
@@ -88,21 +89,36 @@ def retain(
     """See ``Run.retain``."""
     if type(policy) is KeepPolicy and not catalog.half_deleted:
         return []
-    for _ in range(_MAX_ROUNDS):
-        finish_deletions(catalog)
-        roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
-        folders = _select(catalog, policy, roots, before_deletion)
-        if folders is not None:
-            if folders:
-                delete_versions(catalog, folders)
-            return sorted(folders)
-    return []  # the run changes all the time; the next retention decides
+    finish_deletions(catalog)
+    roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
+    found = _find_candidates(catalog, policy, roots, _read_records(catalog, policy, roots))
+    if not found:
+        return []
+
+    def decide(candidates: Collection[Version]) -> Mapping[Version, FolderFiles]:
+        for _ in range(_MAX_ROUNDS):
+            # a version that refers to one of these is newer
+            roots = find_roots(catalog, look_again_from=min(candidates, default=Version(0)).step)
+            folders = _select(catalog, policy, roots, before_deletion, candidates)
+            if folders is not None:
+                return folders
+        return {}  # the run changes all the time; the next retention decides
+
+    return delete_versions(catalog, found, decide)[0]
 
 
 def delete(catalog: Catalog, versions: Collection[Version]) -> int:
     """See ``Run.delete``."""
     if any({*map(str, versions)} & {*lease.versions} for lease in catalog.leases.live().values()):
         catalog.leases.confirm()
+    _, files = delete_versions(catalog, versions, partial(_require_deletable, catalog))
+    return sum(stat.length for stat in files)
+
+
+def _require_deletable(
+    catalog: Catalog, versions: Collection[Version]
+) -> dict[Version, FolderFiles]:
+    """Return the files of the versions. Raises ``LimpetError`` if one must stay."""
     roots = find_roots(catalog)
     listing, known = roots.listing, roots.version_records
     for version in versions:
@@ -142,16 +158,13 @@ def delete(catalog: Catalog, versions: Collection[Version]) -> int:
             version=str(version),
             versions=tuple(map(str, sorted(reasons))),
         )
-    return sum(s.length for s in delete_versions(catalog, folders))
+    return folders
 
 
-def _select(
-    catalog: Catalog, policy: KeepPolicy, roots: Roots, before_deletion: BeforeDeletion
-) -> dict[Version, FolderFiles] | None:
-    """Return the versions to delete, with their files, or None if a version that counts is no
-    longer the one that ``roots`` shows."""
-    listing, known = roots.listing, roots.version_records
-    versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
+def _read_records(catalog: Catalog, policy: KeepPolicy, roots: Roots) -> list[Record]:
+    """Return the readable versions of the current lineage as the input of a policy."""
+    known = roots.version_records
+    versions = [v for v in lineage_of(catalog, roots.listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
 
     def add_metrics(version: Version) -> None:
@@ -159,19 +172,46 @@ def _select(
 
     if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
         look_up_each(versions, add_metrics)
-    records = [Record(v, metrics[v], known[v].trained_seconds) for v in versions]
+    return [Record(v, metrics[v], known[v].trained_seconds) for v in versions]
+
+
+def _find_candidates(
+    catalog: Catalog,
+    policy: KeepPolicy,
+    roots: Roots,
+    records: Sequence[Record],
+    candidates: Collection[Version] | None = None,
+) -> set[Version]:
+    """Return the versions (of ``candidates``) that a policy does not keep, and nothing protects."""
+    to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
+    unkept = {r.version for r in records if r.version not in to_keep}
+    unkept &= unkept if candidates is None else {*candidates}
+    linked = unkept & (roots.listing.linked | catalog.linked)
+    deletable, _ = roots.select_deletable(unkept - linked)
+    _report_linked(catalog, linked)
+    return deletable
+
+
+def _select(
+    catalog: Catalog,
+    policy: KeepPolicy,
+    roots: Roots,
+    before_deletion: BeforeDeletion,
+    candidates: Collection[Version],
+) -> dict[Version, FolderFiles] | None:
+    """Return the versions to delete of ``candidates``, with their files, or None if a version that
+    counts is no longer the one that ``roots`` shows."""
+    listing, known = roots.listing, roots.version_records
+    records = _read_records(catalog, policy, roots)
     intact: dict[Version, bool] = {}
     while True:
         records = [r for r in records if intact.get(r.version, True)]
-        to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
-        candidates = {r.version for r in records if r.version not in to_keep}
-        deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
+        deletable = _find_candidates(catalog, policy, roots, records, candidates)
         # the pins were read before: what a pin protected until now is complete
         if unread := before_deletion(deletable, known) if deletable else ():
-            unlinked = candidates - listing.linked - catalog.linked
-            deletable, _ = roots.select_deletable(unlinked.difference(unread))
+            candidates = {*candidates}.difference(unread)
+            deletable = _find_candidates(catalog, policy, roots, records, candidates)
         if not deletable:
-            _report_linked(catalog, candidates & (listing.linked | catalog.linked))
             return {}
         now = _look_again(catalog, listing, _relied_on(policy, records, deletable) - intact.keys())
         if any(record != known[v] for v, (record, _) in now.items()):
@@ -181,7 +221,6 @@ def _select(
         linked = {v for v, folder in folders.items() if folder.links}
         catalog.linked |= linked
         if not linked and all(is_intact for _, is_intact in now.values()):
-            _report_linked(catalog, candidates & (listing.linked | catalog.linked))
             return folders
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from limpet import events, machine
@@ -220,7 +221,8 @@ class Run:
                 file=self.location(version).key(names.MANIFEST),
             )
         earlier = self.catalog.evaluations.read(version, record.digest).records
-        put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
+        with pins.protected(self.location(version), version):
+            put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
 
     def records(self) -> list[Record]:
         """Return the intact versions on the current lineage with their metrics, oldest first, as
@@ -261,16 +263,9 @@ class Run:
         """Protect a version from retention and ``sweep`` until it is unpinned. If it is pinned
         already, nothing changes. Raises ``NotFound``."""
         version = self.find(step, branch)
-        key, pin = names.pin_name(str(version)), LastingPin(str(version), machine.utc_now())
-        try:
-            self.store.put_if_absent(key, encode_record(pin))
-        except AlreadyExists:
-            return version
-        try:
-            pins.require_manifest(self.location(version))
-        except NotFound:
-            self.store.delete(key)
-            raise
+        pin = encode_record(LastingPin(str(version), machine.utc_now()))
+        with pins.protected(self.location(version), version), suppress(AlreadyExists):
+            self.store.put_if_absent(names.pin_name(str(version)), pin)
         return version
 
     def unpin(self, step: int, branch: int | None = None) -> Version:

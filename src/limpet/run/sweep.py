@@ -1,37 +1,41 @@
 """Garbage collection: the deletion of versions, and the sweep of orphans.
 
-Deletion is safe at every moment for a reader, for a save that is about to refer to the version, and
-for a copy of the version. It has five steps:
+Deletion is safe at every moment for a reader, for a save that is about to refer to the version, for
+a copy of the version, and for whoever records that it must stay. It has five steps:
 
-1. Keep the version if a pin names it or a manifest refers to it.
-2. Delete its manifest.
-3. Write a notice that this process deletes files of the version.
+1. Write a notice that this process deletes the version.
+2. Keep the version if a pin or lease names it, a manifest refers to it, or a branch, an evaluation,
+   or the policy is a reason to keep it.
+3. Delete its manifest.
 4. Read the pins again, and then the manifests. Keep the files that a pin or a manifest now
    protects.
 5. Delete the other files, and then the notice.
 
-A sweep has selected its orphans by step 2, and performs steps 3 to 5 for them.
+A sweep has selected its orphans by step 1, and performs steps 1, 4, and 5 for them.
 
 A reader or a save first pins a version and then checks that its manifest exists
 (``snapshot/pins.py``). A save commits its own manifest before it removes its pin. Deletion
 therefore always reads pins before manifests. If a save has no pin when the pins are read and no
 manifest when the manifests are read, it checks for the deleted manifest only after the deletion.
 
+A lasting pin, a lease, a result, or a branch promises that the version stays. It is written while a
+pin protects the version, and after a look for notices (``pins.protected``). If there was none, then
+either the deletion has ended, and the manifest is missing, or the notice was written after this
+look, hence after the pin. Step 2 reads the pins before all else, and finds the pin, or later the
+record that was written before the pin was removed.
+
 The files of a save have an attempt of their own, so nobody has decided to delete them before the
 save pins them. The files of a copy have the attempt of its source: it writes files whose deletion
-may have been decided, or uses those that an interrupted copy has left. It therefore checks for
-notices after it has written its pin. If it sees none, then either the deletion has ended, or the
-notice was written after this check, hence after the pin. The deletion then reads the pins after the
-pin was written, and finds the pin, or later the manifest that the copy committed before it removed
-the pin. A deletion that never removes its notice has died, or its last call may still be in
-progress: the notice is then valid until its process has ended.
+may have been decided, or uses those that an interrupted copy has left. It therefore looks for
+notices, too, also for those of orphans. A deletion that never removes its notice has died, or its
+last call may still be in progress: the notice is then valid until its process has ended.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -170,24 +174,51 @@ def link_reason(folder: FolderFiles) -> str:
     return f"{folder.links[0]} is a symbolic link"
 
 
-def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) -> list[Stat]:
-    """Perform steps 2 to 5 for deletable versions, the newest first, so that no manifest refers to
-    a deleted version even if the process ends in between. Returns the deleted files."""
-    removed = []
-    for version in sorted(folders, reverse=True):
-        manifest_key = f"{version}/{names.MANIFEST}"
-        files = folders[version].stats
-        catalog.half_deleted[version] = [s for s in files if s.key != manifest_key]
-        catalog.forget(version)
-        catalog.store.delete(manifest_key)
-        removed += [s for s in files if s.key == manifest_key]
-        events.emit("deleted", version=str(version))
-    return removed + finish_deletions(catalog, is_new=True)
+def delete_versions(
+    catalog: Catalog,
+    versions: Collection[Version],
+    decide: Callable[[Collection[Version]], Mapping[Version, FolderFiles]],
+) -> tuple[list[Version], list[Stat]]:
+    """Delete those of ``versions`` that ``decide`` selects from them after the notices, the newest
+    first, so that no manifest refers to a deleted version even if the process ends in between.
+    Returns the deleted versions, oldest first, and files."""
+    remaining = {*versions}
+    deleted: list[Version] = []
+    removed: list[Stat] = []
+
+    def delete(folders: Mapping[Version, FolderFiles], *, announced: bool) -> None:
+        for version in sorted(folders, reverse=True):
+            manifest_key = f"{version}/{names.MANIFEST}"
+            files = folders[version].stats
+            catalog.half_deleted[version] = [s for s in files if s.key != manifest_key]
+            catalog.forget(version)
+            try:
+                catalog.store.delete(manifest_key)
+            except NotFound:  # some stores say so: the process that was faster deletes the rest
+                del catalog.half_deleted[version]
+                continue
+            removed.extend(s for s in files if s.key == manifest_key)
+            deleted.append(version)
+            events.emit("deleted", version=str(version))
+        removed.extend(finish_deletions(catalog, announced=announced))
+
+    while True:
+        try:
+            with pins.announce_deletion(Location(catalog.store, ""), sorted(remaining)):
+                delete(decide(remaining), announced=True)
+                return sorted(deleted), removed
+        except NoSpace:  # until this frees some, there is none for a record that protects either
+            folders = decide(remaining)
+            if not folders:
+                return sorted(deleted), removed
+            newest = max(folders)
+            delete({newest: folders[newest]}, announced=False)
+            remaining.remove(newest)
 
 
-def finish_deletions(catalog: Catalog, *, is_new: bool = False) -> list[Stat]:
-    """Perform steps 3 to 5 for all half-deleted versions, and return the deleted files. Those that
-    stay are tried again; after a restart, they are orphans. ``is_new``: some were not tried."""
+def finish_deletions(catalog: Catalog, *, announced: bool = False) -> list[Stat]:
+    """Perform steps 4 and 5 for all half-deleted versions, and return the deleted files. Those that
+    stay are tried again; after a restart, they are orphans. ``announced``: there are notices."""
     half_deleted = catalog.half_deleted
 
     def select(roots: Roots) -> list[Stat]:
@@ -205,10 +236,10 @@ def finish_deletions(catalog: Catalog, *, is_new: bool = False) -> list[Stat]:
     # a version that refers to one of these is newer
     oldest = min(version.step for version in half_deleted)
     # a pin may protect all of them for days: no notice is written then
-    if not is_new and not select(find_roots(catalog, look_again_from=oldest)):
+    if not announced and not select(find_roots(catalog, look_again_from=oldest)):
         return []
-    notice = min(half_deleted) if len(half_deleted) == 1 else None
-    removed = _delete_selected(catalog, select, notice, look_again_from=oldest)
+    notices = () if announced else [*half_deleted]
+    removed = _delete_selected(catalog, select, notices, look_again_from=oldest)
     keys = {stat.key for stat in removed}
     for version, files in [*half_deleted.items()]:
         half_deleted[version] = [stat for stat in files if stat.key not in keys]
@@ -220,13 +251,13 @@ def finish_deletions(catalog: Catalog, *, is_new: bool = False) -> list[Stat]:
 def _delete_selected(
     catalog: Catalog,
     select: Callable[[Roots], list[Stat]],
-    version: Version | None = None,
+    notices: Iterable[Version | None],
     *,
     look_again_from: int,
     now: float | None = None,
 ) -> list[Stat]:
-    """Perform steps 3 to 5 for those files that ``select`` returns, all of one ``version`` or of
-    several (None), and return the deleted files."""
+    """Perform steps 4 and 5, with ``notices``, for those files that ``select`` returns, and return
+    the deleted files."""
     removed: dict[str, Stat] = {}
     batch, limit = list[Stat](), 1
 
@@ -241,7 +272,7 @@ def _delete_selected(
 
     while True:
         try:
-            with pins.announce_deletion(Location(catalog.store, ""), version):
+            with pins.announce_deletion(Location(catalog.store, ""), notices):
                 delete(decide())
                 return [*removed.values()]
         except NoSpace:
@@ -295,7 +326,10 @@ def sweep(
         def select(roots: Roots) -> list[Stat]:
             return [stat for stat in state.select(roots) if stat.key in keys]
 
-        removed = _delete_selected(catalog, select, look_again_from=oldest, now=now)
+        # a lasting pin of a missing version protects the version that is saved there next
+        dangling = listing.lasting_pins - roots.version_records.keys()
+        notices = [None, *dangling]
+        removed = _delete_selected(catalog, select, notices, look_again_from=oldest, now=now)
     if abandoned:
         removed += state.delete_abandoned(roots, dry_run)
     nbytes = sum(s.length for s in removed)
@@ -386,25 +420,36 @@ class _Sweep:
 
     def delete_abandoned(self, roots: Roots, dry_run: bool) -> list[Stat]:
         """Delete the versions that are not on the current lineage, and return their files."""
-        listing = roots.listing
-        folders = {v: self.catalog.files(v, listing) for v in self._find_abandoned(roots)}
-        if folders and not dry_run:
-            # The removal of the orphans and the listing of the folders may have taken long. A
-            # training may have continued from an abandoned version meanwhile, and others pinned.
-            roots = find_roots(self.catalog, self.now)
-            folders = {v: folders[v] for v in self._find_abandoned(roots) & folders.keys()}
-        linked = {v: link_reason(f) for v, f in folders.items() if f.links}
-        deletable, kept = roots.select_deletable(folders.keys() - linked.keys())
-        self.kept += [(str(v), reason) for v, reason in sorted({**kept, **linked}.items())]
-        if dry_run:
-            return [s for v in sorted(deletable) for s in folders[v].stats]
-        return delete_versions(self.catalog, {v: folders[v] for v in deletable})
+        folders = self._find_abandoned(roots)
+        if dry_run or not folders:
+            return [stat for v in sorted(folders) for stat in folders[v].stats]
 
-    def _find_abandoned(self, roots: Roots) -> set[Version]:
-        """Return the versions that are not on the current lineage; none if it is unknown."""
-        if unknown := branches_of_unknown_origin(self.catalog, roots.listing):
+        # The removal of the orphans and the listing of the folders may have taken long. A training
+        # may have continued from an abandoned version meanwhile, and others pinned.
+        return delete_versions(
+            self.catalog,
+            folders,
+            lambda among: self._find_abandoned(find_roots(self.catalog, self.now), among),
+        )[1]
+
+    def _find_abandoned(
+        self, roots: Roots, among: Collection[Version] | None = None
+    ) -> dict[Version, FolderFiles]:
+        """Return the files of the versions (``among`` these) that are not on the current lineage
+        and can be deleted; none if the lineage is unknown."""
+        listing = roots.listing
+        if unknown := branches_of_unknown_origin(self.catalog, listing):
             file = names.branch_name(unknown[-1])
             reason = f"{file} is unreadable, and no version of the branch names its origin"
-            self.kept.append((ALL_ABANDONED, reason))
-            return set()
-        return {*roots.listing.versions} - {*lineage_of(self.catalog, roots.listing)}
+            self._keep({ALL_ABANDONED: reason})
+            return {}
+        abandoned = {*listing.versions} - {*lineage_of(self.catalog, listing)}
+        abandoned &= abandoned if among is None else {*among}
+        folders = {v: self.catalog.files(v, listing) for v in sorted(abandoned)}
+        linked = {v: link_reason(f) for v, f in folders.items() if f.links}
+        deletable, kept = roots.select_deletable(folders.keys() - linked.keys())
+        self._keep({str(v): reason for v, reason in sorted({**kept, **linked}.items())})
+        return {v: folders[v] for v in deletable}
+
+    def _keep(self, reasons: Mapping[str, str]) -> None:
+        self.kept += [kept for kept in reasons.items() if kept not in self.kept]

@@ -1,9 +1,11 @@
 """Pins: while a pin exists, no process deletes the files of its attempt or of its version.
 
-A process that depends on a version pins it, and then checks that its manifest still exists. One
-that deletes it deletes the manifest, and then checks for pins. So at least one detects the other.
-Before it checks for pins, the latter also writes a *notice*, which it removes after the deletion: a
-copy, which may reuse files that are being deleted, checks for notices after it has pinned.
+A process that reads a version pins it, and then checks that its manifest still exists. One that
+deletes it deletes the manifest, and then checks for pins. So at least one detects the other, and
+what the reader needs stays. That the version itself stays, needs more: ``protected``. The deletion
+holds a *notice* from before it decides for the last time until its end. Who protects the version
+pins it, and then looks for notices: it sees the notice, or the decision sees the pin. A copy, which
+may reuse files that are being deleted, does the same.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ MIN_PINNED_BYTES = 64 * MIB
 
 REMOTE_PIN_TTL = 7 * 24 * 3600.0
 """Age, in seconds, at which a pin expires if it is unreadable or of another machine."""
+
+_NOTICE_ADVICE = (
+    "If that process has ended, or deletes nothing (its log has the event pin_left), delete the"
+    " notice"
+)
 
 _ended_notices: dict[str, set[str]] = {}
 """The keys of the notices of this process that it could not remove, by the URL of the store. They
@@ -68,42 +75,69 @@ def hold_pin(
 
 
 @contextmanager
-def announce_deletion(location: Location, version: names.Version | None) -> Iterator[None]:
-    """Hold a notice during a ``with`` block that first looks for pins, and then deletes files of a
-    version (None: any)."""
-    key = create_pin(location, names.random_id(), version, names.notice_name)
+def protected(location: Location, version: names.Version) -> Iterator[None]:
+    """Keep a version during a ``with`` block that writes a record that protects it from then on.
+    Raises ``NotFound`` if it was deleted, or is being deleted."""
+    with hold_pin(location, names.random_id(), version):
+        if notice := find_notice(location, version):
+            raise NotFound(
+                f"{location.url} is being deleted",
+                todo=f"Choose another version. {_NOTICE_ADVICE}",
+                **notice,
+            )
+        require_manifest(location)
+        yield
+
+
+@contextmanager
+def announce_deletion(
+    location: Location, versions: Iterable[names.Version | None]
+) -> Iterator[None]:
+    """Hold a notice for each of ``versions`` during a ``with`` block that first looks for what
+    protects them, and then deletes them. None: it deletes orphans of any version."""
+    keys: list[str] = []
     try:
+        for version in versions:
+            keys.append(create_pin(location, names.random_id(), version, names.notice_name))
         yield
     finally:
         ended = _ended_notices.setdefault(location.store.url, set())
-        earlier = [*ended]
-        ended.add(key)
+        ended |= {*keys}
         try:
-            for notice in (key, *earlier):
+            for notice in [*ended] if keys else ():
                 location.store.delete(notice)
                 ended.discard(notice)
         except StoreError as e:
-            events.emit("pin_left", key=key, store=location.store.url, error=str(e))
+            events.emit("pin_left", key=notice, store=location.store.url, error=str(e))
+
+
+def find_notice(
+    location: Location, version: names.Version, *, orphans: bool = False
+) -> dict[str, str] | None:
+    """Return the fields of an error about a process that announced to delete a version, or, with
+    ``orphans``, files in its folder; None if there is none. The caller MUST have pinned it."""
+    about = {str(version), None} if orphans else {str(version)}
+    for key, notice in read_process_pins(location.store, list_notices(location)):
+        is_damaged = isinstance(notice, FormatError)
+        if (is_damaged or notice.version in about) and not is_stale(location.store, key, notice):
+            found = f"the notice {key}"
+            if not is_damaged:
+                process, host = notice.process.partition(":")[0], notice.host.partition(" ")[0]
+                found += f" of process {process} on {host}, since {notice.created}"
+            expected = "no notice of a deletion"
+            return {"expected": expected, "found": found, "key": key, "store": location.store.url}
+    return None
 
 
 def require_no_deletion(location: Location, version: names.Version) -> None:
     """Raise ``Unavailable`` if a process announced that it deletes files of a version. The caller
     MUST have pinned it before."""
-    for key, notice in read_process_pins(location.store, list_notices(location)):
-        about = None if isinstance(notice, FormatError) else notice.version
-        if about in (None, str(version)) and not is_stale(location.store, key, notice):
-            raise Unavailable(
-                f"A process is deleting files of {location.url}; nothing was committed",
-                expected="no notice of a deletion",
-                found=f"the notice {key}"
-                if isinstance(notice, FormatError)
-                else f"the notice {key} of process {notice.process.partition(':')[0]} on"
-                f" {notice.host.partition(' ')[0]}, since {notice.created}",
-                todo="Copy again later. If that process has ended, or deletes nothing (its log has"
-                " the event pin_left), delete the notice",
-                key=key,
-                store=location.store.url,
-            )
+    if notice := find_notice(location, version, orphans=True):
+        raise Unavailable(
+            f"A process is deleting files of {location.url}; nothing was committed",
+            todo=f"Copy again later. {_NOTICE_ADVICE}",
+            **notice,
+        )
 
 
 @contextmanager

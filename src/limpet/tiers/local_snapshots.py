@@ -27,6 +27,7 @@ from limpet.saving.commit import (
 from limpet.saving.pending import Pending
 from limpet.saving.save import finish_save
 from limpet.settings import read_settings
+from limpet.snapshot import pins
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot
@@ -244,6 +245,8 @@ class Promotion:
         manifest, location, collective = local.manifest, self._location, self.collective
         with pinned_attempt(location, manifest.attempt, None, collective):
             with before_commit():
+                if is_leftover and not collective.rank:  # an earlier promotion may have left files
+                    pins.require_no_deletion(location, local.version)
                 copy_shards(local.location, location, shards, lambda n: collective.advance())
             is_own = bool(shards) and not is_leftover
             receipt = Receipt(collective.rank, shards[0] if is_own else None)

@@ -25,6 +25,7 @@ from limpet.run.lineage import last_written
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.saving.commit import raise_if_exists
+from limpet.snapshot import pins
 from limpet.snapshot.location import Location, get_bounded, is_snapshot, locate
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.text import format_count, format_size
@@ -167,21 +168,26 @@ def _copy_records(
 ) -> None:
     """Copy the records about a version, which hold for its copy too, and its lasting pin.
     ``digest``: of its manifest."""
-    evaluations = run.catalog.evaluations.read(version, digest)
-    for record in evaluations.records:
-        key = target.location.key(record.file_name)
-        copied = replace(record, manifest_digest=target.digest)
-        try:
-            target.location.store.put_if_absent(key, encode_record(copied))
-            result.evaluations += not isinstance(record, Ended)
-        except AlreadyExists as e:  # the other versions are copied all the same
-            advice = "If `limpet verify` says that it is damaged, delete it, and copy again"
-            result.damaged.append((key, e.with_advice(advice)))
-    if version in listing.lasting_pins:
-        pin = encode_record(LastingPin(str(version), utc_now()))
-        with suppress(AlreadyExists):
-            target.location.store.put_if_absent(pin_name(str(version)), pin)
-        result.pins += 1
+    records = run.catalog.evaluations.read(version, digest).records
+    is_pinned = version in listing.lasting_pins
+    if not (records or is_pinned):
+        return
+    location = target.location
+    with pins.protected(location, version):
+        for record in records:
+            key = location.key(record.file_name)
+            copied = replace(record, manifest_digest=target.digest)
+            try:
+                location.store.put_if_absent(key, encode_record(copied))
+                result.evaluations += not isinstance(record, Ended)
+            except AlreadyExists as e:  # the other versions are copied all the same
+                advice = "If `limpet verify` says that it is damaged, delete it, and copy again"
+                result.damaged.append((key, e.with_advice(advice)))
+        if is_pinned:
+            pin = encode_record(LastingPin(str(version), utc_now()))
+            with suppress(AlreadyExists):
+                location.store.put_if_absent(pin_name(str(version)), pin)
+            result.pins += 1
 
 
 def _find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader | None:
