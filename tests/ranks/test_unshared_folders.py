@@ -41,3 +41,79 @@ def test_a_training_raises_at_its_first_save(tmp_path):
     with FakeGroup(2, Timeouts(2.0, 4.0)) as group:
         outcomes = group.outcomes(train)
     assert all(isinstance(e, LimpetError) for e in outcomes), outcomes
+
+
+def trained(steps):
+    store = MemoryStore()
+    for _ in range(steps):  # each start makes a step
+        with limpet.Checkpointer(store, make_state(), save=limpet.EverySteps(1)) as ckpt:
+            ckpt.resume()
+            ckpt.step()
+    return store
+
+
+def make_state():
+    return {"w": torch.ones(3), "progress": limpet.Progress()}
+
+
+def without_newest(store):
+    copy = MemoryStore()
+    for stat in store.list(""):
+        if not stat.key.startswith("version_2"):
+            copy.put_if_absent(stat.key, store.get(stat.key, 1 << 30))
+    return copy
+
+
+def lacking_newest():
+    store = trained(2)
+    return store, without_newest(store)
+
+
+FOLDERS = {
+    "only rank 0 has versions": (lambda: (trained(1), MemoryStore()), "no such file"),
+    "each has its own": (lambda: (trained(1), trained(1)), "another file"),
+    "rank 1 lacks the newest": (lacking_newest, "no such file"),
+}
+
+
+@pytest.mark.parametrize(("make", "found"), FOLDERS.values(), ids=FOLDERS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_resume_raises_what_a_save_raises(make, found, ranks):
+    """The newest version is not damaged: to fall back to an older one would discard it."""
+    first, second = make()
+    stores, before = [first, second, first], {stat.key for stat in first.list("")}
+
+    def resume(rank):
+        with limpet.Checkpointer(stores[rank], make_state()) as ckpt:
+            ckpt.resume()
+
+    with FakeGroup(ranks, Timeouts(2.0, 4.0)) as group:
+        outcomes = group.outcomes(resume)
+    for outcome in outcomes:
+        assert isinstance(outcome, CommitError), outcome
+        assert "rank 1 cannot see the files that rank 0 writes there" in str(outcome)
+        assert outcome.found == f"{found}; this is a different folder, possibly on another disk"
+        assert "shared file system" in outcome.todo
+    assert {stat.key for stat in first.list("")} == before
+
+
+def test_a_version_that_is_deleted_meanwhile_is_no_different_folder():
+    """For rank 1 and, when it looks again, for rank 0."""
+    store = trained(2)
+
+    class Deleting:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def get(self, key, limit):
+            if key.startswith("version_2"):
+                store.delete(key)
+            return store.get(key, limit)
+
+    def resume(rank):
+        with limpet.Checkpointer(Deleting() if rank else store, make_state()) as ckpt:
+            ckpt.resume()
+            return ckpt.current_step
+
+    with FakeGroup(2, Timeouts(2.0, 4.0)) as group:
+        assert group.outcomes(resume) == [1, 1]

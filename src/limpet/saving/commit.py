@@ -249,16 +249,22 @@ def _check_visible(location: Location, key: str, collective: Collective) -> None
         location.store.stat(key)
     except errors.NotFound as e:
         collective.raise_if_aborted()
-        raise errors.CommitError(
-            f"Nothing was committed to {location.url}: rank {rank} cannot see the files that rank 0"
-            " writes there",
-            expected=f"{key}, which rank 0 wrote",
-            found="no such file; this is a different folder, possibly on another disk",
-            todo="Use one location that all ranks can reach, such as a shared file system, under"
-            " the same address on every rank",
-            rank=rank,
-            file=key,
-        ) from e
+        raise not_shared_error(f"Nothing was committed to {location.url}", rank, key) from e
+
+
+def not_shared_error(
+    what: str, rank: int, key: str, found: str = "no such file"
+) -> errors.CommitError:
+    """Return the error for a ``rank`` that has not ``found`` a file of rank 0."""
+    return errors.CommitError(
+        f"{what}: rank {rank} cannot see the files that rank 0 writes there",
+        expected=f"{key}, which rank 0 wrote",
+        found=f"{found}; this is a different folder, possibly on another disk",
+        todo="Use one location that all ranks can reach, such as a shared file system, under the"
+        " same address on every rank",
+        rank=rank,
+        file=key,
+    )
 
 
 def check_receipts(

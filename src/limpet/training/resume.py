@@ -14,7 +14,7 @@ from msgspec import structs
 
 from limpet import errors, events
 from limpet.format.manifest import Parent
-from limpet.format.names import Version, parse_version
+from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.generators import open_block
 from limpet.loading.binding import STRICT, Leniency
 from limpet.loading.differences import LoadReport
@@ -31,6 +31,8 @@ from limpet.run.lineage import (
     start_branch,
 )
 from limpet.run.run import Run
+from limpet.saving.commit import not_shared_error
+from limpet.snapshot import pins
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list, to_repr, warn_user
@@ -193,7 +195,16 @@ class Resume:
     def _load_with_others(self, snapshot: SnapshotReader) -> None:
         self.ladder.check(snapshot.version)
         self._tell(ResumeInstruction(False, str(snapshot.version), snapshot.digest))
-        self._load(snapshot)
+        try:
+            self._load(snapshot)
+        except (errors.NotFound, errors.DigestMismatch) as e:
+            rank, key = e.fields.get("rank"), snapshot.location.key(MANIFEST)
+            if rank and key in (e.fields.get("key"), e.fields.get("file")):
+                pins.require_manifest(snapshot.location, "while the ranks read it")
+                found = "another file" if isinstance(e, errors.DigestMismatch) else "no such file"
+                what = f"Nothing was loaded from {self.run.url}"
+                raise not_shared_error(what, rank, key, found=found) from e
+            raise
 
     def _unfit_error(self, error: errors.PlanError) -> errors.PlanError:
         """Return the error for a version that does not fit the state, with advice for a resume. An
