@@ -8,7 +8,7 @@ import pytest
 import limpet
 from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from limpet.storage.retry import Remote, Reply, RetryStore, Server
+from limpet.storage.retry import LEAST_RATE, Remote, Reply, RetryStore, Server
 from limpet.storage.store import Entry, Stat, Traits
 
 KEY, DATA = "v/manifest.json", b"mine"
@@ -33,7 +33,7 @@ class Bucket(Remote):
         self.is_conditional = True
 
     def do(self, kind, key, function):
-        assert self.deadline.seconds_left <= 20
+        assert self.deadline.seconds_left <= 20 + (8 << 20) / LEAST_RATE
         self.log.append(kind)
         fault = self.faults[kind].pop(0) if self.faults[kind] else None
         if isinstance(fault, Exception):

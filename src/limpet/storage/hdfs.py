@@ -261,9 +261,17 @@ class HdfsFolder(Remote):
     ) -> tuple[Sequence[Entry], Any]:
         # Each folder is a request of its own: one that is deleted meanwhile must not end the list.
         path = self.path(folder) if folder else self.folder or "/"
-        found = self.call("list_status", "list", folder, lambda c: [*c.list_status(path)])
+
+        def read(client: Any) -> list[Any]:
+            found = []
+            for status in client.list_status(path):
+                if not self.deadline.seconds_left:
+                    raise TimeoutError  # a list without an end must not go on in an abandoned call
+                found.append(status)
+            return found
+
         entries: list[Entry] = []
-        for status in found:
+        for status in self.call("list_status", "list", folder, read):
             if status.path == path:
                 continue  # the path is that of a file
             key = str(status.path[len(self.folder) + 1 :])

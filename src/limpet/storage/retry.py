@@ -2,17 +2,18 @@
 
 Each method of a ``Remote``, a folder on a server, makes one try by a deadline. ``RetryStore`` makes
 a store of it: it repeats a try until the deadline of the call, never more than a part or the rest
-of a range, and reads an object back if the reply of its creation was lost. (The model is restic's
-``internal/backend/retry``.)
+of a range, and reads an object back if the reply of its creation was lost. No packet that arrives
+renews a deadline. (The model is restic's ``internal/backend/retry``.)
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -40,6 +41,10 @@ from limpet.storage.uploads import BufferedUpload, PartUpload, SequentialUpload
 from limpet.types import BLOCK_SIZE
 
 T = TypeVar("T")
+
+LEAST_RATE = 100_000
+"""Bytes per second. A call that transfers bytes gets the time that they take at this rate, besides
+``timeout``: what arrives more slowly counts as lost, and what is as fast never ends too early."""
 
 
 class Server:
@@ -70,7 +75,8 @@ class Reply(ABC):
     def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
         """Fill ``view`` with the next bytes, and yield the length of each piece that arrived.
 
-        Raises ``Unavailable`` if the reply ends before, or is too slow for the deadline.
+        The caller may stop after a piece, and call this again for the rest. Raises ``Unavailable``
+        if the reply ends before, or is too slow for the deadline.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -199,7 +205,8 @@ class Remote(ABC):
 class RetryStore:
     """A store on a server. ``at(folder)`` and ``within(deadline)`` return views.
 
-    ``remote``: makes the tries; ``timeout``: seconds for which a call is repeated.
+    ``remote``: makes the tries; ``timeout``: seconds for which a call is repeated, and which all
+    requests of a listing together may take.
     """
 
     def __init__(self, remote: Remote, timeout: float) -> None:
@@ -241,21 +248,23 @@ class RetryStore:
         view.deadline = None if self.deadline is None else self.deadline.for_cleanup()
         return view
 
-    def repeat(self, action: str, key: str, request: Callable[[Any], T]) -> T:
+    def repeat(self, action: str, key: str, request: Callable[[Any], T], nbytes: int = 0) -> T:
         """Return what ``request(remote)`` returns. Repeat it while the server is unavailable.
 
-        ``action``: "read", for messages. Raises ``StoreError``, at the latest at the deadline.
+        ``action``: "read", for messages; ``nbytes``: the bytes that are sent. Raises
+        ``StoreError``, at the latest at the deadline.
         """
         remote = copy(self.remote)
-        remote.deadline = self._deadline(action, key)
+        remote.deadline = self._deadline(action, key, nbytes)
         return remote.server.throttle.call(
             f"{action} {key}", remote.deadline, lambda: request(remote)
         )
 
-    def _deadline(self, action: str, key: str) -> Deadline:
-        """Return the deadline of a call."""
-        purpose = f"at most {self.timeout:g} s to {action} {key}"
-        return Deadline.after(self.timeout, purpose).earlier(self.deadline)
+    def _deadline(self, action: str, key: str, nbytes: int = 0) -> Deadline:
+        """Return the deadline of a call that transfers bytes."""
+        seconds = self.timeout + nbytes / LEAST_RATE
+        purpose = f"at most {seconds:.3g} s to {action} {key}"
+        return Deadline.after(seconds, purpose).earlier(self.deadline)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -274,7 +283,9 @@ class RetryStore:
                 if reply.length > limit:
                     raise too_long_error(key, self.url, limit, reply.length)
                 data = bytearray(reply.length)
-                for _ in reply.read_into(memoryview(data), remote.deadline):
+                end = remote.deadline.at + reply.length / LEAST_RATE
+                deadline = replace(remote.deadline, at=end).earlier(self.deadline)
+                for _ in reply.read_into(memoryview(data), deadline):
                     pass
             finally:
                 reply.close()
@@ -315,16 +326,30 @@ class RetryStore:
         return _Reader(self, key, offset, length)
 
     def list(self, prefix: str) -> Iterator[Stat]:
-        return self._list(prefix, partial=False)
+        return copy(self)._list(prefix, partial=False)
 
     def partials(self, prefix: str) -> Iterator[Stat]:
         # the unfinished uploads of object stores are listed by the names of their objects
-        return iter(sorted(self._list(prefix, partial=True), key=lambda stat: stat.key))
+        return iter(sorted(copy(self)._list(prefix, partial=True), key=lambda stat: stat.key))
 
     def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
         """See the function."""
         if "/" not in prefix:
-            yield from self._entries(folder, prefix, deep=False, partial=False)
+            yield from copy(self)._entries(folder, prefix, deep=False, partial=False)
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        """Take the time of the block from the timeout of this view, which lists. What is done with
+        an entry takes none."""
+        if self.timeout <= 0:
+            raise Unavailable(
+                f"Listing {self.url} takes longer than its timeout",
+                todo="Check the server; for a folder that large, open the store with timeout=",
+                store=self.url,
+            )
+        began = time.monotonic()
+        yield
+        self.timeout -= time.monotonic() - began
 
     def _list(self, folder: str, *, partial: bool) -> Iterator[Stat]:
         deep = self.remote.has_conditional_put
@@ -336,8 +361,11 @@ class RetryStore:
             if entry.kind == "folder":
                 yield from self._list(key, partial=partial)
             else:
-                with suppress(NotFound):  # deleted meanwhile, or a link to a folder or to nothing
-                    yield entry.stat or self.stat(key)
+                if (stat := entry.stat) is None:
+                    with suppress(NotFound), self._listing():  # deleted, or a link to a folder
+                        stat = self.stat(key)
+                if stat is not None:
+                    yield stat
 
     def _entries(self, folder: str, prefix: str, *, deep: bool, partial: bool) -> Iterator[Entry]:
         """Yield what is in a folder, page by page. Nothing, if it does not exist."""
@@ -350,7 +378,8 @@ class RetryStore:
                 return remote.page(folder, prefix, marker, deep=deep, partial=partial)
 
             try:
-                entries, marker = self.repeat("list", folder or ".", read)
+                with self._listing():
+                    entries, marker = self.repeat("list", folder or ".", read)
             except NotFound:
                 return
             for entry in entries:
@@ -384,7 +413,7 @@ class RetryStore:
     def put_if_absent(self, key: str, data: bytes) -> Stat:
         refuse_partial(key, self.url)
         self.remote.object_name(key)
-        store, data = self.within(self._deadline("write", key)), bytes(data)
+        store, data = self.within(self._deadline("write", key, len(data))), bytes(data)
         if not self.remote.has_conditional_put:
             return store._upload_if_absent(key, data)
         store._create(key, data, accept_equal=True)
@@ -409,7 +438,7 @@ class RetryStore:
         return self._require_equal(key, data, error)
 
     def _create_once(self, key: str, data: memoryview) -> Stat:
-        store = self.within(self._deadline("write", key))
+        store = self.within(self._deadline("write", key, len(data)))
         store._create(key, data, accept_equal=False)
         return store._require_stat(key, len(data))
 
@@ -426,7 +455,7 @@ class RetryStore:
                 may_be_own |= e.is_outcome_unknown
                 raise
 
-        if self.repeat("write", key, put):
+        if self.repeat("write", key, put, len(data)):
             return
         self.remote.server.conditional.add(self.remote.root)
         error = exists_error(key, self.url)
@@ -509,15 +538,18 @@ class _Reader(RangeReader):
             raise self._too_short(self._length)
 
         def read(remote: Remote) -> None:
+            enough = self._done + self._store.timeout * LEAST_RATE  # for another deadline
             try:
                 reply = self._reply or self._open(remote)
                 for count in reply.read_into(view[self._done - start :], remote.deadline):
                     self._done += count
+                    if self._done >= enough:
+                        return
             except BaseException:
                 self.__exit__()  # the next try goes on behind the bytes that have arrived
                 raise
 
-        if view:
+        while self._done < start + len(view):
             self._store.repeat("read", self._key, read)
 
     def _open(self, remote: Remote) -> Reply:
@@ -544,7 +576,8 @@ class _Upload(Upload):
     is_ended: bool = False
 
     def write_at(self, offset: int, *data: memoryview) -> None:
-        self.store.repeat("write", self.key, lambda remote: self.upload.write(remote, offset, data))
+        nbytes = sum(map(len, data))
+        self.store.repeat("write", self.key, lambda r: self.upload.write(r, offset, data), nbytes)
 
     def commit(self) -> Stat:
         store = self.store.within(self.store._deadline("complete", self.key))

@@ -140,6 +140,8 @@ class CloudFolder(Remote):
     ) -> tuple[Sequence[Entry], Any]:
         """See ``Remote``. obstore cannot list what an unfinished upload has sent. Azure removes it
         after 7 days; a bucket of Google needs a lifecycle rule (``docs/stores.md``)."""
+        import asyncio
+
         import obstore
 
         if partial:
@@ -151,7 +153,11 @@ class CloudFolder(Remote):
         else:
 
             def read(client: Any) -> Any:
-                return obstore.list_with_delimiter(client, name)
+                async def read_level() -> Any:  # which ends with its timeout, unlike a thread
+                    level = obstore.list_with_delimiter_async(client, name)
+                    return await asyncio.wait_for(level, self.deadline.seconds_left)
+
+                return asyncio.run(read_level())
 
         page = self._list(folder, read)
         if page is None:
@@ -281,30 +287,30 @@ def _to_stat(found: Any, key: str) -> Stat:
 
 
 class _CloudReply(Reply):
-    """The chunks of a reply. All of it is read into one view."""
+    """The chunks of a reply."""
 
     def __init__(self, folder: CloudFolder, key: str, reply: Any) -> None:
-        self._folder, self._key, self._reply = folder, key, reply
+        self._folder, self._key = folder, key
+        self._chunks, self._rest = reply.stream(min_chunk_size=MIB), memoryview(b"")
         self.length = reply.range[1] - reply.range[0]
         self.tag = reply.meta["e_tag"] or ""
 
     def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
         done, place = 0, f"{self._key} in {self._folder.url}"
         fields = {"key": self._key, "store": self._folder.url}
-        chunks = iter(self._reply.stream(min_chunk_size=MIB)) if len(view) else iter(())
-        while True:
-            with translated("read", self._key, self._folder.url):
-                chunk = next(chunks, None)
-            if chunk is None:
-                break
+        while done < len(view):
+            if not self._rest:
+                with translated("read", self._key, self._folder.url):
+                    self._rest = memoryview(next(self._chunks, b""))
+            if not self._rest:
+                raise Unavailable(f"The reply for {place} is incomplete", **fields)
             if not deadline.seconds_left:
                 raise Unavailable(f"Reading {place} is too slow", **fields)
-            count = min(len(chunk), len(view) - done)
-            view[done : done + count] = memoryview(chunk)[:count]
+            count = min(len(self._rest), len(view) - done)
+            view[done : done + count] = self._rest[:count]
+            self._rest = self._rest[count:]
             done += count
             yield count
-        if done < len(view):
-            raise Unavailable(f"The reply for {place} is incomplete", **fields)
 
 
 def _read_pages(folder: str | None) -> Callable[[Any], Any]:

@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from threading import Lock
 from typing import Any
 
-from limpet.deadline import Deadline
+from limpet.deadline import Deadline, call_within
 from limpet.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
 from limpet.storage.options import INSTALL, LONGEST_TIMEOUT
-from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
+from limpet.storage.retry import LEAST_RATE, Remote, RemoteUpload, Reply, RetryStore
 from limpet.storage.s3.server import S3Options, S3Server, shared_server
 from limpet.storage.store import (
     Entry,
@@ -42,12 +42,6 @@ READ_SIZE = 64 * MIB
 
 IN_FLIGHT = 56 * MIB
 """The bytes of parts for which a save takes memory at once, besides what is staged."""
-
-FIRST_BLOCK, _FAST = 64 << 10, 0.1
-"""The length of the first block of a reply, in bytes, and the seconds in which a block is fast."""
-
-_SLOWEST = 20_000
-"""Bytes per second from which on a block that has become slow still ends by the deadline."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _PERMISSION = ("AccessDenied", "403")
@@ -277,14 +271,17 @@ class S3Folder(Remote):
     # -- requests ------------------------------------------------------------------------------
 
     def send(self, method: str, action: str, key: str, longest: int = 15, **fields: Any) -> Any:
-        """Send one request, with a timeout of at most ``longest`` seconds. ``Unavailable``: other
-        credentials may help, too."""
+        """Send one request, with a timeout of at most ``longest`` seconds for each packet, and four
+        times as long for all of it. ``Unavailable``: other credentials may help, too."""
         server, client = self.server, None
+        seconds = 4 * longest + getattr(fields.get("Body"), "length", 0) / LEAST_RATE
+        limit = Deadline.after(seconds, f"{action} {key}").earlier(self.deadline)
         try:
             with self.translated(action, key):
                 client = server.client(self.deadline, longest)
                 server.throttle.count(method.title().replace("_", ""))
-                return getattr(client, method)(Bucket=self.bucket, **fields)
+                request = partial(getattr(client, method), Bucket=self.bucket, **fields)
+                return call_within(limit, request)  # a packet now and then renews boto3's timeout
         except Denied as e:
             code = e.fields.get("code")
             if code not in _PERMISSION and server.look_for_credentials(client) and code:
@@ -315,29 +312,23 @@ class _S3Reply(Reply):
     def __init__(self, folder: S3Folder, key: str, reply: Any) -> None:
         self._folder, self._key = folder, key
         self._body = reply["Body"]
-        self._block = FIRST_BLOCK
         self.length = int(reply["ContentLength"])
         self.tag, self.md5 = reply.get("ETag", ""), stated_md5(reply)
 
     def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
-        """See ``Reply``. boto3 returns when a block is full, so blocks begin small and grow while
-        they arrive fast, and are small near the deadline: it is checked in time."""
+        """See ``Reply``. boto3 would return when a block is full, however slowly it arrives."""
         done, place = 0, f"{self._key} in {self._folder.url}"
         fields = {"key": self._key, "store": self._folder.url}
         while done < len(view):
-            before = deadline.clock()
-            least = FIRST_BLOCK // 16
-            block = max(least, int(min(self._block, _SLOWEST * deadline.seconds_left)))
             with self._folder.translated("read", self._key):
-                count = self._body.readinto(view[done : done + block])
-            if not count:
+                data = self._body._raw_stream.read1(min(MIB, len(view) - done))
+            if not data:
                 raise Unavailable(f"The reply for {place} is incomplete", **fields)
-            done += count
-            yield count
+            view[done : done + len(data)] = data
+            done += len(data)
+            yield len(data)
             if done < len(view) and not deadline.seconds_left:
                 raise Unavailable(f"Reading {place} is too slow", **fields)
-            is_fast = deadline.clock() - before < _FAST
-            self._block = min(2 * self._block, MIB) if is_fast else max(self._block // 2, least)
 
     def close(self) -> None:
         self._body.close()
@@ -437,7 +428,7 @@ class PartBody:
 
     def __init__(self, views: Sequence[memoryview], deadline: Deadline) -> None:
         self._views = views
-        self._length = sum(map(len, views))
+        self.length = sum(map(len, views))
         self._deadline = deadline
         self._at = 0
 
@@ -454,7 +445,7 @@ class PartBody:
         return b""
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
+        self._at = offset + (0, self._at, self.length)[whence]
         return self._at
 
     def tell(self) -> int:
@@ -582,6 +573,7 @@ def _translate_unanswered(
     error: Exception, what: str, server: str, fields: dict[str, Any]
 ) -> StoreError:
     """Return the error for a request without a reply, or with one that ended early."""
+    import urllib3
     from botocore import exceptions as boto
 
     text = hide_secrets(str(error).strip())
@@ -606,7 +598,7 @@ def _translate_unanswered(
         todo = "Check the URL, and the endpoint (http://HOST or https://HOST)"
         return StoreError(f"{what}: {text}", todo=todo, **fields)
     broken = boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | OSError
-    if isinstance(error, broken | boto.ResponseStreamingError):
+    if isinstance(error, broken | urllib3.exceptions.HTTPError):
         is_unsent = isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError)
         if not is_unsent:
             fields["outcome"] = "unknown"
