@@ -71,9 +71,12 @@ def _note_resized(binding: Binding, value: Any, key: str) -> bool:
 
 def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Adapt:
     """Record the differences between a saved state and the live ``state_dict()``, which is called
-    once, and not at all if no saved key is compared."""
+    once, and not at all if no saved key is compared, or if that changes the object."""
     saved_names = [name for name, _, _ in tree.children(node, key)] if _is_dict(node) else []
     if saved_names and not any(map(_is_field, saved_names)):
+        return _unchanged
+    # their loaders would begin an iterator, which the next iter() returns whatever is then loaded
+    if any(kind.__module__.startswith("torchdata.") for kind in type(value).__mro__):
         return _unchanged
     try:
         live = value.state_dict()
