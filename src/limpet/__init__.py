@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from limpet import errors as errors, preemption as preemption, sinks as sinks, tasks as tasks
     from limpet.convert.export import export as export
     from limpet.convert.import_ import import_checkpoint as import_checkpoint
+    from limpet.data.loader import DataLoader as DataLoader, elastic as elastic
     from limpet.data.progress import Progress as Progress
     from limpet.data.rng import RNG as RNG
-    from limpet.data.sampler import ElasticSampler as ElasticSampler
     from limpet.evaluation.evaluation import Evaluation as Evaluation
     from limpet.events import attach as attach
-    from limpet.generators import isolated_rng as isolated_rng
     from limpet.loading.differences import LoadReport as LoadReport
     from limpet.ranks.group import Group as Group
     from limpet.run.address import load as load, open_version
@@ -62,12 +61,11 @@ __all__, __getattr__, __dir__ = lazy_names(
         "": "errors preemption sinks tasks",
         "convert.export": "export",
         "convert.import_": "import_checkpoint",
+        "data.loader": "DataLoader elastic",
         "data.progress": "Progress",
         "data.rng": "RNG",
-        "data.sampler": "ElasticSampler",
         "evaluation.evaluation": "Evaluation",
         "events": "attach",
-        "generators": "isolated_rng",
         "loading.differences": "LoadReport",
         "ranks.group": "Group",
         "run.address": "load open_version=open",

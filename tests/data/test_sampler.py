@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from limpet.data.sampler import SamplerGroup
 from torch.utils.data import TensorDataset
 
 import limpet
 from limpet.data.permutation import permute
-from limpet.data.sampler import SamplerGroup
 from limpet.errors import LimpetError, PlanError
 
 Sampler = limpet.ElasticSampler

@@ -37,6 +37,7 @@ class Progress:
         self._step = self._epoch = self._epoch_began = self.samples = 0
         self._knows_began = False  # and it is not 0
         self._is_counted = False  # a step or an epoch was counted since the last load
+        self._held: dict[str, int] = {}  # what a state has until the next step
 
     def __repr__(self) -> str:
         return f"Progress(epoch={self._epoch}, step={self._step}, samples={self.samples})"
@@ -68,7 +69,8 @@ class Progress:
 
     def state_dict(self) -> dict[str, int]:
         state = {"epoch": self._epoch, "step": self._step, "samples": self.samples}
-        return state | ({"epoch_began": self._epoch_began} if self._knows_began else {})
+        began = {"epoch_began": self._epoch_began} if self._knows_began else {}
+        return {**state, **(self._held or began)}
 
     def check_state_dict(self, state: object) -> None:
         """Raise ``PlanError`` if this is not the state of a ``Progress``."""
@@ -91,20 +93,24 @@ class Progress:
         self._epoch, self._step, self.samples = state["epoch"], state["step"], state["samples"]
         self._epoch_began = state.get("epoch_began", self._step if self._epoch else 0)
         self._knows_began = "epoch_began" in state
-        self._is_counted = False
+        self._is_counted, self._held = False, {}
         self._loaded = {"step": self._step, "epoch": self._epoch}
 
     # -- for the Checkpointer ----------------------------------------------------------------------
 
     def add_steps(self, steps: int) -> None:
         """Count more steps."""
-        self._is_counted = True
+        self._is_counted, self._held = True, {}
         self._step += steps
 
     def end_epoch(self) -> None:
         """Count an epoch."""
         self._is_counted = True
         self._begin_epoch(self._epoch + 1)
+
+    def hold(self, before: dict[str, int]) -> None:
+        """Return the epoch of an earlier state in ``state_dict`` until the next step."""
+        self._held = {n: before[n] for n in ("epoch", "epoch_began") if n in before}
 
     def resume(self, step: int | None) -> None:
         """Allow assignments until the next step. Continue at ``step``, unless it is None."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.random  # NumPy loads it on first use: an RNG always includes its generator
 
 from limpet.errors import PlanError
-from limpet.generators import States, capture_states, load_training_states, training_states
+from limpet.generators import States, capture_states, restore_states
 from limpet.lazy_torch import torch_or_none
 
 
@@ -20,9 +20,11 @@ class RNG:
     They are the generators of Python and NumPy, of PyTorch if the program has imported it, and of
     each device of the accelerator that PyTorch uses.
 
-    Put an ``RNG`` into the state. After a resume, the random numbers then continue as if the
-    training had not been interrupted. NumPy has one global generator, the legacy one. An ``RNG``
-    does not include ``numpy.random.Generator`` objects.
+    A ``limpet.DataLoader`` needs none: it is for custom loops that draw random numbers in one
+    sequence. Put it last into the state: a load of another object may draw. After a resume, the
+    random numbers then continue as if the training had not been interrupted, and
+    ``Checkpointer.epochs`` and ``steps`` seed nothing. NumPy has one global generator, the legacy
+    one. An ``RNG`` does not include ``numpy.random.Generator`` objects.
 
     Each rank saves its own generators. A rank that did not exist when the snapshot was saved gets
     seeds that are derived from the state of rank 0 and its own rank.
@@ -34,13 +36,12 @@ class RNG:
         return "RNG()"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators by name, from which training continues: inside a
-        block of ``limpet.isolated_rng``, those at the beginning of the outermost block.
+        """Return the current states of the generators by name.
 
         The states of the devices are a list under their type, such as ``cuda``, once the program
         has used the accelerator: until then, its generators have only their seed.
         """
-        states = training_states()
+        states = capture_states()
         version, words, gauss = states["python"]
         python = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
         state: dict[str, Any] = {"python": python, "numpy": _to_legacy(states["numpy"])}
@@ -63,9 +64,8 @@ class RNG:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state; devices that it lacks keep their generators. At the end of a load, they
-        have it, whatever other objects draw. Raises ``PlanError`` if it is not the state of an
-        ``RNG``."""
+        """Load a state; devices that it lacks keep their generators. Raises ``PlanError`` if it is
+        not the state of an ``RNG``."""
         self.check_state_dict(state)
         python = state["python"]
         if isinstance(python, dict):  # from before Limpet supported ranks: the tuple
@@ -75,11 +75,11 @@ class RNG:
             states["torch"] = state["torch"]
         for kind in state.keys() - {"python", "numpy", "torch"}:
             states |= {f"{kind}:{i}": saved for i, saved in enumerate(state[kind])}
-        load_training_states(states)
+        restore_states(states)
 
     def derive(self, rank: int) -> None:
         """Seed all generators from the current state and the rank."""
-        seed_bytes = sha256(repr((training_states()["python"], rank)).encode()).digest()
+        seed_bytes = sha256(repr((capture_states()["python"], rank)).encode()).digest()
         seed = int.from_bytes(seed_bytes[:8], "little") >> 1
         states: States = {"python": random.Random(seed).getstate()}
         states["numpy"] = np.random.RandomState(seed % (1 << 32)).get_state(legacy=False)
@@ -88,7 +88,7 @@ class RNG:
             torch.manual_seed(seed)  # seeds the devices too
             states["torch"] = torch.Generator().manual_seed(seed).get_state()
             states = capture_states() | states
-        load_training_states(states)
+        restore_states(states)
 
 
 def _to_legacy(state: dict[str, Any]) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
-from limpet.generators import keep_restored
 from limpet.layout.select import ABSENT
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, is_leaf, tag_of
@@ -47,7 +46,6 @@ def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize
         state = adapt(finalize_state())
         with calling(value, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
             value.load_state_dict(state)
-        keep_restored(state)
         return value
 
     return finalize

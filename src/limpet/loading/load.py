@@ -20,7 +20,6 @@ from typing import Any
 from limpet import events
 from limpet.errors import InexactResume, LimpetError, PlanError, RankFailed
 from limpet.format.tree import walk
-from limpet.generators import Isolation
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
 from limpet.loading.binder import bind
 from limpet.loading.binding import STATE_INVALID, STRICT, Binding, Leniency
@@ -85,14 +84,13 @@ def _load(
         warn_user(
             f"The per-rank values in {targets.snapshot.url} do not match the ranks that load them:"
             f" {reassigned}. If a value counts the data that one rank has seen, some samples will"
-            " be repeated and some skipped; limpet.ElasticSampler continues with any number of"
+            " be repeated and some skipped; limpet.DataLoader continues with any number of"
             " ranks.",
             InexactResume,
         )
     try:  # steps 5 and 6
         reader.read(targets.requests, targets.targets, collective.advance)
-        with Isolation("load"):
-            loaded = gc_paused(finalize)()
+        loaded = gc_paused(finalize)()
         await_all(collective)
     except BaseException as e:
         if into is None or (isinstance(e, LimpetError) and e.is_state_invalid):
@@ -114,7 +112,6 @@ def _load(
 
 
 @gc_paused
-@Isolation("call")
 def _bind(
     targets: LoadTargets,
     into: dict[str, Any] | None,

@@ -96,7 +96,7 @@ def find_end(catalog: Catalog) -> str | None:
     if record is None or not record.digest:
         return None
     ends = catalog.evaluations.read(version, record.digest).of(Ended)
-    return ends[-1].reason if ends else None
+    return ends[-1].reason or None if ends else None
 
 
 def newest_branch(catalog: Catalog, listing: Listing) -> int:

@@ -15,7 +15,7 @@ from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
 from limpet import events
-from limpet.generators import Isolation
+from limpet.generators import kept_generators
 from limpet.lazy_torch import rank_and_world_size
 from limpet.settings import read_settings
 from limpet.sinks.wording import STYLES, describe_event, describe_saved, number_field, text_field
@@ -92,7 +92,7 @@ class Terminal:
 
 def _import_rich() -> None:
     """Import rich now: it draws a random number, which must not be one of the training's."""
-    with Isolation("call"):
+    with kept_generators():
         import rich.cells
         import rich.console
         import rich.text  # noqa: F401

@@ -164,8 +164,13 @@ def _describe_resume(fields: Mapping[str, Any]) -> str:
     saved = parse_version(url.rpartition("/")[2])
     if saved is None or str(saved.step) != step:  # a part of a version of another run
         return f"started at step {step} with state from {url}{suffix}"
-    checked = ": next batch equal" if fields.get("next_batch_equal") is True else ""
-    return f"resumed step {step} from {url}{suffix}{checked}"
+    return f"resumed step {step} from {url}{suffix}{_describe_changes(fields)}"
+
+
+def _describe_changes(fields: Mapping[str, Any]) -> str:
+    """Return how the resumed training differs from the earlier one, after a colon."""
+    changes = _list_field(fields, "changes") if fields.get("changes") else []
+    return f": {'; '.join(changes)}" if changes else ""
 
 
 def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
@@ -179,7 +184,7 @@ def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
     nbytes = number_field(fields, "bytes")
     what = f"{format_size(nbytes)} as in" if nbytes else "all values as in"
     took = "" if seconds is None else f", compared in {format_duration(seconds)}"
-    return f"resumed exactly: {what} {url}{took}"
+    return f"resumed exactly: {what} {url}{took}{_describe_changes(fields)}"
 
 
 def _describe_end(fields: Mapping[str, Any]) -> str:

@@ -20,7 +20,6 @@ from limpet.format import torch_types
 from limpet.format import tree as nodes
 from limpet.format.names import escape_level, join_key
 from limpet.format.rejected import NOT_PLAIN, nested_too_deeply, rejections_within, unsupported
-from limpet.generators import DeferredIsolation
 from limpet.lazy_torch import torch_or_none
 from limpet.state import modules, optimizers
 from limpet.state.arrays import (
@@ -105,19 +104,18 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             if isinstance(state, dict)
             else None,
         )
-    with DeferredIsolation() as isolation:
-        flattener = _Flattener(state, rank, isolation)
-        torch = torch_or_none()
-        if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
-            flattener.replication_by_address = find_ddp_replication(state)
-        try:
-            flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
-        except RecursionError as e:
-            raise Unsupported(
-                "The state is nested too deeply for Python's recursion limit",
-                todo="Use fewer levels, or raise the limit with sys.setrecursionlimit()",
-            ) from e
-        return flattener.flat
+    flattener = _Flattener(state, rank)
+    torch = torch_or_none()
+    if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
+        flattener.replication_by_address = find_ddp_replication(state)
+    try:
+        flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
+    except RecursionError as e:
+        raise Unsupported(
+            "The state is nested too deeply for Python's recursion limit",
+            todo="Use fewer levels, or raise the limit with sys.setrecursionlimit()",
+        ) from e
+    return flattener.flat
 
 
 @dataclass
@@ -126,7 +124,6 @@ class _Flattener:
 
     state: dict[str, Any]
     rank: int
-    isolation: DeferredIsolation
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
@@ -198,7 +195,6 @@ class _Flattener:
             return {"blob": [type(value).__name__, len(value)]}
         if (node := torch_types.encode(value)) is not None:
             return node
-        self.isolation.begin()  # what its code draws is undone
         if isinstance(value, Replicated) or (
             keeps_per_rank(value) and self.forced_replication is None
         ):
@@ -262,7 +258,6 @@ class _Flattener:
 
     def _encode_composite(self, library: ArrayLibrary, value: Any, key: str) -> Any:
         """Encode a value that consists of others, such as a sparse tensor."""
-        self.isolation.begin()
         if len(self.enclosing_ids) > nodes.MAX_DEPTH // 2 or id(value) in self.enclosing_ids:
             raise nested_too_deeply(value, key, "it contains itself")
         tag, body, parts = library.split(value, key)

@@ -107,5 +107,5 @@ class Replicated(Generic[T]):
 
 
 def keeps_per_rank(value: Any) -> bool:
-    """Return True for a ``PerRank`` and for an object whose class sets ``keeps_per_rank``."""
-    return isinstance(value, PerRank) or bool(getattr(type(value), "keeps_per_rank", False))
+    """Return True for a ``PerRank`` and for an object whose ``keeps_per_rank`` is True."""
+    return isinstance(value, PerRank) or getattr(value, "keeps_per_rank", False) is True

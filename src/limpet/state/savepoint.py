@@ -15,7 +15,6 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from limpet import lazy_torch
-from limpet.generators import DeferredIsolation
 from limpet.state import modules, optimizers, walk
 from limpet.state.arrays import library_of
 from limpet.state.copy_pool import CopyPool
@@ -36,9 +35,6 @@ _PARAMETER_CHANGED = "a parameter was changed outside of an optimizer step"
 _STRUCTURE_CHANGED = "the structure of the state changed"
 _LOAD_BEGAN = "a load into the state had begun"
 _TOO_EXPENSIVE = "copies of the state take too long compared to a step"
-
-_OWN_PACKAGES = frozenset({"limpet", "torch"})
-"""The packages whose classes draw no random numbers in ``state_dict()``."""
 
 
 class _Invalidated(Exception):
@@ -76,7 +72,6 @@ class Savepoint:
         self._stable_storages: frozenset[int] = frozenset()
         self._mutable_members: dict[int, tuple[PrefixedModules, MemberCopies] | None] = {}
         self._stable_optimizer_ids: set[int] = set()
-        self._isolation = DeferredIsolation()
         self._lock = RLock()
         self._hold: Latch | None = None
         self.label: Any = None
@@ -96,21 +91,19 @@ class Savepoint:
         return _PARAMETER_CHANGED if changed else None
 
     def capture(self, label: Any = None, max_bytes: float = inf) -> None:
-        """Copy the values that may change before the next optimizer step, and undo what code of the
-        user draws in the meantime. Raises ``TooManyBytes``."""
+        """Copy the values that may change before the next optimizer step. Raises
+        ``TooManyBytes``."""
         self._invalidate(_INTERRUPTED)
         self._copies.max_bytes = max_bytes
         self.label, self._captured = label, None
-        with DeferredIsolation() as self._isolation:
-            if not self._is_structure_unchanged():
-                self._isolation.begin()
-                self._scan_state()
-            self._version_counters = _read_version_counters(self._fingerprint.partial)
-            self._fingerprint.record()
-            self._copies.recycle(self._stable_storages)
-            self._memo, self._parameter_names = {}, None
-            self._captured = walk.map_containers(self.state, self._capture_value, self._memo)
-            self._memo = {}
+        if not self._is_structure_unchanged():
+            self._scan_state()
+        self._version_counters = _read_version_counters(self._fingerprint.partial)
+        self._fingerprint.record()
+        self._copies.recycle(self._stable_storages)
+        self._memo, self._parameter_names = {}, None
+        self._captured = walk.map_containers(self.state, self._capture_value, self._memo)
+        self._memo = {}
         self._invalid_reason = None
 
     def invalidate(self) -> None:
@@ -228,7 +221,6 @@ class Savepoint:
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._stable_optimizer_ids:
-                self._isolation.begin()
                 if self._parameter_names is None:
                     self._parameter_names = modules.parameter_names(self.state)
                 state = optimizers.optimizer_state(value, self._parameter_names, "")
@@ -237,9 +229,6 @@ class Savepoint:
             return _CapturedOptimizer(
                 value, walk.map_containers(groups, self._capture_value, self._memo, depth)
             )
-        is_own = type(value).__module__.partition(".")[0] in _OWN_PACKAGES
-        if not is_own or id(value) in map(id, self._optimizers):  # an optimizer has hooks
-            self._isolation.begin()
         if modules.is_stateful(value) and not isinstance(value, type):
             state = walk.map_containers(
                 value.state_dict(), self._capture_value, self._memo, depth + 1
@@ -249,8 +238,6 @@ class Savepoint:
 
     def _capture_module(self, module: torch.nn.Module, depth: int) -> Any:
         mutable_members = self._mutable_members.get(id(module))
-        if mutable_members is None or mutable_members[0]:
-            self._isolation.begin()
         if mutable_members is None:
             return walk.map_containers(
                 modules.module_state(module, ""), self._capture_value, self._memo, depth

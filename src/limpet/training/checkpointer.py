@@ -14,12 +14,11 @@ from limpet.format.names import Version
 from limpet.loading.binding import Leniency
 from limpet.loading.differences import LoadReport
 from limpet.ranks.agreement import make_agreement
-from limpet.ranks.group import Group, GroupSpec, saving_group
+from limpet.ranks.group import Group, GroupSpec, broadcast_from_first, saving_group
 from limpet.run.catalog import read_training_metadata
 from limpet.run.metrics import ADDED_METRICS, check_metrics
 from limpet.run.policy import (
     AtEnd,
-    EveryEpoch,
     EverySeconds,
     KeepPolicy,
     Never,
@@ -37,7 +36,7 @@ from limpet.training import state_check
 from limpet.training.cadence import Cadence
 from limpet.training.early_iterators import EarlyIterators
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
-from limpet.training.ending import Ending, check_position, ended_epochs, take_over
+from limpet.training.ending import Ending, check_position, read_end, record_end, take_over
 from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
 from limpet.training.member import call_to_resume, check_members
@@ -57,16 +56,20 @@ from limpet.training.resume import (
     check_start,
     left_state_invalid,
     parse_at,
-    refuse_in_block,
 )
-from limpet.training.resume_check import (
-    check_whole_state,
-    compare_next_batches,
-    record_next_batches,
-)
+from limpet.training.resume_check import check_whole_state
 from limpet.training.saver import Saver, SaveSpec
 from limpet.training.step_counter import StepCounter
 from limpet.training.step_savepoint import StepSavepoint
+
+_RANKS = "ranks"
+"""The field of the training metadata that has the number of ranks."""
+
+
+def _check_number(name: str, count: object) -> int:
+    if (number := whole(count)) is None:
+        raise LimpetError(f"{name}() takes an int of 0 or more, not {to_repr(count)[:200]}")
+    return number
 
 
 class Checkpointer:
@@ -74,9 +77,10 @@ class Checkpointer:
 
     ``run`` is the URL or store that receives the versions. ``state`` is a dict as for
     ``limpet.save``. Every save reads it, and ``resume`` writes it. A ``Progress`` in the state
-    counts the steps and epochs. Without one, the Checkpointer counts them. An ``ElasticSampler`` in
-    the state advances with the steps. A function that returns such a dict is called once, by
-    ``resume`` or else by the first step or save. Until then, ``Checkpointer.state`` is empty.
+    counts the steps and epochs. Without one, the Checkpointer counts them. A
+    ``limpet.DataLoader`` in the state advances with the steps, and seeds their random numbers. A
+    function that returns such a dict is called once, by ``resume`` or else by the first step or
+    save. Until then, ``Checkpointer.state`` is empty.
 
     ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
     to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
@@ -217,10 +221,8 @@ class Checkpointer:
             ending=self._ending,
             savepoint=self._savepoint,
         )
+        self._is_never = is_never
         self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
-        # if only ends of epochs are saved, a script may seed the generators at the next epoch
-        self._is_epoch_saved_only = preemption is None and isinstance(options.save, EveryEpoch)
-        self._generators: dict[str, bytes] = {}
         self._early_iterators = EarlyIterators()
         self._script_options = state_check.read_options(self.state)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
@@ -269,9 +271,8 @@ class Checkpointer:
         ``missing="keep"`` without ``start`` keeps the live values that its version lacks. An event
         names them.
 
-        The next batch of an ``ElasticSampler`` is compared with the recorded one. With
-        ``check=True``, all of the version is read again and compared with the live state, which
-        finds objects that do not restore what they saved. Events report both.
+        With ``check=True``, all of the version is read again and compared with the live state,
+        which finds objects that do not restore what they saved. An event reports it.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``LimpetError`` for invalid
@@ -286,7 +287,6 @@ class Checkpointer:
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
         check_start(start, keys, leniency, goes_back=at is not None)
-        refuse_in_block()
         if self._all_ranks.members:
             call_to_resume(self._all_ranks, start, keys, leniency, check=check)
         self._savepoint.discard()
@@ -295,13 +295,17 @@ class Checkpointer:
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
             self._saver.start_tiers(self.state)
+        if self._group.size > 1:
+            counter, operation = self._step_counter, f"the seeds of {self.run.url}"
+            seeds = broadcast_from_first(self._group, operation, counter.seeds, dict[str, int])
+            counter.use_seeds(seeds)
         if point is None:
             self._cadence.restart()
             events.emit("began", run=self.run.url)
             return None
-        self._continue_from(point)
+        changes = self._continue_from(point)
         if check and point.is_exact:
-            check_whole_state(self.run.url, point.snapshot, self.state, self._all_ranks)
+            check_whole_state(self.run.url, point.snapshot, self.state, self._all_ranks, changes)
         self._early_iterators = iterators
         if (stale := iterators.find_stale()) and self._group.rank == 0:
             differing = [f"an iterator of {path} from before the resume" for path in stale]
@@ -361,30 +365,59 @@ class Checkpointer:
         ``break``, ``return``, or an error, nor if the body has ended the epoch or has resumed at
         another one. No further epoch begins when ``should_stop`` is True.
 
-        After a resume within an epoch, the first number is that of this epoch again. With an
-        ``ElasticSampler``, the loader then yields the rest of it. If a training that has completed
-        ``count`` epochs is started again, nothing is yielded. A larger ``count`` continues it.
+        After a resume within an epoch, the first number is that of this epoch again. A
+        ``limpet.DataLoader`` then yields the rest of it. If a training that has completed ``count``
+        epochs is started again, nothing is yielded. A larger ``count`` continues it.
 
+        Random generators are seeded at the start of each epoch, unless the state has an ``RNG``.
         All ranks call this. Raises what ``resume`` and ``end_epoch`` raise, and ``LimpetError`` if
         ``count`` is not a number of epochs.
         """
-        if (number := whole(count)) is None:
-            raise LimpetError(f"epochs() takes an int of 0 or more, not {to_repr(count)[:200]}")
-        return self._run_epochs(number)
+        return self._run_epochs(_check_number("epochs", count))
 
     def _run_epochs(self, count: int) -> Iterator[int]:
-        if not (self._lifecycle.is_resumed or self._lifecycle.is_started):
-            self.resume()
+        self._resume_once()
         counter = self._step_counter
-        # the version may have been saved before the last epoch of the training ended
-        may_have_ended = counter.progress.epoch < count and not counter.has_counted
-        if may_have_ended and ended_epochs(self._saver) >= count:
-            return
         while counter.progress.epoch < count and not self.should_stop:
-            yield (epoch := counter.progress.epoch)
+            epoch = counter.progress.epoch
+            counter.seed_epoch(epoch)
+            yield epoch
             # else the body has ended it, or has resumed elsewhere; an owner counts in the body
             if counter.progress.epoch == epoch or counter.progress.owner is not None:
                 self.end_epoch()
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the steps that remain of ``count``, for a loop without a loader::
+
+            for step in ckpt.steps(500):
+                train_step()
+                ckpt.step()
+
+        It resumes first, as ``resume()`` does, unless the program has called that. Random
+        generators are seeded at the start of each step, unless the state has an ``RNG``. No further
+        step begins when ``should_stop`` is True.
+
+        All ranks call this. Raises what ``resume`` raises, and ``LimpetError`` if ``count`` is not
+        a number of steps, or if the body of the loop has not called ``step``.
+        """
+        return self._run_steps(_check_number("steps", count))
+
+    def _run_steps(self, count: int) -> Iterator[int]:
+        self._resume_once()
+        counter = self._step_counter
+        while counter.progress.step < count and not self.should_stop:
+            step, calls = counter.progress.step, counter.calls
+            counter.seed_step()
+            yield step
+            if counter.calls == calls and counter.progress.step == step:
+                raise LimpetError(
+                    f"The body of `for step in ckpt.steps({count})` has not called ckpt.step() in"
+                    f" step {step}: call it at the end of each step"
+                )
+
+    def _resume_once(self) -> None:
+        if not (self._lifecycle.is_resumed or self._lifecycle.is_started):
+            self.resume()
 
     @exclusive
     def metrics(self, metrics: Mapping[str, Any]) -> None:
@@ -441,10 +474,8 @@ class Checkpointer:
             self._act(error)
             if self._looks:
                 self._looks -= 1
-                if self._looks and not self._is_epoch_saved_only:
-                    self._generators = state_check.read_generators()
-                elif not self._looks:
-                    state_check.report_lacking(self.run.url, self.state, self._generators)
+                if not self._looks:
+                    state_check.report_lacking(self.run.url, self.state)
 
     @exclusive
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -452,16 +483,26 @@ class Checkpointer:
         data, on all ranks, if the loop does not use ``epochs``, which calls it.
 
         ``metrics`` are added to those of the step, as by ``metrics``. If the step is already saved,
-        with the old epoch, nothing is saved: a resume from there begins with the (empty) rest of
-        the epoch, and ``end_epoch`` follows. Raises what ``step`` raises.
+        with the old epoch, a record about its version says that the epoch has ended. Raises what
+        ``step`` raises.
         """
         self._lifecycle.check_open()
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
-            self._step_counter.end_epoch()
+            was_saved = self._saver.begun_step == self._step_counter.progress.step
+            is_over = self._step_counter.end_epoch()
             self._add_metrics(added_metrics)
             self._act()
+            if was_saved and is_over and not self._is_never:
+                self._saver.warn_or_raise(self._record_epoch)
+
+    def _record_epoch(self) -> None:
+        """Record about the version of the last step that its epoch has ended since."""
+        self._saver.wait_on_all_ranks()
+        counter = self._step_counter
+        if self._saver.saved_step == counter.progress.step:
+            record_end(self._saver, "", counter.progress.epoch, counter.positions())
 
     @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
@@ -581,8 +622,7 @@ class Checkpointer:
     def _make_spec(self, reason: str = "exception") -> SaveSpec:
         training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
         training[state_check.OPTIONS] = self._script_options
-        if reason != "exception":  # each step may call this, in case that the next one raises
-            training |= record_next_batches(self.state)
+        training[_RANKS] = self._group.size
         return SaveSpec(
             version=Version(self._step_counter.progress.step, self._branch),
             reason=reason,
@@ -654,7 +694,8 @@ class Checkpointer:
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state)
         self._saver.reservation.measure(self.state, self._group)
-        return {**self._arguments, "current_step": str(self._step_counter.progress.step)}
+        step, seeds = self._step_counter.progress.step, self._step_counter.loader_seeds()
+        return {**self._arguments, "current_step": str(step), **seeds}
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -692,38 +733,37 @@ class Checkpointer:
             if left is not None:
                 raise left from error
 
-    def _continue_from(self, point: ResumePoint) -> None:
+    def _continue_from(self, point: ResumePoint) -> list[str]:
+        """Continue from a version. Return what differs from the training that saved it."""
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
+            if self._saver.saved_step == self._step_counter.progress.step:
+                self._step_counter.begin_epoch(*read_end(self._saver))
         self._goodput.resume_from(point.training_metadata)
         progress = self._step_counter.progress
         self._cadence.restart(is_saving=self._saver.saved_step == progress.step)
         if self._tiers.memory is not None:
             self._tiers.memory.restart(progress.step, progress.epoch)
         self._early_stop.resume_from(point.training_metadata, point.step)
-        self._report_resume(point)
+        metadata = read_training_metadata(point.snapshot)
+        changes = self._step_counter.describe_sizes()
+        if metadata.get(_RANKS, self._group.size) != self._group.size:
+            changes.append(f"{self._group.size} ranks, was {metadata[_RANKS]}, so dropout differs")
+        self._report_resume(point, metadata, changes)
+        return changes
 
-    def _report_resume(self, point: ResumePoint) -> None:
-        """Say where training continues, and, on rank 0, whether with the recorded next batch, and
-        which options of the script the version has replaced."""
+    def _report_resume(
+        self, point: ResumePoint, metadata: Mapping[str, Any], changes: list[str]
+    ) -> None:
+        """Say where training continues, and, on rank 0, which options of the script the version has
+        replaced."""
         run, url, is_first = self.run.url, point.snapshot.url, self._group.rank == 0
-        is_compared = is_first and point.is_exact
-        batches = compare_next_batches(point.snapshot, self.state) if is_compared else {}
-        events.emit(
-            "resumed",
-            run=run,
-            url=url,
-            step=self._step_counter.progress.step,
-            branch=self._branch,
-            next_batch_equal=all(batches.values()) if batches else None,
-        )
-        if not all(batches.values()):
-            differing = [f"the next batch of {path}" for path in batches if not batches[path]]
-            events.emit("resume_differs", run=run, url=url, differing=differing)
+        step, branch = self._step_counter.progress.step, self._branch
+        events.emit("resumed", run=run, url=url, step=step, branch=branch, changes=changes)
         if is_first and self._script_options:
-            earlier = read_training_metadata(point.snapshot).get(state_check.OPTIONS)
+            earlier = metadata.get(state_check.OPTIONS)
             changes = state_check.describe_changes(
                 self._script_options, earlier, state_check.read_options(self.state)
             )

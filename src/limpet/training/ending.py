@@ -133,7 +133,8 @@ class Ending:
         if could_save and error is None and not is_process_ending():
             saver = self.saver
             if not is_leaving:
-                saver.warn_or_raise(record_end, saver, self.step_counter.progress.epoch)
+                end = saver.early_stop.end_reason, self.step_counter.progress.epoch
+                saver.warn_or_raise(record_end, saver, *end, self.step_counter.positions())
             saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
@@ -340,13 +341,13 @@ def _first_error_text(first: Arrival, own_error: str) -> str:
 
 
 _AUTHOR = "training"
-"""The name under which a training records its end."""
+"""The name under which a training records its end, and those of epochs."""
 
 
-def record_end(saver: Saver, epochs: int) -> None:
-    """Record about the newest version that the training has ended after ``epochs`` complete epochs,
-    so that nobody waits for more."""
-    newest, run, reason = saver.writer.newest, saver.run, saver.early_stop.end_reason
+def record_end(saver: Saver, reason: str, epochs: int, positions: dict[str, int]) -> None:
+    """Record about the newest version that ``epochs`` are complete, and the epochs at which the
+    loaders go on. ``reason``: why the training has ended, so that nobody waits for more, or ""."""
+    newest, run = saver.writer.newest, saver.run
     if newest is None or saver.group.rank:
         return
     version = version_of(newest)
@@ -357,25 +358,27 @@ def record_end(saver: Saver, epochs: int) -> None:
         with suppress(errors.NotFound):  # somebody has deleted the version
             pins.require_manifest(run.location(version))
             about = version, newest.digest
-            content = {"reason": reason, "epochs": epochs}
+            content = {"reason": reason, "epochs": epochs, "positions": positions}
             put_about_version(Ended, _AUTHOR, about, run.store, records.records, **content)
     except errors.LimpetError as e:
-        advice = f"{version} was saved, but the end of the training could not be recorded"
+        what = "the training" if reason else "its epoch"
+        advice = f"{version} was saved, but the end of {what} could not be recorded"
         raise e.with_advice(advice, committed=str(version)) from e
 
 
-def ended_epochs(saver: Saver) -> int:
-    """Return how many epochs were complete when a training ended at the newest version, or 0. All
-    ranks call this; they raise ``StoreError`` together."""
+def read_end(saver: Saver) -> tuple[int, dict[str, int]]:
+    """Return how many epochs were complete when the newest version was left, and the epochs of the
+    loaders. All ranks call this; they raise ``StoreError`` together."""
 
-    def read() -> int:
+    def read() -> tuple[int, dict[str, int]]:
         newest = saver.writer.newest
         if newest is None:
-            return 0
-        records = saver.run.catalog.evaluations.read(version_of(newest), newest.digest)
-        return next((end.epochs for end in reversed(records.of(Ended))), 0)
+            return 0, {}
+        ends = saver.run.catalog.evaluations.read(version_of(newest), newest.digest).of(Ended)
+        return (ends[-1].epochs, dict(ends[-1].positions)) if ends else (0, {})
 
-    return broadcast_from_first(saver.group, f"the end of {saver.url}", read, int)
+    operation = f"the end of {saver.url}"
+    return broadcast_from_first(saver.group, operation, read, tuple[int, dict[str, int]])
 
 
 def report_missing_metrics(saver: Saver) -> None:

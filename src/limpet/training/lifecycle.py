@@ -12,7 +12,6 @@ from weakref import finalize
 
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
-from limpet.generators import end_interrupted, isolations
 from limpet.sinks.terminal import default_terminal
 from limpet.threads import no_op
 
@@ -35,7 +34,6 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         running, own = self._lifecycle.running, (name, get_ident())
-        depth = len(isolations.open)
         try:
             if running.setdefault(_CALL, own) is not own:
                 raise self._lifecycle.refusal(name)
@@ -44,8 +42,6 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
             # a handler of a signal runs only at calls and jumps, and none is before the release
             if running and running[_CALL] is own:
                 del running[_CALL]
-            if len(isolations.open) > depth:
-                end_interrupted(depth)
 
     return call
 

@@ -15,7 +15,6 @@ from msgspec import structs
 from limpet import errors, events
 from limpet.format.manifest import Parent
 from limpet.format.names import MANIFEST, Version, parse_version
-from limpet.generators import open_block
 from limpet.loading.binding import STRICT, Leniency
 from limpet.loading.differences import LoadReport
 from limpet.loading.load import load_snapshot
@@ -348,17 +347,6 @@ class Resume:
         tier, folder = instruction.tier or "memory", instruction.version or ""
         location = self.tiers.locate(tier, folder, instruction.sources)
         return SnapshotReader(location, None, instruction.digest)
-
-
-def refuse_in_block() -> None:
-    """Raise ``LimpetError`` inside a block of ``isolated_rng``."""
-    if open_block() is not None:
-        raise errors.LimpetError(
-            "resume() was called inside a block of isolated_rng()",
-            expected="resume() outside, because the block would undo that it restores the random"
-            " generators",
-            todo="Train outside of the block; only an evaluation belongs into it",
-        )
 
 
 # -- starting from another run -------------------------------------------------------------------

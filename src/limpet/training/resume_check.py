@@ -1,9 +1,9 @@
-"""Whether a resume was exact: the next batch, always, and on request all of the live state."""
+"""Whether a resume was exact: on request, all of the live state is compared."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate, groupby
 from typing import Any
@@ -12,43 +12,16 @@ import numpy as np
 
 from limpet import events
 from limpet.buffers import Buffer
-from limpet.data.sampler import ElasticSampler, find_next_batch
 from limpet.errors import RankFailed
-from limpet.format.digest import digest
 from limpet.format.tree import walk
 from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.read_plan import ReadRequest
 from limpet.ranks.group import Group
-from limpet.run.catalog import read_training_metadata
 from limpet.saving.image import copy_bytes
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import FlatState, LocalLeaf, flatten
-from limpet.state.walk import find_named_instances
 from limpet.types import DTYPES, Box
-
-RECORD = "next_batches"
-"""The name in the training metadata under which a version records the next batches."""
-
-
-def record_next_batches(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a version records: the next batch of each sampler in the state, by its path."""
-    recorded = {}
-    for path, sampler in find_named_instances(state, ElasticSampler):
-        epoch, samples, left, ids = find_next_batch(sampler)
-        position = {"epoch": epoch, "samples": samples, "left": left}
-        recorded[path] = {**position, "digest": digest(ids)}
-    return {RECORD: recorded} if recorded else {}
-
-
-def compare_next_batches(snapshot: SnapshotReader, state: dict[str, Any]) -> dict[str, bool]:
-    """Return whether the next batch of each sampler is the recorded one, by its path."""
-    saved = read_training_metadata(snapshot).get(RECORD)
-    live = record_next_batches(state).get(RECORD, {})
-    return {p: saved[p] == live[p] for p in live if p in saved} if isinstance(saved, dict) else {}
-
-
-# -- all of the state ----------------------------------------------------------------------------
 
 _BATCH = 64 << 20
 """The bytes that are compared at once; a batch of reads has at most twice as many."""
@@ -58,7 +31,11 @@ _Found = tuple[list[str], list[str], int]
 
 
 def check_whole_state(
-    run: str, snapshot: SnapshotReader, state: dict[str, Any], group: Group
+    run: str,
+    snapshot: SnapshotReader,
+    state: dict[str, Any],
+    group: Group,
+    changes: Sequence[str] = (),
 ) -> None:
     """Read again on each rank what it has loaded, and compare it with the live state. Emits
     ``resume_checked``, or ``resume_differs``, also after an error: the resume is complete."""
@@ -81,7 +58,8 @@ def check_whole_state(
         if differing:
             events.emit("resume_differs", run=run, url=url, differing=sorted(differing)[:100])
         else:
-            events.emit("resume_checked", run=run, url=url, bytes=nbytes, seconds=seconds)
+            sizes = {"bytes": nbytes, "seconds": seconds, "changes": [*changes]}
+            events.emit("resume_checked", run=run, url=url, **sizes)
 
 
 def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any) -> _Found:

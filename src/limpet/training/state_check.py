@@ -1,8 +1,9 @@
 """What the state says about the script: what it lacks so that a resume is exact, and the options of
-its optimizers. This reads only the state, and the generators."""
+its optimizers. This reads only the state."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from itertools import islice
 from math import isfinite
@@ -11,15 +12,13 @@ from typing import Any, Protocol, runtime_checkable
 from limpet import events
 from limpet.data.progress import Progress
 from limpet.data.rng import RNG
-from limpet.data.sampler import ElasticSampler
 from limpet.errors import InexactResume
-from limpet.generators import capture_states
 from limpet.lazy_torch import torch_or_none
 from limpet.state.flatten import flatten
 from limpet.state.optimizers import is_standard_optimizer
 from limpet.state.replication import PerRank, Replicated
 from limpet.state.sharding import is_distributed_tensor
-from limpet.state.walk import find_instances, find_named_instances, parameters_of, storage_address
+from limpet.state.walk import find_named_instances, parameters_of, storage_address
 from limpet.text import format_count, format_list, to_repr, warn_user
 
 _MAX_NAMES = 3
@@ -28,6 +27,12 @@ _MAX_NAMES = 3
 @runtime_checkable
 class _Stateful(Protocol):
     def state_dict(self) -> Any: ...
+
+
+def loader_kinds() -> tuple[type, ...]:
+    """Return the class ``limpet.DataLoader`` if the program uses it, without an import of it."""
+    module = sys.modules.get("limpet.data.loader")
+    return () if module is None else (module.DataLoader,)
 
 
 def find_members(value: Any, kind: Any) -> dict[str, Any]:
@@ -42,28 +47,15 @@ def find_members(value: Any, kind: Any) -> dict[str, Any]:
     return found
 
 
-def read_generators() -> dict[str, bytes]:
-    """Return the states of the generators of PyTorch by name and seed: the state of one that was
-    seeded between two looks is no continuation of the first."""
-    torch: Any = torch_or_none()
-    if torch is None:
-        return {}
-    found = {f"cpu {torch.initial_seed()}": torch.get_rng_state().numpy().tobytes()}
-    for name, state in capture_states().items():
-        if ":" in name:  # of an accelerator
-            raw = state.numpy().tobytes()
-            found[f"{name} {raw[:8].hex()}"] = raw
-    return found
-
-
-def report_lacking(run_url: str, state: dict[str, Any], first_generators: dict[str, bytes]) -> None:
-    """Warn, after the second step, of what two looks prove that the state lacks; unknown objects
-    may have it. Modules with buffers that save nothing are an event: these may be constants."""
+def report_lacking(run_url: str, state: dict[str, Any]) -> None:
+    """Warn, after the second step, of trained parameters that the state lacks; unknown objects may
+    have them. Modules with buffers that save nothing are an event: these may be constants."""
     torch: Any = torch_or_none()
     if torch is None:
         return
     scheduler, scaler = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
-    known = torch.nn.Module, torch.optim.Optimizer, scheduler, scaler, Progress, ElasticSampler, RNG
+    module, optimizer, loaders = torch.nn.Module, torch.optim.Optimizer, loader_kinds()
+    known: Any = module, optimizer, scheduler, scaler, Progress, RNG, *loaders
     modules, unsaved, are_known = dict[str, Any](), list[str](), True
     members = find_members(state, _Stateful)
     for key, member in members.items():
@@ -76,12 +68,7 @@ def report_lacking(run_url: str, state: dict[str, Any], first_generators: dict[s
         events.emit("members_unsaved", run=run_url, members=unsaved)
     if not are_known:
         return
-    gaps, now = _find_untrained(state, modules, torch), read_generators()
-    for generator, raw in first_generators.items():
-        if now.get(generator, raw) != raw:
-            gaps = _find_random(state, members, torch) + gaps
-            break
-    if gaps:
+    if gaps := _find_untrained(state, modules, torch):
         warn_user(
             f"A resume of {run_url} would not be exact, because the state lacks something:"
             + "".join(f"\n- {gap}." for gap in gaps)
@@ -94,30 +81,6 @@ def _saves_nothing(module: Any) -> bool:
     has_parameters = next(module.parameters(), None) is not None
     has_buffers = next(module.buffers(), None) is not None
     return has_buffers and not has_parameters and not module.state_dict()
-
-
-def _find_random(state: Any, members: Mapping[str, Any], torch: Any) -> list[str]:
-    """Describe the modules in training mode that draw random numbers, unless the state has an
-    ``RNG``, or a tensor of bytes, such as that of ``torch.get_rng_state()``."""
-    has_bytes = any(t.dtype == torch.uint8 for t in find_instances(state, torch.Tensor))
-    if has_bytes or any(isinstance(m, RNG) for m in members.values()):
-        return []
-    modules = [m for m in members.values() if isinstance(m, torch.nn.Module)]
-    parts = (m for module in modules for m in module.modules())
-    names = sorted({type(m).__name__ for m in parts if _draws(m, torch.nn)})
-    drawn = format_list(names, _MAX_NAMES)
-    advice = 'draws random numbers. Add "rng": limpet.RNG() to it'
-    return [f"It has no RNG, but {drawn} {advice}"] if names else []
-
-
-def _draws(module: Any, nn: Any) -> bool:
-    names = "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"
-    kinds: Any = tuple(getattr(nn, name) for name in names)
-    if isinstance(module, kinds):
-        return bool(module.training and module.p > 0)
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return bool(module.training and module.dropout > 0)
-    return module.training and isinstance(module, nn.RReLU)
 
 
 def _find_untrained(state: dict[str, Any], modules: Mapping[str, Any], torch: Any) -> list[str]:

@@ -1,27 +1,35 @@
-"""The position of a training: its steps and epochs, and the samplers that advance with it.
+"""The position of a training: its steps and epochs, and the loaders that advance with it.
 
-Only ``end_epoch`` counts epochs. Nothing is inferred from values of ``progress.epoch`` or from the
-passes of a sampler, because some correct loops leave a pass early, or make several per epoch.
+Only ``end_epoch`` counts epochs. Nothing is inferred from the passes of a loader, because some
+correct loops leave a pass early, or make several per epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from limpet.arguments import check_count
 from limpet.data.progress import Progress
-from limpet.data.sampler import ElasticSampler, SamplerGroup
+from limpet.data.rng import RNG
 from limpet.errors import LimpetError
-from limpet.generators import open_block
-from limpet.state.walk import find_instances
+from limpet.generators import EPOCH, MASK, STEP, initial_seed, seed_generators
+from limpet.lazy_torch import rank_and_world_size
+from limpet.state.walk import find_instances, find_named_instances
+from limpet.training.state_check import loader_kinds
+
+if TYPE_CHECKING:
+    from limpet.data.loader import DataLoader
+
+_SEED = "seed"
+"""The field of the training metadata that has the seed of ``epochs`` and ``steps``."""
 
 POSITIONS: Any = Progress, ElasticSampler
 """The classes of what counts the steps of one training only."""
 
 
 class StepCounter:
-    """Counts steps and epochs in the state's ``Progress``, or its own, and advances samplers."""
+    """Counts steps and epochs in the state's ``Progress``, or its own, and advances loaders."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.has_counted = False
@@ -30,7 +38,7 @@ class StepCounter:
         self.calls = 0
         """The number of calls of ``add_steps`` in this process."""
 
-        self._block: object | None = None
+        self._seed = initial_seed()
         self.attach(state)
         self.progress.begin()
 
@@ -47,16 +55,21 @@ class StepCounter:
         self.positions = list(find_instances(state, POSITIONS))
         self.progress = found[0] if found else Progress()
         self.progress.resume(None)
-        self._samplers = list(find_instances(state, ElasticSampler))
-        group = SamplerGroup()
-        for sampler in self._samplers:
-            sampler.join(group)
+        self._has_rng = any(True for _ in find_instances(state, RNG))
+        kinds: Any = loader_kinds()
+        members = find_named_instances(state, kinds, separator="/") if kinds else ()
+        # accelerator.prepare returns an object around the loader
+        self._loaders: dict[str, DataLoader] = {
+            name: getattr(found, "base_dataloader", found) for name, found in members
+        }
+        for name, loader in self._loaders.items():
+            loader.attach(name)
 
     @property
     def is_within_step(self) -> bool:
         """True if a step has begun whose gradients are accumulated beyond the end of the pass."""
-        for sampler in self._samplers:  # noqa: SIM110  (at each step: no generator)
-            if sampler.is_within_step:
+        for loader in self._loaders.values():  # noqa: SIM110  (at each step: no generator)
+            if loader.is_within_step:
                 return True
         return False
 
@@ -68,38 +81,47 @@ class StepCounter:
             batches = check_count("batches=", batches, 0)
         if self.progress.owner is not None and count != 1:
             raise LimpetError("step(steps=...) is refused: the owner of the Progress counts steps")
-        block, self._block = self._block, open_block()
-        if block is not None and block is self._block:
-            # such a training would save the generators as they were before all of its steps
-            raise LimpetError(
-                "Two steps of the training were in the same block of isolated_rng()",
-                expected="only an evaluation in the block, because random numbers drawn in it are"
-                " undone and not saved",
-                todo="Train outside of the block",
-            )
         count = self.progress.read("step") or count
         batches = count if batches is None else batches
-        for sampler in self._samplers:
-            sampler.check(batches)  # check all samplers before any of them advances
-        for sampler in self._samplers:
-            sampler.advance(batches)
+        for loader in self._loaders.values():
+            loader.check(batches)  # check all loaders before any of them advances
+        for loader in self._loaders.values():
+            loader.count(batches)
         if self.progress.owner is None:
             self.progress.add_steps(count)
         self.has_counted = True
         self.calls += 1
 
-    def end_epoch(self) -> None:
-        """Count an epoch as complete, in ``progress.epoch`` and for the samplers."""
+    def end_epoch(self) -> bool:
+        """Count an epoch as complete, in ``progress.epoch`` and for the loaders. Return False if
+        the last batches may belong to the next step. States are then as before until that step: a
+        resume repeats these batches, and what follows them in the epoch."""
         self.progress.read("epoch")
-        for sampler in self._samplers:
-            sampler.end_epoch()
+        before = self.progress.state_dict()
+        are_over = [loader.end_epoch() for loader in self._loaders.values()]
         if self.progress.owner is None:
             self.progress.end_epoch()
+        if not all(are_over):
+            self.progress.hold(before)
+        return all(are_over)
+
+    def positions(self) -> dict[str, int]:
+        """Return the epoch of each loader by its key in the state."""
+        return {name: loader.epoch for name, loader in self._loaders.items()}
+
+    def begin_epoch(self, epoch: int, positions: Mapping[str, int]) -> None:
+        """Begin a later epoch than that of the version, which was saved at its last step."""
+        while self.progress.epoch < epoch and self.progress.owner is None:
+            self.progress.end_epoch()
+        for name, loader in self._loaders.items():
+            if loader.epoch < positions.get(name, 0):
+                loader.begin_epoch(positions[name])
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return what a version stores about the epochs if its state has no ``Progress``."""
+        """Return what a version stores about the position in addition to its state."""
+        seed = {_SEED: self._seed}
         is_stored = self._is_in_state or not self.progress.epoch
-        return {} if is_stored else {"progress": self.progress.state_dict()}
+        return seed if is_stored else {**seed, "progress": self.progress.state_dict()}
 
     def release(self) -> None:
         """Let other code set the ``Progress`` of the state, after a load or at the end."""
@@ -109,9 +131,51 @@ class StepCounter:
     def resume_at(self, step: int, from_own_run: bool, metadata: Mapping[str, Any]) -> None:
         """Continue at ``step``, which replaces that of the ``Progress`` after a version of the run
         itself. ``metadata``: what the version stores."""
+        if type(seed := metadata.get(_SEED)) is int:
+            self._seed = seed & MASK
         if not self._is_in_state:
             first = {"epoch": 0, "step": 0, "samples": 0}
             self.progress.load_state_dict(metadata.get("progress", first))
         if from_own_run or not self._is_in_state:
             self.progress.resume(step)
         self.progress.begin()
+
+    # -- random numbers ----------------------------------------------------------------------------
+
+    def seeds(self) -> dict[str, int]:
+        """Return the seeds that all ranks must share, by the key of the loader."""
+        return {"": self._seed} | {name: loader.key for name, loader in self._loaders.items()}
+
+    def loader_seeds(self) -> dict[str, str]:
+        """Return the seeds of the loaders, which must be equal on all ranks at the first step."""
+        return {
+            f"the seed of the loader {name} (resume() shares that of rank 0)": str(loader.key)
+            for name, loader in self._loaders.items()
+        }
+
+    def use_seeds(self, seeds: Mapping[str, int]) -> None:
+        """Use the seeds of rank 0."""
+        self._seed = seeds[""]
+        for name, loader in self._loaders.items():
+            loader.use_key(seeds[name])
+
+    def seed_epoch(self, epoch: int) -> None:
+        """Seed the generators of the training at the start of an epoch."""
+        self._seed_start(EPOCH, epoch)
+
+    def seed_step(self) -> None:
+        """Seed the generators of the training at the start of a step."""
+        self._seed_start(STEP, self.progress.step)
+
+    def _seed_start(self, kind: int, number: int) -> None:
+        if not self._has_rng:  # it has its own sequence
+            seed_generators(self._seed, kind, number, rank_and_world_size()[0])
+
+    def describe_sizes(self) -> list[str]:
+        """Return by how many samples per step a resume differs from the version, for people."""
+        changes = []
+        for loader in self._loaders.values():
+            now, before = loader.samples_per_step, loader.samples_per_step_before
+            if None not in (now, before) and now != before:
+                changes.append(f"{now} samples per step, was {before}")
+        return changes

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from limpet import events
 from limpet.deadline import Deadline
 from limpet.errors import DeadlinePassed, RankFailed
-from limpet.generators import Isolation
 from limpet.notices.exit_timer import exit_margin
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group, broadcast_from_first
@@ -111,8 +110,7 @@ class StepSavepoint:
             self._sharded = [m for root in found for m in root.modules() if m._parameters]
         for module in [*self._sharded]:
             if _has_gathered(module):
-                with Isolation("call"):
-                    module.state_dict()
+                module.state_dict()
                 if _has_gathered(module):  # it is never sharded
                     self._sharded.remove(module)
 
@@ -158,8 +156,7 @@ class StepSavepoint:
 
     def flatten(self, rank: int) -> FlatState | None:
         """Return the state of the last capture, flattened as ``rank``, or None if it is lost."""
-        with Isolation("call"):
-            return self._savepoint.flatten_captured(rank)
+        return self._savepoint.flatten_captured(rank)
 
     def discard(self) -> None:
         """Discard the captured state, because a different state is about to be loaded."""

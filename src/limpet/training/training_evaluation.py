@@ -20,7 +20,7 @@ from limpet.errors import LimpetError
 from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.evaluation.worker import count_records, describe, read_batches
 from limpet.format.records import Evaluation, InexactEvaluation
-from limpet.generators import isolated_rng
+from limpet.generators import kept_generators
 from limpet.lazy_torch import torch_or_none
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
 from limpet.ranks.group import all_reduce, broadcast_from_first
@@ -459,7 +459,7 @@ class Share:
             name = getattr(self._spec.evaluate, "__name__", "evaluate")
             states = self._states if is_own else MetricStates({})
             try:
-                with evaluating(self._spec.model), isolated_rng():
+                with evaluating(self._spec.model), kept_generators():
                     states.add(self._evaluate(start, stop), f"{name}()")
             except Exception as e:  # noqa: BLE001  (raised on all ranks, when they are told)
                 self.error = e

@@ -1,0 +1,703 @@
+"""A ``DataLoader`` with a position: a pass over it begins at the position that the training has
+counted, and each batch is a function of its position.
+
+A batch counts when a step has used it, not when it is yielded: wrappers fetch batches ahead, and
+scripts look at one first. Random numbers are functions of a position, too (``limpet.generators``),
+so nothing but the position must be saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain, cycle, islice
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils import data
+
+from limpet.arguments import check_count, check_rank, check_whole, require
+from limpet.data.permutation import BatchBlocks
+from limpet.data.samples import Samples, StartWorker, Stream, Task, WorkerState, get_back
+from limpet.errors import InexactResume, LimpetError, PlanError
+from limpet.generators import (
+    END,
+    MASK,
+    ORDER,
+    STEP,
+    WORKER,
+    digest,
+    initial_seed,
+    kept_generators,
+    seed_generators,
+)
+from limpet.lazy_torch import rank_and_world_size
+
+_SAME_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "multiprocessing_context",
+    "persistent_workers",
+    "prefetch_factor",
+)
+
+_BLOCK = 4096
+"""The items that are drawn from a sampler with one seed."""
+
+_FIELDS = {"seed", "order", "epoch", "at", "length", "per_step", "samples_per_step", "first"}
+
+
+class _Position(NamedTuple):
+    """The position after a batch. ``at``: the samples of all ranks before it in the epoch, or the
+    batches of a stream or of a batch sampler. ``is_last``: the epoch has no batch after it.
+    ``states``, ``turn``: of a stream, those of its workers, and whose batch is the next."""
+
+    epoch: int
+    at: int
+    is_last: bool = False
+    states: tuple[WorkerState | None, ...] = ()
+    turn: int = 0
+
+
+class DataLoader(data.DataLoader[Any]):
+    """``torch.utils.data.DataLoader`` with the same arguments, whose position is saved.
+
+    Put it into the state of a ``Checkpointer``, whose ``step`` counts its batches. After a resume,
+    the next pass is the rest of the epoch, with the same batches and the same random numbers:
+
+    - The generators of Python, NumPy, and PyTorch are seeded before each ``dataset[i]`` from the
+      seed, the epoch, and the sample, in any process. ``torch.initial_seed()`` is then the seed of
+      the sample, for transforms with generators of their own. For ``__getitems__``, ``collate_fn``,
+      samplers, and streams, they are seeded from the position.
+    - In the training process, they are seeded whenever a loader in the state yields a batch, and at
+      the end of a pass. A loader outside the state changes no generator.
+
+    ``batch_size`` is that of one rank. ``total_batch_size`` is the alternative, for all ranks
+    together: a resume on another number of ranks is then exact. There is one order of the samples
+    for all ranks, and each rank takes its part, also of the batches of a ``batch_sampler``. An
+    incomplete last batch is padded to a multiple of the ranks with samples from the beginning of
+    the epoch, or dropped with ``drop_last``. ``rank``, ``ranks``: if not given, those of
+    ``torch.distributed`` when a pass begins; give the data-parallel ones to tensor-parallel jobs.
+
+    ``seed``: any int. By default, it is that of ``generator``, or else PyTorch's initial seed and
+    the key in the state. It is saved. All ranks use that of rank 0.
+
+    A stream (``IterableDataset``) begins each pass as it was made, after ``set_epoch(epoch)`` if it
+    has that. Its ``state_dict`` makes a resume fast. Without one, if a copy shows that it does not
+    continue exactly, or with ``replay=True``, workers read the finished part of the epoch again. A
+    stream must divide itself among ranks and workers, and resumes only with as many as before.
+
+    ``batch`` is the number of the last batch in its epoch, from 0.
+
+    Raises ``LimpetError`` for a ``DistributedSampler``, for ``in_order=False``, and for arguments
+    that do not fit together.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *args: Any,
+        total_batch_size: int | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+        seed: int | None = None,
+        replay: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        given = inspect.signature(data.DataLoader.__init__).bind(self, dataset, *args, **kwargs)
+        self._rank, self._ranks = check_rank(rank, ranks)
+        if total_batch_size is not None:
+            total_batch_size = check_count("total_batch_size=", total_batch_size)
+            if {"batch_size", "batch_sampler"} & given.arguments.keys():
+                raise LimpetError(
+                    "total_batch_size= replaces batch_size= and batch_sampler=: give one of them"
+                )
+            kwargs["batch_size"] = -(-total_batch_size // self._place()[1])
+        super().__init__(dataset, *args, **kwargs)
+        sampler, batch_sampler = (given.arguments.get(n) for n in ("sampler", "batch_sampler"))
+        self._given: Any = sampler if batch_sampler is None else batch_sampler
+        if not getattr(self, "in_order", True):
+            raise LimpetError("in_order=False is refused: the order of the batches would be random")
+        if any(isinstance(s, data.DistributedSampler) for s in _chain(self._given)):
+            raise LimpetError(
+                "A DistributedSampler is refused: remove it, and pass shuffle= to the loader, which"
+                " gives each rank its part"
+            )
+        self._is_stream = isinstance(dataset, data.IterableDataset)
+        shuffle = bool(given.arguments.get("shuffle"))
+        own = "stream" if self._is_stream else "shuffled" if shuffle else "sequential"
+        self._order = (
+            own if self._given is None else "sampler" if batch_sampler is None else "batch_sampler"
+        )
+        self._total, self._replay = total_batch_size, bool(replay)
+        self._explicit = None if seed is None else check_whole("seed=", seed, "an int", -math.inf)
+        generator = given.arguments.get("generator")
+        if seed is None and generator is not None:
+            self._explicit = generator.initial_seed()
+        self._initial_seed = initial_seed()
+        self._key = digest(self._initial_seed, "")
+        if self._explicit is not None:
+            self._key = self._explicit = self._explicit & MASK
+        self._name, self._is_in_state, self._is_key_final = "", False, self._explicit is not None
+        self._counted = _Position(0, 0)
+        self._length: int | None = None  # of the epoch; None: that of the dataset
+        self._first: int | None = None  # a digest of what the sampler gives first in the epoch
+        self._per_step = 1  # the most batches that one step has counted
+        self._handed: deque[tuple[int, _Position]] = deque()  # uncounted, with the passes
+        self._pass = 0
+        self._has_begun = self._is_open = self._is_over = self._has_counted = False
+        self._warned = False
+        self.batch = 0
+        self.samples_per_step_before: int | None = None
+        self._inner: data.DataLoader[Any] | None = None
+        self._stream: Stream | None = None
+        self._tasks = _Tasks()
+        if not self._is_stream:
+            vars(self)["sampler"] = order = _Order(self)
+            if self.batch_sampler is not None:
+                vars(self)["batch_sampler"] = _Batches(order, self)
+
+    def __repr__(self) -> str:
+        epoch, at = self._counted[:2]
+        return f"<limpet.DataLoader at {self._unit} {at} of epoch {epoch}>"
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank in a whole epoch."""
+        if self._is_stream:
+            size, length = self._local_size() or 1, len(self.dataset)  # type: ignore[arg-type]
+        elif self._order == "batch_sampler":
+            return len(self._given)
+        else:
+            size = self._samples_per_step()
+            length = len(self.dataset if self._given is None else self._given)  # type: ignore[arg-type]
+        return length // size if self.drop_last else -(-length // size)
+
+    # -- for the Checkpointer ----------------------------------------------------------------------
+
+    @property
+    def keeps_per_rank(self) -> bool:
+        """True for a stream: each rank saves its own position."""
+        return self._is_stream
+
+    def derive(self, rank: int) -> None:
+        """Begin on a rank that no version has, which is possible only between two epochs."""
+
+    def attach(self, name: str) -> None:
+        """Be a member of a state, with the key ``name``: seed the steps of the training."""
+        self._is_in_state, self._name = True, name
+        if not self._is_key_final:
+            self.use_key(digest(self._initial_seed, name))
+
+    @property
+    def key(self) -> int:
+        """The seed, as 64 bits that all ranks must share."""
+        return self._key
+
+    def use_key(self, key: int) -> None:
+        """Use the seed of rank 0. A pass that has begun with another one is over."""
+        if key != self._key:
+            self._key, self._inner = key, None
+            self._pass += 1
+            self._handed.clear()
+
+    @property
+    def is_within_step(self) -> bool:
+        """True if the pass is over, but its last batches belong to a step that has not ended."""
+        return self._is_over and self._has_counted and bool(self._handed)
+
+    def check(self, batches: int) -> None:
+        """Raise the error that ``count`` would raise. A step first checks all loaders."""
+        if batches > len(self._handed):
+            raise LimpetError(
+                f"A step counts more batches than the loader {self._name} has yielded",
+                expected=f"at most {len(self._handed)}",
+                found=batches,
+                todo="Call step() once per batch, and step(batches=0) for a step without a batch."
+                " Iterate over this loader itself: if accelerator.prepare() has copied it, write"
+                " loader = limpet.elastic(accelerator.prepare(loader)). Do not put a loader for"
+                " evaluation into the state",
+            )
+
+    def count(self, batches: int) -> None:
+        """Count this many batches as trained."""
+        fresh = sum(number == self._pass for number, _ in self._handed)
+        while batches and fresh >= batches and self._handed[0][0] != self._pass:
+            self._handed.popleft()  # the last batches of the epoch before belonged to no step
+        for _ in range(batches):
+            self._counted = self._handed.popleft()[1]
+            self._has_counted = True
+        self._per_step = max(self._per_step, batches)
+
+    def end_epoch(self) -> bool:
+        """End the epoch if its pass is over or was left. Return False if batches remain uncounted
+        that may belong to the next step: the position stays until that."""
+        has_begun, self._has_begun = self._has_begun, False
+        if self._is_over:
+            self._check_count_fits()
+            if self.is_within_step:
+                return False
+        elif not has_begun or self._is_open:  # it goes on, independent of the epochs
+            self._has_begun = has_begun
+            return True
+        self.begin_epoch(self._counted.epoch + 1)
+        return True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Move to the beginning of an epoch."""
+        self._counted, self._length, self._first = _Position(epoch, 0), None, None
+        self._is_over = self._has_counted = False
+        self._handed.clear()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the counted position."""
+        return self._counted.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: plain values, which are the same on all ranks, unless this is a
+        stream. Then the states of its workers are included."""
+        epoch, at, _, states, turn = self._counted
+        state: dict[str, Any] = {
+            "seed": self._key,
+            "order": self._order,
+            "epoch": epoch,
+            "at": at,
+            "length": self._length if at else None,
+            "per_step": self._per_step,
+            "samples_per_step": self.samples_per_step,
+            "first": self._first if at else None,
+        }
+        if self._is_stream:
+            state["stream"] = {
+                "place": [*self._place(), max(1, self.num_workers)],
+                "states": [None if s is None else [*s] for s in states],
+                "turn": turn,
+            }
+        return state
+
+    def check_state_dict(self, state: object) -> None:
+        """Raise the error that ``load_state_dict`` would raise. A load calls this first."""
+        counts = "seed", "epoch", "at", "per_step"
+        if not (
+            isinstance(state, dict)
+            and state.keys() >= _FIELDS
+            and all(type(state[name]) is int and state[name] >= 0 for name in counts)
+        ):
+            raise PlanError(
+                "The loaded value is not the state of a limpet.DataLoader",
+                expected=", ".join(sorted(_FIELDS)),
+                found=state if isinstance(state, dict) else type(state).__name__,
+            )
+        own: dict[str, Any] = {} if self._explicit is None else {"seed": self._explicit}
+        if state["at"]:
+            own["order"] = self._order
+            if self._is_stream and "stream" in state:
+                own["rank, ranks, workers"] = [*self._place(), max(1, self.num_workers)]
+                state = {**state, "rank, ranks, workers": state["stream"]["place"]}
+            elif self._given is None and len(self.dataset) < (state["length"] or 0):  # type: ignore[arg-type]
+                own["length"] = len(self.dataset)  # type: ignore[arg-type]
+        differing = [name for name in own if state[name] != own[name]]
+        if differing:
+            raise PlanError(
+                f"The loader {self._name} would yield other batches than the saved one",
+                expected=", ".join(f"{name} {state[name]}" for name in differing),
+                found=", ".join(f"{name} {own[name]}" for name in differing),
+                todo="Use the earlier arguments until the end of this epoch (a dataset may grow)."
+                " Or start a new run in another folder without the saved position:"
+                ' resume(start="RUN@latest", keys=["model/**", ...])',
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position: the next pass is the rest of that epoch. Raises
+        ``PlanError``, and changes nothing, if the batches would be others than the saved ones."""
+        self.check_state_dict(state)
+        self.use_key(state["seed"])
+        self._is_key_final = True
+        self.begin_epoch(state["epoch"])
+        stream = state.get("stream") or {"states": (), "turn": 0}
+        states = tuple(None if s is None else WorkerState(*s) for s in stream["states"])
+        self._counted = _Position(state["epoch"], state["at"], False, states, stream["turn"])
+        self._length, self._first = state["length"], state["first"]
+        self._per_step, self.samples_per_step_before = state["per_step"], state["samples_per_step"]
+        self._pass += 1
+        self._has_begun = self._is_open = False
+
+    # -- one pass ----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches of the rest of the epoch. As this is a generator, nothing happens
+        before the first batch is requested."""
+        start = self._begin_pass()
+        number, in_state = self._pass, self._is_in_state
+        rank, ranks = self._place()
+        ahead: deque[_Position] = deque()
+        inner = self._prepare(start, rank, ranks, ahead)
+        draws = not in_state and (self.num_workers == 0 or self._given is not None)
+        name = digest(self._name)
+        position, states = start, list(start.states)
+        states = states or [None] * max(1, self.num_workers)
+        try:
+            with kept_generators() if draws else nullcontext():
+                iterator = iter(inner)
+            while True:
+                with kept_generators() if draws else nullcontext():
+                    made = next(iterator, self)
+                if number != self._pass:
+                    raise LimpetError(
+                        f"This pass over the loader {self._name} began before a resume, a seed, or"
+                        " a later pass",
+                        todo="Iterate over the loader again. Begin no pass before resume()",
+                    )
+                if made is self:
+                    break
+                if made is None:  # of a stream: a worker whose turn was before the position
+                    continue
+                before, (batch, note) = position, made
+                if self._is_stream:
+                    states[note.worker] = note
+                    turn = (note.worker + 1) % len(states)
+                    at = before.at + 1
+                    position = _Position(
+                        before.epoch, at, self._ends_stream(at), tuple(states), turn
+                    )
+                else:
+                    position = ahead.popleft()
+                    if note is not None:
+                        self._warn(note)
+                self._handed.append((number, position))
+                self._is_over = position.is_last  # some loops stop after len(loader) batches
+                size = 1 if self._unit == "batch" else self._samples_per_step()
+                self.batch = before.at // size
+                if in_state:
+                    seed_generators(self._key, STEP, name, before.epoch, before.at, rank)
+                yield batch
+            self._is_over |= self._counted.epoch <= position.epoch  # else end_epoch was called
+            if in_state:
+                seed_generators(self._key, END, name, position.epoch, position.at, rank)
+        finally:
+            if number == self._pass:
+                self._is_open = False
+
+    def _begin_pass(self) -> _Position:
+        """Return the position at which a pass begins."""
+        start = self._counted
+        if self._is_over:
+            self._check_count_fits()
+            if self._has_counted or not self._handed:
+                last = self._handed[-1][1] if self._handed else start
+                start, self._length, self._first = _Position(last.epoch + 1, 0), None, None
+            else:
+                self._handed.clear()
+        else:  # the pass before was left: its uncounted batches come again
+            self._handed.clear()
+        self._pass += 1
+        self._has_begun = self._is_open = True
+        self._is_over = self._has_counted = False
+        return start
+
+    def _check_count_fits(self) -> None:
+        if self._has_counted and len(self._handed) >= self._per_step:
+            raise LimpetError(
+                f"The steps of this epoch have not counted all batches of the loader {self._name}",
+                expected=f"less than {self._per_step} uncounted at the end of a pass",
+                found=len(self._handed),
+                todo="Under gradient accumulation, call step(batches=k) with the number of batches"
+                " since the last step. End each pass before the next one begins",
+            )
+
+    def _prepare(
+        self, start: _Position, rank: int, ranks: int, ahead: deque[_Position]
+    ) -> data.DataLoader[Any]:
+        """Return the loader of the pass, whose dataset makes whole batches."""
+        is_random = self._order in ("shuffled", "sampler", "batch_sampler")
+        if ranks > 1 and is_random and not (self._is_in_state or self._is_key_final):
+            raise LimpetError(
+                "Several ranks must share an order: give seed= to a loader outside of the state"
+            )
+        if self._inner is not None and start.states:
+            self._inner = None  # new workers, which begin in the middle
+        if self._inner is None:
+            self._inner = self._make_inner(rank)
+        worker_side = cast(Any, self._inner.dataset)
+        worker_side.key = self._key
+        if self._is_stream:
+            worker_side.begin(start.epoch, list(start.states), start.turn)
+        else:
+            self._tasks.tasks = self._make_tasks(start, rank, ranks, ahead)
+        generator = cast(torch.Generator, self._inner.generator)
+        generator.manual_seed(digest(self._key, WORKER, start.epoch) >> 1)
+        return self._inner
+
+    def _make_inner(self, rank: int) -> data.DataLoader[Any]:
+        options = {name: getattr(self, name) for name in _SAME_OPTIONS}
+        if self.num_workers:
+            options["worker_init_fn"] = StartWorker(self.worker_init_fn)
+        if self._is_stream:
+            self._stream = self._stream or Stream(
+                self.dataset,
+                self.collate_fn,
+                batch_size=self._local_size(),
+                drop_last=self.drop_last,
+                rank=rank,
+                replay=self._replay,
+            )
+            dataset: Any = self._stream
+        else:
+            is_batched = self.batch_size is not None or self._order == "batch_sampler"
+            dataset = Samples(self.dataset, self.collate_fn, is_batched=is_batched)
+            options["sampler"] = self._tasks
+        return data.DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=get_back,
+            generator=torch.Generator(),
+            **options,
+        )
+
+    def _make_tasks(
+        self, start: _Position, rank: int, ranks: int, ahead: deque[_Position]
+    ) -> Iterator[Task]:
+        """Yield what this rank makes in the rest of an epoch; ``ahead`` gets the positions."""
+        by_sampler = self._given is not None
+        parts = self._drawn_parts if by_sampler else self._computed_parts
+        for at, stop, is_last, indices in parts(start.epoch, start.at, rank, ranks):
+            ahead.append(_Position(start.epoch, stop, is_last))
+            yield Task(start.epoch, at, rank, indices)
+
+    def _computed_parts(
+        self, epoch: int, at: int, rank: int, ranks: int
+    ) -> Iterator[tuple[int, int, bool, list[Any]]]:
+        if self._length is None:
+            self._length = len(self.dataset)  # type: ignore[arg-type]
+        length, size, blocks = self._length, self._samples_per_step(), BatchBlocks()
+        order = length, self._key, self._order == "shuffled"
+        least = size if self.drop_last else 1
+        while length - at >= least:
+            stop = min(at + size, length)
+            part = blocks.local_batch(order, epoch, (at, stop), size, rank, ranks)
+            yield at, stop, length - stop < least, part
+            at = stop
+
+    def _drawn_parts(
+        self, epoch: int, at: int, rank: int, ranks: int
+    ) -> Iterator[tuple[int, int, bool, list[Any]]]:
+        """Yield the parts of what a sampler draws, again from the beginning of the epoch."""
+        drawn, by_batch = self._draw(epoch), self._order == "batch_sampler"
+        size = 1 if by_batch else self._samples_per_step()
+        first = [] if by_batch else list(islice(drawn, ranks))  # pads the last batch
+        items = islice(chain(first, drawn), at, None)
+        batches = map(list, items) if by_batch else iter(lambda: list(islice(items, size)), [])
+        least = size if self.drop_last and not by_batch else 0
+        batch: list[Any] | None = next(batches, None)
+        while batch is not None and len(batch) >= least:
+            following = next(batches, None)
+            stop = at + (1 if by_batch else len(batch))
+            batch += islice(cycle(first or batch[:]), -len(batch) % ranks)
+            is_last = following is None or len(following) < least
+            yield at, stop, is_last, batch[rank::ranks]
+            at, batch = stop, following
+
+    def _draw(self, epoch: int) -> Iterator[Any]:
+        """Yield what the sampler gives, in blocks with seeds of their own."""
+        seed_generators(self._key, ORDER, epoch, 0)
+        for sampler in _chain(self._given):
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(torch.initial_seed())
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        iterator, number = iter(self._given), 0
+        while block := list(islice(iterator, _BLOCK)):
+            if number == 0:
+                self._check_order(epoch, digest(repr(block)))
+            yield from block
+            number += 1
+            seed_generators(self._key, ORDER, epoch, number)
+
+    def _check_order(self, epoch: int, first: int) -> None:
+        """Raise ``LimpetError`` if the sampler draws another order than before the resume."""
+        if self._first not in (None, first):
+            raise LimpetError(
+                f"The sampler of the loader {self._name} draws another order of epoch {epoch} than"
+                " before the resume",
+                todo="Its order must depend only on Python's, NumPy's, and PyTorch's global"
+                " generators, which are seeded for each epoch, or on set_epoch()",
+                live_state="not valid",
+            )
+        self._first = first
+
+    # -- sizes -------------------------------------------------------------------------------------
+
+    @property
+    def _unit(self) -> str:
+        return "batch" if self._order in ("stream", "batch_sampler") else "sample"
+
+    def _place(self) -> tuple[int, int]:
+        if self._rank is not None and self._ranks is not None:
+            return self._rank, self._ranks
+        return rank_and_world_size()
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """The samples of all ranks in a batch. None: a stream or a batch sampler decides."""
+        return None if self._unit == "batch" else self._samples_per_step()
+
+    def _samples_per_step(self) -> int:
+        ranks = self._place()[1]
+        if self._total is not None:
+            enough = self._total >= ranks
+            require("total_batch_size=", enough, f"{ranks} or more for {ranks} ranks", self._total)
+        return self._total or (self.batch_size or 1) * ranks
+
+    def _local_size(self) -> int | None:
+        """Return the number of samples in a batch of a stream, None for single samples."""
+        if self._total is None:
+            return self.batch_size
+        rank, ranks = self._place()
+        return self._total // ranks + (rank < self._total % ranks)
+
+    def _ends_stream(self, at: int) -> bool:
+        return hasattr(self.dataset, "__len__") and at >= len(self)
+
+    def _warn(self, found: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn_explicit(
+                f"{found.name} gave two different samples for one index: it draws from a generator"
+                " of its own, so a resume is not exact. Seed that with torch.initial_seed() in this"
+                " method",
+                InexactResume,
+                found.file,
+                found.line,
+            )
+
+
+class _Tasks:
+    """The sampler of the inner loader: the tasks of the pass that begins."""
+
+    tasks: Iterator[Task] = iter(())
+
+    def __iter__(self) -> Iterator[Task]:
+        return self.tasks
+
+
+class _Order(data.DistributedSampler[Any]):
+    """The ``sampler`` of a loader, for libraries that ask for it: Lightning does not replace a
+    ``DistributedSampler``. It gives the order of all ranks, also to a library that iterates."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader, self.epoch = loader, 0
+        self.dataset, self.drop_last = loader.dataset, loader.drop_last
+
+    def __len__(self) -> int:
+        loader = self.loader
+        return len(loader.dataset if loader._given is None else loader._given)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self.loader
+        if loader._given is not None:
+            return iter(loader._given)
+        order = len(self), loader._key, loader._order == "shuffled"
+        block, epoch = BatchBlocks(), self.epoch
+        batches = (block.local_batch(order, epoch, (i, i + 1), 1, 0, 1) for i in range(len(self)))
+        return chain.from_iterable(batches)
+
+
+class _Batches(data.BatchSampler):
+    """The ``batch_sampler`` of a loader, by which ``elastic`` finds the loader again."""
+
+    def __init__(self, order: _Order, loader: DataLoader) -> None:
+        super().__init__(order, loader.batch_size or 1, loader.drop_last)
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        loader = self.loader
+        return iter(loader._given) if loader._order == "batch_sampler" else super().__iter__()
+
+    def __len__(self) -> int:
+        loader = self.loader
+        return len(loader._given) if loader._order == "batch_sampler" else super().__len__()
+
+
+def _chain(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, and those that it wraps."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+
+
+def elastic(
+    loader: Any,
+    *,
+    total_batch_size: int | None = None,
+    seed: int | None = None,
+    replay: bool = False,
+) -> Any:
+    """Return a ``limpet.DataLoader`` with the dataset and arguments of a PyTorch ``DataLoader``.
+
+    A ``DistributedSampler`` of the loader becomes ``shuffle=``, and its ``batch_size`` stays that
+    of one rank. For what ``accelerator.prepare`` returns, the loader inside is replaced, and the
+    same object is returned. If a ``limpet.DataLoader`` was passed to ``prepare``, that is used.
+
+    Raises ``LimpetError`` for another object, and for a loader whose rank 0 sends the batches
+    (``DataLoaderConfiguration(dispatch_batches=False)`` of Accelerate avoids that).
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if not isinstance(base, data.DataLoader):
+        raise LimpetError(f"elastic() takes a DataLoader, not {type(loader).__name__}")
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise LimpetError(
+            "The batches of this loader come from rank 0: pass"
+            " DataLoaderConfiguration(dispatch_batches=False) to the Accelerator"
+        )
+    if isinstance(base, DataLoader):
+        return loader
+    samplers = [*_chain(base.batch_sampler), *_chain(base.sampler)]
+    found = next((s.loader for s in samplers if isinstance(s, _Order)), None)
+    if found is None:
+        options = _read_arguments(base, is_wrapped=base is not loader)
+        if total_batch_size is not None:
+            options.pop("batch_size", None)
+            options["total_batch_size"] = total_batch_size
+        if seed is not None:
+            options["seed"] = seed
+        found = DataLoader(base.dataset, replay=replay, **options)
+    if base is loader:
+        return found
+    loader.base_dataloader = found
+    loader.state_dict = found.state_dict  # its own returns a copy that was made earlier
+    return loader
+
+
+def _read_arguments(base: Any, *, is_wrapped: bool) -> dict[str, Any]:
+    """Return the arguments of a ``limpet.DataLoader`` that is like ``base``."""
+    options = {name: getattr(base, name) for name in (*_SAME_OPTIONS, "collate_fn")}
+    options |= {"worker_init_fn": base.worker_init_fn}
+    if not is_wrapped:
+        options |= {"generator": base.generator}
+    batches, sampler, is_total = base.batch_sampler, base.sampler, False
+    while type(batches).__name__ == "BatchSamplerShard":  # of Accelerate: the part of a rank
+        is_total, batches = is_total or batches.split_batches, batches.batch_sampler
+    if isinstance(base.dataset, data.IterableDataset):
+        return options | {"batch_size": base.batch_size, "drop_last": base.drop_last}
+    if batches is not None and type(batches) is not data.BatchSampler:
+        return options | {"batch_sampler": batches}
+    if batches is None:
+        options["batch_size"] = None
+    else:
+        sampler = batches.sampler
+        options["total_batch_size" if is_total else "batch_size"] = batches.batch_size
+        options["drop_last"] = batches.drop_last
+    if isinstance(sampler, data.DistributedSampler):
+        drop_last = sampler.drop_last or options.get("drop_last", False)
+        return options | {"shuffle": sampler.shuffle, "drop_last": drop_last, "seed": sampler.seed}
+    # the second is of Accelerate
+    is_random = type(sampler).__name__ in ("RandomSampler", "SeedableRandomSampler")
+    if is_random and not sampler.replacement and sampler.num_samples == len(base.dataset):
+        return options | {"shuffle": True}
+    return options if type(sampler) is data.SequentialSampler else options | {"sampler": sampler}

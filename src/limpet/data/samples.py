@@ -1,0 +1,313 @@
+"""What runs in the workers of a ``limpet.DataLoader``: it makes batches, and seeds the generators
+for each, so that a batch depends only on its position and on the samples that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from inspect import unwrap
+from itertools import islice
+from random import getrandbits
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils import data
+
+from limpet.generators import (
+    BATCH,
+    COLLATE,
+    MASK,
+    NUMPY,
+    PYTHON,
+    SAMPLE,
+    TORCH,
+    digest,
+    seed_generators,
+)
+
+_DEFAULT_COLLATES = (data.default_collate, data.default_convert)  # they draw nothing
+
+_LARGE = 10_000
+"""The length of a container that is not copied with the dataset that has it."""
+
+
+class Task(NamedTuple):
+    """A batch to make. ``at``: the position of the batch in the ``epoch``."""
+
+    epoch: int
+    at: int
+    rank: int
+    indices: list[Any]
+
+
+class Difference(NamedTuple):
+    """A dataset gave two different samples for one index. The file and line of its code."""
+
+    file: str
+    line: int
+    name: str
+
+
+def get_back(batch: Any) -> Any:
+    """Return the batch. The inner loader has samples that are batches already."""
+    return batch
+
+
+@dataclass
+class StartWorker:
+    """Calls ``worker_init_fn`` of the user, who expects their own dataset in the worker."""
+
+    worker_init_fn: Callable[[int], object] | None
+
+    def __call__(self, worker: int) -> None:
+        info: Any = data.get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+
+
+class Samples(data.Dataset[Any]):
+    """A dataset of batches, each by its ``Task``. An item is the batch, and a ``Difference`` if the
+    first sample of a worker, which is fetched twice, differs.
+
+    PyTorch's generator is seeded for each sample. Those of Python and NumPy, which take 6 us more,
+    only if a sample was seen to use them: that batch is then made again.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, is_batched: bool) -> None:
+        self.dataset, self._collate, self._is_batched = dataset, collate, is_batched
+        self.key = 0
+        """The seed of the loader."""
+
+        self._seeded = TORCH
+        self._expected: tuple[Any, ...] | None = None
+
+    def __getitem__(self, task: Task) -> tuple[Any, Difference | None]:
+        difference = None
+        if self._expected is None:  # this worker has made no batch yet
+            self._reset_unseeded()
+            self._expected = _draw()
+            difference = self._compare_first(task)
+        samples = self._fetch(task)
+        if self._collate not in _DEFAULT_COLLATES:
+            seed_generators(self.key, COLLATE, task.epoch, task.at, task.rank)
+        return self._collate(samples if self._is_batched else samples[0]), difference
+
+    def _fetch(self, task: Task) -> list[Any]:
+        dataset, key, epoch = self.dataset, self.key, task.epoch
+        if self._is_batched and callable(fetch_many := getattr(dataset, "__getitems__", None)):
+            seed_generators(key, BATCH, epoch, task.at, task.rank)
+            return fetch_many(task.indices)  # type: ignore[no-any-return]
+        while True:
+            kinds, samples = self._seeded, []
+            if kinds != PYTHON | NUMPY | TORCH:
+                self._reset_unseeded()
+            for index in task.indices:
+                number = index & MASK if type(index) is int else _number_of(index)
+                seed_generators(key, SAMPLE, epoch, number, kinds=kinds)
+                samples.append(dataset[index])
+            if kinds != PYTHON | NUMPY | TORCH:
+                for kind, now, expected in zip((PYTHON, NUMPY), _draw(), self._expected or ()):
+                    if now != expected:
+                        self._seeded |= kind
+            if self._seeded == kinds:
+                return samples
+
+    def _reset_unseeded(self) -> None:
+        seed_generators(0, kinds=(PYTHON | NUMPY) & ~self._seeded)
+
+    def _compare_first(self, task: Task) -> Difference | None:
+        first = task._replace(indices=task.indices[:1])
+        if are_equal(self._fetch(first), self._fetch(first)):
+            return None
+        kind = type(self.dataset)
+        many = self._is_batched and hasattr(kind, "__getitems__")
+        return find_line(kind, "__getitems__" if many else "__getitem__")
+
+
+def _draw() -> tuple[Any, ...]:
+    """Return the next numbers of the generators that are not seeded for each sample."""
+    return getrandbits(64), np.random.random_sample()
+
+
+def _number_of(index: Any) -> int:
+    """Return 64 bits for an index, the same in each process (``hash`` of a text is not)."""
+    with suppress(TypeError):
+        return int(index.__index__()) & MASK if hasattr(index, "__index__") else digest(repr(index))
+    return digest(repr(index))
+
+
+def find_line(kind: type, name: str) -> Difference:
+    """Return where the code of a method is, for a warning that shows it."""
+    code = getattr(unwrap(getattr(kind, name)), "__code__", None)
+    file, line = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
+    return Difference(file, line, f"{kind.__qualname__}.{name}")
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Return False if two samples differ. Objects that cannot be compared count as equal."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(are_equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(are_equal, a, b))
+    with suppress(Exception):
+        if isinstance(a, torch.Tensor):
+            return a.shape == b.shape and bool(
+                torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all()
+            )
+        if isinstance(a, np.ndarray):
+            return bool(a.shape == b.shape and a.tobytes() == b.tobytes())
+        compares: Any = type(a).__eq__
+        if compares is not object.__eq__:
+            return bool(a == b) or (a != a and b != b)  # noqa: PLR0124  (NaN)
+    return True
+
+
+# -- streams -------------------------------------------------------------------------------------
+
+
+class WorkerState(NamedTuple):
+    """Where a worker of a stream is after a batch. ``data``: the state of its dataset, if it has
+    one; ``batches``: those that it has made in this epoch."""
+
+    worker: int
+    batches: int
+    ended: bool
+    data: Any
+
+
+class Stream(data.IterableDataset[Any]):
+    """A stream of batches, each with the ``WorkerState`` after it.
+
+    Each epoch begins with the dataset as it was made, and a call of its ``set_epoch``. Generators
+    are seeded before each batch, and PyTorch's before each sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        rank: int,
+        replay: bool,
+    ) -> None:
+        self.dataset, self._collate, self._rank, self.key = dataset, collate, rank, 0
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._has_state = not replay and has_state(dataset)
+        self._initial: Any = None
+        # the workers of a loader with persistent workers read it when a pass begins
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+        self._start: tuple[int, list[WorkerState | None], int] = (0, [], 0)
+        self._is_exact: bool | None = None
+
+    def begin(self, epoch: int, states: list[WorkerState | None], turn: int) -> None:
+        """Begin the next pass at these states of the workers, of which ``turn`` is the next."""
+        self._epoch.fill_(epoch)
+        self._start = (epoch, states, turn)
+
+    def __iter__(self) -> Iterator[tuple[Any, WorkerState] | None]:
+        info, epoch = data.get_worker_info(), int(self._epoch)
+        worker = info.id if info else 0
+        start_epoch, states, turn = self._start
+        state = states[worker] if states and epoch == start_epoch else None
+        if states and epoch == start_epoch and worker < turn:
+            yield None  # the turns of the workers stay as they were
+        if state is None or not state.ended:
+            yield from self._batches(epoch, worker, state)
+
+    def _batches(
+        self, epoch: int, worker: int, state: WorkerState | None
+    ) -> Iterator[tuple[Any, WorkerState]]:
+        number = state.batches if state else 0
+        if self._has_state and self._initial is None:  # after worker_init_fn, which may change it
+            self._initial = deepcopy(self.dataset.state_dict())
+        saved = state.data if state and self._has_state else None
+        if saved is not None and not self._continues_exactly(epoch):
+            saved = None
+        dataset = self.dataset if self._has_state else copy_of(self.dataset)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        if self._has_state:
+            dataset.load_state_dict(deepcopy(self._initial if saved is None else saved))
+        iterator = iter(dataset)
+        for done in range(number if saved is None else 0):  # read again what was read before
+            self._read(iterator, epoch, worker, done)
+        ended = False
+        while not ended:
+            samples, ended = self._read(iterator, epoch, worker, number)
+            number += 1
+            if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
+                return
+            if self._collate not in _DEFAULT_COLLATES:
+                seed_generators(self.key, COLLATE, epoch, number, worker, self._rank)
+            batch = self._collate(samples if self._batch_size else samples[0])
+            after = deepcopy(dataset.state_dict()) if self._has_state else None
+            yield batch, WorkerState(worker, number, ended, after)
+
+    def _read(
+        self, iterator: Iterator[Any], epoch: int, worker: int, number: int
+    ) -> tuple[list[Any], bool]:
+        """Return the samples of a batch, and whether the dataset has ended."""
+        position = self.key, BATCH, epoch, number, worker, self._rank
+        seed_generators(*position)
+        samples: list[Any] = []
+        for item in range(self._batch_size or 1):
+            if item:
+                seed_generators(*position, item, kinds=TORCH)
+            try:
+                samples.append(next(iterator))
+            except StopIteration:
+                return samples, True
+        return samples, False
+
+    def _continues_exactly(self, epoch: int) -> bool:
+        """Return whether a copy of the dataset gives the same samples after a ``load_state_dict``.
+        Those that shuffle in a buffer, or read in batches, may lose what they hold."""
+        if self._is_exact is None:
+            try:
+                first, second = deepcopy(self.dataset), deepcopy(self.dataset)
+            except Exception:  # noqa: BLE001  (it has an open file, or the like: trust it)
+                self._is_exact = True
+                return True
+            for copied in (first, second):
+                if hasattr(copied, "set_epoch"):
+                    copied.set_epoch(epoch)
+            first.load_state_dict(deepcopy(self._initial))
+            iterator = iter(first)
+            self._compared(iterator, 0)
+            second.load_state_dict(deepcopy(first.state_dict()))
+            expected = self._compared(iterator, 1)
+            self._is_exact = are_equal(expected, self._compared(iter(second), 1))
+        return self._is_exact
+
+    def _compared(self, iterator: Iterator[Any], number: int) -> list[Any]:
+        seed_generators(self.key, BATCH, number)
+        return list(islice(iterator, 5))
+
+
+def has_state(dataset: Any) -> bool:
+    """Return whether a dataset has methods that save and load its position."""
+    names = "state_dict", "load_state_dict"
+    return all(callable(getattr(dataset, name, None)) for name in names)
+
+
+def copy_of(dataset: Any) -> Any:
+    """Return a copy, because iterating may change a dataset. Large members are shared."""
+    members = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
+    large = (
+        m
+        for m in members
+        if isinstance(m, torch.Tensor | np.ndarray)
+        or (isinstance(m, list | dict | set | tuple) and len(m) > _LARGE)
+    )
+    try:
+        return deepcopy(dataset, {id(member): member for member in large})
+    except Exception:  # noqa: BLE001  (it has an open file, or the like)
+        return dataset
