@@ -90,7 +90,8 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(monkeypatch):
         ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
                          "them"),
         ("taken_over", "closed an earlier Checkpointer of runs/a"),
-        ("resumed", "resumed step 1200 from runs/a/version_1200: next batch equal"),
+        ("resumed", "resumed step 1200 from runs/a/version_1200: 64 samples per "
+                    "step, was 128"),
         ("options_replaced", "resumed the options of runs/a/version_1200. lr: the script has "
                              "0.0001, had 0.001; the version's 0.00042 is in use"),
         ("pin_left", "could not remove the pin pin-1.json: timeout"),

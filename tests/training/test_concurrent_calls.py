@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import limpet
-from limpet import events, generators
+from limpet import events
 from limpet.errors import LimpetError
 from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
@@ -109,37 +108,6 @@ def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name):
     assert ckpt.statistics()["failures"] == 0
 
 
-class LeavesOpen:
-    """Its ``state_dict`` leaves an isolation open, as an exception of a signal handler may do."""
-
-    def state_dict(self):
-        generators.Isolation("call").__enter__()
-        raise KeyboardInterrupt
-
-    def load_state_dict(self, state):
-        """Load nothing."""
-
-
-def test_an_isolation_that_an_interrupt_left_open_ends_with_the_call():
-    """Otherwise, each later version would have the random numbers of that moment."""
-    torch.manual_seed(7)
-    store, rng = MemoryStore(), limpet.RNG()
-    with Checkpointer(store, state := {"rng": rng}, save=EverySteps(1), quiet=True) as ckpt:
-        ckpt.step()
-        state["own"] = LeavesOpen()
-        with pytest.raises(KeyboardInterrupt):
-            ckpt.step()
-        assert generators.isolations.open == []
-        del state["own"]
-        torch.rand(3)
-        expected = torch.get_rng_state()
-        ckpt.step()
-    torch.manual_seed(8)
-    with Checkpointer(store, {"rng": rng}, quiet=True) as ckpt:
-        ckpt.resume()
-        assert torch.equal(torch.get_rng_state(), expected)
-
-
 # CPython may print that the save's thread did not start, if the handler raises while it starts
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(3))
@@ -175,7 +143,6 @@ def test_a_real_signal_during_steps_changes_nothing(seed, monkeypatch):
             signal.signal(signal.SIGALRM, previous)
         assert errors
         assert all("SignalNotice" in str(e) for e in errors), errors
-        assert generators.isolations.open == [], "an isolation is still open"
         ckpt.save()
         last = ckpt.current_step
     wait_until(lambda: not threads_of_trainings(), shown=threads_of_trainings)

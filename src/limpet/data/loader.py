@@ -14,20 +14,20 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import chain, cycle, islice
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils import data
 
 from limpet.arguments import check_count, check_rank, check_whole, require
+from limpet.data.epoch_order import EpochOrder, Part, wrapped_samplers
 from limpet.data.permutation import BatchBlocks
 from limpet.data.samples import Samples, StartWorker, Stream, Task, WorkerState, get_back
 from limpet.errors import InexactResume, LimpetError, PlanError
 from limpet.generators import (
     END,
     MASK,
-    ORDER,
     STEP,
     WORKER,
     digest,
@@ -46,9 +46,6 @@ _SAME_OPTIONS = (
     "persistent_workers",
     "prefetch_factor",
 )
-
-_BLOCK = 4096
-"""The items that are drawn from a sampler with one seed."""
 
 _FIELDS = {"seed", "order", "epoch", "at", "length", "per_step", "samples_per_step", "first"}
 
@@ -119,17 +116,17 @@ class DataLoader(data.DataLoader[Any]):
                     "total_batch_size= replaces batch_size= and batch_sampler=: give one of them"
                 )
             kwargs["batch_size"] = -(-total_batch_size // self._place()[1])
+        self._is_stream = isinstance(dataset, data.IterableDataset)
         super().__init__(dataset, *args, **kwargs)
         sampler, batch_sampler = (given.arguments.get(n) for n in ("sampler", "batch_sampler"))
         self._given: Any = sampler if batch_sampler is None else batch_sampler
         if not getattr(self, "in_order", True):
             raise LimpetError("in_order=False is refused: the order of the batches would be random")
-        if any(isinstance(s, data.DistributedSampler) for s in _chain(self._given)):
+        if any(isinstance(s, data.DistributedSampler) for s in wrapped_samplers(self._given)):
             raise LimpetError(
                 "A DistributedSampler is refused: remove it, and pass shuffle= to the loader, which"
                 " gives each rank its part"
             )
-        self._is_stream = isinstance(dataset, data.IterableDataset)
         shuffle = bool(given.arguments.get("shuffle"))
         own = "stream" if self._is_stream else "shuffled" if shuffle else "sequential"
         self._order = (
@@ -146,8 +143,6 @@ class DataLoader(data.DataLoader[Any]):
             self._key = self._explicit = self._explicit & MASK
         self._name, self._is_in_state, self._is_key_final = "", False, self._explicit is not None
         self._counted = _Position(0, 0)
-        self._length: int | None = None  # of the epoch; None: that of the dataset
-        self._first: int | None = None  # a digest of what the sampler gives first in the epoch
         self._per_step = 1  # the most batches that one step has counted
         self._handed: deque[tuple[int, _Position]] = deque()  # uncounted, with the passes
         self._pass = 0
@@ -158,10 +153,35 @@ class DataLoader(data.DataLoader[Any]):
         self._inner: data.DataLoader[Any] | None = None
         self._stream: Stream | None = None
         self._tasks = _Tasks()
-        if not self._is_stream:
-            vars(self)["sampler"] = order = _Order(self)
-            if self.batch_sampler is not None:
-                vars(self)["batch_sampler"] = _Batches(order, self)
+        self._source = EpochOrder(
+            dataset,
+            self._given,
+            is_shuffled=shuffle,
+            is_by_batch=self._order == "batch_sampler",
+            drop_last=self.drop_last,
+        )
+
+    # Libraries look at the samplers. They refer to the loader, so it does not refer to them:
+    # otherwise, only the garbage collector would end the workers of a loader.
+
+    @property
+    def sampler(self) -> Any:
+        """What gives the order of the samples."""
+        return self._torch_sampler if self._is_stream else _Order(self)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self._torch_sampler = sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """What gives the order of the batches; None: of single samples, or of a stream."""
+        has_batches = self._torch_batch_sampler is not None and not self._is_stream
+        return _Batches(self) if has_batches else None
+
+    @batch_sampler.setter
+    def batch_sampler(self, batch_sampler: Any) -> None:
+        self._torch_batch_sampler = batch_sampler
 
     def __repr__(self) -> str:
         epoch, at = self._counted[:2]
@@ -250,7 +270,8 @@ class DataLoader(data.DataLoader[Any]):
 
     def begin_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch."""
-        self._counted, self._length, self._first = _Position(epoch, 0), None, None
+        self._counted = _Position(epoch, 0)
+        self._source.begin()
         self._is_over = self._has_counted = False
         self._handed.clear()
 
@@ -268,10 +289,10 @@ class DataLoader(data.DataLoader[Any]):
             "order": self._order,
             "epoch": epoch,
             "at": at,
-            "length": self._length if at else None,
+            "length": self._source.length if at else None,
             "per_step": self._per_step,
             "samples_per_step": self.samples_per_step,
-            "first": self._first if at else None,
+            "first": self._source.first if at else None,
         }
         if self._is_stream:
             state["stream"] = {
@@ -323,7 +344,7 @@ class DataLoader(data.DataLoader[Any]):
         stream = state.get("stream") or {"states": (), "turn": 0}
         states = tuple(None if s is None else WorkerState(*s) for s in stream["states"])
         self._counted = _Position(state["epoch"], state["at"], False, states, stream["turn"])
-        self._length, self._first = state["length"], state["first"]
+        self._source.begin(state["length"], state["first"])
         self._per_step, self.samples_per_step_before = state["per_step"], state["samples_per_step"]
         self._pass += 1
         self._has_begun = self._is_open = False
@@ -391,7 +412,8 @@ class DataLoader(data.DataLoader[Any]):
             self._check_count_fits()
             if self._has_counted or not self._handed:
                 last = self._handed[-1][1] if self._handed else start
-                start, self._length, self._first = _Position(last.epoch + 1, 0), None, None
+                start = _Position(last.epoch + 1, 0)
+                self._source.begin()
             else:
                 self._handed.clear()
         else:  # the pass before was left: its uncounted batches come again
@@ -429,7 +451,10 @@ class DataLoader(data.DataLoader[Any]):
         if self._is_stream:
             worker_side.begin(start.epoch, list(start.states), start.turn)
         else:
-            self._tasks.tasks = self._make_tasks(start, rank, ranks, ahead)
+            source = self._source
+            source.key, source.size = self._key, self.samples_per_step or 1
+            parts = source.parts(start.epoch, start.at, rank, ranks)
+            self._tasks.tasks = _make_tasks(parts, start.epoch, rank, ahead)
         generator = cast(torch.Generator, self._inner.generator)
         generator.manual_seed(digest(self._key, WORKER, start.epoch) >> 1)
         return self._inner
@@ -459,77 +484,6 @@ class DataLoader(data.DataLoader[Any]):
             generator=torch.Generator(),
             **options,
         )
-
-    def _make_tasks(
-        self, start: _Position, rank: int, ranks: int, ahead: deque[_Position]
-    ) -> Iterator[Task]:
-        """Yield what this rank makes in the rest of an epoch; ``ahead`` gets the positions."""
-        by_sampler = self._given is not None
-        parts = self._drawn_parts if by_sampler else self._computed_parts
-        for at, stop, is_last, indices in parts(start.epoch, start.at, rank, ranks):
-            ahead.append(_Position(start.epoch, stop, is_last))
-            yield Task(start.epoch, at, rank, indices)
-
-    def _computed_parts(
-        self, epoch: int, at: int, rank: int, ranks: int
-    ) -> Iterator[tuple[int, int, bool, list[Any]]]:
-        if self._length is None:
-            self._length = len(self.dataset)  # type: ignore[arg-type]
-        length, size, blocks = self._length, self._samples_per_step(), BatchBlocks()
-        order = length, self._key, self._order == "shuffled"
-        least = size if self.drop_last else 1
-        while length - at >= least:
-            stop = min(at + size, length)
-            part = blocks.local_batch(order, epoch, (at, stop), size, rank, ranks)
-            yield at, stop, length - stop < least, part
-            at = stop
-
-    def _drawn_parts(
-        self, epoch: int, at: int, rank: int, ranks: int
-    ) -> Iterator[tuple[int, int, bool, list[Any]]]:
-        """Yield the parts of what a sampler draws, again from the beginning of the epoch."""
-        drawn, by_batch = self._draw(epoch), self._order == "batch_sampler"
-        size = 1 if by_batch else self._samples_per_step()
-        first = [] if by_batch else list(islice(drawn, ranks))  # pads the last batch
-        items = islice(chain(first, drawn), at, None)
-        batches = map(list, items) if by_batch else iter(lambda: list(islice(items, size)), [])
-        least = size if self.drop_last and not by_batch else 0
-        batch: list[Any] | None = next(batches, None)
-        while batch is not None and len(batch) >= least:
-            following = next(batches, None)
-            stop = at + (1 if by_batch else len(batch))
-            batch += islice(cycle(first or batch[:]), -len(batch) % ranks)
-            is_last = following is None or len(following) < least
-            yield at, stop, is_last, batch[rank::ranks]
-            at, batch = stop, following
-
-    def _draw(self, epoch: int) -> Iterator[Any]:
-        """Yield what the sampler gives, in blocks with seeds of their own."""
-        seed_generators(self._key, ORDER, epoch, 0)
-        for sampler in _chain(self._given):
-            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-                generator.manual_seed(torch.initial_seed())
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-        iterator, number = iter(self._given), 0
-        while block := list(islice(iterator, _BLOCK)):
-            if number == 0:
-                self._check_order(epoch, digest(repr(block)))
-            yield from block
-            number += 1
-            seed_generators(self._key, ORDER, epoch, number)
-
-    def _check_order(self, epoch: int, first: int) -> None:
-        """Raise ``LimpetError`` if the sampler draws another order than before the resume."""
-        if self._first not in (None, first):
-            raise LimpetError(
-                f"The sampler of the loader {self._name} draws another order of epoch {epoch} than"
-                " before the resume",
-                todo="Its order must depend only on Python's, NumPy's, and PyTorch's global"
-                " generators, which are seeded for each epoch, or on set_epoch()",
-                live_state="not valid",
-            )
-        self._first = first
 
     # -- sizes -------------------------------------------------------------------------------------
 
@@ -577,6 +531,15 @@ class DataLoader(data.DataLoader[Any]):
             )
 
 
+def _make_tasks(
+    parts: Iterator[Part], epoch: int, rank: int, ahead: deque[_Position]
+) -> Iterator[Task]:
+    """Yield what this rank makes in the rest of an epoch; ``ahead`` gets the positions."""
+    for at, stop, is_last, indices in parts:
+        ahead.append(_Position(epoch, stop, is_last))
+        yield Task(epoch, at, rank, indices)
+
+
 class _Tasks:
     """The sampler of the inner loader: the tasks of the pass that begins."""
 
@@ -611,8 +574,8 @@ class _Order(data.DistributedSampler[Any]):
 class _Batches(data.BatchSampler):
     """The ``batch_sampler`` of a loader, by which ``elastic`` finds the loader again."""
 
-    def __init__(self, order: _Order, loader: DataLoader) -> None:
-        super().__init__(order, loader.batch_size or 1, loader.drop_last)
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(_Order(loader), loader.batch_size or 1, loader.drop_last)
         self.loader = loader
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -622,13 +585,6 @@ class _Batches(data.BatchSampler):
     def __len__(self) -> int:
         loader = self.loader
         return len(loader._given) if loader._order == "batch_sampler" else super().__len__()
-
-
-def _chain(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, and those that it wraps."""
-    while sampler is not None:
-        yield sampler
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
 
 
 def elastic(
@@ -657,7 +613,7 @@ def elastic(
         )
     if isinstance(base, DataLoader):
         return loader
-    samplers = [*_chain(base.batch_sampler), *_chain(base.sampler)]
+    samplers = [*wrapped_samplers(base.batch_sampler), *wrapped_samplers(base.sampler)]
     found = next((s.loader for s in samplers if isinstance(s, _Order)), None)
     if found is None:
         options = _read_arguments(base, is_wrapped=base is not loader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from limpet.text import MAX_SHOWN, format_list, with_article
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
 from limpet.training.preemption_plan import Preemption
+from limpet.training.state_check import find_members
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
 
 def check_state(state: Any) -> None:
     """Raise ``LimpetError`` unless the state is a dict, ``PlanError`` if it has the
-    ``state_dict()`` of an optimizer or scheduler: such a copy neither changes nor loads into it."""
+    ``state_dict()`` of an optimizer or scheduler: such a copy neither changes nor loads into it;
+    or a ``DataLoader`` without a position."""
     expected = 'a dict such as {"model": model}, or a function that returns one'
     require("state", type(state) is dict, expected, state)
     for key, value in _walk_dicts(state, "", {id(state)}):
@@ -116,6 +119,17 @@ def check_state(state: Any) -> None:
                     todo=f'Write {{"{kind}": {kind}}}, without .state_dict()',
                     leaf=key,
                 )
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    for key, loader in find_members(state, torch_data.DataLoader).items() if torch_data else ():
+        if not hasattr(getattr(loader, "base_dataloader", loader), "state_dict"):
+            raise PlanError(
+                f"{key} in the state is a PyTorch DataLoader, which has no position to save",
+                expected="a limpet.DataLoader, with the same arguments",
+                found=type(loader).__name__,
+                todo="Write loader = limpet.DataLoader(...), or convert it: limpet.elastic(loader),"
+                " also after accelerator.prepare(loader)",
+                leaf=key,
+            )
 
 
 def check_loadable(state: dict[str, Any]) -> None:

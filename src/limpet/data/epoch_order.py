@@ -1,0 +1,115 @@
+"""The order of the batches of an epoch: computed for a position, or drawn again from a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+
+from limpet.data.permutation import BatchBlocks
+from limpet.errors import LimpetError
+from limpet.generators import ORDER, digest, seed_generators
+
+Part = tuple[int, int, bool, list[Any]]
+"""The position before a batch, after it, whether it is the last, and the samples of this rank."""
+
+_BLOCK = 4096
+"""The items that are drawn from a sampler with one seed."""
+
+
+@dataclass
+class EpochOrder:
+    """Gives the parts of the batches of an epoch that one rank makes.
+
+    ``sampler``: of the user, for all ranks, or None. ``key``: the seed. ``size``: the samples of
+    all ranks in a batch, 1 if the sampler gives whole batches.
+    """
+
+    dataset: Any
+    sampler: Any
+    is_shuffled: bool
+    is_by_batch: bool
+    drop_last: bool
+    key: int = 0
+    size: int = 1
+
+    length: int | None = None
+    """The number of samples of the epoch, which a dataset that grows does not change."""
+
+    first: int | None = None
+    """A digest of what the sampler has given first in the epoch."""
+
+    def begin(self, length: int | None = None, first: int | None = None) -> None:
+        """Begin an epoch, or continue a saved one."""
+        self.length, self.first = length, first
+
+    def parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
+        """Yield the parts of ``rank`` in the batches after the position ``at``."""
+        if self.sampler is None:
+            return self._computed_parts(epoch, at, rank, ranks)
+        return self._drawn_parts(epoch, at, rank, ranks)
+
+    def _computed_parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
+        if self.length is None:
+            self.length = len(self.dataset)
+        length, size, blocks = self.length, self.size, BatchBlocks()
+        order = length, self.key, self.is_shuffled
+        least = size if self.drop_last else 1
+        while length - at >= least:
+            stop = min(at + size, length)
+            part = blocks.local_batch(order, epoch, (at, stop), size, rank, ranks)
+            yield at, stop, length - stop < least, part
+            at = stop
+
+    def _drawn_parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
+        """Draw again from the beginning of the epoch."""
+        drawn, size, by_batch = self._draw(epoch), self.size, self.is_by_batch
+        first = [] if by_batch else list(islice(drawn, ranks))  # pads the last batch
+        items = islice(chain(first, drawn), at, None)
+        batches = map(list, items) if by_batch else iter(lambda: list(islice(items, size)), [])
+        least = size if self.drop_last and not by_batch else 0
+        batch: list[Any] | None = next(batches, None)
+        while batch is not None and len(batch) >= least:
+            following = next(batches, None)
+            stop = at + (1 if by_batch else len(batch))
+            batch += islice(cycle(first or batch[:]), -len(batch) % ranks)
+            is_last = following is None or len(following) < least
+            yield at, stop, is_last, batch[rank::ranks]
+            at, batch = stop, following
+
+    def _draw(self, epoch: int) -> Iterator[Any]:
+        """Yield what the sampler gives, in blocks with seeds of their own."""
+        seed_generators(self.key, ORDER, epoch, 0)
+        for sampler in wrapped_samplers(self.sampler):
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(torch.initial_seed())
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        iterator, number = iter(self.sampler), 0
+        while block := list(islice(iterator, _BLOCK)):
+            if number == 0:
+                self._check_order(epoch, digest(repr(block)))
+            yield from block
+            number += 1
+            seed_generators(self.key, ORDER, epoch, number)
+
+    def _check_order(self, epoch: int, first: int) -> None:
+        """Raise ``LimpetError`` if the sampler draws another order than before the resume."""
+        if self.first not in (None, first):
+            raise LimpetError(
+                f"The sampler of the loader draws another order of epoch {epoch} than before",
+                todo="Its order must depend only on Python's, NumPy's, and PyTorch's global"
+                " generators, which are seeded for each epoch, or on set_epoch()",
+                live_state="not valid",
+            )
+        self.first = first
+
+
+def wrapped_samplers(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, and those that it wraps."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
