@@ -9,7 +9,7 @@ import limpet
 from limpet.errors import LimpetError, UnsavedSteps
 from limpet.storage.memory import MemoryStore
 
-POSITIONS = {"progress": limpet.Progress, "sampler": lambda: limpet.ElasticSampler(8, 2)}
+POSITIONS = {"progress": limpet.Progress, "loader": lambda: limpet.DataLoader(range(8), 2)}
 
 
 def checkpointer(state, run=None):

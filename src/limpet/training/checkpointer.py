@@ -14,7 +14,7 @@ from limpet.format.names import Version
 from limpet.loading.binding import Leniency
 from limpet.loading.differences import LoadReport
 from limpet.ranks.agreement import make_agreement
-from limpet.ranks.group import Group, GroupSpec, broadcast_from_first, saving_group
+from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.run.catalog import read_training_metadata
 from limpet.run.metrics import ADDED_METRICS, check_metrics
 from limpet.run.policy import (
@@ -295,10 +295,7 @@ class Checkpointer:
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
             self._saver.start_tiers(self.state)
-        if self._group.size > 1:
-            counter, operation = self._step_counter, f"the seeds of {self.run.url}"
-            seeds = broadcast_from_first(self._group, operation, counter.seeds, dict[str, int])
-            counter.use_seeds(seeds)
+        self._step_counter.share_seeds(self._group, self.run.url)
         if point is None:
             self._cadence.restart()
             events.emit("began", run=self.run.url)
@@ -502,7 +499,7 @@ class Checkpointer:
         self._saver.wait_on_all_ranks()
         counter = self._step_counter
         if self._saver.saved_step == counter.progress.step:
-            record_end(self._saver, "", counter.progress.epoch, counter.positions())
+            record_end(self._saver, "", counter.progress.epoch, counter.loader_epochs())
 
     @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:

@@ -24,7 +24,6 @@ from limpet.run.records import put_about_version
 from limpet.run.run import Run
 from limpet.run.writer_lock import find_writer
 from limpet.snapshot import pins
-from limpet.state.walk import find_instances
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user
@@ -33,7 +32,7 @@ from limpet.tiers.ladder import Ladder
 from limpet.training.cadence import Cadence
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
 from limpet.training.saver import Saver, SaveSpec, version_of
-from limpet.training.step_counter import POSITIONS, StepCounter
+from limpet.training.step_counter import StepCounter, find_positions
 from limpet.training.step_savepoint import StepSavepoint
 
 JOIN_TIMEOUT = 20.0
@@ -134,7 +133,7 @@ class Ending:
             saver = self.saver
             if not is_leaving:
                 end = saver.early_stop.end_reason, self.step_counter.progress.epoch
-                saver.warn_or_raise(record_end, saver, *end, self.step_counter.positions())
+                saver.warn_or_raise(record_end, saver, *end, self.step_counter.loader_epochs())
             saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
@@ -510,7 +509,7 @@ def take_over(newer: Ending) -> None:
 def check_position(run: Run, state: dict[str, Any]) -> None:
     """Raise ``LimpetError`` if an open training of another run in this process counts in the same
     objects: each would advance them for both."""
-    own = {*map(id, find_instances(state, POSITIONS))}
+    own = {*map(id, find_positions(state))}
     for known, owner in _trainings.copy().items() if own else ():
         earlier, training = known(), owner()
         if earlier is None or training is None or training._lifecycle.is_closed:

@@ -15,6 +15,7 @@ from limpet.data.rng import RNG
 from limpet.errors import LimpetError
 from limpet.generators import EPOCH, MASK, STEP, initial_seed, seed_generators
 from limpet.lazy_torch import rank_and_world_size
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.state.walk import find_instances, find_named_instances
 from limpet.training.state_check import loader_kinds
 
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 _SEED = "seed"
 """The field of the training metadata that has the seed of ``epochs`` and ``steps``."""
 
-POSITIONS: Any = Progress, ElasticSampler
-"""The classes of what counts the steps of one training only."""
+
+def find_positions(state: dict[str, Any]) -> list[Any]:
+    """Return the members of a state that count the steps of one training only."""
+    kinds: Any = Progress, *loader_kinds()
+    return list(find_instances(state, kinds))
 
 
 class StepCounter:
@@ -52,7 +56,7 @@ class StepCounter:
                 found=len(found),
             )
         self._is_in_state = bool(found)
-        self.positions = list(find_instances(state, POSITIONS))
+        self.positions = find_positions(state)
         self.progress = found[0] if found else Progress()
         self.progress.resume(None)
         self._has_rng = any(True for _ in find_instances(state, RNG))
@@ -105,7 +109,7 @@ class StepCounter:
             self.progress.hold(before)
         return all(are_over)
 
-    def positions(self) -> dict[str, int]:
+    def loader_epochs(self) -> dict[str, int]:
         """Return the epoch of each loader by its key in the state."""
         return {name: loader.epoch for name, loader in self._loaders.items()}
 
@@ -142,9 +146,16 @@ class StepCounter:
 
     # -- random numbers ----------------------------------------------------------------------------
 
-    def seeds(self) -> dict[str, int]:
-        """Return the seeds that all ranks must share, by the key of the loader."""
-        return {"": self._seed} | {name: loader.key for name, loader in self._loaders.items()}
+    def share_seeds(self, group: Group, run_url: str) -> None:
+        """Use the seeds of rank 0 on all ranks."""
+        if group.size == 1:
+            return
+        own = {"": self._seed} | {name: loader.key for name, loader in self._loaders.items()}
+        operation = f"the seeds of {run_url}"
+        seeds = broadcast_from_first(group, operation, lambda: own, dict[str, int])
+        self._seed = seeds[""]
+        for name, loader in self._loaders.items():
+            loader.use_key(seeds.get(name, loader.key))
 
     def loader_seeds(self) -> dict[str, str]:
         """Return the seeds of the loaders, which must be equal on all ranks at the first step."""
@@ -152,12 +163,6 @@ class StepCounter:
             f"the seed of the loader {name} (resume() shares that of rank 0)": str(loader.key)
             for name, loader in self._loaders.items()
         }
-
-    def use_seeds(self, seeds: Mapping[str, int]) -> None:
-        """Use the seeds of rank 0."""
-        self._seed = seeds[""]
-        for name, loader in self._loaders.items():
-            loader.use_key(seeds[name])
 
     def seed_epoch(self, epoch: int) -> None:
         """Seed the generators of the training at the start of an epoch."""
