@@ -349,12 +349,27 @@ def test_a_renewal_replaces_a_damaged_file():
     assert lease.versions == ["version_1"]
 
 
-def test_a_damaged_lease_protects_nothing_and_is_reported():
-    store, seen = make_run(1, 2), list[str]()
-    store.put_if_absent(lease_name("val", 3), b"{}")
+def test_a_damaged_lease_protects_every_version_for_the_time_of_a_lease():
+    """Its holder replaces it within that time."""
+    store, clock, seen = make_run(1, 2, 3), Clock(), list[str]()
+    store.put_if_absent(key := lease_name("val", 3), b"{}")
+    run = Run(store)
+    run.catalog.leases = LeaseObserver(store, clock)
     with events.attach(lambda name, fields: seen.append(name)):
-        assert Run(store).retain(KeepLast(1)) == [V1]
-    assert "skipped" in seen
+        assert run.retain(KeepLast(2)) == []
+        clock.now += leases.LEASE_SECONDS
+        assert run.retain(KeepLast(2)) == [V1]
+        assert run.sweep().removed == [key]
+    assert seen.count("skipped") == 1
+
+
+def test_who_deletes_on_request_waits_until_a_damaged_lease_is_replaced(monkeypatch):
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.2)
+    store = make_run(1, 2)
+    store.put_if_absent(key := lease_name("val", 3), b"{}")
+    assert Run(store).sweep().removed == [key]
+    store.put_if_absent(key, b"{}")
+    assert Run(store).delete(1) > 0
 
 
 def test_a_process_that_has_just_started_waits_for_a_renewal(elsewhere):

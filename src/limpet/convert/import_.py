@@ -50,6 +50,7 @@ SUPPORTED_FORMATS = (
 _WEIGHT_SUFFIXES = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
 _LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
 _TRAINER_STATE_FILE = "trainer_state.json"
+_MAX_TRAINER_STATE = 1 << 28
 _MEMBER_FILE = re.compile(
     r"(?:pytorch_)?(?P<role>model|optimizer|scheduler|scaler)(?:_(?P<number>[0-9]{1,6}))?"
     r"\.(?:safetensors|bin|pt)"
@@ -204,7 +205,7 @@ def _read_trainer_step(folder: ForeignFolder) -> int | None:
     """Return the step that the Trainer of Transformers recorded next to the model, if any."""
     with suppress(OSError, LimpetError, ValueError, RecursionError):
         file = folder.open(_TRAINER_STATE_FILE)
-        raw = file.read(0, file.length)
+        raw = file.read(0, _MAX_TRAINER_STATE)
         return arrange.step_from_state(json.loads(raw, object_pairs_hook=unique_members))
     return None
 

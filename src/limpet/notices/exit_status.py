@@ -44,6 +44,7 @@ GIVE_UP = 93
 CODES = (DONE, FAILED, SAVED, UNSAVED, GIVE_UP)
 
 _MAX_WHY = 2000
+_MAX_RECORD = 1 << 20
 """Characters of ``why`` that are stored: a status must fit on a nearly full disk."""
 
 _SUFFIX = ".json"
@@ -134,7 +135,8 @@ def read_records(folder: str) -> list[WorkerRecord]:
     for path in Path(folder).iterdir():
         if path.name.endswith(_SUFFIX):
             try:
-                records.append(_RECORD.decode(path.read_bytes()))
+                with path.open("rb") as file:
+                    records.append(_RECORD.decode(file.read(_MAX_RECORD)))
             except (msgspec.DecodeError, LimpetError):
                 continue
     return sorted(records, key=lambda record: (record.started, record.pid))

@@ -222,11 +222,13 @@ class Catalog:
             return False
 
     def _find_version_names(self, manifest: Stat) -> set[str]:
-        """Return every version's name in the bytes of a damaged manifest of any length."""
+        """Return every version's name in the bytes of a damaged manifest. No longer one was ever
+        written, so what follows ``MAX_MANIFEST`` is not its content."""
         found: set[str] = set()
+        length = min(manifest.length, MAX_MANIFEST)
         # the parts overlap by more than the length of a name
-        for offset in range(0, manifest.length, _PART):
-            part = bytearray(min(_PART + 64, manifest.length - offset))
+        for offset in range(0, length, _PART):
+            part = bytearray(min(_PART + 64, length - offset))
             self.store.get_range(manifest.key, offset, len(part), memoryview(part))
             found |= {match.decode() for match in _VERSION.findall(part)}
         return found

@@ -50,10 +50,13 @@ class LeaseObserver:
         self._lock = Lock()
         self._records: dict[str, VersionLease | FormatError] = {}
         self._first_seen: dict[str, float] = {}
+        self.unreadable: set[str] = set()
+        """Damaged files at the last call of ``live``: each may protect any version until its holder
+        replaces it, for at most ``LEASE_SECONDS``."""
 
     def live(self, files: Iterable[str] | None = None) -> dict[str, VersionLease]:
         """Return the newest live lease of each name by its key, of ``files`` or all. The event
-        ``skipped`` reports a damaged file, which protects nothing. Raises ``StoreError``."""
+        ``skipped`` reports a damaged file (see ``unreadable``). Raises ``StoreError``."""
         with self._lock:
             for _ in range(_MAX_LISTINGS):
                 newest = newest_leases(list_leases(self._store) if files is None else files)
@@ -64,6 +67,12 @@ class LeaseObserver:
                 if all(key in self._records for key in newest):
                     break
                 files = None  # renewed, or released, since the listing
+            oldest = self._clock() - LEASE_SECONDS
+            self.unreadable = {
+                key
+                for key, record in self._records.items()
+                if isinstance(record, FormatError) and self._first_seen[key] > oldest
+            }
             return {
                 key: lease
                 for key, lease in found.items()
@@ -73,9 +82,12 @@ class LeaseObserver:
     def confirm(self, wait: Wait = time.sleep, limit: float = _MAX_CONFIRM) -> None:
         """Wait until each lease that is alive has been renewed or has ended, for at most ``limit``
         seconds. A process that has only just started otherwise takes every lease for alive."""
-        end, first = self._clock() + limit, self.live()
-        while (waiting := first.keys() & (live := self.live()).keys()) and self._clock() < end:
-            wait(min(live[key].seconds for key in waiting) / (2 * _RENEWALS))
+        end, first = self._clock() + limit, self.live().keys() | self.unreadable
+        while (waiting := first & (live := self.live()).keys() | self.unreadable) and (
+            self._clock() < end
+        ):
+            seconds = [live[key].seconds if key in live else LEASE_SECONDS for key in waiting]
+            wait(min(seconds) / (2 * _RENEWALS))
 
     def _read(self, key: str) -> VersionLease | None:
         """Return the lease in a file, or None if it was deleted or is damaged."""
@@ -87,7 +99,7 @@ class LeaseObserver:
             return None
         except FormatError as e:
             if not isinstance(known, FormatError):
-                self._records[key] = e
+                self._records[key], self._first_seen[key] = e, self._clock()
                 events.emit("skipped", version=key, error=e)
             return None
         if lease != known:  # also if a later lease has the number of an earlier one

@@ -36,9 +36,10 @@ _T = TypeVar("_T", bound=AboutVersion)
 
 @dataclass(frozen=True, slots=True)
 class VersionEvaluations:
-    """The records about one snapshot, oldest first."""
+    """The records about one snapshot, oldest first, and whether others are damaged."""
 
     records: tuple[AboutVersion, ...] = ()
+    is_damaged: bool = False
 
     def of(self, kind: type[_T]) -> list[_T]:
         """Return the records of one kind."""
@@ -68,19 +69,22 @@ class EvaluationReader:
     def __init__(self, store: Store, report: Callable[[str, errors.LimpetError], object]) -> None:
         self._store = store
         self._report = report
-        self._known: dict[Version, dict[tuple[str, str], AboutVersion | None]] = {}
+        self._known: dict[
+            Version, dict[tuple[str, str], AboutVersion | errors.FormatError | None]
+        ] = {}
 
     def read(self, version: Version, digest: str) -> VersionEvaluations:
         """Return the records about the snapshot whose manifest has ``digest``. The folder is listed
         again, because a record may be added at any time."""
-        records = list[AboutVersion]()
+        records, is_damaged = list[AboutVersion](), False
         for entry in list_entries(self._store, version, "eval-"):
             file = parse_evaluation(entry.name)
             if file is not None and entry.kind != "folder":
                 found = self._read_cached(version, file, digest)
-                if found is not None:
+                if isinstance(found, AboutVersion):
                     records.append(found)
-        return VersionEvaluations(tuple(in_order(records)))
+                is_damaged |= isinstance(found, errors.FormatError)
+        return VersionEvaluations(tuple(in_order(records)), is_damaged)
 
     def forget(self, version: Version) -> None:
         """Drop what is known of a version that does not exist any more."""
@@ -88,12 +92,12 @@ class EvaluationReader:
 
     def _read_cached(
         self, version: Version, file: EvaluationFile, digest: str
-    ) -> AboutVersion | None:
-        """Return what is in a file, or None if it is missing or damaged, or belongs elsewhere."""
+    ) -> AboutVersion | errors.FormatError | None:
+        """Return what is in a file, or its damage, or None if it is missing or misplaced."""
         known, key = self._known.setdefault(version, {}), f"{version}/{file}"
         if (key, digest) in known:
             return known[key, digest]
-        found: AboutVersion | None = None
+        found: AboutVersion | errors.FormatError | None = None
         try:
             record = decode_about_version(get_bounded(self._store, key, MAX_RECORD), key, file.kind)
             error = _find_mismatch(record, key, version, file, digest)
@@ -101,7 +105,7 @@ class EvaluationReader:
         except errors.NotFound:
             return None
         except errors.FormatError as e:
-            error = e
+            found = error = e
         if error is not None:
             self._report(key, error)
         if not isinstance(error, errors.BrokenLink):  # its target may come back

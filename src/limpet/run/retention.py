@@ -109,7 +109,8 @@ def retain(
 
 def delete(catalog: Catalog, versions: Collection[Version]) -> int:
     """See ``Run.delete``."""
-    if any({*map(str, versions)} & {*lease.versions} for lease in catalog.leases.live().values()):
+    leased = {name for lease in catalog.leases.live().values() for name in lease.versions}
+    if catalog.leases.unreadable or leased.intersection(map(str, versions)):
         catalog.leases.confirm()
     _, files = delete_versions(catalog, versions, partial(_require_deletable, catalog))
     return sum(stat.length for stat in files)
@@ -162,13 +163,17 @@ def _require_deletable(
 
 
 def _read_records(catalog: Catalog, policy: KeepPolicy, roots: Roots) -> list[Record]:
-    """Return the readable versions of the current lineage as the input of a policy."""
+    """Return the readable versions of the current lineage as the input of a policy. One with an
+    unreadable result, which may be the best one, joins ``roots.pinned``."""
     known = roots.version_records
     versions = [v for v in lineage_of(catalog, roots.listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
 
     def add_metrics(version: Version) -> None:
-        metrics[version] = catalog.metrics(version, known[version])
+        evaluations = catalog.evaluations.read(version, known[version].digest)
+        metrics[version] = {**known[version].metrics, **evaluations.metrics()}
+        if evaluations.is_damaged:
+            roots.pinned.setdefault(version, "a result about it is unreadable")
 
     if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
         look_up_each(versions, add_metrics)

@@ -152,8 +152,10 @@ def find_roots(
             if version is not None:
                 pinned[version] = "a process is using it"
     leases = lease.list_leases(catalog.store) if listing is None else listing.leases
-    live = catalog.leases.live(leases)
-    stale += [key for key in leases if key not in live]
+    live, unreadable = catalog.leases.live(leases), catalog.leases.unreadable
+    stale += [key for key in leases if key not in live and key not in unreadable]
+    if unreadable:
+        block_reason = f"{min(unreadable)} is unreadable and may protect any version"
     for key, held in live.items():
         using = f"the evaluation {held.name} is using it ({key})"
         pinned |= {v: using for v in map(names.parse_version, held.versions) if v is not None}
@@ -314,7 +316,8 @@ def sweep(
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest. A copy that has begun since then
     # may have some of them, so the roots are read again after the notice.
-    if abandoned and listing.leases:
+    catalog.leases.live(listing.leases)
+    if catalog.leases.unreadable or (abandoned and listing.leases):
         catalog.leases.confirm()
     state = _Sweep(catalog, listing, files, partials, grace, now)
     removed = state.select(roots := find_roots(catalog, now))

@@ -29,13 +29,14 @@ from limpet.errors import (
 )
 from limpet.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
 from limpet.format.names import MANIFEST, Version
+from limpet.format.records import MAX_RECORD
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import newest_version
 from limpet.run.run import Run
 from limpet.run.writer_lock import find_writer
 from limpet.settings import MEMORY_SUFFIX
 from limpet.snapshot import pins
-from limpet.snapshot.location import Location
+from limpet.snapshot.location import Location, get_bounded
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store, exists
@@ -76,9 +77,10 @@ def flush_recorded(
     many seconds of ``clock``. Yield each version that was saved, and each error."""
     deadline = Deadline.after(seconds, "the save of the newest state in memory", clock)
     records: dict[str, set[MemoryRecord]] = {}
+    folder = LocalStore(status_folder, direct=False)
     for path in Path(status_folder).glob(f"*{MEMORY_SUFFIX}"):
-        with suppress(OSError, msgspec.DecodeError):
-            record = _RECORD.decode(path.read_bytes())
+        with suppress(OSError, LimpetError, msgspec.DecodeError):
+            record = _RECORD.decode(get_bounded(folder, path.name, MAX_RECORD))
             if os.path.isdir(record.folder):
                 records.setdefault(record.run, set()).add(record)
     for url in sorted(records):
