@@ -56,7 +56,9 @@ def test_a_module_is_filled_in_place():
 def test_a_plain_load_returns_the_state_dict_of_a_module():
     m = randomize(net())
     made = round_trip({"model": m})["model"]
-    assert_same(dict(m.state_dict()), made)
+    assert_same(dict(m.state_dict()), dict(made))
+    versions = m.state_dict()._metadata
+    assert made._metadata == {path: versions[path] for path in ("", "0", "1", "2.0")}
     live = net(1)
     live.load_state_dict(made)
     assert_same_state_dict(m, live)

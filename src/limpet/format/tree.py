@@ -58,6 +58,9 @@ MAX_DIMENSIONS = 64
 """The limit of NumPy."""
 
 LEAF_TAGS = ("tensor", "array", "blob")
+OTHER_MODULES = "."
+"""The name, in the metadata of a module's state dict, of the entry of all modules without one."""
+
 PART_TAGS = ("sparse", "subclass")
 """The tags of tensors whose parts are below the node's key."""
 _TENSOR_TAGS = ("tied", *PART_TAGS)
@@ -305,10 +308,18 @@ def _decode_dict(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int) -> A
     for name, child, k in children(node, key):
         value[name] = decode(child, k, decode_leaf, depth + 1)
     if "metadata" in node:
-        value._metadata = decode(
-            node["metadata"], join_key(key, "~metadata"), decode_leaf, depth + 1
-        )
+        metadata = decode(node["metadata"], join_key(key, "~metadata"), decode_leaf, depth + 1)
+        value._metadata = _complete_metadata(metadata, value)
     return value
+
+
+def _complete_metadata(metadata: Any, names: Iterable[Any]) -> Any:
+    """Return the metadata of a state dict with an entry for each module that has a member."""
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(OTHER_MODULES), dict):
+        return metadata
+    paths = dict.fromkeys(["", *(n.rpartition(".")[0] for n in names if type(n) is str)])
+    others = metadata.pop(OTHER_MODULES)
+    return OrderedDict({path: {**others} for path in paths} | metadata)
 
 
 def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:

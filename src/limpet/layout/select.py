@@ -214,7 +214,10 @@ def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: s
             if target in members:
                 raise PlanError(f"Two members of {key!r} would be called {target!r}", leaf=k)
             members[target] = _rename_members(child, renames, k, used_names)
-        return {**node, tag: members}
+        metadata = {}
+        if "metadata" in node:  # of submodules, by the names of their members
+            metadata["metadata"] = _rename_members(node["metadata"], renames, key, set())
+        return {**node, tag: members, **metadata}
     if tag == "items":
         children = zip(node["items"], tree.children(node, key), strict=True)
         renamed = [

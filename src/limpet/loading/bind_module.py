@@ -1,27 +1,50 @@
 """Load a module: fill its parameters and buffers in place, and pass everything else to its
-``load_state_dict``."""
+``load_state_dict``.
+
+Loading code that is not PyTorch's own may convert what it gets: names, shapes, and values of an
+earlier version. It gets memory that no live tensor shares.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any
 
+from limpet.errors import InexactResume
+from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT
 from limpet.loading.binding import STATE_INVALID, Binding
-from limpet.loading.targets import Finalize
-from limpet.state import composites, modules
+from limpet.loading.targets import Finalize, LoadTargets, tag_of
+from limpet.state import composites, modules, sharding
 from limpet.state.arrays import part_library
+from limpet.text import format_list, warn_user, with_article
+
+Members = dict[str, tuple[Any, str]]
+"""Saved members of a module by name: nodes, each with its key."""
+
+_MAX_NAMES = 5
 
 
 def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     """Bind every member of the module's state dict. The module's code loads what is not the memory
     of a parameter or buffer (extra state, lazy parameters); custom code loads every member."""
+    import torch
+
     members = binding.dict_members(module, node, key)
     if members is None:
         return lambda: module
     with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
         state = module.state_dict()
+    names = dict(zip(modules.strip_wrapper_names(module, list(state), key), state, strict=True))
+    own_paths = _paths_with_own_code(module)
+    loader = _Loader(binding, module, key, state, _saved_versions(module, node, key))
+    if own_paths:
+        loader.bind_converted(own_paths, names, members)
     live = dict(module.named_parameters(remove_duplicate=False))
     live.update(module.named_buffers(remove_duplicate=False))
     in_place = {
@@ -29,72 +52,255 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         for name, t in live.items()
         if _is_dense(t)
     }
-    fresh: dict[str, Finalize] = {}
-    absent: dict[str, Any] = {}
-    plain_names = modules.strip_wrapper_names(module, list(state), key)
-    for (name, value), plain_name in zip(state.items(), plain_names, strict=True):
+    fresh = loader.fresh
+    for plain_name, name in names.items():
+        value = state[name]
         child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
-        if not binding.selected(k):
-            if child is not ABSENT and _is_dense(value):
+        if child is ABSENT or not binding.selected(k):
+            loader.kept.append(name)
+            if child is ABSENT:
+                loader.absent[k] = value if name in live and _is_dense(value) else None
+            elif _is_dense(value):
                 binding.note_unselected(value, child, k)
-        elif child is ABSENT:
-            absent[k] = value if name in live and _is_dense(value) else None
-        elif name in live and composites.is_subclass(live[name]):
+            continue
+        loader.bound.append(name)
+        if name in live and composites.is_subclass(live[name]):
             # the member itself: its alias in the state dict may have copies of inner tensors
             binding.bind_subclass(live[name], child, k)
         elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
             fresh[name] = binding.targets.add_fresh(child, k)
-        elif _is_resized_by_load(binding, module, name, value, child, k):
-            fresh[name] = binding.targets.add_fresh(child, k, value.device)
         elif (source := binding.array_source(value, *_describe(value), child, k)) is None:
             continue
+        elif own_paths and _owner(plain_name, own_paths) is not None:
+            binding.claim(value, source, k)
+            fresh[name] = binding.add_array(torch.empty_like(value), source, k)
+            loader.checked[name] = k
         elif value.numel() == 0 or _memory_key(value, k) in in_place:
             binding.add_array(value, source, k)
         else:
             fresh[name] = binding.targets.add_fresh(child, k)
-    # of tied parameters, some libraries save only one name
-    binding.differences.missing += [k for k, v in absent.items() if not binding.is_filled(v)]
+    for k, value in loader.absent.items():
+        if not binding.is_filled(value):  # of tied parameters, some libraries save only one name
+            binding.note_missing(k)
     binding.note_unexpected(members.values())
     binding.differences.modules.append(key)
+    return loader.load
 
-    def finalize() -> Any:
-        if fresh or _has_custom_load(module):
-            state.update({name: finalize_value() for name, finalize_value in fresh.items()})
-            with modules.calling(
-                module, key, "load_state_dict", STATE_INVALID, live_state="not valid"
-            ):
-                module.load_state_dict(state)
+
+@dataclass
+class _Loader:
+    """What a module's code loads, by live name. ``versions``: saved ones of the code, by live path;
+    ``bound``, ``kept``, ``absent`` (by key): members that are loaded, and that are not, and those
+    of them that are not saved; ``dropped``: what the code does not get; ``checked``: the keys of
+    what it should not change; ``is_converting``: saved names or shapes are not the live ones."""
+
+    binding: Binding
+    module: Any
+    key: str
+    state: dict[str, Any]
+    versions: dict[str, Any]
+    fresh: dict[str, Finalize] = field(default_factory=dict)
+    bound: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    absent: dict[str, Any] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    checked: dict[str, str] = field(default_factory=dict)
+    is_converting: bool = False
+
+    def load(self) -> Any:
+        """Load the module by its code, unless all members were filled in place. Warn of members
+        that the code has changed although it is of their version."""
+        module, key = self.module, self.key
+        is_kept = self.kept and not self.bound
+        if not self.fresh and (is_kept or not _runs_code(module)):
+            return module
+        loaded = {name: finalize() for name, finalize in self.fresh.items()}
+        live = getattr(self.state, "_metadata", None) or {}
+        touched = {path for name in self.bound for path in _paths_of(name)}
+        converted = {path for path in touched if self.versions.get(path) != live.get(path)}
+        # a live value must not be converted
+        dropped = {n for n in self.kept if not converted.isdisjoint(_paths_of(n))} | {*self.dropped}
+        given: Any = OrderedDict({**self.state, **loaded})
+        for name in dropped & given.keys():
+            del given[name]
+        given._metadata = self.versions | {p: v for p, v in live.items() if p not in touched}
+        with modules.calling(module, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
+            _load_state_dict(module, given, is_strict=not (dropped or self.is_converting))
+            now = module.state_dict() if self.checked else {}
+        changed = [
+            k
+            for name, k in self.checked.items()
+            if converted.isdisjoint(_paths_of(name)) and not _are_same(now.get(name), loaded[name])
+        ]
+        if changed:
+            warn_user(
+                f"The load_state_dict() of {key!r}, {with_article(type(module).__name__)}, has not"
+                f" loaded what was saved: {format_list(changed, _MAX_NAMES)}",
+                InexactResume,
+            )
         return module
 
-    return finalize
+    def bind_converted(
+        self, paths: dict[str, str], names: dict[str, str], members: Members
+    ) -> None:
+        """Bind the submodules at ``paths`` whose code loads saved members with other names or
+        shapes than the live ones. ``names``: the live names, by those without wrappers. What is
+        bound is removed from ``names`` and ``members``."""
+        leaves = self.binding.targets.snapshot.leaves
+
+        def differs(name: str) -> bool:
+            if name not in names or name not in members:
+                return True
+            value, source = self.state[names[name]], self._source(*members[name])
+            is_dense = source is not None and _is_dense(value)
+            return is_dense and leaves[source][1] != tuple(value.shape)
+
+        differing = filter(differs, {**names, **members})
+        for owner in dict.fromkeys(_owner(name, paths) for name in differing):
+            if owner is not None:
+                self._bind_converted(owner, paths[owner], names, members)
+
+    def _source(self, node: Any, key: str) -> Any:
+        return self.binding.leaf_source(node, key, "tensor")
+
+    def _bind_converted(
+        self, owner: str, path: str, names: dict[str, str], members: Members
+    ) -> None:
+        import torch
+
+        binding, start, live_start = self.binding, *(f"{p}." if p else "" for p in (owner, path))
+        live = {name: n for n, name in names.items() if n.startswith(start)}
+        saved = {
+            names.get(n, live_start + n[len(start) :]): (n, *member)
+            for n, member in members.items()
+            if n.startswith(start) and binding.selected(member[1])
+        }
+        sub = self.module.get_submodule(path)
+        first = next(chain(sub.parameters(), sub.buffers()), None)
+        device = None if first is None or first.is_meta else first.device
+        cannot_try = any(sharding.is_distributed_tensor(self.state[name]) for name in live)
+        cannot_try |= any(tag_of(child) == "subclass" for _, child, _ in saved.values())
+        if not saved or cannot_try:
+            return  # the differences are reported
+        found = self._try(sub, live_start, {n: m[1:] for n, m in saved.items()}, device)
+        if found is None:
+            return
+        (missing, unexpected), self.is_converting = found, True
+        for name, (n, child, k) in saved.items():
+            del members[n]
+            self.bound.append(name)
+            self.fresh[name] = binding.targets.add_fresh(child, k, device)
+            value: Any = self.state.get(name)
+            source = self._source(child, k)
+            if name in unexpected:
+                binding.note_unexpected([(child, k)])
+            elif source is not None and _is_dense(value):
+                stored, shape = binding.targets.snapshot.leaves[source]
+                if shape != tuple(value.shape):  # its slots do not fit
+                    binding.differences.resized[k] = f"{list(shape)}, live {list(value.shape)}"
+                    continue
+                binding.claim(value, source, k)
+                if getattr(torch, stored).is_floating_point == value.is_floating_point():
+                    binding.array_source(value, *_describe(value), child, k)
+        for name, n in live.items():
+            del names[n]
+            if name not in saved:
+                self.dropped.append(name)
+            if name in missing:
+                value = self.state[name]
+                self.absent[join_key(self.key, escape_level(n))] = (
+                    value if _is_dense(value) else None
+                )
+
+    def _try(
+        self, sub: Any, start: str, members: Members, device: Any
+    ) -> tuple[set[str], set[str]] | None:
+        """Load members into a copy of a submodule, by its code. Return the names of missing and of
+        unexpected ones. None: it raises an error, or ignores members of another shape."""
+        import torch
+
+        targets = LoadTargets(self.binding.targets.snapshot, is_live=True)
+        finalizers = {n: targets.add_fresh(*member, device) for n, member in members.items()}
+        # without headers, because all ranks of a shared read must check the same ones later
+        targets.snapshot.read(targets.requests, targets.targets, check_headers=False)
+        given: Any = OrderedDict((n.removeprefix(start), f()) for n, f in finalizers.items())
+        versions = copy.deepcopy(self.versions)
+        given._metadata = {
+            p[len(start) :]: v for p, v in versions.items() if f"{p}.".startswith(start)
+        }
+        try:
+            twin = _copy_module(sub)
+            unloaded = {
+                name: value.logical_not_().clone()  # what no code loads
+                for name, value in twin.state_dict().items()
+                if name in given and _is_dense(value) and value.shape != given[name].shape
+            }
+            found = _load_state_dict(twin, given, is_strict=False)
+            now = twin.state_dict()
+            if any(torch.equal(now[name], value) for name, value in unloaded.items()):
+                return None
+        except Exception:  # noqa: BLE001  (of the module's code: the differences are reported)
+            return None
+        return {start + n for n in found[0]}, {start + n for n in found[1]}
 
 
-def _is_resized_by_load(
-    binding: Binding, module: Any, name: str, value: Any, node: Any, key: str
-) -> bool:
-    """Return True if the module's own code for loading gives this buffer its saved shape, as the
-    observers of quantization-aware training do. A copy of the submodule tries it."""
-    source = binding.leaf_source(node, key, "tensor")
-    stored, shape = ("", ()) if source is None else binding.targets.snapshot.leaves[source]
-    if shape == tuple(value.shape) or stored != _describe(value)[1]:
-        return False
-    path, _, member = name.rpartition(".")
-    try:
-        owner = module.get_submodule(path)
-    except AttributeError:  # a state_dict hook made the name
-        return False
-    if member not in owner._buffers or not _has_own_load(owner):
-        return False
-    trial, errors = copy.deepcopy(owner), list[str]()
-    state: dict[str, Any] = {}
-    trial._save_to_state_dict(state, "", False)
-    state[member] = value.new_zeros(shape)
-    try:
-        trial._load_from_state_dict(state, "", {"version": owner._version}, True, [], [], errors)
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
-            ValueError):  # fmt: skip
-        return False
-    return not errors and tuple(getattr(trial, member).shape) == shape
+def _load_state_dict(module: Any, given: Any, is_strict: bool) -> Any:
+    """Load by the module's method. Return the missing and the unexpected names, unless it is not
+    that of PyTorch, which may have other arguments and results."""
+    import torch
+
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+        module.load_state_dict(given)
+        return (), ()
+    return module.load_state_dict(given, is_strict)
+
+
+def _copy_module(module: Any) -> Any:
+    """Copy a module, its submodules, hooks, parameters, and buffers. The rest is shared: it may be
+    large, such as a trainer, or something that cannot be copied."""
+    import torch
+
+    own = vars(torch.nn.Module()).keys()
+    others = (v for sub in module.modules() for name, v in vars(sub).items() if name not in own)
+    copied = torch.nn.Module, torch.nn.Parameter, torch.nn.Buffer
+    return copy.deepcopy(module, {id(v): v for v in others if not isinstance(v, copied)})
+
+
+def _saved_versions(module: Any, node: Any, key: str) -> dict[str, Any]:
+    """Return what was saved of the versions of a module's code, by live path: nothing if the file
+    has none. Loading code then gets no version, as in PyTorch."""
+    if node is ABSENT or "metadata" not in node:
+        return {}
+    found = tree.decode(node["metadata"], key, tree.reject_leaf)
+    if not isinstance(found, dict):
+        return {}
+    others = found.pop(tree.OTHER_MODULES, None)
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    by_path = zip(paths, modules.strip_wrapper_paths(module, paths), strict=True)
+    entries = {path: copy.copy(found.get(plain, others)) for path, plain in by_path}
+    return found | {path: entry for path, entry in entries.items() if entry is not None}
+
+
+def _paths_with_own_code(module: Any) -> dict[str, str]:
+    """Return the paths of submodules that load their members by own code, by those without
+    wrappers."""
+    import torch
+
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+        return {"": ""}
+    if not any(map(_has_own_load, modules.submodules_of(module))):
+        return {}
+    paths = [p for p, m in module.named_modules(remove_duplicate=False) if _has_own_load(m)]
+    return dict(reversed([*zip(modules.strip_wrapper_paths(module, paths), paths, strict=True)]))
+
+
+def _paths_of(name: str) -> Iterator[str]:
+    """Yield the paths of the modules around a member, the outermost first."""
+    return chain(("",), accumulate(name.split(".")[:-1], "{}.{}".format))
+
+
+def _owner(name: str, paths: dict[str, str]) -> str | None:
+    return next((path for path in _paths_of(name) if path in paths), None)
 
 
 def _describe(value: Any) -> tuple[str, str]:
@@ -119,17 +325,29 @@ def _is_dense(value: Any) -> bool:
     )
 
 
-def _has_custom_load(module: Any) -> bool:
+def _are_same(a: Any, b: Any) -> bool:
+    """Return True if two tensors have the same elements, also NaN."""
+    import torch
+
+    a, b = (getattr(t, "_local_tensor", t) for t in (a, b))
+    is_comparable = isinstance(a, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+    return is_comparable and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
+
+
+def _runs_code(module: Any) -> bool:
     """Return True if user code runs when the module is loaded: hooks, or overrides other than those
     in PyTorch's own layers, which only handle old versions of their state."""
     import torch
 
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
         m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or _has_own_load(m)
-        for m in module.modules()
+        for m in modules.submodules_of(module)
     )
 
 
 def _has_own_load(sub: Any) -> bool:
-    """Return True if a submodule overrides how its own members are loaded."""
-    return not type(sub)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+    """Return True if code that is not PyTorch's own loads the members of a submodule."""
+    hooks = (*sub._load_state_dict_pre_hooks.values(), *sub._load_state_dict_post_hooks.values())
+    code = (type(sub)._load_from_state_dict, *hooks)
+    own = ("torch.nn.modules.", "torch.distributed.")
+    return any(not str(getattr(c, "__module__", "")).startswith(own) for c in code)

@@ -144,6 +144,12 @@ class Binding:
             is_filled = is_filled and into is part
         return (lambda: value) if is_filled else partial(library.loaded, value, targets)
 
+    def claim(self, value: Any, source: str | None, key: str) -> None:
+        """Note which elements a live array gets that is no target; ``source`` is None if it keeps
+        its live value."""
+        for box, part in part_library(type(value)).local_boxes(value, key).box_tensors:
+            self._claim_memory(part, source, box, key)
+
     def _claim_memory(self, part: Any, source: str | None, box: Box, key: str) -> None:
         """Note which elements the memory of a live array gets; ``source`` is None if it keeps its
         live value."""
@@ -196,8 +202,7 @@ class Binding:
             return
         self.differences.shapes[key] = text
         if key in self.resized and value is not None:
-            for box, part in part_library(type(value)).local_boxes(value, key).box_tensors:
-                self._claim_memory(part, None, box, key)
+            self.claim(value, None, key)
 
     def note_unselected(self, value: Any, node: Any, key: str) -> None:
         """Record another shape of a live tensor that is not loaded: an optimizer may refer to it,

@@ -7,13 +7,14 @@ the snapshot of a wrapped model loads into a bare one.
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from limpet.errors import LimpetError, MemberFailed, PlanError, Unsupported
+from limpet.format.tree import OTHER_MODULES
 from limpet.lazy_torch import torch_or_none
 from limpet.state.walk import find_named_instances
 from limpet.text import format_list, with_article
@@ -120,6 +121,25 @@ def submodules_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> list[str]:
     """Return names without wrapper prefixes. Raises ``PlanError`` if two become the same."""
+    stripped = _strip_names(module, names)
+    if len(set(stripped)) < len(stripped):
+        duplicates = sorted(n for n, count in Counter(stripped).items() if count > 1)
+        raise PlanError(
+            f"Leaves of the module at {key!r} have the same name without their wrapper prefixes",
+            found=", ".join(duplicates[:5]),
+            todo="Rename the submodules",
+            leaf=key,
+        )
+    return stripped
+
+
+def strip_wrapper_paths(module: torch.nn.Module, paths: Sequence[str]) -> list[str]:
+    """Return paths of submodules without wrapper prefixes: a wrapper and its module share one."""
+    names = [f"{path}.name" if path else "name" for path in paths]
+    return [name.rpartition(".")[0] for name in (names and _strip_names(module, names))]
+
+
+def _strip_names(module: torch.nn.Module, names: list[str]) -> list[str]:
     torch = torch_or_none()
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     wrapped_paths = set()
@@ -131,16 +151,7 @@ def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> 
         }
     joined = ".".join(names)
     is_wrapped = wrapped_paths or any(a in joined for a in _WRAPPER_ATTRIBUTES)
-    stripped = [_strip_wrappers(n, wrapped_paths) for n in names] if is_wrapped else names
-    if len(set(stripped)) < len(stripped):
-        duplicates = sorted(n for n, count in Counter(stripped).items() if count > 1)
-        raise PlanError(
-            f"Leaves of the module at {key!r} have the same name without their wrapper prefixes",
-            found=", ".join(duplicates[:5]),
-            todo="Rename the submodules",
-            leaf=key,
-        )
-    return stripped
+    return [_strip_wrappers(n, wrapped_paths) for n in names] if is_wrapped else names
 
 
 def _strip_wrappers(name: str, wrapped_paths: set[str]) -> str:
@@ -154,7 +165,22 @@ def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
     """Return ``module.state_dict()`` without wrapper prefixes. The tensors share memory."""
     with calling(module, key, "state_dict", f"Nothing was saved. {UNCHANGED}"):
         state = module.state_dict()
-    return dict(zip(strip_wrapper_names(module, list(state), key), state.values(), strict=True))
+    return unwrap_state(module, state, key)
+
+
+def unwrap_state(module: torch.nn.Module, state: Any, key: str) -> dict[str, Any]:
+    """Return a module's state dict without wrapper prefixes, also in the versions that it has of
+    its submodules. Most have version 1, which ``OTHER_MODULES`` states for all of them."""
+    names = strip_wrapper_names(module, list(state), key)
+    unwrapped = OrderedDict(zip(names, state.values(), strict=True))
+    if not isinstance(versions := getattr(state, "_metadata", None), dict):
+        return dict(unwrapped)
+    usual = {"version": 1}
+    others = {path: entry for path, entry in versions.items() if entry != usual}
+    # the entry of a module replaces that of its wrapper, which has version 1, or comes before it
+    metadata = dict(zip(strip_wrapper_paths(module, [*others]), others.values(), strict=True))
+    unwrapped._metadata = {OTHER_MODULES: usual, **metadata}  # type: ignore[attr-defined]
+    return unwrapped
 
 
 # -- parameter names -----------------------------------------------------------------------------

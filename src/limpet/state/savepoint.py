@@ -274,9 +274,8 @@ class _CapturedModule:
             walk.storage_address(live_state[name]) in self.stable_storages for name in others
         ):
             raise _Invalidated
-        merged = {**live_state, **self.captured}
-        names = modules.strip_wrapper_names(self.module, list(merged), "")
-        return dict(zip(names, merged.values(), strict=True))
+        live_state.update(self.captured)
+        return modules.unwrap_state(self.module, live_state, "")
 
 
 @dataclass(frozen=True, slots=True)
