@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
+from limpet.format.digest import digest
+from limpet.format.names import shard_name
 from limpet.ranks.wire import make_secret
 from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
@@ -17,6 +19,14 @@ from limpet.tiers.peers.server import PeerLimits, PeerServer
 
 SECRET = make_secret()
 LIMITS = PeerLimits(file_bytes=1 << 30, peer_bytes=1 << 30, total_bytes=1 << 30)
+
+
+def file(name):
+    """Return the key of a shard that a test calls ``name``."""
+    return f"version_1/{shard_name(0, 1, digest(name.encode())[:12])}"
+
+
+A, B = file("a"), file("b")
 
 
 @contextmanager
@@ -45,8 +55,8 @@ def connect(server, *, secret=SECRET, rank=0, seconds=20):
 def ask(peer):
     """Make a request, which the server answers."""
     store = MemoryStore()
-    store.put_if_absent("asked/a", b"")
-    peer.send_file(store, "asked/a")
+    store.put_if_absent(file("asked"), b"")
+    peer.send_file(store, file("asked"))
 
 
 @contextmanager

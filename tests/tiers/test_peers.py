@@ -1,6 +1,7 @@
 """Transfers of copies between peers: what arrives, and what may go wrong with one connection."""
 
 import errno
+import os
 import socket
 import time
 from dataclasses import replace
@@ -34,7 +35,7 @@ from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 from limpet.tiers.peers import transfer
 from limpet.tiers.peers.transfer import Fetch, Offer, Ready
-from tests.tiers.peers import LIMITS, Proxy, connect, memory_folder, serving
+from tests.tiers.peers import LIMITS, A, B, Proxy, connect, file, memory_folder, serving
 from tests.waiting import wait_until
 
 SIZE = (3 << 20) + 77
@@ -43,7 +44,7 @@ SIZE = (3 << 20) + 77
 @pytest.fixture
 def source():
     store = MemoryStore()
-    put(store, "v1/a", random_bytes(SIZE))
+    put(store, A, random_bytes(SIZE))
     return store
 
 
@@ -55,48 +56,48 @@ def test_a_file_is_sent_and_acknowledged(folder, source):
     with serving(folder) as server, connect(server) as peer:
         for number, size in enumerate([0, 1, SIZE]):
             data = random_bytes(size, number)
-            put(source, f"v2/{number}", data)
-            receipt = peer.send_file(source, f"v2/{number}")
+            put(source, file(str(number)), data)
+            receipt = peer.send_file(source, file(str(number)))
             assert (receipt.length, receipt.digest) == (size, digest(data))
-            assert LocalStore(folder).get(f"v2/{number}", size) == data
+            assert LocalStore(folder).get(file(str(number)), size) == data
     assert partial_keys(LocalStore(folder)) == []
 
 
 def test_files_and_ranges_are_fetched(source):
     with serving(None, store=source) as server, connect(server) as peer:
         data = random_bytes(SIZE)
-        assert peer.fetch_file("v1/a", SIZE) == data
+        assert peer.fetch_file(A, SIZE) == data
         for offset, length in [(0, SIZE), (0, 0), (SIZE, 0), (SIZE - 1, 1), (77, (2 << 20) + 5)]:
             into = memoryview(bytearray(length))
-            peer.fetch_range("v1/a", SIZE, offset, into)
+            peer.fetch_range(A, SIZE, offset, into)
             assert into == data[offset : offset + length]
-        with pytest.raises(NotFound, match="v1/none") as caught:
-            peer.fetch_file("v1/none", SIZE)
+        with pytest.raises(NotFound, match=file("none")) as caught:
+            peer.fetch_file(file("none"), SIZE)
         assert "Reported by rank 1 at 127.0.0.1" in caught.value.__notes__[0]
 
 
 def test_other_bytes_under_the_key_are_refused(folder, source):
-    put(TmpfsStore(folder), "v1/a", random_bytes(SIZE, 9))
+    put(TmpfsStore(folder), A, random_bytes(SIZE, 9))
     with (
         serving(folder) as server,
         connect(server) as peer,
         pytest.raises(AlreadyExists, match="other bytes"),
     ):
-        peer.send_file(source, "v1/a")
-    assert LocalStore(folder).get("v1/a", SIZE) == random_bytes(SIZE, 9)
+        peer.send_file(source, A)
+    assert LocalStore(folder).get(A, SIZE) == random_bytes(SIZE, 9)
 
 
 def test_two_senders_of_one_file_both_succeed(folder, source):
     with serving(folder) as server, connect(server) as first, connect(server, rank=2) as second:
         channel = first._channel
-        channel.send(Offer("v1/a", SIZE))
+        channel.send(Offer(A, SIZE))
         channel.receive(Ready)
-        assert second.send_file(source, "v1/a").length == SIZE
+        assert second.send_file(source, A).length == SIZE
         peer_files = transfer.send_content
-        assert peer_files(channel, source, "v1/a", 0, SIZE) == digest(random_bytes(SIZE))
+        assert peer_files(channel, source, A, 0, SIZE) == digest(random_bytes(SIZE))
         stored = channel.receive(transfer.Stored)
         assert stored.digest == digest(random_bytes(SIZE))
-    assert keys(LocalStore(folder)) == ["v1/a"]
+    assert keys(LocalStore(folder)) == [A]
     assert partial_keys(LocalStore(folder)) == []
 
 
@@ -118,8 +119,8 @@ def flip(way, at, mask=4):
 @pytest.mark.parametrize("at", [300, 1 << 20, SIZE])
 def test_a_bit_that_flips_on_the_way_is_detected(folder, source, at):
     with serving(folder) as server, Proxy(server, flip("up", at)) as proxy, connect(proxy) as peer:
-        with pytest.raises(DigestMismatch, match="v1/a was damaged on its way from rank 0"):
-            peer.send_file(source, "v1/a")
+        with pytest.raises(DigestMismatch, match=f"{A} was damaged on its way from rank 0"):
+            peer.send_file(source, A)
         wait_until(lambda: is_idle(server))
     assert keys(LocalStore(folder)) == partial_keys(LocalStore(folder)) == []
 
@@ -131,14 +132,14 @@ def test_a_bit_that_flips_on_the_way_back_is_detected(source):
         connect(proxy) as peer,
         pytest.raises(DigestMismatch, match="damaged on its way"),
     ):
-        peer.fetch_range("v1/a", SIZE, 0, memoryview(bytearray(SIZE)))
+        peer.fetch_range(A, SIZE, 0, memoryview(bytearray(SIZE)))
 
 
 @pytest.mark.slow
 def test_every_changed_byte_of_the_messages_is_detected(folder):
     """The handshake, the frames, and their codes: no changed byte is taken for another meaning."""
     source = MemoryStore()
-    put(source, "v1/a", b"12345678")
+    put(source, A, b"12345678")
     lengths = {"up": 0, "down": 0}
 
     def count(direction, offset, data):
@@ -146,8 +147,8 @@ def test_every_changed_byte_of_the_messages_is_detected(folder):
         return data
 
     with serving(folder) as server, Proxy(server, count) as proxy, connect(proxy) as peer:
-        peer.send_file(source, "v1/a")
-    LocalStore(folder).delete("v1/a")
+        peer.send_file(source, A)
+    LocalStore(folder).delete(A)
     limits = replace(
         LIMITS, idle_seconds=0.2, part_seconds=0.2, handshakes=HandshakeLimits(seconds=0.2)
     )
@@ -159,7 +160,7 @@ def test_every_changed_byte_of_the_messages_is_detected(folder):
                     pytest.raises(LimpetError),
                     connect(proxy, seconds=0.3) as peer,
                 ):
-                    peer.send_file(source, "v1/a")
+                    peer.send_file(source, A)
                 for key in keys(LocalStore(folder)):  # an acknowledgment was damaged
                     assert way == "down"
                     assert LocalStore(folder).get(key, 8) == b"12345678"
@@ -179,13 +180,13 @@ def test_a_torn_connection_leaves_nothing_visible(folder, source, at, way):
 
     with serving(folder) as server, Proxy(server, cut) as proxy:
         with pytest.raises(Unavailable), connect(proxy) as peer:
-            peer.send_file(source, "v1/a")
+            peer.send_file(source, A)
         wait_until(lambda: is_idle(server))
         assert partial_keys(LocalStore(folder)) == []
         if way == "up":
             assert keys(LocalStore(folder)) == []
         with connect(server) as peer:  # and it can be sent again
-            assert peer.send_file(source, "v1/a").length == SIZE
+            assert peer.send_file(source, A).length == SIZE
 
 
 def test_a_file_that_is_deleted_while_it_is_served(source, monkeypatch):
@@ -198,7 +199,7 @@ def test_a_file_that_is_deleted_while_it_is_served(source, monkeypatch):
 
     monkeypatch.setattr(source, "get_range", get_range)
     with serving(None, store=source) as server, connect(server) as peer, pytest.raises(Unavailable):
-        peer.fetch_file("v1/a", SIZE)
+        peer.fetch_file(A, SIZE)
 
 
 # strangers
@@ -230,9 +231,9 @@ def test_a_replayed_connection_is_refused(folder, source):
 
     with serving(folder) as server:
         with Proxy(server, record) as proxy, connect(proxy) as peer:
-            peer.send_file(source, "v1/a")
+            peer.send_file(source, A)
         wait_until(lambda: is_idle(server))
-        LocalStore(folder).delete("v1/a")
+        LocalStore(folder).delete(A)
         everything = b"".join(sent)
         with raw(server) as stranger:
             stranger.sendall(everything[:HELLO_BYTES])
@@ -286,34 +287,108 @@ def test_an_invalid_message_ends_the_connection(folder, payload):
 
 
 @pytest.mark.parametrize(
-    ("key", "error"),
+    "key",
     [
-        ("v1/manifest.json", Denied),
-        ("manifest.json", Denied),
-        ("../x", StoreError),
-        ("/etc/passwd", StoreError),
-        ("v1/.a.partial", StoreError),
-        ("a//b", StoreError),
+        "version_1/manifest.json",
+        "manifest.json",
+        "../x",
+        "/etc/passwd",
+        "version_1/.a.partial",
+        "version_1//b",
+        "run-id.json",
+        "writer.json",
+        "pin-version_1.json",
+        "version_1/eval-val.0123456789ab.json",
+        "version_1/../" + A,
+        "../tier/" + A,
+        "/" + A,
+        "./" + A,
+        A + "/x",
+        A + "\n",
+        A.replace("version_1/", "version_01/"),
+        A.replace("version_1/", "deleting/"),
+        A.replace("version_1/", "spread-00/version_1/"),
+        A.replace("version_1/", ""),
+        A.replace("shard", "Shard"),
+        f".{A}",
     ],
 )
-def test_a_key_that_a_peer_must_not_write(folder, key, error):
+def test_a_key_that_a_peer_must_not_read_or_write(folder, key):
+    """Only shards and indexes, and, to read, manifests."""
+    store = LocalStore(folder)
+    for other in ("run-id.json", "writer.json", "version_1/eval-val.0123456789ab.json"):
+        store.put_if_absent(other, b"12345")
+    before = keys(store)
     with serving(folder) as server:
-        channel = channel_to(server)
-        channel.send(Offer(key, 5))
-        with pytest.raises(error):
-            channel.receive(Ready)
-        channel.close()
-    assert list(folder.rglob("*")) == []
+        for request in (Offer(key, 5), Fetch(key, 0, 5)):
+            if request != Fetch("version_1/manifest.json", 0, 5):
+                channel = channel_to(server)
+                channel.send(request)
+                with pytest.raises(Denied, match=r"A peer must not (read|write)"):
+                    channel.receive(Ready)
+                channel.close()
+    assert keys(store) == before
+    assert partial_keys(store) == []
 
 
-@pytest.mark.parametrize("key", ["../x", "/etc/passwd"])
-def test_only_files_of_the_store_are_served(folder, key):
-    with serving(folder) as server:
-        channel = channel_to(server)
-        channel.send(Fetch(key, 0, 5))
-        with pytest.raises(StoreError, match="Invalid key"):
-            channel.receive(Ready)
-        channel.close()
+def test_a_manifest_is_served(folder):
+    key = "version_1/manifest.json"
+    LocalStore(folder).put_if_absent(key, b"{}")
+    with serving(folder) as server, connect(server) as peer:
+        assert peer.fetch_file(key, 10) == b"{}"
+
+
+@pytest.mark.parametrize("linked", ["the file", "the folder", "a fifo"])
+def test_a_peer_gets_nothing_through_a_symbolic_link(folder, tmp_path, linked):
+    """Neither its bytes nor, by an offer of the same file, its digest. Nothing is written."""
+    outside = tmp_path / A
+    outside.parent.mkdir()
+    outside.write_bytes(b"secret")
+    path = folder / A
+    if linked == "the folder":
+        path.parent.symlink_to(outside.parent)
+    else:
+        path.parent.mkdir()
+        path.symlink_to(outside) if linked == "the file" else os.mkfifo(path)
+    for request in (Fetch(A, 0, 6), Offer(A, 6), Offer(B, 6)):
+        if request == Offer(B, 6) and linked != "the folder":
+            continue
+        with serving(folder) as server:
+            channel = channel_to(server)
+            channel.send(request)
+            with pytest.raises(StoreError):
+                channel.receive(Ready) if isinstance(request, Fetch) else receive_all(channel)
+            channel.close()
+    assert outside.read_bytes() == b"secret"
+    assert [p.name for p in outside.parent.iterdir()] == [outside.name]
+
+
+def receive_all(channel):
+    """Send a file of 6 bytes, as far as the server takes it."""
+    channel.receive(Ready)
+    channel.send_bytes(b"abcdef")
+    channel.send(transfer.End(digest(b"abcdef")))
+    channel.receive(transfer.Stored)
+
+
+def test_a_link_that_replaces_a_file_while_it_is_served(folder, tmp_path, monkeypatch):
+    data = random_bytes(SIZE)
+    put(TmpfsStore(folder), A, data)
+    outside = tmp_path / "outside"
+    outside.write_bytes(bytes(SIZE))
+
+    def replace_file(opened=LocalStore.get_range):
+        def get_range(store, key, offset, *rest):
+            if offset:
+                (folder / A).unlink(missing_ok=True)
+                (folder / A).symlink_to(outside)
+            return opened(store, key, offset, *rest)
+
+        return get_range
+
+    monkeypatch.setattr(LocalStore, "get_range", replace_file())
+    with serving(folder) as server, connect(server) as peer, pytest.raises(StoreError):
+        peer.fetch_file(A, SIZE)
 
 
 @pytest.mark.parametrize(
@@ -321,26 +396,26 @@ def test_only_files_of_the_store_are_served(folder, key):
     [("file_bytes", "A file"), ("peer_bytes", "rank 0"), ("total_bytes", "all peers")],
 )
 def test_the_limits_of_sizes(folder, source, limit, message):
-    put(source, "v1/b", random_bytes(SIZE, 1))
+    put(source, B, random_bytes(SIZE, 1))
     limits = replace(LIMITS, **{limit: SIZE - 1 if limit == "file_bytes" else 2 * SIZE - 1})
     store = TmpfsStore(folder)
     with serving(folder, limits, store=store) as server:
         if limit != "file_bytes":
             with connect(server) as peer:
-                peer.send_file(source, "v1/a")
+                peer.send_file(source, A)
         with connect(server) as peer, pytest.raises(NoSpace, match=message):
-            peer.send_file(source, "v1/b")
+            peer.send_file(source, B)
         if limit != "file_bytes":
-            store.delete("v1/a")  # what is deleted does not count any more
+            store.delete(A)  # what is deleted does not count any more
             with connect(server) as peer:
-                assert peer.send_file(source, "v1/b").length == SIZE
+                assert peer.send_file(source, B).length == SIZE
 
 
 def test_an_enormous_length_is_refused_before_memory_is_allocated(folder):
     limits = replace(LIMITS, file_bytes=1 << 60, peer_bytes=1 << 60, total_bytes=1 << 60)
     with serving(folder, limits) as server:
         channel = channel_to(server)
-        channel.send(Offer("v1/a", 1 << 59))
+        channel.send(Offer(A, 1 << 59))
         with pytest.raises(StoreError):
             channel.receive(Ready)
         channel.close()
@@ -352,9 +427,9 @@ def test_full_memory_is_reported_to_the_sender(folder, source):
     with (
         serving(folder, store=store) as server,
         connect(server) as peer,
-        pytest.raises(NoSpace, match="v1/a"),
+        pytest.raises(NoSpace, match=A),
     ):
-        peer.send_file(source, "v1/a")
+        peer.send_file(source, A)
     assert list(folder.rglob("*")) == []
 
 
@@ -368,7 +443,7 @@ def test_a_range_of_a_file_of_another_length_is_not_fetched(source, length, offs
         connect(server) as peer,
         pytest.raises(StoreError, match="another length"),
     ):
-        peer.fetch_range("v1/a", length, offset, memoryview(bytearray(count)))
+        peer.fetch_range(A, length, offset, memoryview(bytearray(count)))
 
 
 # time
@@ -379,13 +454,13 @@ def test_a_range_of_a_file_of_another_length_is_not_fetched(source, length, offs
 )
 def test_a_peer_that_stops_sending_loses_only_its_own_transfer(folder, source, limits):
     with serving(folder, limits) as server, connect(server) as slow:
-        slow._channel.send(Offer("v1/slow", SIZE))
+        slow._channel.send(Offer(file("slow"), SIZE))
         slow._channel.receive(Ready)
         slow._channel.send_bytes(bytes(1000))
         with connect(server, rank=2) as other:
-            assert other.send_file(source, "v1/a").length == SIZE
+            assert other.send_file(source, A).length == SIZE
         wait_until(lambda: is_idle(server))
-        assert keys(LocalStore(folder)) == ["v1/a"]
+        assert keys(LocalStore(folder)) == [A]
         assert partial_keys(LocalStore(folder)) == []
 
 
@@ -406,7 +481,7 @@ def test_a_server_that_does_not_answer(source, answers):
             pytest.raises(Unavailable, match=r"time is over|timed out|end"),
             connect(proxy, seconds=0.3) as peer,
         ):
-            peer.send_file(source, "v1/a")
+            peer.send_file(source, A)
         opened.close()
         gate.close()
 
@@ -418,7 +493,7 @@ def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, second
     """A long file may take long. A peer that accepts a few bytes now and then holds nobody."""
     monkeypatch.setattr(transfer, "PART_BYTES", 1 << 20)
     source, size = MemoryStore(), 6 << 20
-    put(source, "v1/a", random_bytes(size))
+    put(source, A, random_bytes(size))
 
     def slow(direction, offset, data):
         time.sleep(pause if direction == "up" else 0)
@@ -434,9 +509,9 @@ def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, second
             peer._channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
             if is_too_slow:
                 with pytest.raises(Unavailable):
-                    peer.send_file(source, "v1/a")
+                    peer.send_file(source, A)
             else:
-                peer.send_file(source, "v1/a", lambda: calls.append(time.monotonic()))
+                peer.send_file(source, A, lambda: calls.append(time.monotonic()))
         wait_until(lambda: is_idle(server))
     if is_too_slow:
         assert time.monotonic() - began < 10
@@ -444,19 +519,19 @@ def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, second
     else:
         assert time.monotonic() - began > 1.5
         assert len(calls) == 6
-        assert LocalStore(folder).get("v1/a", size) == source.get("v1/a", size)
+        assert LocalStore(folder).get(A, size) == source.get(A, size)
 
 
 def test_closing_ends_the_transfers(folder, source):
     with serving(folder) as server, connect(server) as peer:
-        peer._channel.send(Offer("v1/a", SIZE))
+        peer._channel.send(Offer(A, SIZE))
         peer._channel.receive(Ready)
         assert len(partial_keys(LocalStore(folder))) == 1
         server.close()
         server.close()
         assert partial_keys(LocalStore(folder)) == []
         with pytest.raises(Unavailable):
-            peer.send_file(source, "v1/a")
+            peer.send_file(source, A)
 
 
 # addresses and processes

@@ -38,6 +38,8 @@ INVALID_OR_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 O_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_O_PATH = getattr(os, "O_PATH", 0)
 """Flags of ``open``, 0 on a system without them: only Linux has the first, Windows has none."""
 
 _position_lock = Lock()
@@ -137,6 +139,33 @@ class Fs:
                 (entry.name, "folder" if entry.is_dir(follow_symlinks=False) else _kind(entry))
                 for entry in entries
             ]
+
+
+class BeneathFs(Fs):
+    """The files below a folder, to read. No symbolic link below it is followed, also if one
+    replaces a file or folder meanwhile."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def open(self, path: str, flags: int) -> int:
+        *levels, name = os.path.relpath(path, self._folder).split(os.sep)
+        fd = os.open(self._folder, os.O_RDONLY | O_DIRECTORY | OPEN_FLAGS)
+        try:
+            for level in levels:
+                above = fd
+                fd = os.open(level, O_DIRECTORY | _O_NOFOLLOW | OPEN_FLAGS, dir_fd=above)
+                os.close(above)
+            return os.open(name, flags | _O_NOFOLLOW | OPEN_FLAGS, dir_fd=fd)
+        finally:
+            os.close(fd)
+
+    def stat(self, path: str, *, follow: bool = True) -> FileStat:
+        fd = self.open(path, _O_PATH | O_NONBLOCK)
+        try:
+            return _file_stat(os.fstat(fd))
+        finally:
+            os.close(fd)
 
 
 def _kind(entry: os.DirEntry[str]) -> str:

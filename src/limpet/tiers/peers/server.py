@@ -11,9 +11,11 @@ from threading import Lock
 
 from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, Denied, LimpetError, NoSpace, NotFound
-from limpet.format.names import MANIFEST
+from limpet.format.names import MANIFEST, parse_attempt, parse_version
 from limpet.ranks.wire import Channel, Connections, HandshakeLimits, Listener, Session
-from limpet.storage.store import Store, check_key
+from limpet.storage.local.os_calls import BeneathFs
+from limpet.storage.local.store import LocalStore
+from limpet.storage.store import Store
 from limpet.tiers.peers import transfer
 
 
@@ -82,11 +84,14 @@ class PeerAccounts:
 
 
 class PeerServer:
-    """Serves the files of ``store`` at an IP address of this host. It stores no manifest: only this
-    host may make a snapshot visible. Raises ``StoreError`` if it cannot listen."""
+    """Serves the files of the versions in ``store`` at an IP address of this host, and no others,
+    nor those behind symbolic links. It stores no manifest: only this host may make a snapshot
+    visible. Raises ``StoreError`` if it cannot listen."""
 
     def __init__(self, store: Store, address: str, secret: str, limits: PeerLimits) -> None:
-        self._store = store
+        self._store = self._to_read = store
+        if isinstance(store, LocalStore):
+            self._to_read = LocalStore(store.root, fs=BeneathFs(store.root), direct=False)
         self._accounts = PeerAccounts(store, limits)
         self._connections = Connections("limpet-peer", limits.connections)
         self._listener = Listener(address, secret, "serve copies", self._start, limits.handshakes)
@@ -147,11 +152,12 @@ class PeerServer:
         if isinstance(request, transfer.Offer):
             channel.send(self._receive(channel, rank, request))
             return
-        file_length = self._store.stat(request.key).length
+        self._check_key(request.key, "read", MANIFEST)
+        file_length = self._to_read.stat(request.key).length
         length = max(0, min(request.length, file_length - request.offset))
         channel.send(transfer.Coming(length, file_length))
         try:
-            transfer.send_content(channel, self._store, request.key, request.offset, length)
+            transfer.send_content(channel, self._to_read, request.key, request.offset, length)
         except LimpetError:
             channel.interrupt()  # the peer would read a message as bytes of the file
             raise
@@ -159,16 +165,7 @@ class PeerServer:
     def _receive(self, channel: Channel, rank: int, offer: transfer.Offer) -> transfer.Stored:
         """Store a file that a peer offers, or find out that it is stored already."""
         store, key = self._store, offer.key
-        if key.rpartition("/")[2] == MANIFEST:
-            raise Denied(
-                f"A peer must not write {key} to {store.url}",
-                expected="a shard or an index",
-                found="a manifest, which makes a snapshot visible",
-                todo="Let a rank of this host write it, after it has checked the files",
-                key=key,
-                store=store.url,
-            )
-        check_key(key, store.url)
+        self._check_key(key, "write")
         with suppress(NotFound):
             return self._find(channel, key)
         with (
@@ -185,7 +182,20 @@ class PeerServer:
 
     def _find(self, channel: Channel, key: str) -> transfer.Stored:
         """Return what is stored under a key. Raises ``NotFound``."""
-        length = self._store.stat(key).length
+        length = self._to_read.stat(key).length
         return transfer.Stored(
-            length, transfer.digest_file(self._store, key, length, channel.check_time)
+            length, transfer.digest_file(self._to_read, key, length, channel.check_time)
         )
+
+    def _check_key(self, key: str, action: str, *others: str) -> None:
+        """Raise ``Denied`` unless a key is that of a shard or an index of a version, or of a file
+        of one of the ``others`` names there."""
+        folder, _, name = key.partition("/")
+        if parse_version(folder) is None or not (parse_attempt(name) or name in others):
+            raise Denied(
+                f"A peer must not {action} {key} in {self._store.url}",
+                expected=" or ".join(("a shard or an index of a version", *others)),
+                found=key,
+                key=key,
+                store=self._store.url,
+            )
