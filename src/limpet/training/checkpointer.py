@@ -626,6 +626,7 @@ class Checkpointer:
             metrics=self._metrics,
             note=self._note,
             training_metadata=training,
+            read_modes=partial(state_check.read_modes, self.state),
         )
 
     def _start_save(
@@ -748,24 +749,31 @@ class Checkpointer:
         changes = self._step_counter.describe_sizes()
         if metadata.get(_RANKS, self._group.size) != self._group.size:
             changes.append(f"{self._group.size} ranks, was {metadata[_RANKS]}, so dropout differs")
-        self._report_resume(point, metadata, changes)
+        restored = list[str]()
+        if point.from_own_run:
+            restored = state_check.restore_modes(self.state, metadata.get(state_check.MODES))
+        self._report_resume(point, metadata, changes, restored)
         return changes
 
     def _report_resume(
-        self, point: ResumePoint, metadata: Mapping[str, Any], changes: list[str]
+        self,
+        point: ResumePoint,
+        metadata: Mapping[str, Any],
+        changes: list[str],
+        restored: list[str],
     ) -> None:
         """Say where training continues, and, on rank 0, which options of the script the version has
-        replaced."""
+        replaced, besides ``restored``."""
         run, url, is_first = self.run.url, point.snapshot.url, self._group.rank == 0
         step, branch = self._step_counter.progress.step, self._branch
         events.emit("resumed", run=run, url=url, step=step, branch=branch, changes=changes)
         if is_first and self._script_options:
             earlier = metadata.get(state_check.OPTIONS)
-            changes = state_check.describe_changes(
+            restored = restored + state_check.describe_changes(
                 self._script_options, earlier, state_check.read_options(self.state)
             )
-            if changes:
-                events.emit("options_replaced", run=run, url=url, options=changes)
+        if is_first and restored:
+            events.emit("options_replaced", run=run, url=url, options=restored)
 
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver

@@ -298,7 +298,8 @@ class Saver:
         finish_in_background(job, finish, register=register)
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
-        training = {**spec.training_metadata, **self.evaluated, **self._goodput.to_metadata()}
+        training = {**spec.training_metadata, **spec.read_modes()}
+        training |= {**self.evaluated, **self._goodput.to_metadata()}
         if spec.reason == "memory" and self.begun_step == spec.version.step:
             training["saved_with"] = self.writer.attempt  # both are of this call of step()
         return self.writer.make_metadata(
@@ -451,7 +452,8 @@ class Saver:
 
 class SaveSpec(NamedTuple):
     """The version to save, and its metadata. ``on_finished`` gets whether it was committed;
-    ``deadline``: when the process leaves, in which case retention is left to the next."""
+    ``deadline``: when the process leaves, in which case retention is left to the next;
+    ``read_modes`` returns more metadata, at the time of the save."""
 
     version: Version
     reason: str
@@ -460,6 +462,7 @@ class SaveSpec(NamedTuple):
     training_metadata: Mapping[str, Any]
     on_finished: Callable[[bool], object] = no_op
     deadline: Deadline | None = None
+    read_modes: Callable[[], dict[str, Any]] = dict
 
 
 def version_of(snapshot: SnapshotReader) -> Version:

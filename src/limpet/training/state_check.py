@@ -13,8 +13,10 @@ from limpet import events
 from limpet.data.progress import Progress
 from limpet.data.rng import RNG
 from limpet.errors import InexactResume
+from limpet.format.digest import digest
 from limpet.lazy_torch import torch_or_none
 from limpet.state.flatten import flatten
+from limpet.state.modules import submodules_of
 from limpet.state.optimizers import is_standard_optimizer
 from limpet.state.replication import PerRank, Replicated
 from limpet.state.sharding import is_distributed_tensor
@@ -193,3 +195,62 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, str) and len(value) <= 80:
         return str(value)
     return float(value) if isinstance(value, float) and isfinite(value) else ...
+
+
+# -- the modes of modules, which no state_dict() has ----------------------------------------------
+
+MODES = "modes"
+"""The field of the training metadata of a version."""
+
+
+def read_modes(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a version records of the modes of each module, by its key."""
+    torch: Any = torch_or_none()
+    found = find_members(state, torch.nn.Module) if torch else {}
+    return {MODES: {key: _modes_of(module)[0] for key, module in found.items()}} if found else {}
+
+
+def _modes_of(module: Any) -> tuple[dict[str, str], dict[str, list[Any]]]:
+    """Return as digits which parameters require gradients, and which parts of a module that trains
+    are in training mode; and by mode, what has it. Containers of one module, such as wrappers, are
+    left out."""
+    found = submodules_of(module)
+    parts = [m for m in found if m._parameters or m._buffers or len(m._modules) != 1]
+    parameters = [p for m in parts for p in m._parameters.values() if p is not None]
+    modes = {
+        "names": digest(repr([[*m._parameters] for m in parts]).encode()),
+        "requires_grad": "".join("01"[p.requires_grad] for p in parameters),
+        "training": "".join("01"[m.training] for m in parts) if module.training else "",
+    }
+    return modes, {"requires_grad": parameters, "training": parts}
+
+
+def restore_modes(state: dict[str, Any], saved: Any) -> list[str]:
+    """Give the modules the modes of a version, and describe what that has changed. Gradients of a
+    ``DistributedDataParallel``, which would not see the change, are left, with a warning."""
+    torch: Any = torch_or_none()
+    changes = []
+    found = find_members(state, torch.nn.Module) if torch and isinstance(saved, dict) else {}
+    for key, module in found.items():
+        (live, owners), modes = _modes_of(module), saved.get(key)
+        if not isinstance(modes, dict) or modes.get("names") != live["names"]:
+            continue
+        names = {id(o): n for n, o in (*module.named_parameters(), *module.named_modules())}
+        ddp = torch.nn.parallel.DistributedDataParallel
+        for mode in owners:
+            pairs = zip(live[mode], str(modes.get(mode, "")))
+            differing = [o for o, (now, then) in zip(owners[mode], pairs) if now != then]
+            found_names = sorted(names[id(o)] for o in differing)
+            listing = f"{mode} of {format_list(found_names, _MAX_NAMES)}"
+            if mode == "requires_grad" and any(isinstance(m, ddp) for m in module.modules()):
+                if differing:
+                    warn_user(
+                        f"{listing} of {key} is not that of the version: set it before"
+                        " DistributedDataParallel(), which does not see later changes",
+                        InexactResume,
+                    )
+                continue
+            for owner in differing:
+                setattr(owner, mode, not getattr(owner, mode))
+            changes += [f"{listing} of {key} is that of the version"] if differing else []
+    return changes
