@@ -280,6 +280,15 @@ class DataLoader(data.DataLoader[Any]):
         """The epoch of the counted position."""
         return self._counted.epoch
 
+    def skip_rest(self, epoch: int) -> None:
+        """Begin this epoch, if the loaded position is the end of an earlier one: a framework that
+        counts epochs itself does not expect an empty rest of one that it has ended."""
+        state, is_loaded = self.state_dict(), not (self._has_begun or self._is_over)
+        if self._given is None and is_loaded and state["length"] and state["epoch"] < epoch:
+            least = self._samples_per_step() if self.drop_last else 1
+            if state["length"] - state["at"] < least:
+                self.begin_epoch(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain values, which are the same on all ranks, unless this is a
         stream. Then the states of its workers are included."""
@@ -556,6 +565,10 @@ class _Order(data.DistributedSampler[Any]):
     def __init__(self, loader: DataLoader) -> None:
         self.loader, self.epoch = loader, 0
         self.dataset, self.drop_last = loader.dataset, loader.drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.loader.skip_rest(epoch)
 
     def __len__(self) -> int:
         loader = self.loader
