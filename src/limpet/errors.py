@@ -264,10 +264,10 @@ class UnsavedSteps(UserWarning):
 class InexactResume(UserWarning):
     """A resume is not exact, or would not be. The message lists why, and what to add.
 
-    Exactly if two looks at the state, after the first two steps of a training, prove that it lacks
-    something: modules draw random numbers and there is no ``RNG``, or an optimizer changes
-    parameters that the state lacks; or if a load keeps or ignores ``PerRank`` values, because other
-    ranks have saved them.
+    Exactly if, after the first two steps of a training, an optimizer changes parameters that the
+    state lacks; or if a dataset gives two different samples for one index, although its generators
+    are seeded; or if a load keeps or ignores ``PerRank`` values, because other ranks have saved
+    them.
     """
 
 
