@@ -1,4 +1,4 @@
-"""Topic 9: the cost of every step, with or without a save: step(), OnException, the sampler."""
+"""Topic 9: the cost of every step, with or without a save: step(), OnException, the loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measure(folder: str) -> dict[str, list[float]]:
     Runs in a child process.
     """
     import torch
-    from torch.utils.data import BatchSampler, RandomSampler
+    from torch.utils.data import DataLoader
 
     import limpet
 
@@ -51,8 +51,7 @@ def measure(folder: str) -> dict[str, list[float]]:
             optimizer.step()
 
         train()
-        progress, rng = limpet.Progress(), limpet.RNG()
-        return {"model": model, "optimizer": optimizer, "progress": progress, "rng": rng}, train
+        return {"model": model, "optimizer": optimizer, "progress": limpet.Progress()}, train
 
     never = limpet.EverySteps(10**9)
     for name, layers, policy, repeats in (
@@ -64,27 +63,28 @@ def measure(folder: str) -> dict[str, list[float]]:
         with limpet.Checkpointer(f"{folder}/{name}", state, save=policy) as ckpt:
             ckpt.step({"loss": 1.0})
             timed(name, lambda ckpt=ckpt: ckpt.step({"loss": 1.0}), train, repeats)
-    for length in (10**5, 10**9):
-        for size in (256, 32):
-            mine = iter(limpet.ElasticSampler(length, size))
-            name, block = f"sampler {length:.0e} {size}", _BLOCK // size
-            timed(name, lambda mine=mine: next(mine), int, 10 * block)
-            times = found[name]  # means, because the indices of a block are computed at once
-            found[name] = [
+    for size in (256, 32):
+        loaders: dict[str, DataLoader[int]] = {
+            "limpet": limpet.DataLoader(range(10**5), size, shuffle=True),
+            "torch": DataLoader(range(10**5), size, shuffle=True),  # type: ignore[arg-type]
+        }
+        block = _BLOCK // size
+        for name, loader in loaders.items():
+            batches = iter(loader)
+            timed(name, lambda batches=batches: next(batches), int, 10 * block)
+            times = found.pop(name)  # means, because the indices of a block are computed at once
+            found[f"{name} {size}"] = [
                 sum(times[at : at + block]) / block for at in range(0, len(times), block)
             ]
+        pairs = zip(found[f"limpet {size}"], found[f"torch {size}"], strict=True)
+        found[f"more {size}"] = [mine - theirs for mine, theirs in pairs]
     for length in (10**5, 10**9):
         for _ in range(20):
-            old = limpet.ElasticSampler(length, 256)
-            iterator = iter(old)
-            for _ in range(37):
-                next(iterator)
-            old.advance(37)
-            new = limpet.ElasticSampler(length, 256)
-            new.load_state_dict(old.state_dict())
+            old = limpet.DataLoader(range(length), 256, shuffle=True)
+            state = {**old.state_dict(), "at": 37 * 256, "length": length}
+            new = limpet.DataLoader(range(length), 256, shuffle=True)
+            new.load_state_dict(state)
             timed(f"first {length:.0e}", lambda new=new: next(iter(new)), int, 1)
-    theirs = iter(BatchSampler(RandomSampler(range(10**5)), 256, drop_last=False))
-    timed("RandomSampler", lambda: next(theirs), int)
     return found
 
 
@@ -95,8 +95,8 @@ def sections(options: Options) -> list[Section]:
         " save, and no save is requested. A forward pass in training mode, a backward pass, and an"
         " optimizer step run between the calls, because they evict the caches of the processor."
         " OnException copies everything that is not a parameter or optimizer slot at every step."
-        " ElasticSampler computes the indices of many batches at once; the figures are means over"
-        f" {_BLOCK:,} consecutive indices."
+        " Loaders yield the numbers of a range, without workers. limpet.DataLoader computes the"
+        f" indices of many batches at once; the figures are means over {_BLOCK:,} consecutive ones."
     )
     place = options.folder / "step"
     place.mkdir()
@@ -110,15 +110,16 @@ def sections(options: Options) -> list[Section]:
         "step": ("step() that does not save, 1,140 leaves", None),
         "mark": ("the same with OnException()", 500.0),
         "mark ten times": ("the same with OnException(), 11,400 leaves", 5000.0),
-        "RandomSampler": ("256 indices of PyTorch's BatchSampler(RandomSampler)", None),
     }
-    for length in (10**5, 10**9):
-        who = f"of ElasticSampler, {length:,} samples"
+    for size in (256, 32):
         microseconds |= {
-            f"sampler {length:.0e} 256": (f"256 indices {who}", 35.0),
-            f"sampler {length:.0e} 32": (f"32 indices {who}", 10.0),
-            f"first {length:.0e}": (f"the first batch after a resume {who}", 2000.0),
+            f"torch {size}": (f"{size} samples of PyTorch's DataLoader", None),
+            f"limpet {size}": (f"{size} samples of limpet.DataLoader", None),
+            f"more {size}": ("the difference", 60.0 + 4.0 * size),
         }
+    for length in (10**5, 10**9):
+        label = f"the first batch of 256 after a resume, {length:,} samples"
+        microseconds[f"first {length:.0e}"] = label, 5000.0
     return [
         Section(
             title,

@@ -5,7 +5,7 @@
 
 Parameters and optimizer state are sharded over the ranks. Each rank saves its shards, and after a
 restart each rank reads the parts of the snapshot that it needs. The sequence of batches does not
-change, because ``ElasticSampler`` counts the samples of all ranks together.
+change, because ``total_batch_size`` is that of all ranks together.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import Subset
 from train import Model, Windows, read_text
 
 import limpet
@@ -49,7 +49,6 @@ def make_sharded_model(options: argparse.Namespace) -> Loss:
     return fully_shard(Loss(model), mesh=mesh)
 
 
-@limpet.isolated_rng()  # a resumed run does not repeat it, so it must not change what follows
 def evaluate(loss_module: Loss, windows: torch.Tensor) -> float:
     """Return the loss on windows that are not used for training, the same on all ranks."""
     loss_module.eval()
@@ -62,18 +61,16 @@ def evaluate(loss_module: Loss, windows: torch.Tensor) -> float:
 def train(options: argparse.Namespace) -> None:
     loss_module = make_sharded_model(options)
     optimizer = torch.optim.AdamW(loss_module.parameters(), lr=3e-3)
-    progress = limpet.Progress()
     windows = Windows(read_text(), options.length)
     held_out = torch.stack([windows[-i] for i in range(1, HELD_OUT + 1)])
-    sampler = limpet.ElasticSampler(options.windows, batch_size=options.batch, drop_last=True)
-    loader = DataLoader(windows, batch_sampler=sampler)
-    state = {
-        "model": loss_module.model,  # the same keys as in train.py
-        "optimizer": optimizer,
-        "progress": progress,
-        "sampler": sampler,
-        "rng": limpet.RNG(),
-    }
+    loader = limpet.DataLoader(
+        Subset(windows, range(options.windows)),
+        total_batch_size=options.batch,
+        shuffle=True,
+        drop_last=True,
+    )
+    # the same keys as in train.py
+    state = {"model": loss_module.model, "optimizer": optimizer, "loader": loader}
     is_coordinator = dist.get_rank() == 0
     save = limpet.EverySteps(options.every) | limpet.AtEnd()
     with limpet.Checkpointer(options.run, state, save=save, keep=limpet.KeepLast(2)) as ckpt:
@@ -92,7 +89,7 @@ def train(options: argparse.Namespace) -> None:
                 dist.all_reduce(mean)
                 mean /= dist.get_world_size()
                 if is_coordinator:  # before the save: no version is ahead of the log
-                    print(f"step {progress.step + 1:4}  loss {mean.item():.9f}", flush=True)
+                    print(f"step {ckpt.current_step + 1:4}  loss {mean.item():.9f}", flush=True)
                 ckpt.step({"loss": mean})  # counts the step, and saves when due
             score = evaluate(loss_module, held_out)
             if is_coordinator:

@@ -6,14 +6,12 @@ Stop the training in any way (Ctrl-C, kill -9, a power cut) and start it again w
 command. It resumes from the newest intact version, and the final state is equal, bit for bit, to
 that of an uninterrupted run.
 
-The lines that provide this contain ``limpet``, ``sampler``, ``progress``, or ``ckpt``.
+The lines that provide this contain ``limpet``, ``state``, or ``ckpt``.
 """
 
 import argparse
-import random
 from pydoc_data.topics import topics
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -77,7 +75,6 @@ def compute_loss(model: Model, windows: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-@limpet.isolated_rng()  # a resumed run does not repeat it, so it must not change what follows
 def evaluate(model: Model, loader: DataLoader) -> float:
     """Return the mean loss over the batches of a loader, which all have the same size."""
     model.eval()
@@ -90,11 +87,10 @@ def evaluate(model: Model, loader: DataLoader) -> float:
 def train(options: argparse.Namespace) -> None:
     text = read_text()
     held_out, text = text[: len(text) // 10], text[len(text) // 10 :]
-    windows = Windows(text, options.length)
-    sampler = limpet.ElasticSampler(
-        options.windows or len(windows), batch_size=options.batch, drop_last=True
-    )
-    loader = DataLoader(windows, batch_sampler=sampler)
+    windows: Dataset = Windows(text, options.length)
+    if options.windows:
+        windows = Subset(windows, range(options.windows))
+    loader = limpet.DataLoader(windows, batch_size=options.batch, shuffle=True, drop_last=True)
     validation = DataLoader(Subset(Windows(held_out, options.length), range(64)), batch_size=16)
 
     model = Model(options.width, options.layers, options.length)
@@ -105,17 +101,9 @@ def train(options: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 100, 1 - step / steps)
     )
-    progress = limpet.Progress()
 
     # Everything that training needs to resume. Anything else is reset when the process restarts.
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "progress": progress,
-        "sampler": sampler,
-        "rng": limpet.RNG(),
-    }
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     keep, stop = limpet.KeepLast(options.keep), None
     if options.patience:  # `limpet evaluate --with scoring` provides the scores, in its own time
         keep |= limpet.KeepBest(1, "val/loss")
@@ -136,8 +124,8 @@ def train(options: argparse.Namespace) -> None:
                 # Last in the loop, when the state is complete: counts the step, and saves when due.
                 # Only the copy of the state blocks; a background thread writes it.
                 ckpt.step({"loss": loss})
-                if progress.step % options.log == 0:
-                    print(f"step {progress.step:5}  loss {loss.item():.4f}", flush=True)
+                if ckpt.current_step % options.log == 0:
+                    print(f"step {ckpt.current_step:5}  loss {loss.item():.4f}", flush=True)
             score = evaluate(model, validation)
             print(f"epoch {epoch}: held out {score:.4f}", flush=True)
             ckpt.metrics({"held_out": score})  # of this epoch
@@ -174,8 +162,7 @@ def main() -> None:
     # same number of threads and deterministic algorithms; resuming needs neither.
     torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(True)
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
+    torch.manual_seed(0)
     train(options)
 
 

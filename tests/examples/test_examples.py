@@ -41,8 +41,8 @@ def test_train_saves_what_it_prints_and_prints_the_same_losses_after_a_resume(tm
         "the last three versions, which include the last step"
     )
     newest = snapshots[-1]
-    assert newest["progress/step"] == 10
-    assert newest["progress/epoch"] == 2
+    assert newest.step == 10
+    assert newest["loader/epoch"] == 2
     assert f"loss {snapshots[1].metrics['loss']:.4f}" in lines[10]
     assert f"held out {newest.metrics['held_out']:.4f}" in lines[12]
     assert newest.verify().ok
