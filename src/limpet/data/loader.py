@@ -175,9 +175,9 @@ class DataLoader(data.DataLoader[Any]):
 
     @property
     def batch_sampler(self) -> Any:
-        """What gives the order of the batches; None: of single samples, or of a stream."""
-        has_batches = self._torch_batch_sampler is not None and not self._is_stream
-        return _Batches(self) if has_batches else None
+        """What gives the order of the batches. None: there are only samples."""
+        own = self._torch_batch_sampler
+        return own if own is None or self._is_stream else _Batches(self)
 
     @batch_sampler.setter
     def batch_sampler(self, batch_sampler: Any) -> None:
@@ -235,7 +235,7 @@ class DataLoader(data.DataLoader[Any]):
         """Raise the error that ``count`` would raise. A step first checks all loaders."""
         if batches > len(self._handed):
             raise LimpetError(
-                f"A step counts more batches than the loader {self._name} has yielded",
+                f"A step counts more batches than the loader {self._name!r} has yielded",
                 expected=f"at most {len(self._handed)}",
                 found=batches,
                 todo="Call step() once per batch, and step(batches=0) for a step without a batch."
@@ -335,7 +335,7 @@ class DataLoader(data.DataLoader[Any]):
         differing = [name for name in own if state[name] != own[name]]
         if differing:
             raise PlanError(
-                f"The loader {self._name} would yield other batches than the saved one",
+                f"The loader {self._name!r} would yield other batches than the saved one",
                 expected=", ".join(f"{name} {state[name]}" for name in differing),
                 found=", ".join(f"{name} {own[name]}" for name in differing),
                 todo="Use the earlier arguments until the end of this epoch (a dataset may grow)."
@@ -380,7 +380,7 @@ class DataLoader(data.DataLoader[Any]):
                     made = next(iterator, self)
                 if number != self._pass:
                     raise LimpetError(
-                        f"This pass over the loader {self._name} began before a resume, a seed, or"
+                        f"This pass over the loader {self._name!r} began before a resume, a seed, or"
                         " a later pass",
                         todo="Iterate over the loader again. Begin no pass before resume()",
                     )
@@ -435,7 +435,7 @@ class DataLoader(data.DataLoader[Any]):
     def _check_count_fits(self) -> None:
         if self._has_counted and len(self._handed) >= self._per_step:
             raise LimpetError(
-                f"The steps of this epoch have not counted all batches of the loader {self._name}",
+                f"The steps of this epoch have not counted all batches of the loader {self._name!r}",
                 expected=f"less than {self._per_step} uncounted at the end of a pass",
                 found=len(self._handed),
                 todo="Under gradient accumulation, call step(batches=k) with the number of batches"

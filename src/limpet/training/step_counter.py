@@ -160,7 +160,7 @@ class StepCounter:
     def loader_seeds(self) -> dict[str, str]:
         """Return the seeds of the loaders, which must be equal on all ranks at the first step."""
         return {
-            f"the seed of the loader {name} (resume() shares that of rank 0)": str(loader.key)
+            f"the seed of the loader {name!r} (resume() shares that of rank 0)": str(loader.key)
             for name, loader in self._loaders.items()
         }
 
