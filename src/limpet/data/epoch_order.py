@@ -42,10 +42,6 @@ class EpochOrder:
     first: int | None = None
     """A digest of what the sampler has given first in the epoch."""
 
-    def begin(self, length: int | None = None, first: int | None = None) -> None:
-        """Begin an epoch, or continue a saved one."""
-        self.length, self.first = length, first
-
     def parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
         """Yield the parts of ``rank`` in the batches after the position ``at``."""
         if self.sampler is None:
@@ -103,7 +99,6 @@ class EpochOrder:
                 f"The sampler of the loader draws another order of epoch {epoch} than before",
                 todo="Its order must depend only on Python's, NumPy's, and PyTorch's global"
                 " generators, which are seeded for each epoch, or on set_epoch()",
-                live_state="not valid",
             )
         self.first = first
 

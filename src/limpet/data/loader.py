@@ -53,11 +53,14 @@ _FIELDS = {"seed", "order", "epoch", "at", "length", "per_step", "samples_per_st
 class _Position(NamedTuple):
     """The position after a batch. ``at``: the samples of all ranks before it in the epoch, or the
     batches of a stream or of a batch sampler. ``is_last``: the epoch has no batch after it.
-    ``states``, ``turn``: of a stream, those of its workers, and whose batch is the next."""
+    ``length``, ``first``: see ``EpochOrder``. ``states``, ``turn``: of a stream, those of its
+    workers, and whose batch is the next."""
 
     epoch: int
     at: int
     is_last: bool = False
+    length: int | None = None
+    first: int | None = None
     states: tuple[WorkerState | None, ...] = ()
     turn: int = 0
 
@@ -141,7 +144,8 @@ class DataLoader(data.DataLoader[Any]):
         self._key = digest(self._initial_seed, "")
         if self._explicit is not None:
             self._key = self._explicit = self._explicit & MASK
-        self._name, self._is_in_state, self._is_key_final = "", False, self._explicit is not None
+        self._name, self._is_key_final = "", self._explicit is not None
+        self._owner: object | None = None  # of the state that has this loader
         self._counted = _Position(0, 0)
         self._per_step = 1  # the most batches that one step has counted
         self._handed: deque[tuple[int, _Position]] = deque()  # uncounted, with the passes
@@ -208,11 +212,16 @@ class DataLoader(data.DataLoader[Any]):
     def derive(self, rank: int) -> None:
         """Begin on a rank that no version has, which is possible only between two epochs."""
 
-    def attach(self, name: str) -> None:
-        """Be a member of a state, with the key ``name``: seed the steps of the training."""
-        self._is_in_state, self._name = True, name
+    def attach(self, name: str, owner: object) -> None:
+        """Be a member of the state of ``owner``, with the key ``name``: seed its steps."""
+        self._owner, self._name = owner, name
         if not self._is_key_final:
             self.use_key(digest(self._initial_seed, name))
+
+    def detach(self, owner: object) -> None:
+        """The training of ``owner`` has ended: seed no more, and end the workers."""
+        if self._owner is owner:
+            self._owner = self._inner = None
 
     @property
     def key(self) -> int:
@@ -229,7 +238,7 @@ class DataLoader(data.DataLoader[Any]):
     @property
     def is_within_step(self) -> bool:
         """True if the pass is over, but its last batches belong to a step that has not ended."""
-        return self._is_over and self._has_counted and bool(self._handed)
+        return self._is_over and self._has_counted and 0 < len(self._handed) < self._per_step
 
     def check(self, batches: int) -> None:
         """Raise the error that ``count`` would raise. A step first checks all loaders."""
@@ -271,7 +280,6 @@ class DataLoader(data.DataLoader[Any]):
     def begin_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch."""
         self._counted = _Position(epoch, 0)
-        self._source.begin()
         self._is_over = self._has_counted = False
         self._handed.clear()
 
@@ -292,16 +300,16 @@ class DataLoader(data.DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain values, which are the same on all ranks, unless this is a
         stream. Then the states of its workers are included."""
-        epoch, at, _, states, turn = self._counted
+        epoch, at, _, length, first, states, turn = self._counted
         state: dict[str, Any] = {
             "seed": self._key,
             "order": self._order,
             "epoch": epoch,
             "at": at,
-            "length": self._source.length if at else None,
+            "length": length,
             "per_step": self._per_step,
             "samples_per_step": self.samples_per_step,
-            "first": self._source.first if at else None,
+            "first": first,
         }
         if self._is_stream:
             state["stream"] = {
@@ -352,10 +360,16 @@ class DataLoader(data.DataLoader[Any]):
         self.begin_epoch(state["epoch"])
         stream = state.get("stream") or {"states": (), "turn": 0}
         states = tuple(None if s is None else WorkerState(*s) for s in stream["states"])
-        self._counted = _Position(state["epoch"], state["at"], False, states, stream["turn"])
-        self._source.begin(state["length"], state["first"])
+        self._counted = _Position(
+            state["epoch"],
+            state["at"],
+            length=state["length"],
+            first=state["first"],
+            states=states,
+            turn=stream["turn"],
+        )
         self._per_step, self.samples_per_step_before = state["per_step"], state["samples_per_step"]
-        self._pass += 1
+        self._pass, self._inner = self._pass + 1, None
         self._has_begun = self._is_open = False
 
     # -- one pass ----------------------------------------------------------------------------------
@@ -364,12 +378,12 @@ class DataLoader(data.DataLoader[Any]):
         """Yield the batches of the rest of the epoch. As this is a generator, nothing happens
         before the first batch is requested."""
         start = self._begin_pass()
-        number, in_state = self._pass, self._is_in_state
+        number, in_state = self._pass, self._owner is not None
         rank, ranks = self._place()
         ahead: deque[_Position] = deque()
         inner = self._prepare(start, rank, ranks, ahead)
         draws = not in_state and (self.num_workers == 0 or self._given is not None)
-        name = digest(self._name)
+        name, size = digest(self._name), self.samples_per_step or 1
         position, states = start, list(start.states)
         states = states or [None] * max(1, self.num_workers)
         try:
@@ -380,8 +394,8 @@ class DataLoader(data.DataLoader[Any]):
                     made = next(iterator, self)
                 if number != self._pass:
                     raise LimpetError(
-                        f"This pass over the loader {self._name!r} began before a resume, a seed, or"
-                        " a later pass",
+                        f"This pass over the loader {self._name!r} began before a resume, a new"
+                        " seed, or a later pass",
                         todo="Iterate over the loader again. Begin no pass before resume()",
                     )
                 if made is self:
@@ -393,8 +407,8 @@ class DataLoader(data.DataLoader[Any]):
                     states[note.worker] = note
                     turn = (note.worker + 1) % len(states)
                     at = before.at + 1
-                    position = _Position(
-                        before.epoch, at, self._ends_stream(at), tuple(states), turn
+                    position = before._replace(
+                        at=at, is_last=self._ends_stream(at), states=tuple(states), turn=turn
                     )
                 else:
                     position = ahead.popleft()
@@ -402,7 +416,6 @@ class DataLoader(data.DataLoader[Any]):
                         self._warn(note)
                 self._handed.append((number, position))
                 self._is_over = position.is_last  # some loops stop after len(loader) batches
-                size = 1 if self._unit == "batch" else self._samples_per_step()
                 self.batch = before.at // size
                 if in_state:
                     seed_generators(self._key, STEP, name, before.epoch, before.at, rank)
@@ -422,7 +435,6 @@ class DataLoader(data.DataLoader[Any]):
             if self._has_counted or not self._handed:
                 last = self._handed[-1][1] if self._handed else start
                 start = _Position(last.epoch + 1, 0)
-                self._source.begin()
             else:
                 self._handed.clear()
         else:  # the pass before was left: its uncounted batches come again
@@ -435,7 +447,7 @@ class DataLoader(data.DataLoader[Any]):
     def _check_count_fits(self) -> None:
         if self._has_counted and len(self._handed) >= self._per_step:
             raise LimpetError(
-                f"The steps of this epoch have not counted all batches of the loader {self._name!r}",
+                f"The steps have not counted all batches of this pass over {self._name!r}",
                 expected=f"less than {self._per_step} uncounted at the end of a pass",
                 found=len(self._handed),
                 todo="Under gradient accumulation, call step(batches=k) with the number of batches"
@@ -447,7 +459,7 @@ class DataLoader(data.DataLoader[Any]):
     ) -> data.DataLoader[Any]:
         """Return the loader of the pass, whose dataset makes whole batches."""
         is_random = self._order in ("shuffled", "sampler", "batch_sampler")
-        if ranks > 1 and is_random and not (self._is_in_state or self._is_key_final):
+        if ranks > 1 and is_random and self._owner is None and not self._is_key_final:
             raise LimpetError(
                 "Several ranks must share an order: give seed= to a loader outside of the state"
             )
@@ -462,8 +474,9 @@ class DataLoader(data.DataLoader[Any]):
         else:
             source = self._source
             source.key, source.size = self._key, self.samples_per_step or 1
+            source.length, source.first = start.length, start.first
             parts = source.parts(start.epoch, start.at, rank, ranks)
-            self._tasks.tasks = _make_tasks(parts, start.epoch, rank, ahead)
+            self._tasks.tasks = _make_tasks(source, parts, start.epoch, rank, ahead)
         generator = cast(torch.Generator, self._inner.generator)
         generator.manual_seed(digest(self._key, WORKER, start.epoch) >> 1)
         return self._inner
@@ -541,11 +554,11 @@ class DataLoader(data.DataLoader[Any]):
 
 
 def _make_tasks(
-    parts: Iterator[Part], epoch: int, rank: int, ahead: deque[_Position]
+    source: EpochOrder, parts: Iterator[Part], epoch: int, rank: int, ahead: deque[_Position]
 ) -> Iterator[Task]:
     """Yield what this rank makes in the rest of an epoch; ``ahead`` gets the positions."""
     for at, stop, is_last, indices in parts:
-        ahead.append(_Position(epoch, stop, is_last))
+        ahead.append(_Position(epoch, stop, is_last, source.length, source.first))
         yield Task(epoch, at, rank, indices)
 
 

@@ -777,7 +777,7 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver
-        self._step_counter.release()
+        self._step_counter.close()
         if not self._lifecycle.is_forked:
             try:
                 for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):

@@ -43,6 +43,7 @@ class StepCounter:
         """The number of calls of ``add_steps`` in this process."""
 
         self._seed = initial_seed()
+        self._owner = object()
         self.attach(state)
         self.progress.begin()
 
@@ -67,7 +68,7 @@ class StepCounter:
             name: getattr(found, "base_dataloader", found) for name, found in members
         }
         for name, loader in self._loaders.items():
-            loader.attach(name)
+            loader.attach(name, self._owner)
 
     @property
     def is_within_step(self) -> bool:
@@ -128,9 +129,15 @@ class StepCounter:
         return seed if is_stored else {**seed, "progress": self.progress.state_dict()}
 
     def release(self) -> None:
-        """Let other code set the ``Progress`` of the state, after a load or at the end."""
+        """Let other code set the ``Progress`` of the state."""
         self.has_counted = False
         self.progress.resume(None)
+
+    def close(self) -> None:
+        """Let other code set the ``Progress``, and end the workers of the loaders."""
+        self.release()
+        for loader in self._loaders.values():
+            loader.detach(self._owner)
 
     def resume_at(self, step: int, from_own_run: bool, metadata: Mapping[str, Any]) -> None:
         """Continue at ``step``, which replaces that of the ``Progress`` after a version of the run
