@@ -15,7 +15,14 @@ from typing import Any
 from msgspec import structs
 
 from limpet import events
-from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NotFound
+from limpet.errors import (
+    AlreadyExists,
+    CommitError,
+    DigestMismatch,
+    FormatError,
+    FormatTooNew,
+    NotFound,
+)
 from limpet.format import names
 from limpet.format.digest import digest
 from limpet.format.index import Index, IndexBox, IndexLeaf, ShardIndex, decode_index, encode_index
@@ -37,7 +44,7 @@ from limpet.snapshot import pins
 from limpet.snapshot.chunks import merge_items, read_items
 from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.location import Location
-from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.storage.store import upload_memory
 from limpet.threads import Workers, no_op
 from limpet.types import MIB, Advance
@@ -145,6 +152,53 @@ class _ShardCopy:
 def attempt_of_copy(snapshot: SnapshotReader) -> str:
     """Return the attempt id of a copy of the snapshot."""
     return snapshot.digest[:12] if snapshot.bases else snapshot.manifest.attempt
+
+
+def find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader | None:
+    """Return the snapshot at ``location`` if it is a copy or the original of this one, or None if
+    there is none. Raises ``AlreadyExists`` for any other one, and for a damaged one."""
+
+    def is_copy(other: SnapshotReader) -> bool:
+        return (
+            other.digest == snapshot.digest
+            or other.manifest.attempt == attempt_of_copy(snapshot)
+            or snapshot.manifest.attempt == attempt_of_copy(other)
+        )
+
+    return find_same(location, is_copy, f"a copy of {snapshot.url}")
+
+
+def find_same(
+    location: Location, is_same: Callable[[SnapshotReader], bool], expected: str
+) -> SnapshotReader | None:
+    """Return the snapshot at ``location`` if it is what an earlier call has made there, or None if
+    there is none. Raises ``AlreadyExists`` for any other one, and for a damaged one."""
+    try:
+        other = open_location(location)
+        other.check_files()
+    except NotFound:
+        return None
+    except FormatTooNew as e:
+        raise AlreadyExists(
+            f"There is already a snapshot of a later format at {location.url}; nothing was changed",
+            found=e.what,
+            todo="Copy with a newer Limpet, or to another location",
+        ) from e
+    except FormatError as e:
+        raise AlreadyExists(
+            f"There is already a damaged snapshot at {location.url}; nothing was changed",
+            found=e.what,
+            todo=f"Move its {MANIFEST} away, and nothing else (newer versions may refer to other"
+            " files there), then copy again; or copy to another location",
+        ) from e
+    if not is_same(other):
+        raise AlreadyExists(
+            f"There is already another snapshot at {location.url}; nothing was changed",
+            expected=f"{expected}, or nothing",
+            found=f"a snapshot that another save created at {other.manifest.created}",
+            todo="Copy to another location",
+        )
+    return other
 
 
 def _plan_same(source: Location, location: Location, shard: Shard, index: ShardIndex) -> _ShardCopy:

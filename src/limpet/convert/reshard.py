@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 from limpet import events
 from limpet.convert import windows
-from limpet.convert.copy import full_manifest
+from limpet.convert.copy import find_same, full_manifest
 from limpet.format import names
-from limpet.format.manifest import Manifest, Shard
 from limpet.layout.shard_layout import LeafBox
 from limpet.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
 from limpet.saving.image import Image, make_image
@@ -157,9 +157,13 @@ def reshard(
     (``torch.chunk``), so that rank r of as many ranks restores from shard r; ``"none"`` cuts no
     leaf. An uncut leaf goes to the shard with the fewest bytes. The memory is at most 256 MiB plus
     the indexes and 40 bytes per leaf of each. ``advance(nbytes)`` is called from several threads.
-    If this raises, nothing was committed, unless the error's ``outcome`` is "unknown".
+    If an earlier call has made the same snapshot there, it is returned. If this raises, nothing was
+    committed, unless the error's ``outcome`` is "unknown".
     """
-    raise_if_exists(location)
+    origin = _build_origin(snapshot, split)
+    if (earlier := _find_earlier(snapshot, location, shards, origin)) is not None:
+        return earlier
+    raise_if_exists(location)  # a run
     with snapshot.not_found_if_deleted():
         locations = windows.locate_leaves(snapshot)
         leaves = order_leaves(snapshot, locations)
@@ -183,8 +187,13 @@ def reshard(
                     index_name = names.index_name(shard, shards, attempt)
                     entry = write_index(location, index_name, name, image, chunk_digests)
                     receipts.append(Receipt(shard, entry))
-            manifest = _build_manifest(
-                snapshot, attempt, check_receipts(location, receipts, shards)
+            metadata = {**snapshot.manifest.metadata["dict"], "resharded": origin}
+            manifest = full_manifest(
+                snapshot,
+                attempt=attempt,
+                writer=f"limpet {__version__}",
+                shards=check_receipts(location, receipts, shards),
+                metadata={"dict": metadata},
             )
             # read the indexes back from the destination, as a load does
             SnapshotReader(location, manifest, "").read_indexes()
@@ -199,13 +208,19 @@ def reshard(
     return resharded
 
 
-def _build_manifest(snapshot: SnapshotReader, attempt: str, shards: Sequence[Shard]) -> Manifest:
+def _build_origin(snapshot: SnapshotReader, split: str) -> dict[str, Any]:
+    """Return what the metadata of the new snapshot says about its origin."""
     origin = {"from": snapshot.digest, "shards": len(snapshot.manifest.shards)}
-    metadata = {**snapshot.manifest.metadata["dict"], "resharded": {"dict": origin}}
-    return full_manifest(
-        snapshot,
-        attempt=attempt,
-        writer=f"limpet {__version__}",
-        shards=shards,
-        metadata={"dict": metadata},
-    )
+    return {"dict": origin if split == SPLITS[0] else {**origin, "split": split}}
+
+
+def _find_earlier(
+    snapshot: SnapshotReader, location: Location, shards: int, origin: dict[str, Any]
+) -> SnapshotReader | None:
+    """Return the snapshot that the same call has made at ``location`` before, or None."""
+
+    def is_same(other: SnapshotReader) -> bool:
+        made_from = other.manifest.metadata["dict"].get("resharded")
+        return made_from == origin and len(other.manifest.shards) == shards
+
+    return find_same(location, is_same, f"{snapshot.url} in {shards} shards")

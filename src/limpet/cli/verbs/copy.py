@@ -15,19 +15,18 @@ from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, format_error_line, json_option, print_result
 from limpet.cli.verbs.verify import bytes_to_read
-from limpet.convert.copy import attempt_of_copy, copy_snapshot
-from limpet.errors import AlreadyExists, FormatError, FormatTooNew, LimpetError, NotFound
-from limpet.format.names import MANIFEST, Version, branch_name, pin_name
+from limpet.convert.copy import copy_snapshot, find_copy
+from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
+from limpet.format.names import Version, branch_name, pin_name
 from limpet.format.records import MAX_RECORD, Ended, LastingPin, encode_record
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import last_written
 from limpet.run.listing import Listing
 from limpet.run.run import Run
-from limpet.saving.commit import raise_if_exists
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, get_bounded, is_snapshot, locate
-from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, format_size
 from limpet.types import Advance
 
@@ -96,10 +95,13 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
 def _copy_single(snapshot: SnapshotReader, destination: str, quiet: bool) -> CopyResult:
     location = locate(destination)
     resolve.check_version_name(snapshot, location)
-    raise_if_exists(location)
+    result = CopyResult(snapshot.url, location.url)
+    if (copy := find_copy(snapshot, location)) is not None:
+        result.present.append(Copied.of(copy))
+        return result
     with progress_bar("copying", bytes_to_read(snapshot), quiet=quiet) as advance:
-        copied = copy_snapshot(snapshot, location, advance)
-    return CopyResult(snapshot.url, copied.url, [Copied.of(copied)])
+        _copy_unless_present(snapshot, location, advance, result)
+    return result
 
 
 def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> CopyResult:
@@ -113,7 +115,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
     for version in listing.versions:
         try:
             snapshot = run.catalog.open(version)
-            copy = _find_copy(snapshot, destination.location(version))
+            copy = find_copy(snapshot, destination.location(version))
             if copy is not None:
                 result.present.append(Copied.of(copy))
                 digests[version] = snapshot.digest
@@ -156,7 +158,7 @@ def _copy_unless_present(
         result.copied.append(Copied.of(copy_snapshot(snapshot, location, advance)))
         return result.copied[-1]
     except AlreadyExists:
-        copy = _find_copy(snapshot, location)  # raises for any other snapshot
+        copy = find_copy(snapshot, location)  # raises for any other snapshot
         if copy is None:
             raise
         result.present.append(Copied.of(copy))
@@ -188,42 +190,6 @@ def _copy_records(
             with suppress(AlreadyExists):
                 location.store.put_if_absent(pin_name(str(version)), pin)
             result.pins += 1
-
-
-def _find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader | None:
-    """Return the snapshot at ``location`` if it is a copy or the original of this one, or None if
-    there is none. Raises ``AlreadyExists`` for any other one, and for a damaged one."""
-    try:
-        other = open_location(location)
-        other.check_files()
-    except NotFound:
-        return None
-    except FormatTooNew as e:
-        raise AlreadyExists(
-            f"There is already a snapshot of a later format at {location.url}; nothing was changed",
-            found=e.what,
-            todo="Copy with a newer Limpet, or to another location",
-        ) from e
-    except FormatError as e:
-        raise AlreadyExists(
-            f"There is already a damaged snapshot at {location.url}; nothing was changed",
-            found=e.what,
-            todo=f"Move its {MANIFEST} away, and nothing else (newer versions may refer to other"
-            " files there), then copy again; or copy to another location",
-        ) from e
-    is_copy = (
-        other.digest == snapshot.digest
-        or other.manifest.attempt == attempt_of_copy(snapshot)
-        or snapshot.manifest.attempt == attempt_of_copy(other)
-    )
-    if not is_copy:
-        raise AlreadyExists(
-            f"There is already another snapshot at {location.url}; nothing was changed",
-            expected=f"a copy of {snapshot.url}, or nothing",
-            found=f"a snapshot that another save created at {other.manifest.created}",
-            todo="Copy to another location",
-        )
-    return other
 
 
 def _require_earlier_copy(
