@@ -32,7 +32,8 @@ def test_random_numbers_continue_after_a_load():
 def test_progress_is_restored():
     store = MemoryStore()
     progress = limpet.Progress()
-    progress.epoch, progress.step, progress.samples = 3, 70, 2240
+    progress.load_state_dict({"epoch": 3, "step": 70, "samples": 0})
+    progress.samples = 2240
     limpet.save(store, {"progress": progress})
     other = limpet.Progress()
     limpet.load(store, into={"progress": other})

@@ -21,8 +21,7 @@ class Progress:
     number of epochs before the current one, which ``Checkpointer.end_epoch`` counts, and
     ``Checkpointer.epochs`` by it. ``samples``: a number that the user counts.
 
-    ``step`` and ``epoch`` may be set before the first step of a process. Later, that raises
-    ``LimpetError``.
+    ``step`` may be set before the first step of a process. Later, that raises ``LimpetError``.
 
     ``owner`` is an object that counts ``step`` and ``epoch`` itself, such as one of a framework.
     ``Checkpointer.step`` then reads both. The step must have grown since the last call, and so must
@@ -49,17 +48,16 @@ class Progress:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._step = self._check_may_set("step", step, "ckpt.step()")
+        count = _check_count("progress.step", step)
+        if self._is_counted or self.owner is not None:
+            who = "its owner" if self.owner is not None else "ckpt.step()"
+            raise LimpetError(f"progress.step cannot be set: {who} counts the steps")
+        self._step = count
 
     @property
     def epoch(self) -> int:
         """The number of epochs before the current one."""
         return self._epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        counter = "ckpt.epochs() or ckpt.end_epoch()"
-        self._begin_epoch(self._check_may_set("epoch", epoch, counter))
 
     @property
     def step_in_epoch(self) -> int:
@@ -175,13 +173,6 @@ class Progress:
     def _begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._epoch_began, self._knows_began = epoch, self._step, True
-
-    def _check_may_set(self, name: str, value: Any, counter: str) -> int:
-        count = _check_count(f"progress.{name}", value)
-        if self._is_counted or self.owner is not None:
-            who = "its owner" if self.owner is not None else counter
-            raise LimpetError(f"progress.{name} cannot be set: {who} counts the {name}s")
-        return count
 
 
 def _check_count(name: str, value: object) -> int:

@@ -490,9 +490,9 @@ class Checkpointer:
             was_saved = self._saver.begun_step == self._step_counter.progress.step
             is_over = self._step_counter.end_epoch()
             self._add_metrics(added_metrics)
-            self._act()
             if was_saved and is_over and not self._is_never:
                 self._saver.warn_or_raise(self._record_epoch)
+            self._act()
 
     def _record_epoch(self) -> None:
         """Record about the version of the last step that its epoch has ended since."""
