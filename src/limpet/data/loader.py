@@ -47,7 +47,9 @@ _SAME_OPTIONS = (
     "prefetch_factor",
 )
 
-_FIELDS = {"seed", "order", "epoch", "at", "length", "per_step", "samples_per_step", "first"}
+_COUNTS = {"seed", "epoch", "at", "per_step"}
+
+_FIELDS = _COUNTS | {"order", "is_last", "length", "samples_per_step", "first"}
 
 
 class _Position(NamedTuple):
@@ -291,21 +293,20 @@ class DataLoader(data.DataLoader[Any]):
     def skip_rest(self, epoch: int) -> None:
         """Begin this epoch, if the loaded position is the end of an earlier one: a framework that
         counts epochs itself does not expect an empty rest of one that it has ended."""
-        state, is_loaded = self.state_dict(), not (self._has_begun or self._is_over)
-        if self._given is None and is_loaded and state["length"] and state["epoch"] < epoch:
-            least = self._samples_per_step() if self.drop_last else 1
-            if state["length"] - state["at"] < least:
-                self.begin_epoch(epoch)
+        is_loaded = not (self._has_begun or self._is_over)
+        if is_loaded and self._counted.is_last and self._counted.epoch < epoch:
+            self.begin_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain values, which are the same on all ranks, unless this is a
         stream. Then the states of its workers are included."""
-        epoch, at, _, length, first, states, turn = self._counted
+        epoch, at, is_last, length, first, states, turn = self._counted
         state: dict[str, Any] = {
             "seed": self._key,
             "order": self._order,
             "epoch": epoch,
             "at": at,
+            "is_last": is_last,
             "length": length,
             "per_step": self._per_step,
             "samples_per_step": self.samples_per_step,
@@ -321,11 +322,10 @@ class DataLoader(data.DataLoader[Any]):
 
     def check_state_dict(self, state: object) -> None:
         """Raise the error that ``load_state_dict`` would raise. A load calls this first."""
-        counts = "seed", "epoch", "at", "per_step"
         if not (
             isinstance(state, dict)
             and state.keys() >= _FIELDS
-            and all(type(state[name]) is int and state[name] >= 0 for name in counts)
+            and all(type(state[name]) is int and state[name] >= 0 for name in _COUNTS)
         ):
             raise PlanError(
                 "The loaded value is not the state of a limpet.DataLoader",
@@ -363,6 +363,7 @@ class DataLoader(data.DataLoader[Any]):
         self._counted = _Position(
             state["epoch"],
             state["at"],
+            is_last=bool(state["is_last"]),
             length=state["length"],
             first=state["first"],
             states=states,
