@@ -1,5 +1,6 @@
 """Imports of other libraries' checkpoints are exact or raise. No code in them is run."""
 
+import io
 import json
 import os
 import pickle
@@ -544,3 +545,14 @@ def test_a_file_larger_than_the_commit_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", fail)
     with pytest.raises(LimpetError, match="overcommit_memory=1"):
         read_foreign_checkpoint(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("path", [io.BytesIO(), b"x.pt", None, 3])
+def test_a_path_of_another_class_is_named(path, tmp_path):
+    limpet.save(tmp_path / "snap", {"a": 1})
+    for call in (
+        lambda: limpet.import_checkpoint(path, tmp_path / "run"),
+        lambda: limpet.export(tmp_path / "snap", path, to="torch"),
+    ):
+        with pytest.raises(limpet.errors.LimpetError, match="path must be a path or a URL, not"):
+            call()

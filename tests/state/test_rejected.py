@@ -1,15 +1,19 @@
 """One error lists every value that cannot be saved, with advice for its kind."""
 
+import array
 import collections
 import dataclasses
 import datetime
 import decimal
 import enum
+import fractions
 import functools
+import io
 import pathlib
 import pickle
 import random
 import threading
+import types
 import uuid
 import warnings
 from typing import Any
@@ -65,8 +69,8 @@ VALUES: dict[str, tuple[Any, str]] = {
     "random generator": (random.Random(0), "generator.getstate()"),
     "objects": (np.array([1, "a"], object), "array.tolist()"),
     "quantized": (None, "int_repr()"),
-    "meta": (torch.empty(2, device="meta"), "Materialize it"),
-    "nested": (None, "offsets()"),
+    "meta": (torch.empty(2, device="meta"), "on another device"),
+    "nested": (None, "tensor.unbind()"),
     "matrix": (np.ma.array([1]), "numpy.asarray(array.mask)"),
     "function": (functools.reduce, "Code is never saved"),
     "lambda": (lambda: None, "Code is never saved"),
@@ -79,7 +83,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "range": (range(3), "value.start"),
     "lock": (threading.Lock(), "Leave it out of the state"),
     "half": (OnlySaves(), "Give its class load_state_dict(), too"),
-    "text": ("\udc80", "os.fsencode(text)"),
+    "text": ("\udc80", 'text.encode("utf-8", "surrogatepass")'),
     "object": (object(), "state_dict() and load_state_dict()"),
 }
 
@@ -158,3 +162,127 @@ def test_nothing_is_left_of_a_refused_state():
     """A value after a refused PerRank value is not treated as per-rank."""
     state = {"own": limpet.PerRank(object()), "other": limpet.PerRank(limpet.PerRank(1))}
     assert rejection(state).leaves == ("own/0", "other/0")
+
+
+class Mode(enum.Flag):
+    READ, WRITE = 1, 2
+
+
+class Own(torch.Tensor):
+    pass
+
+
+def opened(kind, content):
+    file = kind()
+    file.write(content)
+    return file
+
+
+# what the advice saves, with a name for the value, and how to get the value back from it
+FOLLOWED: dict[str, tuple[Any, str, str]] = {
+    "flag": (Mode.READ | Mode.WRITE, "member.value", "Mode(x)"),
+    "enum": (Color.RED, "member.name", "Color[x]"),
+    "path": (pathlib.PurePosixPath("a/b"), "str(path)", "pathlib.PurePosixPath(x)"),
+    "date": (datetime.date(2026, 1, 2), "value.isoformat()", "datetime.date.fromisoformat(x)"),
+    "time": (datetime.time(1, 2), "value.isoformat()", "datetime.time.fromisoformat(x)"),
+    "timedelta": (datetime.timedelta(-1, 2, 3), "(value.days, value.seconds, value.microseconds)",
+                  "datetime.timedelta(*x)"),
+    "decimal": (decimal.Decimal("1.10"), "str(value)", "decimal.Decimal(x)"),
+    "fraction": (fractions.Fraction(1, 3), "(value.numerator, value.denominator)",
+                 "fractions.Fraction(*x)"),
+    "uuid": (uuid.UUID(int=7), "str(value)", "uuid.UUID(x)"),
+    "dataclass": (Settings(), "dataclasses.asdict(value)", "Settings(**x)"),
+    "namedtuple": (Pair(1, 2), "value._asdict()", "Pair(**x)"),
+    "namespace": (types.SimpleNamespace(a=1), "vars(value)", "types.SimpleNamespace(**x)"),
+    "proxy": (types.MappingProxyType({"a": 1}), "dict(value)", "types.MappingProxyType(x)"),
+    "deque": (collections.deque([1, 2]), "list(value)", "collections.deque(x)"),
+    "defaultdict": (collections.defaultdict(int, a=1), "dict(value)",
+                    "collections.defaultdict(int, x)"),
+    "array": (array.array("u", "ab"), "numpy.asarray(value)", "array.array('u', ''.join(x))"),
+    "memoryview": (memoryview(b"abcd")[::2], "bytes(value)", "memoryview(x)"),
+    "range": (range(1, 9, 3), "(value.start, value.stop, value.step)", "range(*x)"),
+    "slice": (slice(1, None), "(value.start, value.stop, value.step)", "slice(*x)"),
+    "bytes file": (opened(io.BytesIO, b"ab"), "file.getvalue()", "io.BytesIO(x)"),
+    "text file": (opened(io.StringIO, "ab"), "file.getvalue()", "io.StringIO(x)"),
+    "text": ("a\ud800\udc80", 'text.encode("utf-8", "surrogatepass")',
+             'x.decode("utf-8", "surrogatepass")'),
+    "layout": (torch.strided, "str(value)", 'getattr(torch, x.removeprefix("torch."))'),
+    "finfo": (torch.finfo(torch.float16), "value.dtype", "torch.finfo(getattr(torch, x))"),
+    "bytes of a tensor": (torch.ones(2).untyped_storage(),
+                          "torch.tensor(storage, dtype=torch.uint8)", "x.untyped_storage()"),
+    "objects": (np.array([1, "a"], object), "array.tolist()", "numpy.array(x, object)"),
+    "matrix": (np.ones(2).view(np.recarray), "numpy.asarray(array)", "x.view(np.recarray)"),
+    "subclass": (torch.ones(2).as_subclass(Own), "tensor.as_subclass(torch.Tensor)",
+                 "x.as_subclass(Own)"),
+    "nested": (None, "list(tensor.unbind())", "torch.nested.nested_tensor(x)"),
+    "jagged": (None, "list(tensor.unbind())",
+               "torch.nested.nested_tensor(x, layout=torch.jagged)"),
+    "opaque": (torch.ones(2).to_mkldnn(), "to_dense()", "x.to_mkldnn()"),
+    "key": ({torch.ones(2, 1)}, "tuple(value.flatten().tolist())", ""),
+}  # fmt: skip
+
+
+def comparable(value):
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return [part.tolist() for part in value.unbind()]
+        return type(value), value.layout, value.to_dense().tolist()
+    if isinstance(value, torch.UntypedStorage | np.ndarray):
+        return type(value), value.tolist()
+    return value.getvalue() if hasattr(value, "getvalue") else value
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_advice_can_be_followed(name):
+    value, code, back = FOLLOWED[name]
+    if name in ("nested", "jagged"):
+        layout = torch.jagged if name == "jagged" else torch.strided
+        value = torch.nested.nested_tensor([torch.ones(1), torch.zeros(2)], layout=layout)
+    advice = rejection({"x": value}).todo
+    assert f"Save {code}" in advice, advice
+    (value,) = value if isinstance(value, set) else (value,)
+    names = ("member", "path", "value", "file", "text", "storage", "array", "tensor")
+    code = f"tensor.{code}" if code.startswith("to_") else code
+    scope = {**globals(), "numpy": np}
+    saved = eval(code, {**scope, **dict.fromkeys(names, value)})
+    url = unused_url()
+    limpet.save(url, {"x": saved})
+    loaded = limpet.load(url)["x"]
+    if back:
+        assert comparable(eval(back, {**scope, "x": loaded})) == comparable(value)
+    else:
+        limpet.save(unused_url(), {"x": {loaded}})
+
+
+def test_a_lazy_module_is_saved_after_its_first_call():
+    m = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d())
+    error = rejection({"m": m})
+    assert "has no shape before the first forward pass. Call the module once" in error.args[0]
+    m(torch.ones(2, 3))
+    url, live = unused_url(), torch.nn.Sequential(torch.nn.LazyLinear(2),
+                                                  torch.nn.LazyBatchNorm1d())  # fmt: skip
+    limpet.save(url, {"m": m})
+    limpet.load(url, into={"m": live})
+    assert torch.equal(live[0].weight, m[0].weight)
+
+
+def test_a_module_on_the_meta_device_is_loaded_as_the_advice_says():
+    class Rotary(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(2))
+            self.register_buffer("angles", torch.arange(2.0), persistent=False)
+
+    url = unused_url()
+    limpet.save(url, {"m": Rotary()})
+    with torch.device("meta"):
+        live = Rotary()
+    with pytest.raises(limpet.errors.PlanError, match="on a device with memory") as e:
+        limpet.load(url, into={"m": live})
+    assert "to_empty(device=...), and then set the buffers that are not saved" in str(e.value)
+    live.to_empty(device="cpu")
+    live.angles = torch.arange(2.0)
+    limpet.load(url, into={"m": live})
+    assert live.w.tolist() == [1, 1]
+    rejected = rejection({"m": torch.nn.Linear(1, 1, device="meta")})
+    assert "on another device before the save" in str(rejected)

@@ -220,6 +220,7 @@ def prepare_export(
     expected = "a number of bytes, 1 or more, such as 5e9"
     require("max_shard_size=", most >= 1, expected, max_shard_size)
     max_shard_size = most
+    require("path", isinstance(path, str | os.PathLike), "a path or a URL", path)
     location, name = locate_export(os.fspath(path), to)
     if root is None:
         root = "" if keys or to == "torch" else _default_root(snapshot)

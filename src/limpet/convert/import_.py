@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from limpet import events
+from limpet.arguments import require
 from limpet.buffers import shared_pool
 from limpet.convert import arrange, read_dcp, read_safetensors
 from limpet.convert.export_record import require_intact
@@ -240,6 +241,7 @@ def import_checkpoint(
     """
     location = locate(url)
     raise_if_exists(location)
+    require("path", isinstance(path, str | os.PathLike), "a path or a URL", path)
     checkpoint = read_foreign_checkpoint(os.fspath(path))
     arranged = arrange.arrange_state(
         checkpoint.value, key, kind=checkpoint.kind, keep_names=keep_names

@@ -109,7 +109,8 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
             value.encode()
         except UnicodeEncodeError as e:
             why = "its text contains lone surrogates, which UTF-8 cannot encode"
-            raise unsupported(value, key, why, "Save os.fsencode(text)") from e
+            advice = 'Save text.encode("utf-8", "surrogatepass")'
+            raise unsupported(value, key, why, advice) from e
         return value
     if value is None or kind is bool:
         return value
@@ -189,7 +190,9 @@ def _encode_scalar(value: np.generic, key: str) -> Node:
 
 
 def _reject_key(value: Any, key: str, depth: int) -> Node:
-    raise unsupported(value, key, "a key of a dict or a member of a set must be a plain value")
+    why = "a key of a dict or a member of a set must be a plain value"
+    advice = "Save tuple(value.flatten().tolist())" if hasattr(type(value), "flatten") else ""
+    raise unsupported(value, key, why, advice)
 
 
 def is_int64(value: int) -> bool:

@@ -19,6 +19,7 @@ from limpet.format.names import join_key
 from limpet.format.rejected import unsupported
 from limpet.state import modules, sharding
 
+_SAVE_NESTED = "Save list(tensor.unbind())"
 _ROWS = {"crow": "crow_indices", "col": "col_indices", "values": "values"}
 _COLUMNS = {"ccol": "ccol_indices", "row": "row_indices", "values": "values"}
 SPARSE_PARTS = {
@@ -55,7 +56,7 @@ def inner_tensors(value: Any, key: str) -> dict[str, Any]:
     not a tensor."""
     torch: Any = lazy_torch.torch_or_none()
     if value.is_nested:  # its shape has a symbol
-        raise unsupported(value, key, "it is a nested tensor", "Save its values() and offsets()")
+        raise unsupported(value, key, "it is a nested tensor", _SAVE_NESTED)
     inner = {name: getattr(value, name, None) for name in _flatten(value, key)[0]}
     if not inner or not all(isinstance(t, torch.Tensor) for t in inner.values()):
         raise unsupported(value, key, f"its inner tensors {list(inner)} are not all tensors")
@@ -64,6 +65,9 @@ def inner_tensors(value: Any, key: str) -> dict[str, Any]:
 
 def split_subclass(value: Any, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a node records besides the inner tensors, and these. Raises ``Unsupported``."""
+    if isinstance(value, lazy_torch.torch_or_none().nn.parameter.UninitializedTensorMixin):
+        why = "it has no shape before the first forward pass"
+        raise unsupported(value, key, why, "Call the module once before the save")
     if not is_subclass(value):
         why = "it is a subclass of Tensor without __tensor_flatten__"
         raise unsupported(value, key, why, "Save tensor.as_subclass(torch.Tensor)")
@@ -114,9 +118,9 @@ def split_sparse(t: Any, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     another tensor that is not dense."""
     layout = str(t.layout).removeprefix("torch.")
     problems = (
-        (t.is_meta, "a meta tensor has no data", "Materialize it before the save"),
+        (t.is_meta, "a meta tensor has no data", "Create it on another device before the save"),
         (t.is_quantized, "it is a quantized tensor", "Save its int_repr(), scale, and zero point"),
-        (t.is_nested, "it is a nested tensor", "Save its values() and offsets()"),
+        (t.is_nested, "it is a nested tensor", _SAVE_NESTED),
         (layout not in SPARSE_PARTS, f"its layout {t.layout} is opaque", "Save to_dense()"),
     )
     for is_present, why, advice in problems:

@@ -25,6 +25,12 @@ from limpet.types import Box
 _DTENSOR_MODULE = "torch.distributed.tensor"
 _SHARDED_TENSOR_MODULE = "torch.distributed._shard.sharded_tensor.api"
 
+MATERIALIZE = (
+    "Create the module on a device with memory. Or call module.to_empty(device=...), and then set"
+    " the buffers that are not saved (persistent=False): they have arbitrary elements"
+)
+"""The advice for a module on the meta device."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxed:
@@ -279,7 +285,7 @@ def _to_dense_local(tensor: Any, key: str) -> Any:
     elif tensor.is_meta or tensor.layout is not torch.strided:
         problem = f"a tensor with layout {tensor.layout} on the device {tensor.device}"
         if tensor.is_meta:
-            todo = "Allocate memory for the module with module.to_empty(device=...)"
+            todo = MATERIALIZE
     if problem is not None:
         raise Unsupported(
             f"Limpet cannot read or fill the memory of the local tensor of {key!r}",

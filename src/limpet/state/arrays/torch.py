@@ -123,8 +123,7 @@ class _TorchTensors(ArrayLibrary):
             raise PlanError(
                 f"The live tensor {key!r} has no memory to load into",
                 found=f"a tensor on {part.device} whose memory was freed or never allocated",
-                todo="If the module is on the meta device, allocate its memory with"
-                " module.to_empty(device=...)",
+                todo=sharding.MATERIALIZE,
                 leaf=key,
             )
         return part
