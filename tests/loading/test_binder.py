@@ -124,7 +124,7 @@ def test_the_advice_for_a_partial_state_begins_with_keys(state, live, keys):
 
 
 def test_the_advice_names_only_keys_within_the_given_keys():
-    state, live = {"a": {"x": 1, "y": [ONE]}, "b": 1, "c": 1}, {"a": {"x": 1}}
+    state, live = {"a": {"x": ONE, "y": [ONE]}, "b": 1, "c": 1}, {"a": {"x": TWO.clone()}}
     assert_load_fails(
         state, live, UnexpectedLeaf, 'as needed: keys="a/x", unexpected="ignore".', keys="a"
     )

@@ -825,12 +825,11 @@ def test_options_that_a_scheduler_added_are_loaded_without_a_scheduler():
 
 def test_a_stateful_object_with_tensors_and_values_is_restored():
     t = torch.randn(3)
-    inner = Stateful(n=1)
-    state = {"t": t, "list": [t, {"x": (1, None)}], "raw": b"z" * 5000, "in": inner, 5: "five"}
+    state = {"t": t, "list": [t, {"x": (1, None)}], "raw": b"z" * 5000, 5: "five"}
     a, b = Stateful(), Stateful()
     a.state = state
     limpet.load(save_state({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
-    assert_same({**state, "in": {"n": 1}}, b.state)
+    assert_same(state, b.state)
 
 
 def test_a_dict_with_a_state_dict_method_is_saved_by_it():

@@ -213,7 +213,7 @@ def test_a_kept_tensor_is_not_overwritten_through_another_name():
     for live in ({"a": shared, "b": shared}, {"b": shared, "a": shared}):
         with pytest.raises(
             PlanError,
-            match=r"'a' and 'b' share memory.*keep its live value|'b' and 'a'.*keep its live value",
+            match=r"share memory.*what one of them keeps",
         ):
             limpet.load(url, into=live, mismatched="keep")
         assert torch.equal(shared, torch.zeros(2))
@@ -431,7 +431,8 @@ def test_a_slot_in_a_higher_precision_keeps_it():
 
 
 LEAVES = st.tuples(st.integers(0, 3), st.sampled_from([torch.float32, torch.float64]))
-TREES = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), LEAVES))
+MEMBERS = st.dictionaries(st.sampled_from("xyz"), LEAVES, min_size=1)
+TREES = st.dictionaries(st.sampled_from("abcd"), MEMBERS)
 
 
 @settings(max_examples=40)

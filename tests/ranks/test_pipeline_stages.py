@@ -155,6 +155,16 @@ def test_nested_containers_of_stages_merge_in_rank_order():
     assert_same(list(states), live_states)
 
 
+def test_a_dict_of_plain_values_takes_what_no_other_stage_has():
+    """A member that another stage expects is its own; one that none expects was added later."""
+    grown = {"a": 1, "deep": {"b": [2, floats(1)]}, "none": {}}
+    saved = [{"best": grown, "d": {"x": {}, 0: 1}}, {"best": grown, "d": {"x": {"y": 5}, 1: 2}}]
+    live = [{"best": {}, "d": {"x": {}, 0: 0}}, {"best": {"old": 3}, "d": {"x": {}, 1: 0}}]
+    load_on_ranks(save_on_ranks(*saved), *live)
+    saved[0]["d"]["x"] = {"y": 5}
+    assert_same(saved, live)
+
+
 def save_two_stages():
     return save_on_ranks(
         {"a": floats(1), "m": {"x": floats(2)}}, {"b": floats(3), "m": {"y": floats(4)}}

@@ -536,7 +536,7 @@ def test_values_that_contain_themselves_are_refused():
         def load_state_dict(self, state):
             raise AssertionError
 
-    assert_refused(Recursive(), "contains itself")
+    assert_refused(Recursive(), "'a/b/me' .* an object in the state of another one")
 
 
 def test_a_state_that_contains_itself_is_refused():
@@ -574,18 +574,16 @@ DEEP = "loader/_snapshot/_worker_snapshots/worker_0/dataset_state"
         ),
         ({"seen": {(1, object())}}, "/seen/1", "a member of a set must be a plain value"),
         (torch.ones(2, device="meta"), "", "a meta tensor has no data"),
-        (Loader({"x": print}), f"{DEEP[6:]}/x", "it is not a tensor"),
+        (Loader({"x": 1}), "", "an object in the state of another one"),
     ],
 )
 def test_the_error_for_a_value_deep_in_an_object_s_state_names_the_object(value, deep, message):
-    inner = isinstance(value, Loader)
-    at = DEEP if inner else "loader"  # the object whose state has the refused value
     with pytest.raises(Unsupported, match=message) as e:
         limpet.save(unused_url(), {"a": 1, "loader": Loader(value)})
-    start = f"'{at}', a Loader, cannot be saved because of a value in its state_dict(): "
+    start = "'loader', a Loader, cannot be saved because of a value in its state_dict(): "
     assert str(e.value).startswith(f"{start}'{DEEP}{deep}' is a")
-    assert f". Or leave the whole of '{at}' out of the state, or wrap it in" in str(e.value)
-    assert (e.value.leaf, e.value.member) == (DEEP + deep, at)
+    assert ". Or leave the whole of 'loader' out of the state, or wrap it in" in str(e.value)
+    assert (e.value.leaf, e.value.member) == (DEEP + deep, "loader")
 
 
 def test_the_state_of_a_loader_with_workers_is_restored():

@@ -12,7 +12,7 @@ _DESCR = re.compile(r"[<>|][biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}(/[0-
 
 def to_descr(dtype: np.dtype[Any]) -> Any:
     """Return a NumPy dtype as JSON. Raises ``ValueError`` if it would not survive a round trip."""
-    if dtype.hasobject or dtype.isbuiltin == 2 or _has_metadata(dtype):
+    if dtype.hasobject or _has_own_meaning(dtype):
         raise ValueError(f"the elements of dtype {dtype} are not plain bytes")
 
     def to_lists(descr: Any) -> Any:
@@ -25,11 +25,13 @@ def to_descr(dtype: np.dtype[Any]) -> Any:
     return descr
 
 
-def _has_metadata(dtype: np.dtype[Any]) -> bool:
-    """Return True if the dtype or a dtype in it has metadata, which ``.npy`` headers omit."""
+def _has_own_meaning(dtype: np.dtype[Any]) -> bool:
+    """Return True if the dtype or a dtype in it is of another package, or has metadata, which
+    ``.npy`` headers omit."""
     inner = [f[0] for f in (dtype.fields or {}).values()]
     inner += [dtype.subdtype[0]] if dtype.subdtype else []
-    return bool(dtype.metadata) or any(map(_has_metadata, inner))
+    is_own = dtype.isbuiltin == 2 or bool(dtype.metadata)
+    return is_own or any(map(_has_own_meaning, inner))
 
 
 def from_descr(descr: Any) -> np.dtype[Any]:

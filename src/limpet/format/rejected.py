@@ -35,6 +35,7 @@ _ADVICE_BY_CLASS = {
     "builtins.range": "Save (value.start, value.stop, value.step)",
     "builtins.slice": "Save (value.start, value.stop, value.step)",
     "random.Random": "Save generator.getstate(), and call setstate() after the load",
+    "numpy.generic": "Save value.item()",
     "numpy.Generator": _NUMPY_RANDOM,
     "numpy.RandomState": "Save generator.get_state(), and call set_state() after the load",
     "numpy.BitGenerator": "Save generator.state, and assign it after the load",

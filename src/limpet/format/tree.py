@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import base64
 import re
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite, nan
+from math import isfinite, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,9 @@ _TENSOR_TAGS = ("tied", *PART_TAGS)
 _INT64_LIMIT = 1 << 63
 _SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCE_TAGS.items()}
-_FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
+_FLOATS = ("nan", "inf", "-inf")
+_NAN_BITS = struct.pack(">d", nan).hex()
+_ANY_TEXT = "surrogatepass"
 _HEX = re.compile("-?0x[0-9a-f]+")
 _DICT_TAGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _PLAIN = frozenset(
@@ -117,7 +120,7 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
     if kind is int:
         return value if is_int64(value) else {"int": hex(value)}
     if kind is float:
-        return value if isfinite(value) else {"float": repr(value)}
+        return value if isfinite(value) else {"float": _encode_special(value)}
     if kind in _SEQUENCE_TAGS:
         return _encode_sequence(value, key, encode_other, depth)
     if kind is complex:
@@ -142,6 +145,9 @@ def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) ->
         encode("".join(names), key, _reject_key)
         node: Node = {name: dict(zip(names, children, strict=True))}
     else:
+        if any(map(_differs_from_itself, names)):
+            why = "no load could find a key that is not equal to itself, such as NaN"
+            raise unsupported(value, key, why, "Use None or a string as the key")
         keys = [encode(k, key, _reject_key, depth + 1) for k in names]
         node = {"items": [list(pair) for pair in zip(keys, children, strict=True)], "of": name}
     if (metadata := getattr(value, "_metadata", None)) is not None:
@@ -178,6 +184,18 @@ def _encode_members(
     if errors:
         raise collect(errors)
     return nodes
+
+
+def _encode_special(value: float) -> str:
+    """Return an infinity as text; a NaN with other bits than ``math.nan`` as its bits."""
+    bits = struct.pack(">d", value).hex()
+    return bits if isnan(value) and bits != _NAN_BITS else repr(value)
+
+
+def _differs_from_itself(key: Any) -> bool:
+    if type(key) in (tuple, frozenset):
+        return any(map(_differs_from_itself, key))
+    return bool(key != key)  # noqa: PLR0124
 
 
 def _encode_scalar(value: np.generic, key: str) -> Node:
@@ -277,6 +295,15 @@ def _decode_int(body: Any) -> int:
     return value
 
 
+def _decode_float(body: Any) -> float:
+    if body in _FLOATS:
+        return float(body)  # a new object, because a set may have several NaN
+    value: float = struct.unpack(">d", bytes.fromhex(body))[0]
+    if _encode_special(value) != body:
+        raise ValueError("not the bits of a NaN")
+    return value
+
+
 def _decode_complex(body: Any) -> complex:
     real, imag = (decode(n, "", reject_leaf) for n in body)
     if type(real) is not float or type(imag) is not float:
@@ -293,12 +320,16 @@ def _decode_scalar(body: Any) -> Any:
     dtype, raw = from_descr(descr), _decode_bytes(text)
     if dtype.itemsize != len(raw):
         raise ValueError("wrong number of bytes")
+    if dtype.kind == "S":  # an array drops NUL at the end
+        return np.bytes_(raw)
+    if dtype.kind == "U":
+        return np.str_(raw.decode(f"utf-32-{'be' if dtype.str[0] == '>' else 'le'}", _ANY_TEXT))
     return np.ndarray((), dtype, bytearray(raw))[()]
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": _decode_int,
-    "float": lambda body: _FLOATS[body],
+    "float": _decode_float,
     "complex": _decode_complex,
     "bytes": _decode_bytes,
     "bytearray": lambda body: bytearray(_decode_bytes(body)),

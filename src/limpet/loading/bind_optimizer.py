@@ -151,7 +151,7 @@ def is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
     (state, _), (groups, _) = members["state"], members["groups"]
     return (
         tag_of(state) == "dict"
-        and all(tag_of(slots) == "dict" for slots in state["dict"].values())
+        and all(tag_of(slots) in ("dict", "items") for slots in state["dict"].values())
         and tag_of(groups) == "list"
         and all(
             tag_of(g) == "dict" and tag_of(g["dict"].get("params")) == "list"

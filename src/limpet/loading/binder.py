@@ -7,6 +7,7 @@ the live state changes. Each binding returns a ``Finalize`` function that sets v
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,11 @@ from limpet.types import DTYPES, Box
 _NON_VALUE_TAGS = frozenset(
     {"tensor", "array", "tied", "sparse", "dict", "ordered", "items", "list", "tuple"}
 )
+
+_CONTAINER_TAGS: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((dict, OrderedDict, Counter), ("dict", "ordered", "items")),
+    **dict.fromkeys((list, tuple), ("list", "tuple")),
+}
 
 
 _Bind = Callable[[Binding, Any, Any, str], Finalize]
@@ -97,19 +103,49 @@ def _bind_dict(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         live_keys = tree.child_keys(list(value), key)
     except ValueError as e:
         raise unsupported(value, key, f"a key cannot be converted to text: {e}") from e
+    # below the top level, a dict of plain values takes the members of the snapshot, in their order
+    is_plain = key != "" and node is not ABSENT and _is_plain(value)
+    bind_member = _bind_plain if is_plain else bind
     finalizers: dict[Any, Finalize] = {}
-    for name, live_key in zip(value, live_keys, strict=True):
+    live, selected = dict(zip(value, live_keys, strict=True)), binding.selected
+    for name in {**members, **live} if is_plain else live:
         # prefer the snapshot's key, which is unique even if two names have the same text
-        child_node, child_key = members.pop(name, (ABSENT, live_key))
-        finalizers[name] = bind(binding, value[name], child_node, child_key)
+        child, k = members.pop(name, None) or (ABSENT, live[name])
+        if name not in live:
+            if binding.takes(child, k):
+                finalizers[name] = binding.targets.add_fresh(child, k)
+        elif not is_plain or child is not ABSENT or binding.keeps_missing or not selected(k):
+            finalizers[name] = bind_member(binding, value[name], child, k)
     binding.note_unexpected(members.values())
 
     def finalize() -> Any:
-        for name, finalize_member in finalizers.items():
-            value[name] = finalize_member()
+        loaded = {name: finalize_member() for name, finalize_member in finalizers.items()}
+        if is_plain:
+            value.clear()
+        value.update(loaded)
         return value
 
     return finalize
+
+
+def _bind_plain(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Bind a member of a container of plain values: in place if it is a container, as the saved
+    one is. Otherwise, it takes the saved value, of whatever kind."""
+    tags = _CONTAINER_TAGS.get(type(value), ())
+    if node is ABSENT or tag_of(node) in tags or not binding.is_any_selected(node, key):
+        return bind(binding, value, node, key)
+    return binding.targets.add_fresh(node, key)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return True for a value that is not filled in place, and a container that has only those."""
+    if type(value) in _CONTAINER_TAGS and depth <= tree.MAX_DEPTH:
+        members = value.values() if isinstance(value, dict) else value
+        return all(_is_plain(member, depth + 1) for member in members)
+    is_container = isinstance(value, dict | list | tuple)
+    is_wrapped = isinstance(value, PerRank | Replicated)
+    is_filled = is_wrapped or library_of(type(value)) is not None or modules.is_stateful(value)
+    return not (is_container or is_filled)
 
 
 def _bind_sequence(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
@@ -118,14 +154,16 @@ def _bind_sequence(binding: Binding, value: Any, node: Any, key: str) -> Finaliz
         binding.note_other_kind(type(value).__name__, node, key)
         return lambda: value
     nodes = () if node is ABSENT else node[tag]
-    if node is not ABSENT and len(nodes) != len(value) and not any(map(_is_filled_in_place, value)):
+    is_plain = node is not ABSENT and _is_plain(value)
+    if is_plain and len(nodes) != len(value):
         # a list of plain values, such as a history, takes its saved length
         if not binding.is_any_selected(node, key):
             return lambda: value
         finalize_fresh = binding.targets.add_fresh(node, key)
         return lambda: _assign_elements(value, finalize_fresh())
+    bind_member = _bind_plain if is_plain else bind
     finalizers = [
-        bind(binding, v, nodes[i] if i < len(nodes) else ABSENT, join_key(key, str(i)))
+        bind_member(binding, v, nodes[i] if i < len(nodes) else ABSENT, join_key(key, str(i)))
         for i, v in enumerate(value)
     ]
     surplus = enumerate(nodes[len(value) :], len(value))
@@ -230,9 +268,3 @@ def _assign_elements(value: Any, loaded: Any) -> Any:
         return loaded
     value[:] = loaded
     return value
-
-
-def _is_filled_in_place(value: Any) -> bool:
-    """Return True if a live value is filled in place rather than replaced."""
-    is_container = isinstance(value, dict | list | tuple)
-    return is_container or library_of(type(value)) is not None or modules.is_stateful(value)

@@ -61,15 +61,18 @@ STATE_INVALID = (
 @dataclass
 class Binding:
     """One binding of a live state to a snapshot's tree. ``resized``: leaves of another shape on any
-    rank, with both shapes; they and the slots of these parameters keep their live values."""
+    rank, with both shapes; they and the slots of these parameters keep their live values.
+    ``taken``: leaves that no rank has, of dicts that take them; None if there is one rank."""
 
     targets: LoadTargets
     selected: KeyFilter
     parameter_names: dict[int, str]
     rank: int = 0
     cast: bool = False
+    keeps_missing: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)
     resized: Mapping[str, str] = field(default_factory=dict)
+    taken: frozenset[str] | None = None
     resized_ids: dict[int, str] = field(default_factory=dict)
     differences: Differences = field(default_factory=Differences)
     claims: dict[Memory | None, dict[Any, Claim]] = field(default_factory=dict)
@@ -97,6 +100,17 @@ class Binding:
         """Record members of the snapshot that the live state lacks: nodes, each with its key."""
         for child, key in members:
             self.differences.unexpected += [k for k, _ in tree.walk(child, key) if self.selected(k)]
+
+    def takes(self, node: Any, key: str) -> bool:
+        """Return True if a dict of plain values takes a member of the snapshot that it lacks. With
+        several ranks, it is first unexpected, because another one may have it."""
+        keys = [k for k, _ in tree.walk(node, key) if self.selected(k)]
+        keys = keys or [key] * self.selected(key)  # of an empty container
+        if self.taken is None or not self.taken.isdisjoint(keys):
+            return bool(keys)
+        self.differences.unexpected += keys
+        self.differences.growing += keys
+        return False
 
     def is_any_selected(self, node: Any, key: str) -> bool:
         """Return True if any part of a node is selected."""

@@ -34,6 +34,7 @@ class Differences:
 
     missing: list[str] = field(default_factory=list)  # the snapshot lacks them
     unexpected: list[str] = field(default_factory=list)  # the live state lacks them
+    growing: list[str] = field(default_factory=list)  # unexpected, in dicts of plain values
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)  # they can be converted
     kinds: dict[str, str] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Differences:
         combined._keep_reassigned(groups)
         on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
         combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
-        for name in ("missing", "objects", "options", "modules", "absent"):
+        for name in ("missing", "growing", "objects", "options", "modules", "absent"):
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:

@@ -138,17 +138,28 @@ def _bind(
         )
     targets.is_live = True
     names = modules.parameter_names(into)
-    binding = Binding(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
+    binding = Binding(
+        targets,
+        selected,
+        names,
+        collective.rank,
+        cast=leniency.cast,
+        keeps_missing=leniency.missing == "keep",
+        taken=None if collective.size == 1 else frozenset(),
+        renames=leniency.rename,
+    )
     finalize = bind(binding, into, tree, "")
     check_shared_memory(binding.claims, snapshot)
     binding.differences.combine_ranks(collective)
-    if resized := binding.differences.resized:
+    found = binding.differences
+    taken = frozenset(found.growing).intersection(found.unexpected)
+    if found.resized or taken:
         # again, because the slots of resized parameters are kept, and a parameter may come after
-        # its optimizer. What one rank keeps, all ranks keep.
+        # its optimizer. What one rank keeps or takes, all ranks do.
         del finalize
         targets.clear()
         fresh = Differences()
-        binding = replace(binding, resized=resized, differences=fresh, claims={})
+        binding = replace(binding, resized=found.resized, taken=taken, differences=fresh, claims={})
         finalize = bind(binding, into, tree, "")
         check_shared_memory(binding.claims, snapshot)
         binding.differences.combine_ranks(collective)

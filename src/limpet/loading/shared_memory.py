@@ -16,6 +16,7 @@ from limpet.layout.read_plan import ReadRequest
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import Memory, part_library
+from limpet.state.memory_ranges import find_read_only
 from limpet.types import Box
 
 
@@ -33,8 +34,19 @@ class Claim(NamedTuple):
 def check_shared_memory(
     claims: Mapping[Any, Mapping[Any, Claim]], snapshot: SnapshotReader
 ) -> None:
-    """Raise ``PlanError`` if arrays share elements of memory for which the snapshot has different
-    values. Only arrays whose ranges of memory overlap are read for this, into new memory."""
+    """Raise ``PlanError`` if an array is in read-only memory, or if arrays share elements of memory
+    for which the snapshot has different values. Only arrays whose ranges of memory overlap are read
+    for this, into new memory."""
+    filled = [c for claim in claims.values() for c in claim.values() if c.source is not None]
+    on_host = [c for c in filled if c.memory.device == "cpu"]
+    for claim, is_read_only in zip(on_host, find_read_only(c.memory.range for c in on_host)):
+        if is_read_only:
+            raise PlanError(
+                f"The live array {claim.key!r} is in memory that this process may only read",
+                found="memory such as that of a file mapped for reading",
+                todo="Put an array with its own memory into the live state: tensor.clone()",
+                leaf=claim.key,
+            )
     groups = [
         g
         for g in _group_by_range(chain(*(c.values() for c in claims.values())))
@@ -113,18 +125,15 @@ def _find_overwritten(pairs: Sequence[tuple[Claim, NDArray[np.uint8]]]) -> int |
 
 
 def _conflict(first: Claim, second: Claim) -> PlanError:
-    names = f"The live arrays {first.key!r} and {second.key!r} share memory"
+    arrays = f"The live arrays {first.key!r} and {second.key!r}"
     if first is second:
-        names = f"Several elements of the live array {first.key!r} share memory"
-    is_kept = None in (first.source, second.source)
+        arrays = f"Elements of the live array {first.key!r}"
+    kept = "what one of them keeps"
     return PlanError(
-        f"{names}, but would get different elements",
-        expected="elements of their own, or equal ones, as tied tensors have",
-        found="that one of them would keep its live value"
-        if is_kept
-        else f"different elements of {first.source} and {second.source} in the snapshot",
-        todo="Give each of them its own memory in the live state, such as by tensor.clone(), or"
-        " exclude one with keys=",
+        f"{arrays} share memory, but would get different elements",
+        found=f"different elements of {first.source or kept} and {second.source or kept}",
+        todo="Give each its own memory in the live state, such as by tensor.clone(), or exclude one"
+        " with keys=",
         leaf=second.key,
         leaves=(first.key, second.key),
     )

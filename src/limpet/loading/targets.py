@@ -15,6 +15,7 @@ from limpet.layout.read_plan import ReadRequest
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.leaf import allocate, as_records
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state import composites
 from limpet.types import Box
 
 Finalize = Callable[[], Any]
@@ -121,25 +122,9 @@ class LoadTargets:
         }
 
     def _make_sparse(self, body: Any, key: str) -> Any:
-        import torch
-
         parts = {n: self.decode_leaf(p, join_key(key, n)) for n, p in body["parts"].items()}
-        shape = tuple(body["shape"])
         try:
-            if body["layout"] == "sparse_coo":
-                tensor = torch.sparse_coo_tensor(
-                    parts["indices"], parts["values"], shape, check_invariants=True
-                )
-                return tensor._coalesced_(body["coalesced"])
-            compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
-            return torch.sparse_compressed_tensor(
-                parts[compressed],
-                parts[plain],
-                parts["values"],
-                shape,
-                layout=getattr(torch, body["layout"]),
-                check_invariants=True,
-            )
+            return composites.make_sparse(body, parts)
         except (RuntimeError, TypeError, ValueError) as e:
             file = self.snapshot.location.key(MANIFEST)
             raise tree.invalid_node({"sparse": body}, key, file) from e

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 from limpet import lazy_torch
@@ -115,7 +116,7 @@ def _flatten(value: Any, key: str) -> tuple[list[str], Any]:
 
 def split_sparse(t: Any, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the node of a sparse tensor records, and its parts. Raises ``Unsupported`` for
-    another tensor that is not dense."""
+    another tensor that is not dense, and for indices with which no load could create it."""
     layout = str(t.layout).removeprefix("torch.")
     problems = (
         (t.is_meta, "a meta tensor has no data", "Create it on another device before the save"),
@@ -129,4 +130,38 @@ def split_sparse(t: Any, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     t = t.detach()
     is_coalesced = layout == "sparse_coo" and t.is_coalesced()
     body = {"layout": layout, "shape": list(t.shape), "coalesced": is_coalesced}
-    return body, {name: getattr(t, method)() for name, method in SPARSE_PARTS[layout].items()}
+    parts = {name: getattr(t, method)() for name, method in SPARSE_PARTS[layout].items()}
+    try:
+        make_sparse(body, parts)
+    except (RuntimeError, TypeError, ValueError) as e:
+        why = f"no load could create it: {str(e).partition(chr(10))[0][:200]}"
+        raise unsupported(t, key, why, "Create it with check_invariants=True") from e
+    return body, parts
+
+
+def make_sparse(body: Any, parts: dict[str, Any]) -> Any:
+    """Return the sparse tensor of which a node records ``body``, without a copy of its parts. They
+    may come from outside: raises ``RuntimeError``, ``TypeError``, or ``ValueError``."""
+    torch: Any = lazy_torch.torch_or_none()
+    shape, values = tuple(body["shape"]), parts["values"]
+    if body["layout"] == "sparse_coo":
+        tensor = torch.sparse_coo_tensor(parts["indices"], values, shape, check_invariants=True)
+        return tensor._coalesced_(body["coalesced"])
+    by_rows = "crow" in parts
+    compressed, plain = (parts[n] for n in (("crow", "col") if by_rows else ("ccol", "row")))
+    make = functools.partial(
+        torch.sparse_compressed_tensor, size=shape, layout=getattr(torch, body["layout"])
+    )
+    try:
+        return make(compressed, plain, values, check_invariants=True)
+    except RuntimeError:
+        # torch and SciPy also create tensors with plain indices that are not sorted or distinct.
+        # All else is checked with the indices 0, 1, 2, ... of each row
+        starts = compressed[..., :-1].flatten().repeat_interleave(compressed.diff().flatten())
+        count = torch.arange(plain.shape[-1], device=plain.device, dtype=plain.dtype)
+        make(compressed, count - starts.view(plain.shape), values, check_invariants=True)
+        dim = compressed.ndim - 1 + by_rows
+        block = values.shape[dim + 1] if "bs" in body["layout"] else 1
+        if not 0 <= plain.min() <= plain.max() < shape[dim] // block:
+            raise
+        return make(compressed, plain, values, check_invariants=False)

@@ -195,14 +195,15 @@ class _Flattener:
             return {"blob": [type(value).__name__, len(value)]}
         if (node := torch_types.encode(value)) is not None:
             return node
+        is_stateful = modules.is_stateful(value) and not isinstance(value, type)
+        if self.enclosing_ids and (is_stateful or isinstance(value, PerRank | Replicated)):
+            why = "it is an object in the state of another one, which would get a dict instead"
+            advice = "Return its state_dict() there, and pass that to its load_state_dict()"
+            raise unsupported(value, key, why, advice)
         if isinstance(value, Replicated) or (
             keeps_per_rank(value) and self.forced_replication is None
         ):
             return self._encode_rank_dependent(value, key, depth)
-        if id(value) in self.enclosing_ids:
-            raise unsupported(value, key, "its state contains itself")
-        if len(self.enclosing_ids) > nodes.MAX_DEPTH:
-            raise nested_too_deeply(value, key, "each object's state has another object")
         modules.require_complete(value, key)
         self.enclosing_ids.append(id(value))
         try:
@@ -213,7 +214,7 @@ class _Flattener:
                 groups = join_key(key, "groups")
                 params = (f"{groups}/{i}/params" for i in range(len(state["groups"])))
                 self.flat.merged_lists += [groups, *params]
-            elif modules.is_stateful(value) and not isinstance(value, type):
+            elif is_stateful:
                 return self._encode_stateful(value, key, depth)
             else:
                 raise unsupported(value, key, NOT_PLAIN)

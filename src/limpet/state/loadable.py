@@ -9,6 +9,7 @@ import numpy as np
 
 from limpet import lazy_torch
 from limpet.ragged import sorted_unique
+from limpet.state.memory_ranges import find_read_only
 from limpet.state.walk import find_named_instances
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def shares_elements(t: torch.Tensor) -> bool:
 
 def find_unwritable(state: Any) -> list[str]:
     """Return the names of the parameters, persistent buffers, and tensors in containers whose
-    elements share memory. They can be saved, but not loaded in place."""
+    elements share memory, or are in read-only memory. They can be saved, but not loaded in place.
+    """
     torch = lazy_torch.torch_or_none()
     if torch is None:
         return []
@@ -50,14 +52,16 @@ def find_unwritable(state: Any) -> list[str]:
         for name, t in _saved_tensors(module)
     ]
     members += find_named_instances(state, torch.Tensor)
-    return [
-        name
+    dense = [
+        (name, t)
         for name, t in members
         if type(t) in (torch.Tensor, torch.nn.Parameter)
         and t.layout is torch.strided
         and not t.is_nested
-        and shares_elements(t)
     ]
+    starts = [t.data_ptr() if t.is_cpu else 0 for _, t in dense]
+    read_only = find_read_only((start, start + 1) for start in starts)
+    return [name for (name, t), no_write in zip(dense, read_only) if no_write or shares_elements(t)]
 
 
 def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

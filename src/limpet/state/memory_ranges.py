@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -14,6 +16,24 @@ RangesOfSize = tuple[int, NDArray[np.int64]]
 
 _FIRST_ADDRESS = 1 << 12
 """No object is at a lower address."""
+
+
+def find_read_only(ranges: Iterable[tuple[int, int]]) -> list[bool]:
+    """Return for each range of host memory, given by its first address and the one after it, True
+    if this process may not write to it, as to a file mapped for reading. Only Linux says so."""
+    starts, stops = [0], [0]
+    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            addresses, rights, _ = line.split(None, 2)
+            if rights[1:2] != b"w":
+                start, _, stop = addresses.partition(b"-")
+                starts.append(int(start, 16))
+                stops.append(int(stop, 16))
+
+    def is_read_only(address: int) -> bool:
+        return address < stops[bisect_right(starts, address) - 1]
+
+    return [is_read_only(first) or is_read_only(end - 1) for first, end in ranges]
 
 
 def group_ranges(ranges: Iterable[tuple[int, int]]) -> list[RangesOfSize]:

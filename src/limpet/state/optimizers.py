@@ -6,6 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from limpet.errors import PlanError
+from limpet.format.names import join_key
+from limpet.format.rejected import unsupported
 from limpet.lazy_torch import torch_or_none
 from limpet.text import with_article
 
@@ -79,4 +81,8 @@ def optimizer_state(
         {k: v for k, v in group.items() if k not in ("params", "param_names")} | {"params": members}
         for group, members in zip(optimizer.param_groups, grouped, strict=True)
     ]
+    for i, name in ((i, name) for i, group in enumerate(groups) for name in group):
+        if type(name) is not str:
+            option = join_key(join_key(key, f"groups/{i}"), repr(name))
+            raise unsupported(name, option, "the name of an option must be a string")
     return {"state": state, "groups": groups}

@@ -138,8 +138,8 @@ def check_loadable(state: dict[str, Any]) -> None:
     if unwritable:
         raise PlanError(
             f"{format_list(unwritable, MAX_SHOWN)} in the state could be saved, but never loaded:"
-            " several elements share memory, as in an expanded tensor",
-            expected="tensors whose elements each have their own memory",
+            " several elements share memory, as in an expanded tensor, or the memory is read-only",
+            expected="tensors whose elements each have their own memory, which can be written to",
             found=f"{len(unwritable)} without",
             todo="Use tensor.clone(memory_format=torch.contiguous_format), also for a buffer, or"
             " register the buffer with persistent=False if it is a constant",

@@ -30,12 +30,13 @@ class _NumpyArrays(ArrayLibrary):
 
     def describe(self, value: Array) -> tuple[str, str]:
         dtype = value.dtype
-        if dtype.isnative and (name := _NAMES.get(dtype.char) or dtype.name) in DTYPES:
+        # a dtype of another package may have the name or the character of one of NumPy's
+        if dtype.isbuiltin == 1 and (name := _NAMES.get(dtype.char) or dtype.name) in DTYPES:
             return "array", name
         try:  # as it will be loaded
             return "array", str(from_descr(to_descr(dtype)))
         except ValueError:
-            return "array", str(dtype)
+            return "array", repr(dtype)
 
     def local_boxes(self, value: Array, key: str) -> LocalBoxes:
         tag, dtype = self.describe(value)
@@ -54,7 +55,11 @@ class _NumpyArrays(ArrayLibrary):
             descr = to_descr(value.dtype)
         except ValueError as e:
             advice = "Save array.tolist(), or convert it to a dtype without objects"
-            raise unsupported(value, key, str(e), advice * value.dtype.hasobject) from e
+            if value.dtype.isbuiltin == 2:
+                advice = f'Save array.view("u{value.itemsize}"), and view it as the dtype again'
+            elif not value.dtype.hasobject:
+                advice = ""
+            raise unsupported(value, key, str(e), advice) from e
         rows = (*value.shape, value.dtype.itemsize)
         node = leaf_node(value, LocalBoxes(rows, (), "uint8", tag="array"), key, descr)
         return structs.replace(self.local_boxes(value, key), node=node)

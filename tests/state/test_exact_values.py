@@ -1,0 +1,332 @@
+"""Every kind of value is refused by a save, or kept with its type and its bits: without a live
+state, in a live state, and by a run."""
+
+import collections
+import datetime
+import decimal
+import enum
+import itertools
+import mmap
+import pathlib
+import struct
+from math import inf, nan
+
+import numpy as np
+import pytest
+import torch
+from numpy._core._rational_tests import rational
+from torch import nn
+
+import limpet
+from limpet.errors import PlanError, Unsupported
+from tests.states import DTYPE_NAMES, assert_same, random_tensor, save_state
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse",
+    "ignore:ComplexHalf",
+    "ignore:.*prototype stage",
+    "ignore:.*deprecated",
+    "ignore:The given",
+)
+
+PAYLOAD, SIGNALING = (
+    struct.unpack("<d", struct.pack("<Q", bits))[0]
+    for bits in (0x7FF8_0000_0000_0123, 0xFFF0_0000_0000_0001)
+)
+Point = collections.namedtuple("Point", "a b")
+Color = enum.Enum("Color", "RED")
+Level = enum.IntEnum("Level", "LOW")
+RECORD = [("a", "<i4"), ("b", "S3")]
+ALIGNED = np.dtype([("a", "i1"), ("b", "<i8")], align=True)
+OFFSETS = np.dtype({"names": ["a"], "formats": ["<i4"], "offsets": [4], "itemsize": 16})
+OVERLAPPING = {"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [0, 2]}
+
+
+def rows(crow, col, values, size, make=torch.sparse_csr_tensor):
+    return make(*map(torch.tensor, (crow, col)), torch.tensor(values), size)
+
+
+def coo(indices, values, size):
+    return torch.sparse_coo_tensor(indices, values, size)
+
+
+KEPT = {
+    "bool": lambda: True,
+    "int": lambda: 1 << 63,
+    "long": lambda: -(10**5000),
+    "float": lambda: 5e-324,
+    "zero": lambda: -0.0,
+    "inf": lambda: [inf, -inf],
+    "nan": lambda: nan,
+    "negative nan": lambda: -nan,
+    "payload": lambda: PAYLOAD,
+    "signaling": lambda: [SIGNALING, {"x": SIGNALING}],
+    "complex": lambda: complex(-0.0, -nan),
+    "complex payload": lambda: complex(PAYLOAD, inf),
+    "text": lambda: "\0a\0",
+    "bytes": lambda: b"a\0",
+    "blob": lambda: bytes(5000),
+    "bytearray": lambda: bytearray(b"\0" * 4096),
+    "set": lambda: {1, "a", None, (1, -0.0), b"\0", 2j},
+    "set of nan": lambda: {nan, float("nan"), PAYLOAD, (PAYLOAD,), np.float32("nan")},
+    "frozenset": lambda: frozenset({frozenset({nan}), PAYLOAD}),
+    "names": lambda: {1: 1, "1": 2, -0.0: 3, None: 4, (1, (2,)): 5, b"\0": 6, 1 << 70: 7, "a\0": 8},
+    "NumPy's names": lambda: {np.int64(3): 1, np.str_("a\0"): 2, np.timedelta64(1, "s"): 3},
+    "np.str_": lambda: np.str_("a\0\0"),
+    "np.str_ of NUL": lambda: np.str_("\0"),
+    "np.str_ empty": lambda: np.str_(""),
+    "np.str_ surrogate": lambda: np.str_("\ud800\0"),
+    "np.bytes_": lambda: np.bytes_(b"a\0"),
+    "np.bytes_ empty": lambda: np.bytes_(b""),
+    "np.void": lambda: np.void(b"ab\0"),
+    "np.float16 nan": lambda: np.uint16(0x7E01).view(np.float16),
+    "np.float32 nan": lambda: np.uint32(0xFF800001).view(np.float32),
+    "np.float64": lambda: np.float64(-0.0),
+    "np.longdouble": lambda: np.zeros(1, np.longdouble)[0],  # others have random padding
+    "np.clongdouble": lambda: np.zeros(1, np.clongdouble)[0],
+    "np.bool": lambda: np.bool_(True),
+    "np.datetime64": lambda: np.datetime64("2020-01-01T00:00:00.1", "25us"),
+    "NaT": lambda: np.datetime64("NaT"),
+    "np.timedelta64": lambda: np.timedelta64(3, "D"),
+    "record": lambda: np.zeros(2, RECORD)[1],
+    "dtype": lambda: torch.bfloat16,
+    "device": lambda: torch.device("cuda", 1),
+    "Size": lambda: torch.Size([2, 3]),
+    "array 0-d": lambda: np.array(PAYLOAD),
+    "array of records": lambda: np.array([(1, b"a\0"), (2, b"")], RECORD),
+    "array with padding": lambda: np.array([(1, 2)], ALIGNED),
+    "array with offsets": lambda: np.array([(3,)], OFFSETS),
+    "array of text": lambda: np.array(["a\0", "b"]),
+    "array of bytes": lambda: np.array([b"a\0", b""]),
+    "array of NaT": lambda: np.array(["NaT", "2020"], "M8[D]"),
+    "array big-endian": lambda: np.arange(3, dtype=">f8")[::-1],
+    "array of longdouble": lambda: np.zeros(3, np.longdouble),
+    "array of void": lambda: np.frombuffer(b"abcdef", "V3").copy(),
+    "array of nothing": lambda: np.zeros(3, "V0"),
+    "array without elements": lambda: np.empty((0, 3), ">i4"),
+    "array Fortran": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "array read-only": lambda: np.broadcast_to(np.arange(3.0), (2, 3)),
+    "array read-only bytes": lambda: np.broadcast_to(np.array([b"ab"]), (2, 1)),
+    "tensor 0-d": lambda: torch.tensor(SIGNALING, dtype=torch.float64),
+    "tensor empty": lambda: torch.empty(0, 3),
+    "parameter": lambda: nn.Parameter(torch.ones(2)),
+    "conjugate": lambda: torch.tensor([1 + 2j, complex(-0.0, nan)]).conj(),
+    "negated": lambda: torch.tensor([1 + 2j]).conj().imag,
+    "subnormal": lambda: torch.full((3,), 1e-45),
+    "COO": lambda: coo([[0, 1]], [-0.0, nan], (3,)),
+    "COO duplicates": lambda: coo([[2, 0, 0]], [1.0, 2.0, 3.0], (3,)),
+    "COO hybrid": lambda: coo([[0, 2]], torch.ones(2, 3), (3, 3)),
+    "COO empty": lambda: torch.sparse_coo_tensor(size=(3, 4)),
+    "COO scalar": lambda: coo(torch.empty(0, 2, dtype=torch.int64), torch.ones(2), ()),
+    "CSR": lambda: torch.eye(3).to_sparse_csr(),
+    "CSR unsorted": lambda: rows([0, 2, 2], [1, 0], [1.0, 2.0], (2, 2)),
+    "CSR duplicates": lambda: rows([0, 2, 2], [1, 1], [1.0, 2.0], (2, 2)),
+    "CSR int32": lambda: torch.sparse_csr_tensor(
+        *(torch.tensor(i, dtype=torch.int32) for i in ([0, 2, 2], [1, 0])), torch.ones(2), (2, 2)
+    ),
+    "CSR batches": lambda: rows(
+        [[0, 2, 2], [0, 1, 2]], [[1, 0], [0, 1]], [[1.0, 2.0], [3.0, 4.0]], (2, 2, 2)
+    ),
+    "CSR hybrid": lambda: rows([0, 2, 2], [1, 0], [[1.0, 2.0], [3.0, 4.0]], (2, 2, 2)),
+    "CSR empty": lambda: torch.zeros(2, 3).to_sparse_csr(),
+    "CSC unsorted": lambda: rows([0, 2, 2], [1, 0], [True, False], (2, 2), torch.sparse_csc_tensor),
+    "BSR unsorted": lambda: rows(
+        [0, 2, 2], [2, 0], torch.ones(2, 2, 1).tolist(), (4, 3), torch.sparse_bsr_tensor
+    ),
+    "BSC unsorted": lambda: rows(
+        [0, 2, 2], [2, 0], torch.ones(2, 1, 2).tolist(), (3, 4), torch.sparse_bsc_tensor
+    ),
+    **{name: lambda d=name: random_tensor(getattr(torch, d), (2, 3)) for name in DTYPE_NAMES},
+}
+REFUSED = {
+    "int subclass": lambda: type("I", (int,), {})(3),
+    "float subclass": lambda: type("F", (float,), {})(3),
+    "str subclass": lambda: type("S", (str,), {})("a"),
+    "dict subclass": lambda: collections.defaultdict(int),
+    "datetime": lambda: datetime.datetime(2026, 1, 2),
+    "path": lambda: pathlib.PurePosixPath("x"),
+    "decimal": lambda: decimal.Decimal(1),
+    "enum": lambda: Color.RED,
+    "IntEnum": lambda: Level.LOW,
+    "namedtuple": lambda: Point(1, 2),
+    "range": lambda: range(3),
+    "slice": lambda: slice(3),
+    "Ellipsis": lambda: ...,
+    "layout": lambda: torch.strided,
+    "memory format": lambda: torch.channels_last,
+    "np.dtype": lambda: np.dtype("f4"),
+    "text with surrogates": lambda: "\ud800",
+    "a name NaN": lambda: {nan: 1},
+    "a name of NumPy's NaN": lambda: {np.float32("nan"): torch.ones(2)},
+    "a name NaT": lambda: {np.datetime64("NaT"): 1},
+    "a name with NaN in it": lambda: collections.OrderedDict({(1, (2, nan)): 1}),
+    "a counted NaN": lambda: collections.Counter([frozenset({complex(0, nan)})]),
+    "a name of a type": lambda: {torch.float32: 1},
+    "a long name": lambda: {b"x" * 5000: 1},
+    "array of objects": lambda: np.array([None]),
+    "array of strings": lambda: np.array(["a"], np.dtypes.StringDType()),
+    "array of another package": lambda: np.array([rational(1, 2)]),
+    "scalar of another package": lambda: rational(1, 2),
+    "records of another package": lambda: np.zeros(2, [("a", rational)]),
+    "records of objects": lambda: np.zeros(2, [("a", "O")])[0],
+    "overlapping fields": lambda: np.zeros(2, np.dtype(OVERLAPPING)),
+    "recarray": lambda: np.rec.array([(1, 2)]),
+    "np.record": lambda: np.rec.array([(1, 2)], dtype=[("a", "<i4"), ("b", "<i4")])[0],
+    "masked array": lambda: np.ma.array([1]),
+    "dtype with metadata": lambda: np.zeros(2, np.dtype("f4", metadata={"a": 1})),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "meta": lambda: torch.empty(2, device="meta"),
+    "without memory": lambda: torch._efficientzerotensor(3),
+    "opaque": lambda: torch.ones(2, 2).to_mkldnn(),
+    "COO out of bounds": lambda: coo(torch.tensor([[0, 7]]), torch.ones(2), (3,)),
+    "COO negative": lambda: coo(torch.tensor([[0, -1]]), torch.ones(2), (3,)),
+    "CSR out of bounds": lambda: rows([0, 2, 2], [1, 5], [1.0, 2.0], (2, 2)),
+    "CSR negative": lambda: rows([0, 2, 2], [1, -1], [1.0, 2.0], (2, 2)),
+    "CSR decreasing": lambda: rows([0, 2, 1], [1, 0], [1.0, 2.0], (2, 2)),
+    "CSR too full": lambda: rows([0, 3, 3], [1, 1, 0], [1.0, 2.0, 3.0], (2, 2)),
+    "BSR out of bounds": lambda: rows(
+        [0, 2, 2], [2, 0], torch.ones(2, 2, 2).tolist(), (4, 4), torch.sparse_bsr_tensor
+    ),
+    "generator": torch.Generator,
+    "storage": lambda: torch.ones(2).untyped_storage(),
+    "uninitialized": nn.UninitializedParameter,
+}
+
+
+def live(value):
+    """Return a live value of the same kind, with other elements if a load fills it in place."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return torch.zeros_like(value.detach().resolve_conj().resolve_neg())
+    return np.zeros_like(value) if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_value_keeps_its_type_and_bits(kind):
+    make = KEPT[kind]
+    saved = {"x": make(), "in": [{"x": make()}]}
+    url = save_state({**saved, "each": limpet.PerRank(make())})
+    assert_same({**saved, "each": {"0": make()}}, limpet.load(url))
+    for start in (live, lambda _: None):
+        new = {"x": start(make()), "in": [{"x": start(make())}]}
+        state = {**new, "each": limpet.PerRank(start(make()))}
+        limpet.load(url, into=state)
+        each = state.pop("each").value
+        assert_same({**saved, "each": make()}, {**state, "each": each})
+        if getattr(new["x"], "layout", None) is torch.strided or type(new["x"]) is np.ndarray:
+            assert state["x"] is new["x"]
+
+
+@pytest.mark.parametrize("start", [live, lambda _: None])
+def test_a_run_keeps_all_of_them(start, tmp_path):
+    saved = {kind: make() for kind, make in KEPT.items()}
+    with limpet.Checkpointer(tmp_path, saved, save=limpet.EverySteps(1), quiet=True) as ckpt:
+        for _ in range(2):
+            ckpt.step()
+    state = {kind: start(make()) for kind, make in KEPT.items()}
+    with limpet.Checkpointer(tmp_path, state, quiet=True) as ckpt:
+        assert ckpt.resume() is not None
+    assert_same(saved, state)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_value_that_would_change_is_refused(kind):
+    make = REFUSED[kind]
+    for state, leaf in (({"x": make()}, "x"), ({"a": [{"x": make()}]}, "a/0/x")):
+        with pytest.raises(Unsupported, match="cannot be saved faithfully") as e:
+            limpet.save("memory://refused/version_1", state)
+        assert e.value.leaf.startswith(leaf)
+        assert e.value.todo
+
+
+def test_a_run_refuses_all_of_them(tmp_path):
+    state = {kind.replace(" ", ""): make() for kind, make in REFUSED.items()}
+    with (
+        pytest.raises(Unsupported, match=f"{len(state)} values of the state") as e,
+        limpet.Checkpointer(tmp_path, state, save=limpet.EverySteps(1)) as ckpt,
+    ):
+        ckpt.step()
+    assert {leaf.partition("/")[0] for leaf in e.value.leaves} == state.keys()
+    assert not [*tmp_path.glob("version_*")]
+
+
+def test_a_dtype_of_another_package_is_not_taken_for_one_of_numpy(monkeypatch):
+    """As of ml_dtypes, of which one has the character of uint64, and others have names of torch."""
+    from limpet.state.arrays import numpy as numpy_arrays
+
+    monkeypatch.setitem(numpy_arrays._NAMES, np.dtype(rational).char, "uint64")
+    for value in (np.array([rational(1, 2)]), np.zeros((0, 2), rational)):
+        with pytest.raises(Unsupported, match=r'rational.*Save array\.view\("u8"\)'):
+            limpet.save("memory://other/version_1", {"x": value})
+    url = save_state({"x": np.arange(2, dtype=np.uint64)})
+    with pytest.raises(limpet.errors.DTypeMismatch, match=r"uint64, live dtype\(rational\)"):
+        limpet.load(url, into={"x": np.array([rational(1, 2)] * 2)})
+
+
+def read_only(tmp_path):
+    """Return tensors in memory that the process may only read."""
+    path = tmp_path / "data"
+    np.arange(4096, dtype=np.float32).tofile(path)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    of_memmap = torch.from_numpy(np.memmap(path, np.float32, "r"))
+    return {
+        "memmap": of_memmap,
+        "part": of_memmap[8:12],
+        "last": of_memmap[-1:],
+        "mmap": torch.frombuffer(mapped, dtype=torch.int16)[4:],
+        "view": of_memmap.view(64, 64).T,
+        "array": np.lib.stride_tricks.as_strided(of_memmap.numpy(), (5,), (8,)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["memmap", "part", "last", "mmap", "view", "array"])
+def test_read_only_memory_is_refused_and_does_not_end_the_process(kind, tmp_path):
+    value = read_only(tmp_path)[kind]
+    state = {"x": value}
+    url = save_state(state)
+    assert_same(state, limpet.load(url))
+    with pytest.raises(PlanError, match="'x' is in memory that this process may only read"):
+        limpet.load(url, into=state)
+    if isinstance(value, np.ndarray):
+        return
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", value)
+    for wrong, name in ((state, "x"), ({"m": module}, "m.table")):
+        with (
+            pytest.raises(PlanError, match=rf"{name} in the state.*or the memory is read-only"),
+            limpet.Checkpointer(tmp_path / "run", wrong, quiet=True) as ckpt,
+        ):
+            ckpt.step()
+
+
+def test_memory_mapped_for_writing_is_filled(tmp_path):
+    torch.save({"t": torch.ones(3000)}, tmp_path / "t.pt")
+    np.zeros(3000, np.float32).tofile(tmp_path / "f")
+    array = np.memmap(tmp_path / "f", np.float32, "r+")
+    state = {
+        "private": torch.load(tmp_path / "t.pt", mmap=True)["t"],
+        "file": torch.from_file(str(tmp_path / "f"), shared=False, size=3000),
+        "shared": torch.from_numpy(array),
+        "array": np.memmap(tmp_path / "f", np.float32, "r").view(np.ndarray),
+    }
+    saved = {k: random_tensor(torch.float32, (3000,), i) for i, k in enumerate(state)}
+    saved["array"] = saved["array"].numpy()
+    limpet.load(save_state(saved), into=state)
+    assert_same(saved, state)
+    assert array.tobytes() == saved["shared"].numpy().tobytes()
+
+
+def test_every_pair_of_names_is_kept():
+    """Equal names in NumPy's and Python's types are one name; texts may be equal."""
+    names = [1, "1", 1.5, "1.5", None, "None", (1,), "(1,)", b"1", "b'1'", np.str_("a\0"), "a", -1j]
+    for pair in itertools.permutations(names, 2):
+        saved = {"x": {n: torch.tensor([i]) for i, n in enumerate(pair)}}
+        state = {"x": {n: torch.tensor([9]) for n in pair[::-1]}}
+        url = save_state(saved)
+        assert_same(saved, limpet.load(url))
+        limpet.load(url, into=state)
+        assert [state["x"][n].item() for n in pair] == [0, 1]
