@@ -64,13 +64,6 @@ def load(_, timeout):
     limpet.load(saved, timeout=timeout)
 
 
-def count_batches(store, count):
-    sampler = limpet.ElasticSampler(8, 2)
-    next(iter(sampler))
-    assert len([*sampler]) == 4
-    sampler.advance(count)
-
-
 def set_progress(store, count):
     progress = limpet.Progress()
     progress.step = count
@@ -117,12 +110,10 @@ COUNTS: dict[str, Call] = {
     "epochs": train,
     "steps": lambda store, n: step_by(store, steps=n),
     "batches": lambda store, n: step_by(store, batches=n),
-    "advance": count_batches,
     "Progress": set_progress,
-    "sampler_length": lambda _, n: limpet.ElasticSampler(n, 1),
-    "sampler_batch_size": lambda _, n: limpet.ElasticSampler(8, n),
-    "sampler_ranks": lambda _, n: limpet.ElasticSampler(8, 8, rank=0, ranks=n),
-    "sampler_rank": lambda _, n: limpet.ElasticSampler(8, 8, rank=n, ranks=3),
+    "total_batch_size": lambda _, n: limpet.DataLoader(range(8), total_batch_size=n),
+    "loader_ranks": lambda _, n: limpet.DataLoader(range(8), rank=0, ranks=n),
+    "loader_rank": lambda _, n: limpet.DataLoader(range(8), rank=n, ranks=3),
     "TaskBatches": lambda _, n: TaskBatches(Queue().training, n),
     "TaskBatches_ranks": lambda _, n: TaskBatches(Queue().training, 4, rank=0, ranks=n),
     "TaskBatches_rank": lambda _, n: TaskBatches(Queue().training, 4, rank=n, ranks=3),
@@ -212,8 +203,8 @@ def test_other_seconds_are_refused_before_anything_is_written(name, value):
 
 
 TAKES_ZERO = {
-    "KeepSteps", "unscored", "save", "save_async", "writer", "epochs", "batches", "advance",
-    "Progress", "sampler_rank", "TaskBatches_rank", "workers", "Workers",
+    "KeepSteps", "unscored", "save", "save_async", "writer", "epochs", "batches",
+    "Progress", "loader_rank", "TaskBatches_rank", "workers", "Workers",
 }  # fmt: skip
 FINITE = ["EverySeconds", "KeepEvery", "grace", "timeout", "renew", "interval", "Workers task"]
 
@@ -276,8 +267,9 @@ def test_seconds_of_numpy_become_numbers_of_python_also_in_records(tmp_path):
 @pytest.mark.parametrize("seed", [True, 2.0, "2", np.True_], ids=kind_of)
 def test_a_seed_is_a_whole_number(seed):
     with pytest.raises(LimpetError):
-        limpet.ElasticSampler(8, 2, seed=seed)
-    assert limpet.ElasticSampler(8, 2, seed=np.int64(-3)).seed == -3
+        limpet.DataLoader(range(8), seed=seed)
+    negative = limpet.DataLoader(range(8), seed=np.int64(-3))
+    assert negative.state_dict()["seed"] == 2**64 - 3
 
 
 @pytest.mark.parametrize("value", [True, 2.0, "2", np.True_, None], ids=kind_of)

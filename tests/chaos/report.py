@@ -14,7 +14,7 @@ Samples = dict[int, list[int]]
 
 
 def executed_samples(starts):
-    """Return the samples of each step, in the order of the sampler, as last executed.
+    """Return the samples of each step, in the order of the loader, as last executed.
 
     Rank r of n has the samples r, r + n, r + 2n, ... of a step. A step that only some ranks of the
     last start to execute it have executed has no samples, so it equals no other step.

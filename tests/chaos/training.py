@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import limpet
 from limpet.errors import Preempted
@@ -155,14 +155,14 @@ def train(start, rank, trace):
         seed(1000 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     progress = limpet.Progress()
-    dataset = Waves()
-    sampler = limpet.ElasticSampler(len(dataset), batch_size=BATCH, seed=3, drop_last=True)
-    loader = DataLoader(dataset, batch_sampler=sampler)
+    loader = limpet.DataLoader(
+        Waves(), total_batch_size=BATCH, shuffle=True, drop_last=True, seed=3
+    )
     state = {
         "model": model,
         "optimizer": optimizer,
         "progress": progress,
-        "sampler": sampler,
+        "loader": loader,
         "rng": limpet.RNG(),
     }
     tiers: list[limpet.MemoryTier | limpet.LocalTier] = []

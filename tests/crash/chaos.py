@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import limpet
 from limpet.cli import cli
@@ -51,15 +51,13 @@ class Training:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
         self.progress = limpet.Progress()
-        dataset = NoisyDataset()
-        self.sampler = limpet.ElasticSampler(len(dataset), batch_size=8, seed=3)
-        self.loader = DataLoader(dataset, batch_sampler=self.sampler)
+        self.loader = limpet.DataLoader(NoisyDataset(), batch_size=8, shuffle=True, seed=3)
         self.state: dict[str, Any] = {
             "model": model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "progress": self.progress,
-            "sampler": self.sampler,
+            "loader": self.loader,
             "rng": limpet.RNG(),
             "trace": 0,
         }
@@ -98,7 +96,7 @@ class Training:
             "tensors": digest,
             "trace": self.state["trace"],
             "progress": self.progress.state_dict(),
-            "sampler": self.sampler.state_dict(),
+            "loader": self.loader.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "next_draws": [random.random(), float(np.random.rand()), float(torch.rand(()))],
         }

@@ -34,15 +34,9 @@ else:
 def train(steps):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    sampler = limpet.ElasticSampler(1000, batch_size=4, seed=0)
+    loader = limpet.DataLoader(range(1000), batch_size=4, shuffle=True)
     progress = limpet.Progress()
-    members = {
-        "model": model,
-        "optimizer": optimizer,
-        "progress": progress,
-        "sampler": sampler,
-        "rng": limpet.RNG(),
-    }
+    members = {"model": model, "optimizer": optimizer, "progress": progress, "loader": loader}
     policies = {
         "save": limpet.EverySteps(2) | limpet.OnException() | limpet.AtEnd(),
         "keep": limpet.KeepLast(2),
@@ -50,7 +44,7 @@ def train(steps):
     with limpet.Checkpointer(root / "run", members, **policies) as ckpt:
         ckpt.resume()
         began = progress.step
-        for _, _ in zip(range(steps), sampler, strict=False):
+        for _, _ in zip(range(steps), loader, strict=False):
             model(torch.ones(3, 4)).sum().backward()
             optimizer.step()
             ckpt.step({"loss": 1.0})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import limpet
 from limpet.errors import Preempted
@@ -134,10 +134,11 @@ class Training:
         torch.manual_seed(5)
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.sampler = limpet.ElasticSampler(ITEMS, batch_size=8, seed=1)
-        self.loader = DataLoader(
+        self.loader = limpet.DataLoader(
             Items(),
-            batch_sampler=self.sampler,
+            total_batch_size=8,
+            shuffle=True,
+            seed=1,
             num_workers=workers,
             worker_init_fn=protect_worker if workers else None,
             # the default of Linux, but not in a process of a fork server
@@ -147,7 +148,7 @@ class Training:
             "model": self.model,
             "optimizer": self.optimizer,
             "progress": limpet.Progress(),
-            "sampler": self.sampler,
+            "loader": self.loader,
         }
 
     def step(self, inputs):

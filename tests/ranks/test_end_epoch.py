@@ -66,14 +66,16 @@ def test_all_ranks_make_the_epochs_that_remain(stop):
         seen: dict[int, list[int]] = {0: [], 1: []}
 
         def work(trainer, stop=stop):
-            state = {**state_of(trainer), "sampler": limpet.ElasticSampler(6, 2)}
+            place = {"rank": trainer.rank, "ranks": 2}
+            loader = limpet.DataLoader(range(6), **place, total_batch_size=2, shuffle=True, seed=0)
+            state = {**state_of(trainer), "loader": loader}
             steps = EverySteps(1) | EveryEpoch()
             with trainer.make_checkpointer(save=steps, state=state) as ckpt:
                 for epoch in ckpt.epochs(3):
-                    for number, _ in enumerate(state["sampler"], 1):
+                    for _ in loader:
                         seen[trainer.rank].append(epoch)
                         ckpt.step({"loss": 1.0})
-                        if epoch == 1 and number == stop:
+                        if epoch == 1 and loader.batch + 1 == stop:
                             return
                     ckpt.metrics({"val": 1.0 + trainer.rank})
 

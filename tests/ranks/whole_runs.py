@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import limpet
 from limpet.errors import LimpetError
@@ -33,6 +33,12 @@ class IndexedSamples(Dataset):
         return i, torch.sin(torch.arange(8.0) * (i + 1))
 
 
+def make_loader(**options):
+    return limpet.DataLoader(
+        IndexedSamples(), total_batch_size=BATCH, shuffle=True, seed=5, **options
+    )
+
+
 class Training:
     """A training of a DDP model whose loss depends on everything that a resume must restore.
 
@@ -46,14 +52,12 @@ class Training:
         self.model = DistributedDataParallel(model)  # it broadcasts the weights of rank 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.progress = limpet.Progress()
-        self.sampler = limpet.ElasticSampler(DATASET_LENGTH, BATCH, seed=5)
-        self.loader = DataLoader(IndexedSamples(), batch_sampler=self.sampler, num_workers=workers)
+        self.loader = make_loader(num_workers=workers)
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
             "progress": self.progress,
-            "sampler": self.sampler,
-            "rng": limpet.RNG(),
+            "loader": self.loader,
         }
         self.losses = {}
         self.seen_samples = []
@@ -165,12 +169,10 @@ def sees_every_sample_once(ranks):
         ranks(size, resume_and_train(size, last_step))
     if ranks.rank:
         return
-    sampler = limpet.ElasticSampler(DATASET_LENGTH, BATCH, seed=5, rank=0, ranks=1)
-    batches = []
-    for _ in range(3):
-        for batch in sampler:
-            batches.append(batch)
-            sampler.advance()
+    loader, batches = make_loader(rank=0, ranks=1), []
+    for epoch in range(3):
+        loader.begin_epoch(epoch)
+        batches += [numbers.tolist() for numbers, _ in loader]
     assert [len(b) for b in batches] == ([BATCH] * 8 + [5]) * 3
     assert sorted(n for batch in batches[:9] for n in batch) == list(range(DATASET_LENGTH))
     assert {step for step, *_ in seen} == set(range(1, 28))

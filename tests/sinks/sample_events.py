@@ -38,7 +38,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "resume_differs": {
         "run": "runs/a",
         "url": "runs/a/version_1200",
-        "differing": ["scaler/scale", "the next batch of sampler"],
+        "differing": ["scaler/scale", "tracker/values"],
     },
     "options_replaced": {
         "run": "runs/a",

@@ -84,8 +84,8 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(monkeypatch):
         ("stopped", "stopped at step 1500: val_loss no longer improved, its best value was 0.2312"),
         ("resume_checked", "resumed exactly: 1.31 GiB as in runs/a/version_1200, compared in "
                            "210 ms"),
-        ("resume_differs", "resumed with differences from runs/a/version_1200: scaler/scale, the "
-                           "next batch of sampler"),
+        ("resume_differs", "resumed with differences from runs/a/version_1200: scaler/scale, "
+                           "tracker/values"),
         ("finished", "finished at step 1512: the newest version is of step 1500"),
         ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
                          "them"),

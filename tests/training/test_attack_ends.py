@@ -102,10 +102,10 @@ def test_steps_and_saves_raise_after_a_failed_resume():
 
 def test_a_save_after_an_exception_in_step_has_the_step_of_its_state():
     store = MemoryStore()
-    sampler = limpet.ElasticSampler(100, 10)
-    state = initial_state() | {"sampler": sampler}
+    loader = limpet.DataLoader(range(100), 10)
+    state = initial_state() | {"loader": loader}
     with pytest.raises(LimpetError), Checkpointer(store, state, save=OnException()) as ckpt:
-        batches = iter(sampler)
+        batches = iter(loader)
         for _ in range(3):
             next(batches)
             train_step(state)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import limpet
 from limpet.errors import Preempted
@@ -49,10 +49,9 @@ class Training:
 
     def __init__(self, store, save):
         self.items = Items()
-        sampler = limpet.ElasticSampler(ITEMS, batch_size=4, seed=1)
-        self.loader = DataLoader(self.items, batch_sampler=sampler)
+        self.loader = limpet.DataLoader(self.items, batch_size=4, shuffle=True, seed=1)
         self.sums = np.zeros(ITEMS // 4)
-        state = {"sums": self.sums, "progress": limpet.Progress(), "sampler": sampler}
+        state = {"sums": self.sums, "progress": limpet.Progress(), "loader": self.loader}
         self.ckpt = limpet.Checkpointer(store, state, save=save, preemption=Preemption(notices=[]))
 
     def train(self):

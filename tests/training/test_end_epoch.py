@@ -24,16 +24,21 @@ BATCHES = 4
 SAMPLES = 16
 
 
+def make_loader(samples):
+    return limpet.DataLoader(
+        range(samples), SAMPLES // BATCHES, shuffle=True, seed=0, collate_fn=list
+    )
+
+
 class Training:
     """A training that resumes, and loops over epochs as the documents say."""
 
-    def __init__(self, store, save, *, sampler, skip_empty=False, **options):
+    def __init__(self, store, save, *, loader, **options):
         self.state = initial_state()
         self.progress: limpet.Progress = self.state["progress"]
-        self.sampler: limpet.ElasticSampler | None = None
-        if sampler:
-            self.sampler = limpet.ElasticSampler(SAMPLES, SAMPLES // BATCHES, skip_empty=skip_empty)
-            self.state["sampler"] = self.sampler
+        self.loader = make_loader(SAMPLES) if loader else None
+        if self.loader is not None:
+            self.state["loader"] = self.loader
         self.seen: list[tuple[int, list[int]]] = []
         self.ckpt = limpet.Checkpointer(store, self.state, save=save, **options)
         self.resumed = self.ckpt.resume()
@@ -41,7 +46,7 @@ class Training:
     def epoch(self, stop_after=None):
         """Make one pass, or only its first steps."""
         batches: Iterator[list[int]] = (
-            iter([[n] for n in range(BATCHES)]) if self.sampler is None else iter(self.sampler)
+            iter([[n] for n in range(BATCHES)]) if self.loader is None else iter(self.loader)
         )
         for number, batch in enumerate(batches, 1):
             self.seen.append((self.progress.epoch, batch))
@@ -64,7 +69,7 @@ def load(store, step):
 @pytest.mark.parametrize(("every", "expected"), [(1, [4, 8, 12]), (2, [8]), (3, [12])])
 def test_every_epoch_saves_at_the_end_of_an_epoch_of_any_loader(every, expected):
     store = MemoryStore()
-    training = Training(store, EveryEpoch(every), sampler=False)
+    training = Training(store, EveryEpoch(every), loader=False)
     for number in range(3):
         training.epoch()
         training.ckpt.end_epoch({"val": 0.5 - number / 10})
@@ -80,15 +85,14 @@ def test_every_epoch_saves_at_the_end_of_an_epoch_of_any_loader(every, expected)
 def test_the_count_of_epochs_continues_after_a_restart():
     """``EveryEpoch(2)`` saves after epochs 2 and 4, also if the process restarts after epoch 3."""
     store = MemoryStore()
-    first = Training(store, EveryEpoch(2) | EverySteps(6), sampler=False)
+    first = Training(store, EveryEpoch(2) | EverySteps(6), loader=False)
     for _ in range(3):
         first.epoch()
         first.ckpt.end_epoch()
     assert first.versions() == [6, 8, 12]  # 12 by its number of steps, with the old epoch
     first.ckpt.close()
-    second = Training(store, EveryEpoch(2), sampler=False)
-    assert second.progress.epoch == 2
-    second.ckpt.end_epoch()  # of the pass that the version is the end of
+    second = Training(store, EveryEpoch(2), loader=False)
+    assert second.progress.epoch == 3  # its end was recorded
     second.epoch()
     second.ckpt.end_epoch()
     assert second.versions() == [6, 8, 12, 16]
@@ -97,9 +101,9 @@ def test_the_count_of_epochs_continues_after_a_restart():
 
 def test_a_step_that_is_saved_gets_the_metrics_of_its_epoch_and_no_second_version():
     store = MemoryStore()
-    with Training(store, EverySteps(4) | EveryEpoch(), sampler=False).ckpt as ckpt:
+    with Training(store, EverySteps(4) | EveryEpoch(), loader=False).ckpt as ckpt:
         training = Training.__new__(Training)
-        training.__dict__.update(ckpt=ckpt, state=ckpt.state, sampler=None, seen=[])
+        training.__dict__.update(ckpt=ckpt, state=ckpt.state, loader=None, seen=[])
         training.progress = ckpt.state["progress"]
         training.epoch()
         ckpt.end_epoch({"val": 0.25})
@@ -120,10 +124,10 @@ def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after, ended)
             training.epoch()
             training.ckpt.end_epoch()
 
-    expected = Training(MemoryStore(), Never(), sampler=True)
+    expected = Training(MemoryStore(), Never(), loader=True)
     loop(expected)
     store = MemoryStore()
-    first = Training(store, Never(), sampler=True)
+    first = Training(store, Never(), loader=True)
     first.epoch()
     first.ckpt.end_epoch()
     first.epoch(stop_after)
@@ -131,21 +135,21 @@ def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after, ended)
         first.ckpt.end_epoch()
     first.ckpt.save()
     first.ckpt.close()
-    second = Training(store, Never(), sampler=True)
+    second = Training(store, Never(), loader=True)
     loop(second)
     assert first.seen + second.seen == expected.seen
 
 
-def test_an_epoch_that_ends_early_counts_and_the_sampler_continues():
+def test_an_epoch_that_ends_early_counts_and_the_loader_begins_the_next():
     store = MemoryStore()
-    training = Training(store, EveryEpoch(), sampler=True)
+    training = Training(store, EveryEpoch(), loader=True)
     training.epoch(3)
     training.ckpt.end_epoch()
-    training.epoch(3)  # the last batch of the sampler's epoch: its next pass is another one
+    training.epoch()
     assert training.versions() == [3]
-    assert sorted(i for _, batch in training.seen for i in batch) == list(range(SAMPLES))
+    assert sorted(i for _, batch in training.seen[3:] for i in batch) == list(range(SAMPLES))
     training.ckpt.end_epoch()
-    assert training.versions() == [3, 4]
+    assert training.versions() == [3, 7]
     assert training.progress.epoch == 2
     training.ckpt.close()
 
@@ -153,72 +157,42 @@ def test_an_epoch_that_ends_early_counts_and_the_sampler_continues():
 @pytest.mark.parametrize("leftover", [0, 1])
 def test_end_epoch_with_accumulated_gradients(leftover):
     """A step of three batches begins in one epoch, and ends in the next."""
-    sampler = limpet.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
+    loader = make_loader(16 + leftover * 4)
     progress = limpet.Progress()
     store, count, waiting = MemoryStore(), 0, 0
-    state = {"progress": progress, "sampler": sampler, "x": [1.0]}
+    state = {"progress": progress, "loader": loader, "x": [1.0]}
     with limpet.Checkpointer(store, state, save=Never()) as ckpt:
         while progress.epoch < 3:
-            for _ in sampler:
+            for _ in loader:
                 count, waiting = count + 1, waiting + 1
                 if waiting == 3:
                     ckpt.step(batches=3)
                     waiting = 0
             ckpt.end_epoch()
-        assert (count, progress.epoch) == (3 * len(sampler), 3)
+        assert (count, progress.epoch) == (3 * len(loader), 3)
         ckpt.save()
-    resumed = limpet.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
-    state = {"progress": limpet.Progress(), "sampler": resumed, "x": [0.0]}
+    resumed = make_loader(16 + leftover * 4)
+    state = {"progress": limpet.Progress(), "loader": resumed, "x": [0.0]}
     with limpet.Checkpointer(store, state, save=Never()) as ckpt:
         ckpt.resume()
         assert sum(1 for _ in resumed) == count % 3 + len(resumed)
 
 
-@pytest.mark.parametrize("at", range(1, BATCHES + 1))
-def test_a_sampler_never_resumes_into_an_empty_pass(at):
-    """The loop ends at an empty epoch, and counts epochs itself, as Transformers' Trainer does."""
-
-    def loop(training, last_step):
-        while training.progress.step < last_step:
-            before = training.progress.step
-            for batch in training.sampler or ():
-                training.seen.append((0, batch))
-                training.ckpt.step({"loss": train_step(training.state)})
-                if training.progress.step == last_step:
-                    break
-            if training.progress.step == before:
-                return
-
-    expected = Training(MemoryStore(), Never(), sampler=True)
-    loop(expected, 3 * BATCHES)
-    store = MemoryStore()
-    first = Training(store, AtEnd(), sampler=True, skip_empty=True)
-    loop(first, BATCHES + at)
-    first.ckpt.close()
-    saved = load(store, first.ckpt.current_step)["sampler"]
-    second = Training(store, AtEnd(), sampler=True, skip_empty=True)
-    assert second.sampler is not None
-    assert second.sampler.state_dict() == saved  # what is live is what was saved
-    loop(second, 3 * BATCHES)
-    assert first.seen + second.seen == expected.seen
-    assert second.progress.step == 3 * BATCHES
-
-
 def test_batches_are_as_many_as_steps():
-    sampler, state = limpet.ElasticSampler(12, 1), initial_state()
-    with limpet.Checkpointer(MemoryStore(), {**state, "s": sampler}, save=Never()) as ckpt:
-        batches = iter(sampler)
+    loader, state = limpet.DataLoader(range(12)), initial_state()
+    with limpet.Checkpointer(MemoryStore(), {**state, "loader": loader}, save=Never()) as ckpt:
+        batches = iter(loader)
         for _ in range(3):
             next(batches)
         ckpt.step(steps=3)
-        assert (ckpt.current_step, sampler.left) == (3, 9)
+        assert (ckpt.current_step, loader.state_dict()["at"]) == (3, 3)
         for _ in range(4):
             next(batches)
         ckpt.step(steps=2, batches=4)
-        assert (ckpt.current_step, sampler.left) == (5, 5)
+        assert (ckpt.current_step, loader.state_dict()["at"]) == (5, 7)
         with pytest.raises(LimpetError, match="more batches"):
             ckpt.step(steps=2)
-        assert (ckpt.current_step, sampler.left) == (5, 5)
+        assert (ckpt.current_step, loader.state_dict()["at"]) == (5, 7)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2", None])
@@ -272,7 +246,7 @@ class BrokenStore(MemoryStore):
 
 def test_metrics_of_an_epoch_whose_save_failed_are_stored_by_the_next_save_of_the_step():
     store = BrokenStore()
-    training = Training(store, EverySteps(4) | AtEnd(), sampler=False, on_error="warn")
+    training = Training(store, EverySteps(4) | AtEnd(), loader=False, on_error="warn")
     store.broken = True
     training.epoch()
     with pytest.warns(SaveFailed):
@@ -287,7 +261,7 @@ def test_metrics_of_an_epoch_whose_save_failed_are_stored_by_the_next_save_of_th
 
 def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted():
     store = BrokenStore()
-    training = Training(store, EverySteps(4), sampler=True)
+    training = Training(store, EverySteps(4), loader=True)
     store.broken = True
     training.epoch()
     with pytest.raises(Unavailable):
@@ -302,7 +276,7 @@ def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted():
 
 @pytest.mark.parametrize("name", ["epoch", "step"])
 def test_a_count_of_the_checkpointer_cannot_be_set(name):
-    training = Training(MemoryStore(), Never(), sampler=False)
+    training = Training(MemoryStore(), Never(), loader=False)
     setattr(training.progress, name, 2)  # before the first step, as after an import
     training.epoch()
     training.ckpt.end_epoch()
@@ -326,7 +300,7 @@ def test_an_invalid_count_is_refused(name, count):
 
 @pytest.mark.parametrize("metrics", [{"val": "x"}, [1], {1: 2.0}])
 def test_invalid_metrics_change_nothing(metrics):
-    training = Training(MemoryStore(), EveryEpoch(), sampler=True)
+    training = Training(MemoryStore(), EveryEpoch(), loader=True)
     training.epoch()
     with pytest.raises(PlanError):
         training.ckpt.end_epoch(metrics)
@@ -341,7 +315,7 @@ def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved):
     """The metrics of the epoch are recorded in both cases, and no epoch is lost."""
     store, source = MemoryStore(), Announced()
     save = EverySteps(BATCHES if is_saved else 100)
-    training = Training(store, save, sampler=True, preemption=Preemption(notices=[source]))
+    training = Training(store, save, loader=True, preemption=Preemption(notices=[source]))
     training.epoch()
     training.ckpt.wait()
     source.announce(60.0)
@@ -349,7 +323,7 @@ def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved):
     with pytest.raises(Preempted) as raised:
         training.ckpt.end_epoch({"val": 0.5})
     assert raised.value.code == 75
-    again = Training(store, Never(), sampler=True)
+    again = Training(store, Never(), loader=True)
     assert again.metrics(4)["val"] == 0.5
     assert again.progress.epoch == 1
     again.epoch()
@@ -360,7 +334,7 @@ def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved):
 def test_a_guarded_call_may_end_epochs():
     """The call is saved as a whole, at its end, with the epoch that it has ended."""
     store = MemoryStore()
-    training = Training(store, EveryEpoch(), sampler=False)
+    training = Training(store, EveryEpoch(), loader=False)
     guard = PreemptionGuard(training.ckpt)
 
     def run_epoch():

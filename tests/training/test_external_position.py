@@ -218,11 +218,11 @@ def test_epochs_are_those_of_the_owner():
         assert (again, next(ckpt.epochs(6))) == (Trainer(80, 4), 4)
 
 
-def test_a_sampler_advances_by_the_growth_of_the_number():
-    sampler = limpet.ElasticSampler(100, batch_size=5, seed=0)
+def test_a_loader_advances_by_the_growth_of_the_number():
+    loader = limpet.DataLoader(range(100), batch_size=5)
     trainer = Trainer()
-    with Checkpointer(MemoryStore(), make(trainer, sampler=sampler)) as ckpt:
-        batches = iter(sampler)
+    with Checkpointer(MemoryStore(), make(trainer, loader=loader)) as ckpt:
+        batches = iter(loader)
         for count in (1, 4):
             for _ in range(count):
                 next(batches)
@@ -230,7 +230,7 @@ def test_a_sampler_advances_by_the_growth_of_the_number():
         next(batches)
         trainer.step += 10
         ckpt.step(batches=1)
-    assert sampler.left == 20 - 6
+    assert loader.state_dict()["at"] == 6 * 5
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -1,4 +1,4 @@
-"""The comparison of the next batch, and on request of the live state, with the version."""
+"""What a resume reports: what has changed, and on request whether the live state is equal."""
 
 from typing import Any
 
@@ -53,8 +53,7 @@ def save_run(folder, state, steps=2, **options):
     save = limpet.EverySteps(1)
     with limpet.Checkpointer(folder, state, save=save, preemption=None, **options) as ckpt:
         ckpt.resume()
-        sampler = state.get("sampler")
-        for _ in zip(range(steps), sampler or range(steps), strict=False):
+        for _ in zip(range(steps), state.get("loader", range(steps)), strict=False):
             ckpt.step()
 
 
@@ -92,9 +91,9 @@ def test_tensors_are_compared_in_parts(budget, tmp_path, monkeypatch):
     assert (name, fields["bytes"]) == ("resume_checked", 240 + 32 + 24)
     check = checkpointer.check_whole_state
 
-    def change(run, snapshot, state, group):
+    def change(run, snapshot, state, group, *rest):
         state["n"][1, 1, 3] = state["w"][5, 4] = 77
-        check(run, snapshot, state, group)
+        check(run, snapshot, state, group, *rest)
 
     monkeypatch.setattr(checkpointer, "check_whole_state", change)
     ((name, fields),) = resume(tmp_path, make())
@@ -191,9 +190,9 @@ def test_each_part_of_a_state_is_compared(tmp_path, monkeypatch):
     }
     for key, change in changes.items():
 
-        def changed_check(run, snapshot, state, group, change=change):
+        def changed_check(run, snapshot, state, group, *rest, change=change):
             change(state)
-            check(run, snapshot, state, group)
+            check(run, snapshot, state, group, *rest)
 
         monkeypatch.setattr(checkpointer, "check_whole_state", changed_check)
         ((name, fields),) = resume(tmp_path, make_state())
@@ -230,30 +229,17 @@ def test_a_state_in_memory_is_compared(tmp_path, memory):
     assert "resume_differs" not in dict(found)
 
 
-def make_sampler(**options):
-    return limpet.ElasticSampler(**{"length": 40, "batch_size": 4, "seed": 1, **options})
+@pytest.mark.parametrize(
+    ("size", "changes", "differing"),
+    [(4, [], None), (8, ["8 samples per step, was 4"], ["loader/samples_per_step"])],
+)
+def test_another_batch_size_is_reported(size, changes, differing, tmp_path):
+    def make_loader(size):
+        return limpet.DataLoader(range(40), batch_size=size, shuffle=True)
 
-
-def test_a_version_records_the_next_batch(tmp_path):
-    sampler = make_sampler()
-    save_run(tmp_path, make_state(sampler=sampler), steps=3)
-    snapshot = limpet.Run(tmp_path).latest()
-    assert snapshot is not None
-    (recorded,) = snapshot.metadata["training"]["next_batches"].values()
-    assert (recorded["epoch"], recorded["samples"], recorded["left"]) == (0, 12, 28)
-    found: list[Any] = []
-    with (
-        limpet.attach(lambda name, fields: found.append((name, fields.get("next_batch_equal")))),
-        limpet.Checkpointer(tmp_path, make_state(sampler=make_sampler())) as ckpt,
-    ):
-        ckpt.resume()
-    assert ("resumed", True) in found
-    assert "resume_differs" not in dict(found)
-
-
-def test_another_next_batch_is_reported(tmp_path):
-    save_run(tmp_path, make_state(sampler=make_sampler()), steps=3)
-    ((name, fields),) = resume(
-        tmp_path, make_state(sampler=make_sampler(batch_size=8)), check=False
-    )
-    assert (name, fields["differing"]) == ("resume_differs", ["the next batch of sampler"])
+    save_run(tmp_path, make_state(loader=make_loader(4)), steps=3)
+    found = dict[str, Any]()
+    with limpet.attach(found.__setitem__):
+        resume(tmp_path, make_state(loader=make_loader(size)))
+    assert found["resumed"]["changes"] == changes
+    assert found.get("resume_differs", {}).get("differing") == differing

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import limpet
 from limpet import AtEnd, Checkpointer, EveryEpoch, EverySteps, OnException
@@ -159,21 +158,21 @@ def test_an_optimizer_and_a_loader_may_be_created_late(resumes):
             self.ckpt = Checkpointer(store, self.state, save=EverySteps(2), overlap=True)
             torch.manual_seed(0)
             self.model = torch.nn.Linear(4, 1)
-            self.sampler = limpet.ElasticSampler(12, batch_size=4, seed=0)
+            data = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+            self.loader = limpet.DataLoader(data, batch_size=4, shuffle=True, seed=0)
             self.progress = limpet.Progress()
 
         def state(self):
-            names = "model", "optimizer", "sampler", "progress"
+            names = "model", "optimizer", "loader", "progress"
             return {name: getattr(self, name) for name in names}
 
         def run(self, last, resumes):
-            data = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
             with self.ckpt as ckpt:
                 self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
                 if resumes:
                     ckpt.resume()
                 while True:
-                    for batch in DataLoader(data, batch_sampler=self.sampler):
+                    for batch in self.loader:
                         if self.progress.step == last:
                             return self.model.weight.detach().clone()
                         self.optimizer.zero_grad()
