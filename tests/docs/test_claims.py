@@ -1,14 +1,11 @@
 """Statements of the README and the documents that no other test shows."""
 
-import random
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import limpet
 from limpet.errors import Unsupported
@@ -112,63 +109,3 @@ def test_a_step_that_does_not_save_waits_for_no_other_rank():
             return trainer.ckpt.current_step
 
         assert job.run(work) == [101] * 3
-
-
-class Noisy(Dataset[torch.Tensor]):
-    """Samples with noise, from the global generator or from one per sample."""
-
-    def __init__(self, by_index):
-        self.by_index = by_index
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        draw = random.Random(index) if self.by_index else random
-        return torch.tensor(index + draw.random())
-
-
-class FetchAhead:
-    """Fetches each batch before the loop asks for it, as the loader of Accelerate does."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __iter__(self):
-        batches = iter(self.loader)
-        ahead = next(batches, None)
-        while ahead is not None:
-            batch, ahead = ahead, next(batches, None)
-            yield batch
-
-
-@pytest.mark.parametrize(
-    ("fetch_ahead", "by_index", "exact"),
-    [(False, False, True), (True, False, False), (True, True, True)],
-)
-def test_draws_in_a_data_set_are_exact_unless_the_loader_fetches_ahead(
-    fetch_ahead, by_index, exact
-):
-    def train(store, last_step):
-        random.seed(1)
-        sampler = limpet.ElasticSampler(64, batch_size=4, seed=0)
-        loader: Any = DataLoader(Noisy(by_index), batch_sampler=sampler)
-        if fetch_ahead:
-            loader = FetchAhead(loader)
-        state = {"sampler": sampler, "rng": limpet.RNG()}
-        seen = []
-        with limpet.Checkpointer(store, state, save=limpet.EverySteps(3)) as ckpt:
-            ckpt.resume()
-            for batch in loader:
-                seen.append(batch.tolist())
-                ckpt.step()
-                if ckpt.current_step == last_step:
-                    break
-        return seen
-
-    undisturbed = train(MemoryStore(), 16)
-    store = MemoryStore()
-    resumed = train(store, 3) + train(store, 16)
-    rounded = [[[int(x) for x in batch] for batch in each] for each in (resumed, undisturbed)]
-    assert rounded[0] == rounded[1], "the samples themselves are always exact"
-    assert (resumed == undisturbed) == exact

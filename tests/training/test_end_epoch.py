@@ -274,16 +274,16 @@ def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted():
     training.ckpt.close()
 
 
-@pytest.mark.parametrize("name", ["epoch", "step"])
-def test_a_count_of_the_checkpointer_cannot_be_set(name):
+def test_the_step_cannot_be_set_after_the_first_one_and_the_epoch_never():
     training = Training(MemoryStore(), Never(), loader=False)
-    setattr(training.progress, name, 2)  # before the first step, as after an import
+    training.progress.step = 2  # before the first step, as after an import
     training.epoch()
     training.ckpt.end_epoch()
-    with pytest.raises(LimpetError, match=rf"progress.{name} cannot be set: ckpt\."):
-        setattr(training.progress, name, 5)
-    assert training.progress.epoch == (3 if name == "epoch" else 1)
-    assert training.progress.step == (6 if name == "step" else 4)
+    with pytest.raises(LimpetError, match=r"progress.step cannot be set: ckpt\."):
+        training.progress.step = 5
+    with pytest.raises(AttributeError):
+        training.progress.epoch = 5  # type: ignore[misc]
+    assert (training.progress.epoch, training.progress.step) == (1, 6)
     training.ckpt.close()
 
 
@@ -291,8 +291,9 @@ def test_a_count_of_the_checkpointer_cannot_be_set(name):
 @pytest.mark.parametrize("name", ["epoch", "step"])
 def test_an_invalid_count_is_refused(name, count):
     progress = limpet.Progress()
-    with pytest.raises(LimpetError, match=f"progress.{name} must be a whole number, 0 or more"):
-        setattr(progress, name, count)
+    if name == "step":
+        with pytest.raises(LimpetError, match=r"progress\.step must be a whole number, 0 or more"):
+            progress.step = count
     with pytest.raises(PlanError, match="does not exist"):
         progress.load_state_dict({**progress.state_dict(), name: count})
     assert (progress.epoch, progress.step) == (0, 0)

@@ -172,9 +172,8 @@ def test_only_the_owner_counts():
     with Checkpointer(MemoryStore(), state := make(trainer)) as ckpt:
         run_steps(ckpt, trainer, 7)
         assert repr(state["progress"]) == "Progress(epoch=0, step=7, samples=0)"
-        for name in ("step", "epoch"):
-            with pytest.raises(LimpetError, match=f"{name} cannot be set: its owner counts"):
-                setattr(state["progress"], name, 9)
+        with pytest.raises(LimpetError, match="step cannot be set: its owner counts"):
+            state["progress"].step = 9
         state["progress"].samples = 70
         trainer.step = 8
         with pytest.raises(LimpetError, match=r"steps=.* owner"):

@@ -184,7 +184,9 @@ def test_each_part_of_a_state_is_compared(tmp_path, monkeypatch):
         "optimizer/state/model.0.bias/exp_avg": change_slot,
         "rng/0/torch": lambda state: torch.rand(1),
         "scaler/scale": lambda state: setattr(state["scaler"], "_init_scale", 3.0),
-        "progress/epoch": lambda state: setattr(state["progress"], "epoch", 5),
+        "progress/epoch": lambda state: state["progress"].load_state_dict(
+            {**state["progress"].state_dict(), "epoch": 5}
+        ),
         "array": lambda state: state["array"].__setitem__(0, 7),
         "note": lambda state: state.__setitem__("note", "y"),
     }

@@ -375,6 +375,8 @@ class Checkpointer:
     def _run_epochs(self, count: int) -> Iterator[int]:
         self._resume_once()
         counter = self._step_counter
+        if counter.ended_epochs >= count > 0 and not counter.has_counted:
+            return
         while counter.progress.epoch < count and not self.should_stop:
             epoch = counter.progress.epoch
             counter.seed_epoch(epoch)

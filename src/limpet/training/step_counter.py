@@ -56,6 +56,10 @@ class StepCounter:
                 expected="one, which counts the steps of this training",
                 found=len(found),
             )
+        self.ended_epochs = 0
+        """The complete epochs by a record about the loaded version, of which an owner of the
+        ``Progress`` does not know."""
+
         self._is_in_state = bool(found)
         self.positions = find_positions(state)
         self.progress = found[0] if found else Progress()
@@ -116,6 +120,7 @@ class StepCounter:
 
     def begin_epoch(self, epoch: int, positions: Mapping[str, int]) -> None:
         """Begin a later epoch than that of the version, which was saved at its last step."""
+        self.ended_epochs = epoch
         while self.progress.epoch < epoch and self.progress.owner is None:
             self.progress.end_epoch()
         for name, loader in self._loaders.items():
@@ -142,6 +147,7 @@ class StepCounter:
     def resume_at(self, step: int, from_own_run: bool, metadata: Mapping[str, Any]) -> None:
         """Continue at ``step``, which replaces that of the ``Progress`` after a version of the run
         itself. ``metadata``: what the version stores."""
+        self.ended_epochs = 0
         if type(seed := metadata.get(_SEED)) is int:
             self._seed = seed & MASK
         if not self._is_in_state:
