@@ -36,7 +36,14 @@ from limpet.training import state_check
 from limpet.training.cadence import Cadence
 from limpet.training.early_iterators import EarlyIterators
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
-from limpet.training.ending import Ending, check_position, read_end, record_end, take_over
+from limpet.training.ending import (
+    Ending,
+    check_position,
+    read_end,
+    record_end,
+    take_over,
+    uncounted_error,
+)
 from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
 from limpet.training.member import call_to_resume, check_members
@@ -710,6 +717,7 @@ class Checkpointer:
 
     @exclusive
     def _close(self, error: BaseException | None) -> None:
+        is_lost = error is None and self._has_lost_steps()
         try:
             if error is None and self._lifecycle.can_save:
                 self._step_counter.progress.read()
@@ -718,6 +726,13 @@ class Checkpointer:
             self._release()
         if unsaved:
             self._ending.warn_unsaved(error)
+        if is_lost:
+            raise uncounted_error(self.run.url)
+
+    def _has_lost_steps(self) -> bool:
+        is_saving = not (self._is_never or self._lifecycle.is_closed or self._lifecycle.is_forked)
+        is_uncounted = self._step_counter.is_uncounted and not self._saver.writer.attempt
+        return is_saving and is_uncounted and not self._preemption.is_leaving
 
     def __enter__(self) -> Self:
         self._ending.is_entered = True
@@ -728,10 +743,16 @@ class Checkpointer:
         if error is None:
             self._preemption.end(None, self._close)
         else:
-            left, agreement = self._preemption.leave_after(error), self._agreement
-            self._preemption.end(left or error, lambda e: self._ending.finish_after(e, agreement))
+            left = self._preemption.leave_after(error)
+            self._preemption.end(left or error, self._close_after)
             if left is not None:
                 raise left from error
+
+    def _close_after(self, error: BaseException) -> None:
+        is_lost = isinstance(error, SystemExit) and not error.code and self._has_lost_steps()
+        self._ending.finish_after(error, self._agreement)
+        if is_lost:
+            raise uncounted_error(self.run.url) from error
 
     def _continue_from(self, point: ResumePoint) -> list[str]:
         """Continue from a version. Return what differs from the training that saved it."""

@@ -7,6 +7,7 @@ correct loops leave a pass early, or make several per epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from limpet.arguments import check_count
@@ -16,7 +17,8 @@ from limpet.errors import LimpetError
 from limpet.generators import EPOCH, MASK, STEP, initial_seed, seed_generators
 from limpet.lazy_torch import rank_and_world_size
 from limpet.ranks.group import Group, broadcast_from_first
-from limpet.state.walk import find_instances, find_named_instances
+from limpet.state.step_hooks import StepPreHook
+from limpet.state.walk import find_instances, find_named_instances, optimizers_in
 from limpet.training.state_check import loader_kinds
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ class StepCounter:
 
         self._is_in_state = bool(found)
         self.positions = find_positions(state)
+        # the hook must not refer to this object, which is then discarded without the collector
+        self._stepped = set[bool]()
+        self._hook = StepPreHook(optimizers_in(state), partial(self._stepped.add, True))
         self.progress = found[0] if found else Progress()
         self.progress.resume(None)
         self._has_rng = any(True for _ in find_instances(state, RNG))
@@ -82,6 +87,11 @@ class StepCounter:
                 return True
         return False
 
+    @property
+    def is_uncounted(self) -> bool:
+        """True if an optimizer of the state has stepped, and ``add_steps`` was never called."""
+        return bool(self._stepped) and not self.calls
+
     def add_steps(self, steps: int, batches: int | None) -> None:
         """Count ``steps`` more steps, which consist of ``batches`` batches together (None: of as
         many). If the ``Progress`` has an owner, its number is read instead."""
@@ -99,6 +109,8 @@ class StepCounter:
         if self.progress.owner is None:
             self.progress.add_steps(count)
         self.has_counted = True
+        if not self.calls:
+            self._hook.remove()
         self.calls += 1
 
     def end_epoch(self) -> bool:
@@ -136,11 +148,13 @@ class StepCounter:
     def release(self) -> None:
         """Let other code set the ``Progress`` of the state."""
         self.has_counted = False
+        self._stepped.clear()
         self.progress.resume(None)
 
     def close(self) -> None:
         """Let other code set the ``Progress``, and end the workers of the loaders."""
         self.release()
+        self._hook.remove()
         for loader in self._loaders.values():
             loader.detach(self._owner)
 
