@@ -175,7 +175,8 @@ class _Dispatcher:
         except ValueError as e:
             del self._previous[number]
             raise LimpetError(
-                f"No handler could be installed for {signal.Signals(number).name}",
+                f"{signal.Signals(number).name} may end the training without a save, because no"
+                " handler could be installed",
                 found=str(e),
                 todo="Create the Checkpointer, and make its first step, in the main thread",
             ) from e

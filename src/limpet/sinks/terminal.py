@@ -197,10 +197,14 @@ _OMITTED = frozenset(
 )
 _SHOWN = STYLES.keys() - _OMITTED
 
+_ALWAYS = frozenset({"notice_source_failed"})
+"""Also shown if stderr is no terminal: SIGTERM will end a job without a save."""
+
 
 class DefaultTerminal:
     """Prints as a ``Terminal`` does, while stderr is a terminal and no other sink is attached: for
-    runs that ``open`` names, and events of no run. Per run, one line a minute about saves."""
+    runs that ``open`` names, and events of no run. Per run, one line a minute about saves. What is
+    in ``_ALWAYS`` needs no terminal."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -233,7 +237,9 @@ class DefaultTerminal:
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         run = text_field(fields, "run", "")
-        if name not in _SHOWN or (run and run not in self._runs) or not _is_terminal(sys.stderr):
+        if name not in _SHOWN or (run and run not in self._runs):
+            return
+        if not _is_terminal(sys.stderr) and (name not in _ALWAYS or not _is_open(sys.stderr)):
             return
         if name in _FREQUENT:
             now, last = self._clock(), self._last_lines.get((name, run))
@@ -243,9 +249,14 @@ class DefaultTerminal:
         self._get_terminal()(name, fields)
 
 
+def _is_open(stream: Any) -> bool:
+    """Return True if a stream is neither missing nor closed."""
+    return stream is not None and not stream.closed
+
+
 def _is_terminal(stream: Any) -> bool:
     """Return True if a stream, which may be missing or closed, is a terminal."""
-    return stream is not None and not stream.closed and stream.isatty()
+    return _is_open(stream) and stream.isatty()
 
 
 default_terminal = DefaultTerminal()
