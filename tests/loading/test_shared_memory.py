@@ -226,3 +226,22 @@ def test_the_order_of_the_views_does_not_matter(order):
     with pytest.raises(PlanError, match=r"'b' and 'c' share memory"):
         limpet.load(url, into={k: views[k] for k in order})
     assert not t.any()
+
+
+def test_a_resume_refuses_and_accepts_the_same(tmp_path):
+    def make(a, b):
+        return {"a": a, "b": [b], "p": limpet.Progress()}
+
+    memory = torch.zeros(8)
+    apart = make(torch.ones(4), torch.full((4,), 2.0))
+    with limpet.Checkpointer(tmp_path, apart, save=limpet.EverySteps(1), quiet=True) as ckpt:
+        ckpt.step()
+    with (
+        pytest.raises(PlanError, match="'a' and 'b/0' share memory, but would get different"),
+        limpet.Checkpointer(tmp_path, make(memory[:4], memory[2:6]), quiet=True) as ckpt,
+    ):
+        ckpt.resume()
+    assert not memory.any()
+    with limpet.Checkpointer(tmp_path, make(memory[::2], memory[1::2]), quiet=True) as ckpt:
+        ckpt.resume()
+    assert memory.tolist() == [1, 2] * 4

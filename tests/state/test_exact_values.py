@@ -18,7 +18,9 @@ from numpy._core._rational_tests import rational
 from torch import nn
 
 import limpet
-from limpet.errors import PlanError, Unsupported
+from limpet.errors import ManifestInvalid, PlanError, Unsupported
+from limpet.format import tree
+from limpet.state import composites
 from tests.states import DTYPE_NAMES, assert_same, random_tensor, save_state
 
 pytestmark = pytest.mark.filterwarnings(
@@ -330,3 +332,44 @@ def test_every_pair_of_names_is_kept():
         assert_same(saved, limpet.load(url))
         limpet.load(url, into=state)
         assert [state["x"][n].item() for n in pair] == [0, 1]
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("crow", "col", "layout"),
+    [
+        (ints(0, 1 << 60, 2), ints(0, 1), "sparse_csr"),
+        (ints(-(1 << 60), 2, 2), ints(0, 1), "sparse_csr"),
+        (ints(1 << 62, -(1 << 62), 2), ints(0, 1), "sparse_csr"),
+        (ints(0, 2, 1 << 60), ints(0, 1), "sparse_csr"),
+        (ints(0, 2), ints(0, 1), "sparse_csr"),
+        (ints(), ints(0, 1), "sparse_csr"),
+        (torch.tensor(0), ints(0, 1), "sparse_csr"),
+        (ints(0, 2, 2), torch.tensor(0), "sparse_csr"),
+        (ints(0, 2, 2), ints(1, 0, 0), "sparse_csr"),
+        (ints(0, 2, 2), ints(1, 0).float(), "sparse_csr"),
+        (ints(0, 2, 2).int(), ints(1, 0), "sparse_csr"),
+        (ints(0, 2, 2), ints(1, 0), "sparse_bsr"),
+        (ints(0, 2, 2), ints(1, 1 << 60), "sparse_csc"),
+    ],
+)
+def test_parts_from_outside_are_checked_before_memory_is_allocated_for_them(crow, col, layout):
+    names = ("ccol", "row") if layout == "sparse_csc" else ("crow", "col")
+    parts = {**dict(zip(names, (crow, col), strict=True)), "values": torch.ones(2)}
+    with pytest.raises(composites.BAD_PARTS):
+        composites.make_sparse({"layout": layout, "shape": [2, 2]}, parts)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("", "NaN", "7ff8000000000000", "3ff0000000000000", "7FF8000000000123", "7ff80000000001"),
+        *("7ff8000000000123 ", "7ff0000000000000", "-nan", None, 1, ["nan"]),
+    ],
+)
+def test_other_bits_are_no_node_of_a_float(body):
+    with pytest.raises(ManifestInvalid):
+        tree.decode({"float": body}, "x", tree.reject_leaf)

@@ -298,7 +298,8 @@ def _decode_int(body: Any) -> int:
 def _decode_float(body: Any) -> float:
     if body in _FLOATS:
         return float(body)  # a new object, because a set may have several NaN
-    value: float = struct.unpack(">d", bytes.fromhex(body))[0]
+    raw = bytes.fromhex(body)
+    value: float = struct.unpack(">d", raw)[0] if len(raw) == 8 else 0.0
     if _encode_special(value) != body:
         raise ValueError("not the bits of a NaN")
     return value

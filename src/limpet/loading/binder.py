@@ -25,6 +25,7 @@ from limpet.state import modules, optimizers
 from limpet.state.arrays import library_of, part_library
 from limpet.state.modules import calling
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
+from limpet.state.walk import IMMUTABLE_TYPES
 from limpet.types import DTYPES, Box
 
 _NON_VALUE_TAGS = frozenset(
@@ -139,6 +140,8 @@ def _bind_plain(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Return True for a value that is not filled in place, and a container that has only those."""
+    if type(value) in IMMUTABLE_TYPES:
+        return True
     if type(value) in _CONTAINER_TAGS and depth <= tree.MAX_DEPTH:
         members = value.values() if isinstance(value, dict) else value
         return all(_is_plain(member, depth + 1) for member in members)

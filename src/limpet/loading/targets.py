@@ -125,7 +125,7 @@ class LoadTargets:
         parts = {n: self.decode_leaf(p, join_key(key, n)) for n, p in body["parts"].items()}
         try:
             return composites.make_sparse(body, parts)
-        except (RuntimeError, TypeError, ValueError) as e:
+        except composites.BAD_PARTS as e:
             file = self.snapshot.location.key(MANIFEST)
             raise tree.invalid_node({"sparse": body}, key, file) from e
 

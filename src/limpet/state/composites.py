@@ -133,15 +133,18 @@ def split_sparse(t: Any, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     parts = {name: getattr(t, method)() for name, method in SPARSE_PARTS[layout].items()}
     try:
         make_sparse(body, parts)
-    except (RuntimeError, TypeError, ValueError) as e:
+    except BAD_PARTS as e:
         why = f"no load could create it: {str(e).partition(chr(10))[0][:200]}"
         raise unsupported(t, key, why, "Create it with check_invariants=True") from e
     return body, parts
 
 
+BAD_PARTS = (RuntimeError, TypeError, ValueError, IndexError)
+
+
 def make_sparse(body: Any, parts: dict[str, Any]) -> Any:
     """Return the sparse tensor of which a node records ``body``, without a copy of its parts. They
-    may come from outside: raises ``RuntimeError``, ``TypeError``, or ``ValueError``."""
+    may come from outside: raises one of ``BAD_PARTS``."""
     torch: Any = lazy_torch.torch_or_none()
     shape, values = tuple(body["shape"]), parts["values"]
     if body["layout"] == "sparse_coo":
@@ -157,9 +160,13 @@ def make_sparse(body: Any, parts: dict[str, Any]) -> Any:
     except RuntimeError:
         # torch and SciPy also create tensors with plain indices that are not sorted or distinct.
         # All else is checked with the indices 0, 1, 2, ... of each row
-        starts = compressed[..., :-1].flatten().repeat_interleave(compressed.diff().flatten())
-        count = torch.arange(plain.shape[-1], device=plain.device, dtype=plain.dtype)
-        make(compressed, count - starts.view(plain.shape), values, check_invariants=True)
+        starts, stops, n = compressed[..., :-1], compressed[..., 1:], plain.shape[-1]
+        wrong = (starts > stops, compressed[..., :1] != 0, compressed[..., -1:] != n)
+        if any(bool(w.any()) for w in wrong):  # the next lines would need any amount of memory
+            raise
+        count = torch.arange(n, device=plain.device, dtype=plain.dtype)
+        firsts = starts.flatten().repeat_interleave((stops - starts).flatten())
+        make(compressed, count - firsts.view(plain.shape), values, check_invariants=True)
         dim = compressed.ndim - 1 + by_rows
         block = values.shape[dim + 1] if "bs" in body["layout"] else 1
         if not 0 <= plain.min() <= plain.max() < shape[dim] // block:
