@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from limpet.errors import StoreError
+
 IS_LINUX = sys.platform == "linux"
 CAN_SEE_PROCESSES = hasattr(os, "fork")
 """False on Windows: whether another process runs cannot be asked."""
@@ -24,6 +26,26 @@ OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 def find_libc() -> Any:
     """Return the C library, or None on Windows, which has none of the functions used here."""
     return ctypes.CDLL(None, use_errno=True) if hasattr(os, "fork") else None
+
+
+def full_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of what a path names now, for a program that changes its folder.
+
+    ``..`` stays, because above a symbolic link it is not what precedes it in the text. Only at the
+    end, where a name must be, the system resolves it. Raises ``StoreError``.
+    """
+    text = os.fspath(path)
+    if os.name == "nt":  # where the system itself edits the text
+        return os.path.abspath(text)
+    try:
+        text = text if text.startswith("/") else f"{os.getcwd()}/{text}"
+    except OSError as e:
+        raise StoreError(
+            f"The current folder, in which {text} should be, does not exist any more",
+            todo="Change to an existing folder, or give an absolute path",
+        ) from e
+    levels = [level for level in text.split("/") if level not in ("", ".")]
+    return os.path.realpath(text) if levels[-1:] == [".."] else "/" + "/".join(levels)
 
 
 def count_processors() -> int:

@@ -9,6 +9,7 @@ from itertools import islice
 
 from limpet.errors import AlreadyExists, NoSnapshot, NotFound
 from limpet.format import names
+from limpet.machine import full_path
 from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
 from limpet.run.lineage import find_latest
 from limpet.run.listing import Listing
@@ -24,7 +25,7 @@ from limpet.snapshot.location import (
 )
 from limpet.snapshot.reader import SnapshotReader, open_snapshot
 from limpet.storage.local.store import LocalStore
-from limpet.storage.open import open_store
+from limpet.storage.open import check_url, open_store
 from limpet.storage.store import Store, list_level
 from limpet.text import format_count
 
@@ -100,7 +101,7 @@ def split_version(url: str) -> tuple[str, str] | None:
         return run, version or ""
     if not _has_version_name(url) or (not _is_snapshot(url) and _has_run_files(url)):
         return None
-    name = names.parse_version(os.path.basename(_normalize_path(url).rstrip("/")))
+    name = _version_name(url)
     return None if name is None else (_parent(url), f"{name.step}.{name.branch}")
 
 
@@ -183,7 +184,11 @@ def resolve_run_allow_empty(url: str) -> Run:
 
 
 def _has_version_name(url: str) -> bool:
-    return names.parse_version(os.path.basename(_normalize_path(url).rstrip("/"))) is not None
+    return _version_name(url) is not None
+
+
+def _version_name(url: str) -> names.Version | None:
+    return names.parse_version(os.path.basename(_normalize_path(url).rstrip("/")))
 
 
 def _parent(url: str) -> str:
@@ -197,9 +202,8 @@ def _is_snapshot(url: Url) -> bool:
 
 def _normalize_path(url: str) -> str:
     """Return a path whose last level is a name, so that it has a parent folder."""
-    if "://" not in url and os.path.basename(url.rstrip("/")) in ("", ".", ".."):
-        return os.path.abspath(url) if url else url
-    return url
+    is_named = "://" in url or os.path.basename(url.rstrip("/")) not in ("", ".", "..")
+    return url if is_named or not url else full_path(check_url(url))
 
 
 def _local_path(url: Url) -> str | None:

@@ -267,10 +267,8 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
     name = None
     if last.endswith(SUFFIXES[kind]) and not folder.endswith(":/"):  # s3://BUCKET.pt is a bucket
         to, name = folder or slash or ".", last
-    if "://" not in to and os.path.basename(to.rstrip("/")) in ("", ".", ".."):
-        if not to.strip("/"):
-            raise StoreError(f"{to!r} does not name a folder to export to")
-        to = os.path.abspath(to)
+    if not to.strip("/"):
+        raise StoreError(f"{to!r} does not name a folder to export to")
     return locate(to), name
 
 

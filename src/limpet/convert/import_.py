@@ -32,6 +32,7 @@ from limpet.convert.stored_files import (
 from limpet.errors import LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members
+from limpet.machine import full_path
 from limpet.saving.commit import VersionMetadata, raise_if_exists
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location, Url, locate, path_advice, suggest_similar_path
@@ -107,7 +108,7 @@ def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> F
     else:
         _refuse_shard(path)
         checkpoint = _read_file(MappedFile(path), advance)
-    names = (path if location else os.path.abspath(path)).split("/")[-1:-3:-1]
+    names = (path if location else full_path(path)).split("/")[-1:-3:-1]
     steps = (checkpoint.step, *map(arrange.step_from_name, names))
     return replace(checkpoint, step=next((s for s in steps if s is not None), None))
 
@@ -265,7 +266,7 @@ def save_foreign_checkpoint(
     """Save a checkpoint, flattened, as the snapshot at ``location``; its note has the origin.
     Raises ``StoreError`` if a file in a store was replaced. If it raises, nothing was committed."""
     path = checkpoint.path
-    path = path if checkpoint.stored else os.path.abspath(path)
+    path = path if checkpoint.stored else full_path(path)
     note = {"imported_from": {"path": path, "kind": checkpoint.kind}}
     metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
     monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)

@@ -25,7 +25,6 @@ from limpet.snapshot.location import Location, locate
 from limpet.state.arrays.own import Source
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
-from limpet.storage.open import expand_home
 from limpet.storage.store import Stat, list_level
 from limpet.threads import Workers, no_op
 from limpet.types import BLOCK_SIZE, DTYPES, Advance
@@ -267,7 +266,7 @@ def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
             return path.rstrip("/") or path, None
         path = locate(path)
     if isinstance(path.store, LocalStore):
-        return os.path.join(expand_home(path.store.url), path.folder), None
+        return os.path.join(path.store.url, path.folder), None
     return path.url, path
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from limpet.arguments import check_seconds
 from limpet.errors import LimpetError
-from limpet.machine import process_started_at
+from limpet.machine import full_path, process_started_at
 from limpet.notices.notice import BoundedSource, Notice
 from limpet.text import to_repr
 
@@ -49,7 +49,7 @@ class FileNotice(BoundedSource):
             raise LimpetError(
                 "Invalid path of a FileNotice", expected="a path", found=to_repr(path)
             )
-        self.path = os.path.abspath(path)
+        self.path = full_path(path)
         self.seconds = None if seconds is None else check_seconds("seconds=", seconds)
         super().__init__(f"the file {self.path}", interval, time.monotonic)
         self._started_at = started_at

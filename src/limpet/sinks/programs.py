@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from limpet.errors import LimpetError
-from limpet.machine import OPEN_FLAGS
+from limpet.machine import OPEN_FLAGS, full_path
 from limpet.sinks.wording import STYLES, bytes_per_second, describe_event, number_field
 from limpet.text import to_json_value
 
@@ -34,7 +34,7 @@ class JsonLines:
     def __init__(
         self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time
     ) -> None:
-        self.path = os.path.abspath(path)
+        self.path = full_path(path)
         self._clock = clock
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._append(b"\n" if _lacks_newline(self.path) else b"")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from limpet.deadline import Deadline
 from limpet.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from limpet.format.names import MANIFEST, Version, parse_version, spread_path
+from limpet.machine import full_path
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import check_url, open_store
 from limpet.storage.store import Store, list_level, within
@@ -105,8 +106,12 @@ def locate(url: Url) -> Location:
         return Location(open_store(url), "")
     text = check_url(url)
     scheme, separator, path = text.rpartition("://")
-    if scheme == "file":  # the folder's name is decoded, as the levels before it are
+    if scheme in ("", "file"):
         scheme, separator, path = "", "", open_store(text).url
+        name = path.rpartition("/")[2]
+        if parse_version(name) is None and os.path.islink(path):
+            # "latest", with references to files next to its target, which is read only
+            path = os.path.realpath(path) if os.path.isfile(f"{path}/{MANIFEST}") else path
     path = path.rstrip("/")  # not the whole text: of "s3://", "s3:" would remain, a local folder
     root, _, folder = path.rpartition("/")
     if scheme and not root:  # a whole bucket: the first level is a folder only in a local path
@@ -115,8 +120,7 @@ def locate(url: Url) -> Location:
         raise StoreError(
             f"{hide_secrets(text)!r} is not the URL of a snapshot", expected="RUN/version_120"
         )
-    if not scheme:
-        root = root or ("/" if path.startswith("/") else ".")
+    root = root if scheme else root or "/"
     return Location(open_store(f"{scheme}{separator}{root}"), folder)
 
 
@@ -180,7 +184,7 @@ def describe_missing(location: Location) -> tuple[str, str]:
 
 def suggest_similar_path(path: str) -> str | None:
     """Return an existing path with a name similar to that of a missing local path, or None."""
-    folder, name = os.path.split(os.path.abspath(path))
+    folder, name = os.path.split(full_path(path))
     if os.path.lexists(path) or not os.path.isdir(folder):
         return None
     matches = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)

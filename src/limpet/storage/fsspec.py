@@ -257,6 +257,8 @@ def open_fsspec(
     protocol, _, rest = (inner := url.removeprefix("fsspec+")).partition("://")
     if not protocol or "::" in inner:
         raise StoreError(f"{shown} does not name one file system")
+    if ".." in rest.split("/"):  # some file systems edit it as text
+        raise StoreError(f"{shown} has a level '..'; write the path of the folder itself")
     if _PASSWORD_OR_QUERY.match(rest):
         raise StoreError("A URL must not contain a password or a query: pass it as an option")
     try:

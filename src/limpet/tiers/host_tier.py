@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from limpet.errors import Denied, LimpetError, StoreError
 from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import MANIFEST, Version, index_name, parse_version, shard_name
+from limpet.machine import full_path
 from limpet.ranks.collective import Collective, await_all
 from limpet.ranks.group import Group
 from limpet.ranks.kv import KVClient
@@ -128,7 +129,7 @@ class HostTier:
         with closing(collective), collective:
             first = read_or_create_run_id(run_store) if collective.rank == 0 else None
             run_id = collective.broadcast(first, str)
-            folder = self._make_folder(os.path.abspath(settings.path), run_id, run_store.url)
+            folder = self._make_folder(full_path(settings.path), run_id, run_store.url)
             self._nbytes = state_bytes(state, group)
             facts = RankFacts.of_this_rank(folder, self._domain, self._nbytes)
             gathered = collective.gather(facts, RankFacts)

@@ -31,6 +31,7 @@ from limpet.errors import (
     StoreError,
     Unavailable,
 )
+from limpet.machine import full_path
 from limpet.settings import read_settings
 from limpet.storage.local.os_calls import (
     INVALID_OR_UNSUPPORTED,
@@ -115,15 +116,14 @@ class LocalStore:
     def __init__(
         self, root: str | os.PathLike[str], *, fs: Fs | None = None, direct: bool = True
     ) -> None:
-        self.url = os.fspath(root)
+        self.url = self._root = full_path(root)  # whatever the current folder is later
         self.fs = Fs() if fs is None else fs
-        self._root = os.path.abspath(self.url)
         self._direct = direct and bool(O_DIRECT)
         self._root_synced = False  # the names of the root and its parents are durable
 
     @property
     def root(self) -> str:
-        """The absolute path of the folder, whatever the current folder is by now."""
+        """The absolute path of the folder."""
         return self._root
 
     def stat(self, key: str) -> Stat:
@@ -151,12 +151,11 @@ class LocalStore:
                     if self.fs.stat(path, follow=False).kind == "link":
                         kind = "link"
             if kind != expected:
-                obstacle = f"{self.url.rstrip('/')}/{os.path.relpath(path, self._root)}"
                 raise StoreError(
-                    f"Cannot create {key} in {self.url}: {obstacle} is in the way",
+                    f"Cannot create {key} in {self.url}: {path} is in the way",
                     expected=f"a {expected}, or nothing",
                     found=_KINDS[kind],
-                    todo=f"Move {obstacle} away, then try again. Nothing was changed",
+                    todo=f"Move {path} away, then try again. Nothing was changed",
                     key=key,
                     store=self.url,
                 )
