@@ -24,6 +24,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from limpet.text import for_people, hide_in_urls
+
 
 class LimpetError(Exception):
     """The base class of all errors that Limpet raises on purpose.
@@ -41,16 +43,20 @@ class LimpetError(Exception):
         todo: str | None = None,
         **fields: Any,
     ) -> None:
+        what, todo = for_people(what), todo and for_people(todo)
         self.what = what
-        self.expected = expected
-        self.found = found
+        self.expected = expected if expected is None else for_people(str(expected))
+        self.found = found if found is None else for_people(str(found))
         self.todo = todo
-        self.fields = fields
+        self.fields: dict[str, Any] = {
+            name: hide_in_urls(value) if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
         parts = [what.rstrip(".") + "."]
         if expected is not None and found is not None:
-            parts.append(f"Expected {expected}, found {found}.")
+            parts.append(f"Expected {self.expected}, found {self.found}.")
         elif expected is not None or found is not None:
-            parts.append(f"Expected {expected}." if found is None else f"Found {found}.")
+            parts.append(f"Expected {self.expected}." if found is None else f"Found {self.found}.")
         if todo is not None:
             parts.append(todo.rstrip(".") + ".")
         super().__init__(" ".join(parts))

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from limpet.errors import LimpetError, SinkFailed
+from limpet.text import hide_in_urls
 
 Sink = Callable[[str, dict[str, Any]], object]
 
@@ -29,6 +30,7 @@ def emit(name: str, **fields: Any) -> None:
     """Send an event to every attached sink, or to the default sinks if there is none. An
     ``Exception`` of a sink does not propagate; others, such as ``KeyboardInterrupt``, do."""
     receivers = _attached or _defaults
+    fields = {k: hide_in_urls(v) if isinstance(v, str) else v for k, v in fields.items()}
     for key, sink in list(receivers.items()):
         try:
             sink(name, dict(fields))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from math import isfinite, prod
 from types import FrameType
@@ -62,14 +64,34 @@ def without_surrogates(text: str) -> str:
 
 
 # A user with a port after it, as in ``hdfs://host:8020/run@120``, is a host. A user may be an
-# e-mail address, and a password may contain "@". Only a password may contain a slash.
-_USER = re.compile(r"(://)(?:(?![^\s/]*:\d+/)[^\s/:]*:[^\s@]*(?:@[^\s@/]*)*@|[^\s/]*@)")
+# e-mail address, and a password may contain "@". Only a password may contain a slash. In
+# ``s3://bucket@latest``, there is no user.
+_ADDRESS = r"(?:latest|best\b[^\s@]*|\d+(?:\.\d+)?)(?![^\s'\",;:.)]|\.\S)"
+_USER = re.compile(
+    rf"(://)(?:(?![^\s/]*:\d+/)[^\s/:]*:[^\s@]*(?:@[^\s@/]*)*@|[^\s/]*@(?!{_ADDRESS}))"
+)
+_TOKEN = re.compile(r"(tcp://[^\s/]+/)[^\s'\"<>,;)]+")  # of a task queue
 _QUERY = re.compile(r"\?[^\s?=\"'<>]*=[^\s\"'<>)]*")
 
 
 def hide_secrets(text: str) -> str:
     """Return a text in which the user names, passwords, and queries of URLs are ``...``."""
-    return _QUERY.sub("?...", _USER.sub(r"\1...@", text))
+    return _TOKEN.sub(r"\1...", _QUERY.sub("?...", _USER.sub(r"\1...@", text)))
+
+
+def hide_in_urls(text: str) -> str:
+    """Do the same if there is a URL at all: a local path may contain ``?lr=0.1``."""
+    return hide_secrets(text) if "://" in text else text
+
+
+def for_people(text: str) -> str:
+    """Return a text without the secrets of URLs, and without the current folder before paths in it.
+    All errors and warnings, and what commands and sinks print, pass through this."""
+    text = hide_in_urls(text)
+    with suppress(OSError):  # there may be no current folder
+        if (folder := os.getcwd()) != "/" and folder in text:
+            return re.sub(rf"(?<![^\s'\"(=,:]){re.escape(folder)}/(?=[^\s/])", "", text)
+    return text
 
 
 def format_list(
@@ -93,7 +115,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def to_printable(text: object) -> str:
     """Return text from outside as one line without terminal control characters."""
-    text = str(text)
+    text = for_people(str(text))
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
@@ -158,14 +180,16 @@ def to_json_value(value: Any, limit: int | None = _MAX_TEXT, depth: int = 0) -> 
 
 
 def _to_plain(value: Any, limit: int | None, depth: int) -> Any:
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return hide_in_urls(value)
     if isinstance(value, int):
         return int(value) if value.bit_length() <= 64 else hex(value)
     if isinstance(value, float):
         return float(value) if isfinite(value) else repr(float(value))
     if isinstance(value, BaseException):
-        return f"{type(value).__name__}: {value}".removesuffix(": ")
+        return hide_in_urls(f"{type(value).__name__}: {value}".removesuffix(": "))
     if limit is not None and depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, Mapping):
@@ -203,5 +227,5 @@ def warn_user(message: str, category: type[Warning]) -> None:
     registry = frame.f_globals.setdefault("__warningregistry__", {})  # as warnings.warn
     module = frame.f_globals.get("__name__", "<string>")
     warnings.warn_explicit(
-        message, category, frame.f_code.co_filename, frame.f_lineno, module, registry
+        for_people(message), category, frame.f_code.co_filename, frame.f_lineno, module, registry
     )

@@ -186,7 +186,7 @@ NO_VERSION = [
     ("runs/a@1 runs/b", 2, "runs/b is not a version"),
     ("runs/a@1 2", 4, "runs/a@1 is one version, not a run. Use the run: runs/a"),
     ("runs/a runs/a@1", 2, "'runs/a@1' is not a step"),
-    ("runs/a@1.1", 4, "/runs/a. Found version_1"),
+    ("runs/a@1.1", 4, "no version_1.1 in runs/a. Found version_1"),
     ("runs/a@9", 4, "no version of step 9 on the current lineage"),
     ("runs/a/version_9", 4, "no version of step 9 on the lineage of branch 0"),
     ("runs/a/version_9.7", 4, "no branch 7"),

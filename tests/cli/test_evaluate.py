@@ -185,8 +185,7 @@ def test_a_command_that_waits_for_a_run_says_so(folder):
     own.send_signal(signal.SIGINT)
     own.wait(30)
     lines = (folder / "errors").read_text().splitlines()
-    run = os.path.abspath("run")
-    waiting = f"limpet: waiting for a new version of {run} (Ctrl-C stops it)"
+    waiting = "limpet: waiting for a new version of run (Ctrl-C stops it)"
     assert lines == [waiting, "limpet: interrupted"]
 
 

@@ -35,7 +35,7 @@ def test_a_file_becomes_a_version(folder):
     assert result.code == 0
     assert result.out.splitlines() == [
         "a file of torch.save  step_7.pt",
-        f"{folder}/runs/a/version_7  2 leaves, 4.03 KiB",
+        "runs/a/version_7  2 leaves, 4.03 KiB",
     ]
     model = nn.Linear(3, 2)
     into = {"model": model, "epoch": 0}
@@ -134,7 +134,7 @@ def test_a_checkpoint_without_a_step(folder):
 def test_an_existing_version_is_not_changed(folder):
     hf.save("runs/a/version_7", {"x": np.arange(3)})
     check_error_line(
-        run_cli("import", "step_7.pt", "runs/a"), 8, f"already exists at {folder}/runs/a/version_7"
+        run_cli("import", "step_7.pt", "runs/a"), 8, "already exists at runs/a/version_7"
     )
     assert list(hf.load("runs/a/version_7")) == ["x"]
 

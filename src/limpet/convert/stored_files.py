@@ -25,6 +25,7 @@ from limpet.snapshot.location import Location, locate
 from limpet.state.arrays.own import Source
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
+from limpet.storage.open import check_url
 from limpet.storage.store import Stat, list_level
 from limpet.threads import Workers, no_op
 from limpet.types import BLOCK_SIZE, DTYPES, Advance
@@ -262,6 +263,7 @@ class ForeignFolder:
 def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
     """Return the path and None if it is local, else the URL and the location in a store."""
     if isinstance(path, str):
+        path = check_url(path) if path else path  # of "", the caller says what is wrong
         if "://" not in path:
             return path.rstrip("/") or path, None
         path = locate(path)

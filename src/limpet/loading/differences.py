@@ -18,7 +18,7 @@ from limpet.format.names import join_key
 from limpet.layout.select import KeyFilter, is_renamed, is_slot_key, make_key_filter
 from limpet.ranks.collective import Collective
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import MAX_SHOWN, format_list, format_ranks, to_printable
+from limpet.text import MAX_SHOWN, for_people, format_list, format_ranks, to_printable
 
 _MAX_MISMATCHES_SHOWN = 5
 _MAX_SUGGESTED_KEYS = 5
@@ -358,7 +358,7 @@ class LoadReport:
             f"renamed {len(renames)}": format_list(renames, _MAX_REPORTED),
         }
         lines = [f"{what}: {keys}" for what, keys in others.items() if keys]
-        return "\n".join([f"loaded {len(self.loaded)} values of {self.url}", *lines])
+        return "\n".join([f"loaded {len(self.loaded)} values of {for_people(self.url)}", *lines])
 
     def _format_folded(self, keys: Sequence[str]) -> str:
         return format_keys(fold_keys(keys, self.loaded)) if keys else ""

@@ -29,6 +29,7 @@ from limpet.snapshot import pins
 from limpet.snapshot.location import Location, Url
 from limpet.snapshot.snapshot import Snapshot, reader_of, snapshot_of
 from limpet.storage.open import open_store
+from limpet.text import to_printable
 from limpet.threads import gc_paused
 
 
@@ -46,7 +47,7 @@ class Run:
         self.catalog = Catalog(self.store)
 
     def __repr__(self) -> str:
-        return f"<Run {self.url}>"
+        return f"<Run {to_printable(self.url)}>"
 
     def location(self, version: Version) -> Location:
         return Location(self.store, str(version))

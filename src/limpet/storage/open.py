@@ -84,8 +84,14 @@ def check_url(url: str | os.PathLike[str]) -> str:
     scheme = _SCHEME.match(text)
     if scheme is None:
         return expand_home(text) if text.startswith("~") else text
+    is_server = scheme[1] in _BUILT_IN and scheme[1] != "file"
+    if is_server and (shown := hide_secrets(text)) != text:
+        raise StoreError(
+            f"{shown} does not name a folder: it contains a user, a password, or a query",
+            todo="Credentials and other options are not part of the URL: see docs/stores.md",
+        )
     levels = text[scheme.end() :]
-    if scheme[1] in (*_BUILT_IN, "memory") and scheme[1] != "file" and _EMPTY_LEVEL.search(levels):
+    if (is_server or scheme[1] == "memory") and _EMPTY_LEVEL.search(levels):
         raise StoreError(
             f"A folder in {hide_secrets(text)} has no name",
             expected="one slash between two names",

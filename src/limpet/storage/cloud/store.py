@@ -449,14 +449,12 @@ def open_google(url: str, **options: Any) -> RetryStore:
 
 def _open(url: str, options: CloudOptions) -> RetryStore:
     container, _, folder = url.removeprefix(f"{options.scheme}://").partition("/")
-    has_credentials = hide_secrets(url) != url  # a SAS, or a user
-    if has_credentials or not _CONTAINER.fullmatch(container):
+    if not _CONTAINER.fullmatch(container):
         raise StoreError(
             "The URL does not name a container and a folder",
             expected=f"{options.scheme}://CONTAINER/folder, with a name of at least two lowercase"
             " letters, digits, dots, hyphens, and underscores",
             found=None if "@" in url or "?" in url else repr(url),  # they precede credentials
-            todo="The account, credentials, and other options are not part of the URL: see"
-            " docs/stores.md",
+            todo="The account and other options are not part of the URL: see docs/stores.md",
         )
     return RetryStore(CloudFolder(container, folder.rstrip("/"), options), options.timeout)

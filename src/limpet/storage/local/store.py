@@ -658,9 +658,7 @@ def open_local(url: str, **options: Any) -> LocalStore:
     if url.startswith("file://"):
         host, slash, rest = url.removeprefix("file://").partition("/")
         if host not in ("", "localhost"):
-            raise StoreError(
-                f"The URL {url} names another machine", expected="file:///path", found=host
-            )
+            raise StoreError(f"The URL {url} names another machine", expected="file:///path")
         path = unquote(slash + rest)
     if not path:
         raise StoreError("The URL does not name a folder", expected="file:///path", found=url)
