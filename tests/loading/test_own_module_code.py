@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import limpet
 from limpet.errors import InexactResume, LimpetError, ShapeMismatch
@@ -40,6 +41,7 @@ WRAPPERS = {
     "nested": nested,
     "DataParallel": lambda m: nn.DataParallel(nested(m)),
     "compile": lambda m: torch.compile(nested(m), backend="eager"),
+    "checkpoint": lambda m: nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Sequential(m))),
 }
 
 
@@ -148,6 +150,17 @@ def test_live_values_are_never_converted(options, loaded):
     by_load(source.double() if "cast" in options else source, live, **options)
     assert live[1][0].scale[0].item() == pytest.approx(torch.e if "scale" in loaded else 5)
     assert live[1][0].bias[0].item() == (4 if "bias" in loaded else 0)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_change_neither_names_nor_versions(wrapper):
+    source, live = WRAPPERS[wrapper](Scale2(3)), WRAPPERS[wrapper](Scale2())
+    del next(m for m in source.modules() if isinstance(m, Scale)).bias
+    report = by_load(source, live, missing="keep")  # of the same version: nothing is left out
+    assert [key.rpartition(".")[2] for key in report.kept] == [
+        "m/bias" if wrapper == "root" else "bias"
+    ]
+    assert next(m for m in live.modules() if isinstance(m, Scale)).scale.tolist() == [3, 3]
 
 
 def test_renames_apply_to_the_versions_too():
@@ -343,14 +356,14 @@ class Rotated(nn.Module):
         state[prefix + "a"], state[prefix + "b"] = b.t(), a.t()
 
 
-class OldNorm(nn.BatchNorm1d):
-    """Without its count, as before version 2 of PyTorch's class."""
-
-    _version = 1
-
-    def __init__(self):
-        super().__init__(2)
-        del self.num_batches_tracked
+def assigned():
+    """The code of one object, not of its class."""
+    m = Names()
+    load = m._load_from_state_dict
+    m._load_from_state_dict = lambda state, prefix, *rest: load(
+        {k.replace("old", "new"): v for k, v in state.items()}, prefix, *rest
+    )
+    return m
 
 
 def spectral():
@@ -360,6 +373,7 @@ def spectral():
 CONVERSIONS = {
     "a buffer that was None": (used_bank, Bank),
     "a renaming hook": (lambda: Names("old"), Renamed),
+    "code of one object": (lambda: Names("old"), assigned),
     "two names become one": (lambda: Names("q", "k"), Fused),
     "interpolated": (lambda: Positions(4), lambda: Positions(8)),
     "extra state that grows": (lambda: Counter(3), lambda: Counter(1)),
@@ -392,13 +406,19 @@ def assert_equal_states(a, b):
 
 
 @pytest.mark.filterwarnings("error::limpet.errors.InexactResume")
-@pytest.mark.parametrize("wrap", [lambda m: m, nested], ids=["root", "nested"])
+@pytest.mark.parametrize(
+    "wrap",
+    [WRAPPERS["root"], nested, WRAPPERS["checkpoint"], nn.DataParallel],
+    ids=["root", "nested", "checkpoint", "DataParallel"],
+)
 @pytest.mark.parametrize("way", [by_load, by_resume, by_saved_state_dict, by_import])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_loads_what_its_own_code_loads(name, way, wrap, tmp_path):
     if way in (by_saved_state_dict, by_import) and name == "extra state that grows":
         pytest.skip("imports and dicts of tensors have no dicts")
     source, live, twin = make_pair(name, wrap)
+    if isinstance(source, nn.DataParallel):
+        source = source.module
     bring(way, source, live, tmp_path)
     assert_equal_states(live, twin)
 

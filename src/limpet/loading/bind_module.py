@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
@@ -41,8 +42,10 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
         state = module.state_dict()
     names = dict(zip(modules.strip_wrapper_names(module, list(state), key), state, strict=True))
-    own_paths = _paths_with_own_code(module)
-    loader = _Loader(binding, module, key, state, _saved_versions(module, node, key))
+    loader = _Loader(binding, module, key, state, {**names})
+    own_paths = loader.paths_with_own_code()
+    if node is not ABSENT and "metadata" in node:
+        loader.versions = tree.decode(node["metadata"], key, tree.reject_leaf)
     if own_paths:
         loader.bind_converted(own_paths, names, members)
     live = dict(module.named_parameters(remove_duplicate=False))
@@ -57,13 +60,13 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         value = state[name]
         child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
         if child is ABSENT or not binding.selected(k):
-            loader.kept.append(name)
+            loader.kept.append(plain_name)
             if child is ABSENT:
                 loader.absent[k] = value if name in live and _is_dense(value) else None
             elif _is_dense(value):
                 binding.note_unselected(value, child, k)
             continue
-        loader.bound.append(name)
+        loader.bound.append(plain_name)
         if name in live and composites.is_subclass(live[name]):
             # the member itself: its alias in the state dict may have copies of inner tensors
             binding.bind_subclass(live[name], child, k)
@@ -74,7 +77,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         elif own_paths and _owner(plain_name, own_paths) is not None:
             binding.claim(value, source, k)
             fresh[name] = binding.add_array(torch.empty_like(value), source, k)
-            loader.checked[name] = k
+            loader.checked[plain_name] = k
         elif value.numel() == 0 or _memory_key(value, k) in in_place:
             binding.add_array(value, source, k)
         else:
@@ -89,16 +92,19 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
 
 @dataclass
 class _Loader:
-    """What a module's code loads, by live name. ``versions``: saved ones of the code, by live path;
-    ``bound``, ``kept``, ``absent`` (by key): members that are loaded, and that are not, and those
-    of them that are not saved; ``dropped``: what the code does not get; ``checked``: the keys of
-    what it should not change; ``is_converting``: saved names or shapes are not the live ones."""
+    """What a module's code loads. ``names``: live names by those without wrappers; ``versions``: of
+    the code that saved; ``fresh``: by live name;
+    ``bound``, ``kept``: names of members that are loaded or not; ``absent``: live members by key
+    that are not saved; ``dropped``: live names that the code does not get; ``checked``: keys by
+    name of what it should not change; ``is_converting``: it loads other names or shapes, without
+    those ``tolerated``."""
 
     binding: Binding
     module: Any
     key: str
     state: dict[str, Any]
-    versions: dict[str, Any]
+    names: dict[str, str]
+    versions: Any = None
     fresh: dict[str, Finalize] = field(default_factory=dict)
     bound: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -106,6 +112,7 @@ class _Loader:
     dropped: list[str] = field(default_factory=list)
     checked: dict[str, str] = field(default_factory=dict)
     is_converting: bool = False
+    tolerated: set[str] = field(default_factory=set)
 
     def load(self) -> Any:
         """Load the module by its code, unless all members were filled in place. Warn of members
@@ -115,22 +122,26 @@ class _Loader:
         if not self.fresh and (is_kept or not _runs_code(module)):
             return module
         loaded = {name: finalize() for name, finalize in self.fresh.items()}
-        live = getattr(self.state, "_metadata", None) or {}
-        touched = {path for name in self.bound for path in _paths_of(name)}
-        converted = {path for path in touched if self.versions.get(path) != live.get(path)}
-        # a live value must not be converted
-        dropped = {n for n in self.kept if not converted.isdisjoint(_paths_of(n))} | {*self.dropped}
         given: Any = OrderedDict({**self.state, **loaded})
-        for name in dropped & given.keys():
-            del given[name]
-        given._metadata = self.versions | {p: v for p, v in live.items() if p not in touched}
+        given._metadata, converted = self._choose_versions(self.bound)
+        # a live value must not be converted
+        dropped = {self.names[n] for n in self.kept if not converted.isdisjoint(_paths_of(n))}
+        for name in dropped.union(self.dropped):
+            given.pop(name, None)
+        is_strict = not (dropped or self.dropped or self.is_converting)
         with modules.calling(module, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
-            _load_state_dict(module, given, is_strict=not (dropped or self.is_converting))
+            found = chain(*_load_state_dict(module, given, is_strict))
+            others = {*modules.strip_wrapper_paths(module, [*found])}.difference(
+                self.kept, self.tolerated
+            )
+            if others:
+                raise RuntimeError(f"a copy has loaded {format_list(sorted(others), _MAX_NAMES)}")
             now = module.state_dict() if self.checked else {}
         changed = [
             k
-            for name, k in self.checked.items()
-            if converted.isdisjoint(_paths_of(name)) and not _are_same(now.get(name), loaded[name])
+            for n, k in self.checked.items()
+            if converted.isdisjoint(_paths_of(n))
+            and not _are_same(now.get(self.names[n]), loaded[self.names[n]])
         ]
         if changed:
             warn_user(
@@ -139,6 +150,40 @@ class _Loader:
                 InexactResume,
             )
         return module
+
+    @cached_property
+    def paths(self) -> dict[str, str]:
+        """The paths of the submodules, each with that without wrappers."""
+        paths = [path for path, _ in self.module.named_modules(remove_duplicate=False)]
+        return dict(zip(paths, modules.strip_wrapper_paths(self.module, paths), strict=True))
+
+    def paths_with_own_code(self) -> dict[str, str]:
+        """Return the live paths of submodules that load their members by own code, by those without
+        wrappers: if it has two, the outermost."""
+        module = self.module
+        if _is_overridden(module):
+            return {"": ""}
+        if not any(map(_has_own_load, modules.submodules_of(module))):
+            return {}
+        outermost_last = [*self.paths.items()][::-1]
+        return {plain: p for p, plain in outermost_last if _has_own_load(module.get_submodule(p))}
+
+    def _choose_versions(self, bound: Iterable[str]) -> tuple[dict[str, Any], set[str]]:
+        """Return the metadata for a state dict: what was saved of submodules with ``bound`` members
+        (nothing in files without it: no version, as in PyTorch), else the live one. Also return
+        where the saved one differs from that."""
+        saved = dict(self.versions) if isinstance(self.versions, dict) else {}
+        others = saved.pop(tree.OTHER_MODULES, None)
+        live = getattr(self.state, "_metadata", None) or {}
+        touched = {path for name in bound for path in _paths_of(name)}
+        differs: dict[str, bool] = {}
+        for path, plain in self.paths.items():
+            entry = live.get(path)
+            if plain in touched:  # a wrapper comes before its module
+                entry = copy.deepcopy(saved.get(plain, others))
+                differs[plain] = entry != live.get(path)
+            saved[path] = {} if entry is None else entry
+        return saved, {path for path, is_other in differs.items() if is_other}
 
     def bind_converted(
         self, paths: dict[str, str], names: dict[str, str], members: Members
@@ -170,6 +215,9 @@ class _Loader:
 
         binding, start, live_start = self.binding, *(f"{p}." if p else "" for p in (owner, path))
         live = {name: n for n, name in names.items() if n.startswith(start)}
+        for name, n in live.items():  # hooks of a wrapper may have removed its level
+            if name.endswith(n[len(start) :]):
+                live_start = name[: len(name) - len(n) + len(start)]
         saved = {
             names.get(n, live_start + n[len(start) :]): (n, *member)
             for n, member in members.items()
@@ -186,9 +234,10 @@ class _Loader:
         if found is None:
             return
         (missing, unexpected), self.is_converting = found, True
+        self.tolerated.update(modules.strip_wrapper_paths(self.module, [*missing, *unexpected]))
         for name, (n, child, k) in saved.items():
             del members[n]
-            self.bound.append(name)
+            self.bound.append(n)
             self.fresh[name] = binding.targets.add_fresh(child, k, device)
             value: Any = self.state.get(name)
             source = self._source(child, k)
@@ -224,7 +273,7 @@ class _Loader:
         # without headers, because all ranks of a shared read must check the same ones later
         targets.snapshot.read(targets.requests, targets.targets, check_headers=False)
         given: Any = OrderedDict((n.removeprefix(start), f()) for n, f in finalizers.items())
-        versions = copy.deepcopy(self.versions)
+        versions, _ = self._choose_versions(self.names)
         given._metadata = {
             p[len(start) :]: v for p, v in versions.items() if f"{p}.".startswith(start)
         }
@@ -247,12 +296,18 @@ class _Loader:
 def _load_state_dict(module: Any, given: Any, is_strict: bool) -> Any:
     """Load by the module's method. Return the missing and the unexpected names, unless it is not
     that of PyTorch, which may have other arguments and results."""
-    import torch
-
-    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+    if _is_overridden(module):
         module.load_state_dict(given)
         return (), ()
     return module.load_state_dict(given, is_strict)
+
+
+def _is_overridden(module: Any) -> bool:
+    """Return True if ``load_state_dict`` is not PyTorch's, in the class or of this object."""
+    import torch
+
+    method = getattr(module.load_state_dict, "__func__", module.load_state_dict)
+    return method is not torch.nn.Module.load_state_dict
 
 
 def _copy_module(module: Any) -> Any:
@@ -264,34 +319,6 @@ def _copy_module(module: Any) -> Any:
     others = (v for sub in module.modules() for name, v in vars(sub).items() if name not in own)
     copied = torch.nn.Module, torch.nn.Parameter, torch.nn.Buffer
     return copy.deepcopy(module, {id(v): v for v in others if not isinstance(v, copied)})
-
-
-def _saved_versions(module: Any, node: Any, key: str) -> dict[str, Any]:
-    """Return what was saved of the versions of a module's code, by live path: nothing if the file
-    has none. Loading code then gets no version, as in PyTorch."""
-    if node is ABSENT or "metadata" not in node:
-        return {}
-    found = tree.decode(node["metadata"], key, tree.reject_leaf)
-    if not isinstance(found, dict):
-        return {}
-    others = found.pop(tree.OTHER_MODULES, None)
-    paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
-    by_path = zip(paths, modules.strip_wrapper_paths(module, paths), strict=True)
-    entries = {path: copy.copy(found.get(plain, others)) for path, plain in by_path}
-    return found | {path: entry for path, entry in entries.items() if entry is not None}
-
-
-def _paths_with_own_code(module: Any) -> dict[str, str]:
-    """Return the paths of submodules that load their members by own code, by those without
-    wrappers."""
-    import torch
-
-    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
-        return {"": ""}
-    if not any(map(_has_own_load, modules.submodules_of(module))):
-        return {}
-    paths = [p for p, m in module.named_modules(remove_duplicate=False) if _has_own_load(m)]
-    return dict(reversed([*zip(modules.strip_wrapper_paths(module, paths), paths, strict=True)]))
 
 
 def _paths_of(name: str) -> Iterator[str]:
@@ -337,9 +364,7 @@ def _are_same(a: Any, b: Any) -> bool:
 def _runs_code(module: Any) -> bool:
     """Return True if user code runs when the module is loaded: hooks, or overrides other than those
     in PyTorch's own layers, which only handle old versions of their state."""
-    import torch
-
-    return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
+    return _is_overridden(module) or any(
         m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or _has_own_load(m)
         for m in modules.submodules_of(module)
     )
@@ -348,6 +373,8 @@ def _runs_code(module: Any) -> bool:
 def _has_own_load(sub: Any) -> bool:
     """Return True if code that is not PyTorch's own loads the members of a submodule."""
     hooks = (*sub._load_state_dict_pre_hooks.values(), *sub._load_state_dict_post_hooks.values())
-    code = (type(sub)._load_from_state_dict, *hooks)
     own = ("torch.nn.modules.", "torch.distributed.")
-    return any(not str(getattr(c, "__module__", "")).startswith(own) for c in code)
+    return any(
+        not str(getattr(code, "__module__", "")).startswith(own)
+        for code in (sub._load_from_state_dict, *hooks)
+    )
