@@ -16,6 +16,7 @@ from limpet.layout.read_plan import ReadRequest
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import Memory, part_library
+from limpet.state.loadable import may_repeat
 from limpet.state.memory_ranges import find_read_only
 from limpet.types import Box
 
@@ -37,8 +38,8 @@ def check_shared_memory(
     """Raise ``PlanError`` if an array is in read-only memory, or if arrays share elements of memory
     for which the snapshot has different values. Only arrays whose ranges of memory overlap are read
     for this, into new memory."""
-    filled = [c for claim in claims.values() for c in claim.values() if c.source is not None]
-    on_host = [c for c in filled if c.memory.device == "cpu"]
+    every = [claim for by_leaf in claims.values() for claim in by_leaf.values()]
+    on_host = [c for c in every if c.source is not None and c.memory.device == "cpu"]
     for claim, is_read_only in zip(on_host, find_read_only(c.memory.range for c in on_host)):
         if is_read_only:
             raise PlanError(
@@ -47,11 +48,7 @@ def check_shared_memory(
                 todo="Put an array with its own memory into the live state: tensor.clone()",
                 leaf=claim.key,
             )
-    groups = [
-        g
-        for g in _group_by_range(chain(*(c.values() for c in claims.values())))
-        if len(g) > 1 or _may_repeat(g[0].memory)
-    ]
+    groups = [g for g in _group_by_range(every) if len(g) > 1 or _may_repeat(g[0].memory)]
     copies = [[part_library(type(c.part)).empty_like(c.part) for c in group] for group in groups]
     requests, targets = [], []
     for claim, copy in zip(chain(*groups), chain(*copies), strict=True):
@@ -89,13 +86,7 @@ def _group_by_range(claims: Iterable[Claim]) -> list[list[Claim]]:
 
 
 def _may_repeat(memory: Memory) -> bool:
-    """Return True unless the elements of an array surely have no byte in common."""
-    span = memory.itemsize - 1
-    for stride, n in sorted(zip(map(abs, memory.strides), memory.sizes, strict=True)):
-        if n > 1 and stride <= span:
-            return True
-        span += stride * (n - 1)
-    return False
+    return may_repeat(memory.sizes, memory.strides, memory.itemsize)
 
 
 def _raw_bytes(copy: Any) -> NDArray[np.uint8]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 _MAX_COUNTED_ELEMENTS = 1 << 20
 
 
+def may_repeat(sizes: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
+    """Return True unless the elements of an array surely have no memory in common."""
+    span = itemsize - 1  # from the first to the last byte of the dimensions so far
+    for stride, n in sorted(zip(map(abs, strides), sizes, strict=True)):
+        if n > 1 and stride <= span:
+            return True
+        span += stride * (n - 1)
+    return False
+
+
 def shares_elements(t: torch.Tensor) -> bool:
     """Return True if several elements of a strided tensor share memory, as in an expanded tensor,
     so that it cannot be written to."""
-    if t.is_contiguous():
+    if t.is_contiguous() or not may_repeat(t.shape, t.stride()):
         return False
-    dims = sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1)
-    span = 0  # the distance from the first to the last element of the dimensions so far
-    for stride, n in dims:
-        if stride <= span:
-            break
-        span += stride * (n - 1)
-    else:
-        return False
+    dims = [(s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
     if any(s == 0 for s, _ in dims) or t.numel() > _MAX_COUNTED_ELEMENTS:
         return True
     offsets = np.zeros((1,), np.int64)
