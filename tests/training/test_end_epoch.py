@@ -1,8 +1,10 @@
 """``end_epoch`` ends an epoch of any loader, and ``step`` counts several steps."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,6 +178,37 @@ def test_end_epoch_with_accumulated_gradients(leftover):
     with limpet.Checkpointer(store, state, save=Never()) as ckpt:
         ckpt.resume()
         assert sum(1 for _ in resumed) == count % 3 + len(resumed)
+
+
+@pytest.mark.parametrize("save", [EverySteps(1), EveryEpoch(), EverySteps(1) | EveryEpoch()])
+@pytest.mark.parametrize("kill", range(1, 8))
+def test_a_step_over_the_end_of_an_epoch_has_the_same_batches_after_a_resume(kill, save):
+    """Of five batches in an epoch and two in a step, one waits for the next epoch."""
+
+    def train(store, kill=None):
+        seen, waiting, loader = dict[int, Any](), [], make_loader(5 * 4)
+        state = {"loader": loader, "progress": limpet.Progress()}
+        with limpet.Checkpointer(store, state, save=save) as ckpt:
+            for _ in ckpt.epochs(3):
+                for batch in loader:
+                    waiting.append((batch, torch.rand(()).item()))
+                    if len(waiting) == 2:
+                        ckpt.step(batches=2)
+                        seen[ckpt.current_step] = waiting
+                        waiting = []
+                        if ckpt.current_step == kill:
+                            break
+                if ckpt.current_step == kill:
+                    raise KeyboardInterrupt
+        return seen
+
+    store, expected = MemoryStore(), train(MemoryStore())
+    for number in (kill, kill + 1):  # also right after the resume
+        if number <= 7:
+            with pytest.raises(KeyboardInterrupt):
+                train(store, number)
+    assert len(expected) == 7
+    assert train(store).items() <= expected.items()
 
 
 def test_batches_are_as_many_as_steps():

@@ -115,6 +115,21 @@ def test_more_epochs_continue_where_fewer_ended(save):
 
 
 @pytest.mark.parametrize("progress", [True, False])
+def test_more_epochs_make_the_last_steps_again_if_they_were_not_saved(progress):
+    """The training had ended, so the same number of epochs yields nothing."""
+    store, trainings = MemoryStore(), [Training(progress=progress) for _ in range(3)]
+    for training, count in zip(trainings, (3, 3, 4), strict=True):
+        training.run(store, count, save=EveryEpoch(2))
+    expected = Training()
+    expected.run(MemoryStore(), 4)
+    assert [t.log for t in trainings] == [
+        expected.log[: 3 * BATCHES + 3],
+        [],
+        expected.log[2 * BATCHES + 2 :],
+    ]
+
+
+@pytest.mark.parametrize("progress", [True, False])
 def test_every_epoch_saves_with_the_metrics_of_the_epoch(progress):
     store = MemoryStore()
     Training(progress=progress).run(store, save=EveryEpoch())

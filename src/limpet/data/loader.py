@@ -421,6 +421,8 @@ class DataLoader(data.DataLoader[Any]):
                 if in_state:
                     seed_generators(self._key, STEP, name, before.epoch, before.at, rank)
                 yield batch
+            # a rest that is shorter than a step is of the training, although no step has counted it
+            self._has_counted |= start.at > 0 and 0 < len(self._handed) < self._per_step
             self._is_over |= self._counted.epoch <= position.epoch  # else end_epoch was called
             if in_state:
                 seed_generators(self._key, END, name, position.epoch, position.at, rank)

@@ -132,8 +132,10 @@ class Ending:
         if could_save and error is None and not is_process_ending():
             saver = self.saver
             if not is_leaving:
-                end = saver.early_stop.end_reason, self.step_counter.progress.epoch
-                saver.warn_or_raise(record_end, saver, *end, self.step_counter.loader_epochs())
+                counter, reason = self.step_counter, saver.early_stop.end_reason
+                is_saved = saver.saved_step == counter.progress.step
+                positions = counter.loader_epochs() if is_saved else None
+                saver.warn_or_raise(record_end, saver, reason, counter.progress.epoch, positions)
             saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
@@ -343,9 +345,10 @@ _AUTHOR = "training"
 """The name under which a training records its end, and those of epochs."""
 
 
-def record_end(saver: Saver, reason: str, epochs: int, positions: dict[str, int]) -> None:
+def record_end(saver: Saver, reason: str, epochs: int, positions: dict[str, int] | None) -> None:
     """Record about the newest version that ``epochs`` are complete, and the epochs at which the
-    loaders go on. ``reason``: why the training has ended, so that nobody waits for more, or ""."""
+    loaders go on, unless the version does not have the last steps. ``reason``: why the training has
+    ended, so that nobody waits for more, or ""."""
     newest, run = saver.writer.newest, saver.run
     if newest is None or saver.group.rank:
         return
@@ -365,19 +368,22 @@ def record_end(saver: Saver, reason: str, epochs: int, positions: dict[str, int]
         raise e.with_advice(advice, committed=str(version)) from e
 
 
-def read_end(saver: Saver) -> tuple[int, dict[str, int]]:
+def read_end(saver: Saver) -> tuple[int, dict[str, int] | None]:
     """Return how many epochs were complete when the newest version was left, and the epochs of the
-    loaders. All ranks call this; they raise ``StoreError`` together."""
+    loaders, or None if it does not have the last steps. All ranks call this; they raise
+    ``StoreError`` together."""
 
-    def read() -> tuple[int, dict[str, int]]:
+    def read() -> tuple[int, dict[str, int] | None]:
         newest = saver.writer.newest
         if newest is None:
-            return 0, {}
+            return 0, None
         ends = saver.run.catalog.evaluations.read(version_of(newest), newest.digest).of(Ended)
-        return (ends[-1].epochs, dict(ends[-1].positions)) if ends else (0, {})
+        if not ends:
+            return 0, None
+        return ends[-1].epochs, None if ends[-1].positions is None else dict(ends[-1].positions)
 
     operation = f"the end of {saver.url}"
-    return broadcast_from_first(saver.group, operation, read, tuple[int, dict[str, int]])
+    return broadcast_from_first(saver.group, operation, read, tuple[int, dict[str, int] | None])
 
 
 def report_missing_metrics(saver: Saver) -> None:

@@ -59,8 +59,8 @@ class StepCounter:
                 found=len(found),
             )
         self.ended_epochs = 0
-        """The complete epochs by a record about the loaded version, of which an owner of the
-        ``Progress`` does not know."""
+        """The complete epochs by a record about the loaded version. Its position may be earlier, if
+        the last steps were not saved, or if the ``Progress`` has an owner."""
 
         self._is_in_state = bool(found)
         self.positions = find_positions(state)
@@ -130,9 +130,12 @@ class StepCounter:
         """Return the epoch of each loader by its key in the state."""
         return {name: loader.epoch for name, loader in self._loaders.items()}
 
-    def begin_epoch(self, epoch: int, positions: Mapping[str, int]) -> None:
-        """Begin a later epoch than that of the version, which was saved at its last step."""
+    def begin_epoch(self, epoch: int, positions: Mapping[str, int] | None) -> None:
+        """Begin a later epoch than that of the version, which was saved at its last step. Without
+        ``positions``, it does not have the last steps of ``epoch`` complete epochs."""
         self.ended_epochs = epoch
+        if positions is None:
+            return
         while self.progress.epoch < epoch and self.progress.owner is None:
             self.progress.end_epoch()
         for name, loader in self._loaders.items():
