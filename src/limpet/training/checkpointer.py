@@ -326,6 +326,8 @@ class Checkpointer:
         leniency: Leniency,
     ) -> ResumePoint | None:
         """Load a version of the run, or of ``start`` if it is empty, and take over its position."""
+        if not (self._lifecycle.is_resumed or self._lifecycle.is_started):
+            self._script_options = state_check.read_options(self.state)
         resume = Resume(
             run=self.run,
             state=self.state,
@@ -675,6 +677,8 @@ class Checkpointer:
         self._step_counter.progress.read()
         if self._lifecycle.is_started:
             return
+        # those of members that the state has got since; a scheduler may have changed the others
+        self._script_options = {**state_check.read_options(self.state), **self._script_options}
         self._ending.check_entered()
         is_resumed, parts = self._lifecycle.is_resumed, (self._acquire_lock, self._rank_arguments)
         acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)

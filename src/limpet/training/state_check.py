@@ -4,8 +4,10 @@ its optimizers. This reads only the state."""
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
+from inspect import signature
+from itertools import chain, islice
 from math import isfinite
 from typing import Any, Protocol, runtime_checkable
 
@@ -117,7 +119,7 @@ def _find_untrained(state: dict[str, Any], modules: Mapping[str, Any], torch: An
     return gaps
 
 
-# -- the options that the script has passed to its optimizers ------------------------------------
+# -- the options that the script has passed to its optimizers and schedulers ---------------------
 #
 # A training changes its learning rate, so the live options of a version say nothing about the
 # script. Versions therefore record the options at the start of the process.
@@ -129,12 +131,12 @@ _MAX_OPTIONS = 64
 """The groups of the optimizers whose options are recorded, and the options of a group."""
 
 Options = dict[str, list[dict[str, Any]]]
-"""The plain options of the groups of each optimizer, by its key in the state. A group after the
-first one has only what differs from the first."""
+"""The plain options of the groups of each optimizer, or of the one group of each scheduler, by its
+key in the state. A group after the first one has only what differs from the first."""
 
 
 def read_options(state: dict[str, Any]) -> Options:
-    """Return the options of the optimizers in a state."""
+    """Return the options of the optimizers in a state, and the arguments of its schedulers."""
     torch: Any = torch_or_none()
     found: Options = {}
     left = _MAX_OPTIONS
@@ -145,6 +147,24 @@ def read_options(state: dict[str, Any]) -> Options:
         found[key] = groups[:1] + [
             {k: v for k, v in group.items() if groups[0].get(k, ...) != v} for group in groups[1:]
         ]
+    schedulers = find_members(state, torch.optim.lr_scheduler.LRScheduler) if torch else {}
+    while schedulers and left > 0:
+        left -= 1
+        key, scheduler = schedulers.popitem()
+        if arguments := _plain_options(_arguments_of(scheduler)):
+            found[key] = [arguments]
+        nested = getattr(scheduler, "_schedulers", ())
+        schedulers |= {f"{key}/{number}": inner for number, inner in enumerate(nested)}
+    return found
+
+
+def _arguments_of(scheduler: Any) -> dict[str, Any]:
+    """Return the arguments with which a scheduler was created, if it has them as attributes."""
+    found = {}
+    for name in signature(type(scheduler)).parameters:
+        value = vars(scheduler).get(name, vars(scheduler).get(f"_{name}"))
+        if name not in ("optimizer", "last_epoch"):  # which says where it is
+            found[name] = sorted(value.elements()) if isinstance(value, Counter) else value
     return found
 
 
@@ -156,8 +176,9 @@ def describe_changes(script: Options, earlier: Any, used: Options) -> list[str]:
     except (AttributeError, TypeError, LookupError):
         return []  # metadata that Limpet did not write
     own, now = _by_place(script), _by_place(used)
+    places = Counter(name for groups in script.values() for name in {*chain.from_iterable(groups)})
     return [
-        f"{name if len(script) == 1 else f'{key}/{name}'}{f' of group {number}' * (number > 0)}:"
+        f"{name if places[name] == 1 else f'{key}/{name}'}{f' of group {number}' * (number > 0)}:"
         f" the script has {to_repr(value)}, had {to_repr(before[place])}; the version's"
         f" {to_repr(now[place])} is in use"
         for place, value in own.items()
