@@ -97,6 +97,25 @@ def test_non_persistent_buffers_are_neither_saved_nor_loaded():
     assert live.cache.tolist() == [0, 0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_a_sparse_buffer_gets_the_saved_number_of_elements(layout, before):
+    def make(values):
+        m = nn.Linear(1, 1)
+        dense = torch.tensor(values).view(2, 4)
+        sizes = ((1, 2),) if layout.startswith("bs") else ()
+        m.register_buffer("graph", getattr(dense, f"to_sparse_{layout}", dense.to_sparse)(*sizes))
+        return nn.Sequential(m)
+
+    m, live = make([0.0, 2, 3, 0, 0, -0.0, 7, 0]), make([5.0] * before + [0.0] * (8 - before))
+    graph = live[0].graph
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
+    assert live[0].graph is graph
+    limpet.load(save_state({"model": m}), into={"model": live}, keys="model/0.weight")
+
+
 class Extra(nn.Module):
     def __init__(self, value):
         super().__init__()

@@ -122,6 +122,10 @@ class _Loader:
         if not self.fresh and (is_kept or not _runs_code(module)):
             return module
         loaded = {name: finalize() for name, finalize in self.fresh.items()}
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            is_compressed = str(buffer.layout).startswith(("torch.sparse_cs", "torch.sparse_bs"))
+            if is_compressed and name in loaded and loaded[name].shape == buffer.shape:
+                buffer.resize_as_sparse_(loaded[name])  # or PyTorch does not copy another number
         given: Any = OrderedDict({**self.state, **loaded})
         given._metadata, converted = self._choose_versions(self.bound)
         # a live value must not be converted
