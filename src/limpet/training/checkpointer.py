@@ -36,14 +36,7 @@ from limpet.training import state_check
 from limpet.training.cadence import Cadence
 from limpet.training.early_iterators import EarlyIterators
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
-from limpet.training.ending import (
-    Ending,
-    check_position,
-    read_end,
-    record_end,
-    take_over,
-    uncounted_error,
-)
+from limpet.training.ending import Ending, check_position, read_end, record_end, take_over
 from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
 from limpet.training.member import call_to_resume, check_members
@@ -721,7 +714,7 @@ class Checkpointer:
 
     @exclusive
     def _close(self, error: BaseException | None) -> None:
-        is_lost = error is None and self._has_lost_steps()
+        lost = self._find_lost_steps(error)
         try:
             if error is None and self._lifecycle.can_save:
                 self._step_counter.progress.read()
@@ -730,13 +723,22 @@ class Checkpointer:
             self._release()
         if unsaved:
             self._ending.warn_unsaved(error)
-        if is_lost:
-            raise uncounted_error(self.run.url)
+        if lost is not None:
+            raise lost
 
-    def _has_lost_steps(self) -> bool:
-        is_saving = not (self._is_never or self._lifecycle.is_closed or self._lifecycle.is_forked)
-        is_uncounted = self._step_counter.is_uncounted and not self._saver.writer.attempt
-        return is_saving and is_uncounted and not self._preemption.is_leaving
+    def _find_lost_steps(self, error: BaseException | None) -> LimpetError | None:
+        """Return the error for a normal end of steps that were neither counted nor saved."""
+        lifecycle = self._lifecycle
+        is_normal = error is None or (type(error) is SystemExit and not error.code)
+        may_save = not (self._is_never or lifecycle.is_closed or lifecycle.is_forked)
+        is_lost = self._step_counter.is_uncounted and not self._saver.writer.attempt
+        if not (is_normal and may_save and is_lost) or self._preemption.is_leaving:
+            return None
+        return LimpetError(
+            f"The training ended, and nothing was saved in {self.run.url}: an optimizer in the"
+            " state has stepped, but ckpt.step() was never called; call it after every step of the"
+            " optimizer, or use save=Never()"
+        )
 
     def __enter__(self) -> Self:
         self._ending.is_entered = True
@@ -753,10 +755,10 @@ class Checkpointer:
                 raise left from error
 
     def _close_after(self, error: BaseException) -> None:
-        is_lost = isinstance(error, SystemExit) and not error.code and self._has_lost_steps()
+        lost = self._find_lost_steps(error)
         self._ending.finish_after(error, self._agreement)
-        if is_lost:
-            raise uncounted_error(self.run.url) from error
+        if lost is not None:
+            raise lost from error
 
     def _continue_from(self, point: ResumePoint) -> list[str]:
         """Continue from a version. Return what differs from the training that saved it."""

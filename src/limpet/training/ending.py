@@ -458,15 +458,6 @@ def describe_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def uncounted_error(run_url: str) -> errors.LimpetError:
-    """Return the error for a training that made steps, but has neither counted nor saved any."""
-    return errors.LimpetError(
-        f"The training ended, and nothing was saved in {run_url}: an optimizer in the state has"
-        " stepped, but ckpt.step() was never called; call it after every step of the optimizer, or"
-        " use save=Never()"
-    )
-
-
 def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: bool) -> str:
     """Return why the last steps were not saved, and what to do. ``skipped``: a save was skipped."""
     if error is not None:
