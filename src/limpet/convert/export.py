@@ -30,7 +30,6 @@ from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
 from limpet.layout.shard_layout import chunk_cuts
 from limpet.loading.load import load_snapshot
 from limpet.run.address import open_reader
-from limpet.run.metrics import select_numbers
 from limpet.run.run import Run
 from limpet.saving.image import Image
 from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
@@ -302,7 +301,7 @@ def _origin(snapshot: SnapshotReader) -> dict[str, Any]:
     """Return what the record says about the origin. It has no host and no full path."""
     folder = snapshot.location.folder
     is_version = parse_version(folder) is not None
-    metrics = select_numbers(snapshot.metadata.get("metrics"))
+    metrics = snapshot.metrics
     if is_version:
         metrics = Run(snapshot.location.store).metrics(snapshot.version)
     return {

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import inf
 from typing import Any
 
 from limpet import events
@@ -23,7 +22,6 @@ from limpet.format.records import MAX_RECORD, Branch, decode_branch
 from limpet.format.sealed import sealed_digest
 from limpet.run.lease import LeaseObserver
 from limpet.run.listing import FolderFiles, Listing, find_link_targets, find_links, list_files
-from limpet.run.metrics import select_numbers
 from limpet.run.policy import Record
 from limpet.run.records import EvaluationReader
 from limpet.snapshot.location import Location, get_bounded, is_snapshot
@@ -272,12 +270,12 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
         for reference in shard.refers:
             files[snapshot.location.file_key(reference.path)] = reference.length
     seconds = read_training_metadata(snapshot).get("trained_seconds")
-    is_time = isinstance(seconds, int | float) and 0 <= seconds < inf
+    is_time = isinstance(seconds, int | float) and 0 <= seconds < 1e18
     return VersionRecord(
         snapshot.digest,
         files,
         snapshot.bases,
-        select_numbers(snapshot.metadata.get("metrics")),
+        snapshot.metrics,
         trained_seconds=seconds if is_time else None,
     )
 

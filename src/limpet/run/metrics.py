@@ -77,14 +77,3 @@ def to_number(value: Any) -> int | float:
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """Return checked metrics as 64-bit ints and floats. Waits for their devices."""
     return {name: to_number(value) for name, value in metrics.items()}
-
-
-def select_numbers(metrics: Any) -> dict[str, float]:
-    """Return the entries of ``metrics`` whose values are numbers."""
-    if not isinstance(metrics, dict):
-        return {}
-    return {
-        name: value
-        for name, value in metrics.items()
-        if isinstance(name, str) and isinstance(value, int | float) and type(value) is not bool
-    }

@@ -158,6 +158,18 @@ class SnapshotReader:
         return metadata
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the save. Another program may have written others than 64-bit ints and
+        floats by name: they are left out."""
+        found = self.metadata.get("metrics")
+        return {
+            name: value
+            for name, value in (found if isinstance(found, dict) else {}).items()
+            if isinstance(name, str)
+            and (type(value) is float or (type(value) is int and tree.is_int64(value)))
+        }
+
+    @property
     def nbytes(self) -> int:
         """The total size of the snapshot's own shards, in bytes."""
         nbytes = 0

@@ -321,8 +321,7 @@ class Snapshot:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the save. ``Run.metrics`` has those of evaluations, too."""
-        found = self.metadata.get("metrics")
-        return found if isinstance(found, dict) else {}
+        return self._reader.metrics
 
     @property
     def tree(self) -> Any:

@@ -115,7 +115,7 @@ def _build_document(
         if manifest.parent is None
         else {"version": manifest.parent.version, "digest": manifest.parent.digest},
         "reason": metadata.get("reason"),
-        "metrics": metadata.get("metrics", {}),
+        "metrics": snapshot.metrics,
         "note": metadata.get("note", {}),
         "evaluations": {name: asdict(status) for name, status in statuses.items()},
         "inexact": [
