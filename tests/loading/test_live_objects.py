@@ -114,6 +114,9 @@ def test_a_sparse_buffer_gets_the_saved_number_of_elements(layout, before):
     assert_same_state_dict(m, live)
     assert live[0].graph is graph
     limpet.load(save_state({"model": m}), into={"model": live}, keys="model/0.weight")
+    live[0].graph = torch.eye(3).to_sparse_csr()
+    with pytest.raises(limpet.errors.MemberFailed, match="graph"):
+        save_and_load(m, live)
 
 
 class Extra(nn.Module):

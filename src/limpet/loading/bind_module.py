@@ -123,9 +123,10 @@ class _Loader:
             return module
         loaded = {name: finalize() for name, finalize in self.fresh.items()}
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            is_compressed = str(buffer.layout).startswith(("torch.sparse_cs", "torch.sparse_bs"))
-            if is_compressed and name in loaded and loaded[name].shape == buffer.shape:
-                buffer.resize_as_sparse_(loaded[name])  # or PyTorch does not copy another number
+            value: Any = loaded.get(name)
+            is_same = getattr(value, "layout", "") == buffer.layout and value.shape == buffer.shape
+            if is_same and str(buffer.layout).startswith(("torch.sparse_cs", "torch.sparse_bs")):
+                buffer.resize_as_sparse_(value)  # or PyTorch does not copy another number
         given: Any = OrderedDict({**self.state, **loaded})
         given._metadata, converted = self._choose_versions(self.bound)
         # a live value must not be converted
