@@ -373,3 +373,25 @@ def test_parts_from_outside_are_checked_before_memory_is_allocated_for_them(crow
 def test_other_bits_are_no_node_of_a_float(body):
     with pytest.raises(ManifestInvalid):
         tree.decode({"float": body}, "x", tree.reject_leaf)
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+def test_the_indices_of_a_sparse_tensor_are_checked_when_they_have_changed(layout, monkeypatch):
+    checks = []
+    make = composites.make_sparse
+    monkeypatch.setattr(composites, "make_sparse", lambda *parts: checks.append(1) or make(*parts))
+    module = nn.Module()
+    module.register_buffer("graph", torch.eye(3).to_sparse(layout=getattr(torch, layout)))
+    graph = module.graph
+    for _ in range(3):
+        save_state({"m": module, "t": graph})
+    assert len(checks) == 1
+    indices = graph._indices() if layout == "sparse_coo" else graph.col_indices()
+    indices.fill_(5)
+    with pytest.raises(Unsupported, match="no load could create it"):
+        save_state({"m": module})
+    indices.fill_(0)
+    save_state({"m": module})
+    module.graph = (torch.eye(4) * 2).to_sparse(layout=getattr(torch, layout))
+    save_state({"m": module})
+    assert len(checks) == 4
