@@ -273,7 +273,8 @@ class InexactResume(UserWarning):
     Exactly if, after the first two steps of a training, an optimizer changes parameters that the
     state lacks; or if a dataset gives two different samples for one index, although its generators
     are seeded; or if a load keeps or ignores ``PerRank`` values, because other ranks have saved
-    them.
+    them; or if a module's code does not load what was saved by the same version of it; or if
+    ``requires_grad`` of parameters in ``DistributedDataParallel`` is not that of the version.
     """
 
 

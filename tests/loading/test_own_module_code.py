@@ -492,6 +492,24 @@ def test_names_that_no_code_loads_are_reported_as_without_code():
     assert torch.equal(live.head.weight, source["tail"].weight)
 
 
+@pytest.mark.parametrize("is_root", [False, True])
+def test_a_new_head_is_kept_and_the_positions_are_converted(is_root):
+    class Net(Positions if is_root else nn.Module):
+        def __init__(self, n, classes):
+            super().__init__(*[n] * is_root)
+            self.body, self.head = Positions(n), nn.Linear(2, classes)
+
+    url, live = save_state({"m": Net(4, 3)}), Net(8, 5)
+    with pytest.raises(ShapeMismatch) as e:
+        limpet.load(url, into={"m": live})
+    head = ("m/head.weight", "m/head.bias")
+    assert e.value.mismatched == head
+    before = live.head.weight.clone()
+    assert (*limpet.load(url, into={"m": live}, mismatched="keep").kept,) == head
+    assert live.body.pos.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert torch.equal(live.head.weight, before)
+
+
 def test_slots_of_a_resized_parameter_are_refused_or_kept():
     def state(n):
         m = Positions(n)
@@ -529,7 +547,7 @@ def test_tied_weights_behind_own_code(is_tied):
         assert_equal_states(source, live)
         assert live[1][0].b.weight is live[1][0].a.weight
     else:
-        with pytest.raises(limpet.errors.PlanError, match="tied"):
+        with pytest.raises(limpet.errors.PlanError, match="share memory"):
             by_load(source, live)
 
 

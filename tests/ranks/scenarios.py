@@ -442,7 +442,41 @@ def resized_head(ranks):
     ranks(2, work)
 
 
+def own_loading_code(ranks):
+    """The code of a sharded module converts old values. Other names are refused on all ranks, and
+    found by a module that each rank has as a whole."""
+
+    class Layer(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.register_parameter(name, nn.Parameter(torch.zeros(4, 6)))
+
+        def _load_from_state_dict(self, state, prefix, metadata, *rest):
+            is_old = self._version == 2 and metadata.get("version") == 1
+            for name in [n for n in state if n.startswith(prefix)] if is_old else ():
+                state[name.replace("old", "new")] = state.pop(name) + 1
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    class Layer2(Layer):
+        _version = 2
+
+    def work():
+        limpet.save(ranks.url("a"), {"m": fully_shard(nn.Sequential(Layer("new")))})
+        live = fully_shard(nn.Sequential(Layer2("new")))
+        limpet.load(ranks.url("a"), into={"m": live})
+        assert (full_tensor(live[0].new) == 1).all()
+        limpet.save(ranks.url("b"), {"m": nn.Sequential(Layer("old"))})
+        with pytest.raises(PlanError, match=r"missing in the snapshot: m/0\.new"):
+            limpet.load(ranks.url("b"), into={"m": live})
+        whole = nn.parallel.DistributedDataParallel(nn.Sequential(Layer2("new")))
+        limpet.load(ranks.url("b"), into={"m": whole})
+        assert (whole.module[0].new == 1).all()
+
+    ranks(2, work)
+
+
 SCENARIOS = [
+    own_loading_code,
     fsdp_on_4_2_3_1,
     hsdp_fsdp_with_tp_and_plain,
     tensor_parallel_only,

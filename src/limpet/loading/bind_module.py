@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
@@ -233,23 +234,28 @@ class _Loader:
         device = None if first is None or first.is_meta else first.device
         cannot_try = any(sharding.is_distributed_tensor(self.state[name]) for name in live)
         cannot_try |= any(tag_of(child) == "subclass" for _, child, _ in saved.values())
+        leaves = binding.targets.snapshot.leaves
         if not saved or cannot_try:
             return  # the differences are reported
         found = self._try(sub, live_start, {n: m[1:] for n, m in saved.items()}, device)
         if found is None:
             return
-        (missing, unexpected), self.is_converting = found, True
-        self.tolerated.update(modules.strip_wrapper_paths(self.module, [*missing, *unexpected]))
+        (missing, unexpected, ignored), self.is_converting = found, True
+        self.tolerated.update(modules.strip_wrapper_paths(self.module, [*chain(*found)]))
         for name, (n, child, k) in saved.items():
             del members[n]
-            self.bound.append(n)
-            self.fresh[name] = binding.targets.add_fresh(child, k, device)
             value: Any = self.state.get(name)
             source = self._source(child, k)
+            if name in ignored:
+                binding.note_resized(value, k, leaves[source][1], value.shape)
+                self.dropped.append(name)
+                continue
+            self.bound.append(n)
+            self.fresh[name] = binding.targets.add_fresh(child, k, device)
             if name in unexpected:
                 binding.note_unexpected([(child, k)])
             elif source is not None and _is_dense(value):
-                stored, shape = binding.targets.snapshot.leaves[source]
+                stored, shape = leaves[source]
                 if shape != tuple(value.shape):  # its slots do not fit
                     binding.differences.resized[k] = f"{list(shape)}, live {list(value.shape)}"
                     continue
@@ -260,17 +266,15 @@ class _Loader:
             del names[n]
             if name not in saved:
                 self.dropped.append(name)
-            if name in missing:
+            if name in missing - ignored:
                 value = self.state[name]
                 self.absent[join_key(self.key, escape_level(n))] = (
                     value if _is_dense(value) else None
                 )
 
-    def _try(
-        self, sub: Any, start: str, members: Members, device: Any
-    ) -> tuple[set[str], set[str]] | None:
-        """Load members into a copy of a submodule, by its code. Return the names of missing and of
-        unexpected ones. None: it raises an error, or ignores members of another shape."""
+    def _try(self, sub: Any, start: str, members: Members, device: Any) -> list[set[str]] | None:
+        """Load members into a copy of a submodule, by its code. Return the names that are missing,
+        unexpected, and not loaded because of their shape. None: it raises another error."""
         import torch
 
         targets = LoadTargets(self.binding.targets.snapshot, is_live=True)
@@ -289,13 +293,16 @@ class _Loader:
                 for name, value in twin.state_dict().items()
                 if name in given and _is_dense(value) and value.shape != given[name].shape
             }
-            found = _load_state_dict(twin, given, is_strict=False)
+            with suppress(RuntimeError):  # PyTorch raises it for other shapes, after all others
+                _load_state_dict(twin, copy.copy(given), is_strict=False)
             now = twin.state_dict()
-            if any(torch.equal(now[name], value) for name, value in unloaded.items()):
-                return None
+            ignored = {n for n, value in unloaded.items() if torch.equal(now[n], value)}
+            for name in ignored:
+                del given[name]
+            found = *_load_state_dict(twin, given, is_strict=False), ignored
         except Exception:  # noqa: BLE001  (of the module's code: the differences are reported)
             return None
-        return {start + n for n in found[0]}, {start + n for n in found[1]}
+        return [{start + n for n in names} for names in found]
 
 
 def _load_state_dict(module: Any, given: Any, is_strict: bool) -> Any:
