@@ -47,7 +47,7 @@ _SAME_OPTIONS = (
     "prefetch_factor",
 )
 
-_COUNTS = {"seed", "epoch", "at", "per_step"}
+_COUNTS = {"seed", "epoch", "at", "passes", "per_step"}
 
 _FIELDS = _COUNTS | {"order", "is_last", "length", "samples_per_step", "first"}
 
@@ -152,6 +152,7 @@ class DataLoader(data.DataLoader[Any]):
         self._per_step = 1  # the most batches that one step has counted
         self._handed: deque[tuple[int, _Position]] = deque()  # uncounted, with the passes
         self._pass = 0
+        self._passes_before, self._passes = 0, 1  # this epoch, and since it up to the position
         self._has_begun = self._is_open = self._is_over = self._has_counted = False
         self._warned = False
         self.batch = 0
@@ -261,9 +262,21 @@ class DataLoader(data.DataLoader[Any]):
         while batches and fresh >= batches and self._handed[0][0] != self._pass:
             self._handed.popleft()  # the last batches of the epoch before belonged to no step
         for _ in range(batches):
-            self._counted = self._handed.popleft()[1]
+            number, self._counted = self._handed.popleft()
+            self._passes = max(1, number - self._passes_before)
             self._has_counted = True
         self._per_step = max(self._per_step, batches)
+        if batches and self._is_over and not self._handed:
+            self._seed_end(self._counted)  # as a resume does: wrappers end the pass before the step
+
+    def _seed_end(self, position: _Position) -> None:
+        rank, name = self._place()[0], digest(self._name)
+        seed_generators(self._key, END, name, position.epoch, position.at, rank)
+
+    def begin_body(self) -> None:
+        """Begin the body of an epoch. A pass before it, which no step has counted, was a peek."""
+        self._is_over &= self._has_counted
+        self._passes_before = self._pass
 
     def end_epoch(self) -> bool:
         """End the epoch if its pass is over or was left. Return False if batches remain uncounted
@@ -273,6 +286,8 @@ class DataLoader(data.DataLoader[Any]):
             self._check_count_fits()
             if self.is_within_step:
                 return False
+        elif self._counted.is_last and not has_begun:
+            pass  # a resume at the end of the epoch, and `zip` has not begun the second loader
         elif not has_begun or self._is_open:  # it goes on, independent of the epochs
             self._has_begun = has_begun
             return True
@@ -283,6 +298,7 @@ class DataLoader(data.DataLoader[Any]):
         """Move to the beginning of an epoch."""
         self._counted = _Position(epoch, 0)
         self._is_over = self._has_counted = False
+        self._passes_before, self._passes = self._pass, 1
         self._handed.clear()
 
     @property
@@ -307,6 +323,7 @@ class DataLoader(data.DataLoader[Any]):
             "epoch": epoch,
             "at": at,
             "is_last": is_last,
+            "passes": self._passes,
             "length": length,
             "per_step": self._per_step,
             "samples_per_step": self.samples_per_step,
@@ -371,6 +388,7 @@ class DataLoader(data.DataLoader[Any]):
         )
         self._per_step, self.samples_per_step_before = state["per_step"], state["samples_per_step"]
         self._pass, self._inner = self._pass + 1, None
+        self._passes_before, self._passes = self._pass, state["passes"]
         self._has_begun = self._is_open = False
 
     # -- one pass ----------------------------------------------------------------------------------
@@ -425,7 +443,7 @@ class DataLoader(data.DataLoader[Any]):
             self._has_counted |= start.at > 0 and 0 < len(self._handed) < self._per_step
             self._is_over |= self._counted.epoch <= position.epoch  # else end_epoch was called
             if in_state:
-                seed_generators(self._key, END, name, position.epoch, position.at, rank)
+                self._seed_end(position)
         finally:
             if number == self._pass:
                 self._is_open = False
@@ -435,9 +453,12 @@ class DataLoader(data.DataLoader[Any]):
         start = self._counted
         if self._is_over:
             self._check_count_fits()
-            if self._has_counted or not self._handed:
+            begun, is_unused = self._pass - self._passes_before, not self._handed
+            if is_unused and not self._has_counted and begun < self._passes:
+                pass  # a resume at the end of an epoch that has several passes, as for a peek
+            elif self._has_counted or is_unused:
                 last = self._handed[-1][1] if self._handed else start
-                start = _Position(last.epoch + 1, 0)
+                start, self._passes_before = _Position(last.epoch + 1, 0), self._pass
             else:
                 self._handed.clear()
         else:  # the pass before was left: its uncounted batches come again

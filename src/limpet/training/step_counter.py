@@ -196,6 +196,8 @@ class StepCounter:
 
     def seed_epoch(self, epoch: int) -> None:
         """Seed the generators of the training at the start of an epoch."""
+        for loader in self._loaders.values():
+            loader.begin_body()
         self._seed_start(EPOCH, epoch)
 
     def seed_step(self) -> None:
