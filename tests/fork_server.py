@@ -14,5 +14,6 @@ FORK_SERVER.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "limpet.integrations.dcp",
         "tests.crash.killed_saver",
+        "tests.loops.driver",
     ]
 )

@@ -26,7 +26,8 @@ def test_a_framework_that_has_ended_the_epoch_gets_no_empty_rest(at, drop_last, 
     for epoch in range(3):
         whole.begin_epoch(epoch)
         epochs.append(read(whole))
-    state = loader.state_dict() | {"epoch": 1, "at": at, "length": 12}
+    is_last = expected == "next"
+    state = loader.state_dict() | {"epoch": 1, "at": at, "length": 12, "is_last": is_last}
     loader.load_state_dict(state)
     loader.sampler.set_epoch(1)
     loader.sampler.set_epoch(2)
