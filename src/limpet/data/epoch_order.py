@@ -71,7 +71,8 @@ class EpochOrder:
         while batch is not None and len(batch) >= least:
             following = next(batches, None)
             stop = at + (1 if by_batch else len(batch))
-            batch += islice(cycle(first or batch[:]), -len(batch) % ranks)
+            if by_batch or len(batch) < size:
+                batch += islice(cycle(first or batch[:]), -len(batch) % ranks)
             is_last = following is None or len(following) < least
             yield at, stop, is_last, batch[rank::ranks]
             at, batch = stop, following

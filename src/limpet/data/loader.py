@@ -47,6 +47,9 @@ _SAME_OPTIONS = (
     "prefetch_factor",
 )
 
+_COMPUTED = ("shuffled", "sequential")
+"""The orders that no sampler gives."""
+
 _COUNTS = {"seed", "epoch", "at", "passes", "per_step"}
 
 _FIELDS = _COUNTS | {"order", "is_last", "length", "samples_per_step", "first"}
@@ -355,7 +358,7 @@ class DataLoader(data.DataLoader[Any]):
             if self._is_stream and "stream" in state:
                 own["rank, ranks, workers"] = [*self._place(), max(1, self.num_workers)]
                 state = {**state, "rank, ranks, workers": state["stream"]["place"]}
-            elif self._given is None and len(self.dataset) < (state["length"] or 0):  # type: ignore[arg-type]
+            elif own["order"] in _COMPUTED and len(self.dataset) < (state["length"] or 0):  # type: ignore[arg-type]
                 own["length"] = len(self.dataset)  # type: ignore[arg-type]
         differing = [name for name in own if state[name] != own[name]]
         if differing:
