@@ -183,7 +183,7 @@ def test_a_notice_that_a_killed_deletion_has_left(protection, monkeypatch):
     others = pins.create_pin(Location(store, ""), random_id(), Version(20), notice_name)
     orphans = pins.create_pin(Location(store, ""), random_id(), None, notice_name)
     with pytest.raises(
-        NotFound, match=f"(?s)version_10 is being deleted.*{key}.*delete the notice"
+        NotFound, match=f"(?s)is deleting files of .*version_10.*{key}.*delete the notice"
     ):
         PROTECTIONS[protection](store)
     assert {s.key for s in store.list("")} - {s.key for s in make_run().list("")} >= {key, others}

@@ -89,7 +89,7 @@ def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> Sna
     version = parse_version(location.folder.rpartition("/")[2])
     with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt, version):
         if version is not None:
-            pins.require_no_deletion(location, version)
+            pins.require_no_deletion(location, version, of_files=True)
         for index, shard_copy in zip(indexes, copies, strict=True):
             _copy_shard(source, location, index, shard_copy, advance)
         for shard_copy in copies:

@@ -91,15 +91,14 @@ def retain(
         return []
     finish_deletions(catalog)
     roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
-    found = _find_candidates(catalog, policy, roots, _read_records(catalog, policy, roots))
-    if not found:
+    if not (found := _select(catalog, policy, roots)):
         return []
 
     def decide(candidates: Collection[Version]) -> Mapping[Version, FolderFiles]:
         for _ in range(_MAX_ROUNDS):
             # a version that refers to one of these is newer
             roots = find_roots(catalog, look_again_from=min(candidates, default=Version(0)).step)
-            folders = _select(catalog, policy, roots, before_deletion, candidates)
+            folders = _select(catalog, policy, roots, candidates, before_deletion)
             if folders is not None:
                 return folders
         return {}  # the run changes all the time; the next retention decides
@@ -180,52 +179,43 @@ def _read_records(catalog: Catalog, policy: KeepPolicy, roots: Roots) -> list[Re
     return [Record(v, metrics[v], known[v].trained_seconds) for v in versions]
 
 
-def _find_candidates(
-    catalog: Catalog,
-    policy: KeepPolicy,
-    roots: Roots,
-    records: Sequence[Record],
-    candidates: Collection[Version] | None = None,
-) -> set[Version]:
-    """Return the versions (of ``candidates``) that a policy does not keep, and nothing protects."""
-    to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
-    unkept = {r.version for r in records if r.version not in to_keep}
-    unkept &= unkept if candidates is None else {*candidates}
-    linked = unkept & (roots.listing.linked | catalog.linked)
-    deletable, _ = roots.select_deletable(unkept - linked)
-    _report_linked(catalog, linked)
-    return deletable
-
-
 def _select(
     catalog: Catalog,
     policy: KeepPolicy,
     roots: Roots,
-    before_deletion: BeforeDeletion,
-    candidates: Collection[Version],
+    candidates: Collection[Version] | None = None,
+    before_deletion: BeforeDeletion = lambda *_: (),
 ) -> dict[Version, FolderFiles] | None:
     """Return the versions to delete of ``candidates``, with their files, or None if a version that
-    counts is no longer the one that ``roots`` shows."""
+    counts is no longer the one that ``roots`` shows. Without ``candidates``, this is a first look:
+    no files are looked up."""
     listing, known = roots.listing, roots.version_records
     records = _read_records(catalog, policy, roots)
     intact: dict[Version, bool] = {}
+    unread: set[Version] = set()
     while True:
         records = [r for r in records if intact.get(r.version, True)]
-        deletable = _find_candidates(catalog, policy, roots, records, candidates)
+        to_keep = {*policy.keep(records), *(r.version for r in records[-1:]), *unread}
+        unkept = {r.version for r in records if r.version not in to_keep}
+        unkept &= unkept if candidates is None else {*candidates}
+        linked = unkept & (listing.linked | catalog.linked)
+        deletable, _ = roots.select_deletable(unkept - linked)
+        if candidates is None or not deletable:
+            _report_linked(catalog, linked)
+            return dict.fromkeys(deletable, FolderFiles())
         # the pins were read before: what a pin protected until now is complete
-        if unread := before_deletion(deletable, known) if deletable else ():
-            candidates = {*candidates}.difference(unread)
-            deletable = _find_candidates(catalog, policy, roots, records, candidates)
-        if not deletable:
-            return {}
+        if now_unread := {*before_deletion(deletable, known)}:
+            unread |= now_unread
+            continue
         now = _look_again(catalog, listing, _relied_on(policy, records, deletable) - intact.keys())
         if any(record != known[v] for v, (record, _) in now.items()):
             return None
         intact |= {v: is_intact for v, (_, is_intact) in now.items()}
         folders = {v: catalog.files(v, listing) for v in deletable}
-        linked = {v for v, folder in folders.items() if folder.links}
-        catalog.linked |= linked
-        if not linked and all(is_intact for _, is_intact in now.values()):
+        found_links = {v for v, folder in folders.items() if folder.links}
+        catalog.linked |= found_links
+        if not found_links and all(is_intact for _, is_intact in now.values()):
+            _report_linked(catalog, linked)
             return folders
 
 

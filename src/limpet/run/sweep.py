@@ -4,31 +4,29 @@ Deletion is safe at every moment for a reader, for a save that is about to refer
 a copy of the version, and for whoever records that it must stay. It has five steps:
 
 1. Write a notice that this process deletes the version.
-2. Keep the version if a pin or lease names it, a manifest refers to it, or a branch, an evaluation,
-   or the policy is a reason to keep it.
+2. Keep the version if a pin, a lease, a manifest, a branch, or the policy is a reason to.
 3. Delete its manifest.
 4. Read the pins again, and then the manifests. Keep the files that a pin or a manifest now
    protects.
 5. Delete the other files, and then the notice.
 
-A sweep has selected its orphans by step 1, and performs steps 1, 4, and 5 for them.
+For the orphans of a sweep, these are steps 1, 4, and 5.
 
-A reader or a save first pins a version and then checks that its manifest exists
-(``snapshot/pins.py``). A save commits its own manifest before it removes its pin. Deletion
-therefore always reads pins before manifests. If a save has no pin when the pins are read and no
-manifest when the manifests are read, it checks for the deleted manifest only after the deletion.
+A reader or a save first pins a version and then checks that its manifest exists. A save commits its
+own manifest before it removes its pin. Deletion therefore always reads pins before manifests. If a
+save has no pin when the pins are read and no manifest when the manifests are read, it checks for
+the deleted manifest only after the deletion.
 
-A lasting pin, a lease, a result, or a branch promises that the version stays. It is written while a
-pin protects the version, and after a look for notices (``pins.protected``). If there was none, then
-either the deletion has ended, and the manifest is missing, or the notice was written after this
-look, hence after the pin. Step 2 reads the pins before all else, and finds the pin, or later the
-record that was written before the pin was removed.
+Who records that a version stays also looks for notices, after its pin (``pins.protected``). If
+there was none, then either the deletion has ended, and the manifest is missing, or the notice came
+later, hence after the pin. Step 2, which reads the pins first, finds the pin or, if that is gone by
+then, the record.
 
 The files of a save have an attempt of their own, so nobody has decided to delete them before the
-save pins them. The files of a copy have the attempt of its source: it writes files whose deletion
-may have been decided, or uses those that an interrupted copy has left. It therefore looks for
-notices, too, also for those of orphans. A deletion that never removes its notice has died, or its
-last call may still be in progress: the notice is then valid until its process has ended.
+save pins them. Those of a copy have the attempt of its source: it may write, or use, files whose
+deletion was decided. It therefore looks for notices, too, also for those of sweeps. A deletion that
+never removes its notice has died, or its last call may still be in progress: the notice is then
+valid until its process has ended.
 """
 
 from __future__ import annotations

@@ -30,11 +30,6 @@ MIN_PINNED_BYTES = 64 * MIB
 REMOTE_PIN_TTL = 7 * 24 * 3600.0
 """Age, in seconds, at which a pin expires if it is unreadable or of another machine."""
 
-_NOTICE_ADVICE = (
-    "If that process has ended, or deletes nothing (its log has the event pin_left), delete the"
-    " notice"
-)
-
 _ended_notices: dict[str, set[str]] = {}
 """The keys of the notices of this process that it could not remove, by the URL of the store. They
 would stop copies for as long as it lives, so its next deletion removes them."""
@@ -79,12 +74,7 @@ def protected(location: Location, version: names.Version) -> Iterator[None]:
     """Keep a version during a ``with`` block that writes a record that protects it from then on.
     Raises ``NotFound`` if it was deleted, or is being deleted."""
     with hold_pin(location, names.random_id(), version):
-        if notice := find_notice(location, version):
-            raise NotFound(
-                f"{location.url} is being deleted",
-                todo=f"Choose another version. {_NOTICE_ADVICE}",
-                **notice,
-            )
+        require_no_deletion(location, version)
         require_manifest(location)
         yield
 
@@ -111,12 +101,12 @@ def announce_deletion(
             events.emit("pin_left", key=notice, store=location.store.url, error=str(e))
 
 
-def find_notice(
-    location: Location, version: names.Version, *, orphans: bool = False
-) -> dict[str, str] | None:
-    """Return the fields of an error about a process that announced to delete a version, or, with
-    ``orphans``, files in its folder; None if there is none. The caller MUST have pinned it."""
-    about = {str(version), None} if orphans else {str(version)}
+def require_no_deletion(
+    location: Location, version: names.Version, *, of_files: bool = False
+) -> None:
+    """Raise ``NotFound`` if a process announced that it deletes a version; with ``of_files``, raise
+    ``Unavailable``, also for orphans in its folder. The caller MUST have pinned the version."""
+    about = {str(version), None} if of_files else {str(version)}
     for key, notice in read_process_pins(location.store, list_notices(location)):
         is_damaged = isinstance(notice, FormatError)
         if (is_damaged or notice.version in about) and not is_stale(location.store, key, notice):
@@ -124,20 +114,16 @@ def find_notice(
             if not is_damaged:
                 process, host = notice.process.partition(":")[0], notice.host.partition(" ")[0]
                 found += f" of process {process} on {host}, since {notice.created}"
-            expected = "no notice of a deletion"
-            return {"expected": expected, "found": found, "key": key, "store": location.store.url}
-    return None
-
-
-def require_no_deletion(location: Location, version: names.Version) -> None:
-    """Raise ``Unavailable`` if a process announced that it deletes files of a version. The caller
-    MUST have pinned it before."""
-    if notice := find_notice(location, version, orphans=True):
-        raise Unavailable(
-            f"A process is deleting files of {location.url}; nothing was committed",
-            todo=f"Copy again later. {_NOTICE_ADVICE}",
-            **notice,
-        )
+            raise (Unavailable if of_files else NotFound)(
+                f"A process is deleting files of {location.url}; nothing was committed",
+                expected="no notice of a deletion",
+                found=found,
+                todo=f"{'Copy again later' if of_files else 'Choose another version'}. If that"
+                " process has ended, or deletes nothing (its log has the event pin_left), delete"
+                " the notice",
+                key=key,
+                store=location.store.url,
+            )
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def _copy(reader: SnapshotReader, location: Location) -> Iterator[_Copy]:
         if all(exists(source.store, source.key(f.name)) for f in (shard, shard.index))
     ]
     with pins.hold_pin(location, manifest.attempt, reader.version):
-        pins.require_no_deletion(location, reader.version)  # of files of an earlier copy
+        pins.require_no_deletion(location, reader.version, of_files=True)
         copy_shards(source, location, held, lambda _: location.check_time())
         yield _Copy(SnapshotReader(location, manifest, digest), raw)
 

@@ -246,7 +246,7 @@ class Promotion:
         with pinned_attempt(location, manifest.attempt, None, collective):
             with before_commit():
                 if is_leftover and not collective.rank:  # an earlier promotion may have left files
-                    pins.require_no_deletion(location, local.version)
+                    pins.require_no_deletion(location, local.version, of_files=True)
                 copy_shards(local.location, location, shards, lambda n: collective.advance())
             is_own = bool(shards) and not is_leftover
             receipt = Receipt(collective.rank, shards[0] if is_own else None)
