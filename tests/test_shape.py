@@ -141,3 +141,20 @@ def test_only_settings_reads_the_environment():
 def test_save_and_load_recipes_stay_short():
     for name, limit in (("saving/save.py", 250), ("loading/load.py", 200)):
         assert (ROOT / name).read_text().count("\n") <= limit
+
+
+MAKES_TENSORS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_permuted", "eye", "full", "linspace", "ones",
+    "rand", "randint", "randn", "randperm", "scalar_tensor", "sparse_compressed_tensor",
+    "sparse_coo_tensor", "tensor", "zeros",
+}  # fmt: skip
+
+
+def test_every_new_tensor_has_an_explicit_device():
+    """Otherwise, it would be on the device of ``torch.set_default_device``."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and re.match(r"torch\.\w+$", ast.unparse(node.func)):
+                name = ast.unparse(node.func).removeprefix("torch.")
+                is_explicit = any(keyword.arg == "device" for keyword in node.keywords)
+                assert is_explicit or name not in MAKES_TENSORS, f"{file}:{node.lineno}"

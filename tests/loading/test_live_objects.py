@@ -556,7 +556,7 @@ def test_optimizers_with_and_without_named_parameters_are_compatible():
     assert named.param_groups[0]["param_names"] == names
 
 
-def test_parameters_without_a_module_in_the_state_are_named_by_position():
+def test_parameters_without_a_module_are_named_by_the_tensors_of_the_state():
     def make():
         free = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
         return free, optim.Adam([{"params": free[:1]}, {"params": free[1:]}])
@@ -566,7 +566,7 @@ def test_parameters_without_a_module_in_the_state_are_named_by_position():
         p.grad = torch.randn_like(p)
     opt.step()
     url = save_state({"o": opt, "free": free})
-    assert "o/state/1.0/exp_avg" in limpet.open(url)
+    assert "o/state/free.1/exp_avg" in limpet.open(url)
     limpet.load(url, into={"o": live_opt, "free": live})
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert_same([p.detach() for p in free], [p.detach() for p in live])
@@ -627,15 +627,11 @@ def test_optimizer_state_for_a_parameter_of_no_group_is_refused():
     m = nn.Linear(1, 1)
     opt = optim.Adam(m.parameters())
     opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
-    with pytest.raises(PlanError, match="not in any of its groups"):
+    with pytest.raises(PlanError, match="state of an unknown kind"):
         limpet.save(unused_url(), {"m": m, "o": opt})
     opt.state.clear()
-    opt.state["step"] = 5
-    with pytest.raises(PlanError, match="an int for an object that is not in any of its groups"):
-        limpet.save(unused_url(), {"m": m, "o": opt})
-    opt.state.clear()
-    opt.state[m.weight] = torch.ones(1)
-    with pytest.raises(PlanError, match=r"a Tensor for m\.weight"):
+    opt.state.update({"m.weight": 5, m.weight: {}})
+    with pytest.raises(PlanError, match="by other keys than their names"):
         limpet.save(unused_url(), {"m": m, "o": opt})
 
 

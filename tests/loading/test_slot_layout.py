@@ -35,7 +35,17 @@ MODELS = {
     "every second column": lambda: linear_of(torch.randn(4, 12)[:, ::2]),
     "columns of a transposed matrix": lambda: linear_of(torch.randn(12, 4)[::2].t()),
 }
+
+
+def hooked(params, fused):
+    """Its ``load_state_dict`` gets the loaded slots."""
+    made = optim.AdamW(params, lr=0.05, fused=fused)
+    made.register_state_dict_post_hook(lambda o, state: state)
+    return made
+
+
 OPTIMIZERS = {
+    "hooked": hooked,
     "adamw": partial(optim.AdamW, lr=0.05),
     "amsgrad": partial(optim.Adam, lr=0.05, amsgrad=True),
     "sgd": partial(optim.SGD, lr=0.05, momentum=0.9),
@@ -136,6 +146,9 @@ class Factored(optim.SGD):
             slots["nested"] = {"moments": [p.detach().clone(), p.detach().flatten()]}
             slots["wide"] = torch.stack([p.detach()] * 2, -1).transpose(0, 1)
             slots["tied"] = slots["nested"]["moments"][0]
+            # as an eigendecomposition returns it
+            columns = torch.empty_permuted(p.shape, [*reversed(range(p.ndim))])
+            slots["eigenvectors"] = columns.copy_(p.detach())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -149,9 +162,10 @@ def test_slots_of_other_shapes_nested_and_tied_ones(model):
         assert_same(expected, slots)
         for of_parameter in (slots["code"], slots["nested"]["moments"][0]):
             assert of_parameter.stride() == torch.zeros_like(p).stride()
-        dims = [d for d, n in enumerate(expected["wide"].shape) if n > 1]
-        made, wide = slots["wide"], torch.empty_like(expected["wide"])
-        assert [made.stride(d) for d in dims] == [wide.stride(d) for d in dims]
+        for name in ("wide", "eigenvectors"):
+            made, kept = slots[name], torch.empty_like(expected[name])
+            dims = [d for d, n in enumerate(made.shape) if n > 1]
+            assert [made.stride(d) for d in dims] == [kept.stride(d) for d in dims]
         assert slots["tied"] is slots["nested"]["moments"][0]
 
 
@@ -177,12 +191,14 @@ def test_a_new_state_has_the_saved_order_of_dimensions():
     assert_same(state["image"][:, 1:2, 2], limpet.open(url)["image"][:, 1:2, 2])
 
 
-def test_distributed_slots_have_the_strides_of_their_parameter(tmp_path):
+@pytest.mark.parametrize("kind", ["adamw", "hooked"])
+def test_distributed_slots_have_the_strides_of_their_parameter(kind, tmp_path):
     def distributed():
         with simulated_rank(0, 1):
             mesh = init_device_mesh("cpu", (1,))
             weight = DTensor.from_local(torch.randn(6, 4).t(), mesh, [Shard(0)], run_check=False)
-            return {"model": (made := linear_of(weight)), "optimizer": optim.Adam([made.weight])}
+            made = linear_of(weight)
+            return {"model": made, "optimizer": OPTIMIZERS[kind]([made.weight], fused=False)}
 
     saved, live = distributed(), distributed()
     with simulated_rank(0, 1):

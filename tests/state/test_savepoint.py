@@ -220,7 +220,9 @@ INVALIDATING_CHANGES: dict[str, Callable[[Json], object]] = {
     "a layer added": lambda s: s["model"].append(torch.nn.Linear(2, 2)),
     "a layer removed": lambda s: s["model"].pop(3),
     "a hook": lambda s: s["model"]._register_state_dict_hook(lambda *_: None),
-    "another module": lambda s: s.update(model=network()),
+    "another module": lambda s: s.update(
+        model=(made := network()), optimizer=torch.optim.SGD(made.parameters(), lr=0.1)
+    ),
     "another optimizer": lambda s: s.update(
         optimizer=torch.optim.SGD(s["model"].parameters(), lr=0.1)
     ),

@@ -60,8 +60,8 @@ def _convert(value: Any, key: str, state: TorchState) -> Any:
     if isinstance(value, np.ndarray):
         return _convert_array(value, key, state)
     if type(value) in (dict, OrderedDict, Counter):
-        if type(value) is dict and _is_optimizer(value):
-            return _convert_optimizer(value, key, state)
+        if type(value) is dict and (groups := _groups_of(value)) is not None:
+            return _convert_optimizer(value, groups, key, state)
         members: Any = type(value)()
         for (name, inner), k in zip(value.items(), child_keys(list(value), key), strict=True):
             members[_convert_plain(name, k, state)] = _convert(inner, k, state)
@@ -86,7 +86,7 @@ def _convert_array(value: Any, key: str, state: TorchState) -> Any:
         state.refused[key] = f"an array of {value.dtype}"
         return None
     if not value.size:  # without the strides of an empty array
-        tensor = torch.empty(value.shape, dtype=tensor.dtype)
+        tensor = torch.empty(value.shape, dtype=tensor.dtype, device="cpu")
     return _convert(tensor, key, state)
 
 
@@ -111,33 +111,36 @@ def _unsupported_reason(value: Any) -> str | None:
     return None if type(value) in _PLAIN_TYPES else with_article(type(value).__name__)
 
 
-def _is_optimizer(value: dict[Any, Any]) -> bool:
-    """Return True for the form in which Limpet saves optimizers: keyed by parameter name."""
-    if value.keys() != {"state", "groups"}:
-        return False
-    groups = value["groups"]
-    return (
-        type(groups) is list
-        and isinstance(value["state"], dict)
+def _groups_of(value: dict[Any, Any]) -> list[Any] | None:
+    """Return the groups of an optimizer whose parameters have names, as Limpet saves it; those of
+    one with code of its own are beside what that saved. Return None for another value."""
+    groups = value.get("groups") if value.keys() == {"state", "groups"} else None
+    groups = value.get("param_groups", groups)
+    is_optimizer = (
+        isinstance(value.get("state"), dict)
+        and type(groups) is list
         and all(type(g) is dict and type(g.get("params")) is list for g in groups)
+        and all(type(name) is str for g in groups for name in g["params"])
     )
+    return groups if is_optimizer else None
 
 
-def _convert_optimizer(value: dict[Any, Any], key: str, state: TorchState) -> dict[str, Any]:
+def _convert_optimizer(
+    value: dict[Any, Any], groups: list[Any], key: str, state: TorchState
+) -> dict[str, Any]:
     """Return what ``optimizer.load_state_dict`` accepts: parameters numbered by the groups."""
-    groups = _convert(value["groups"], join_key(key, "groups"), state)
     names = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    for group in groups:
-        group["params"] = [numbers[name] for name in group.pop("params")]
-    slots = {}
-    for name, inner in value["state"].items():
-        k = join_key(join_key(key, "state"), str(name))
-        if name in numbers and len(numbers) == len(names):
-            slots[numbers[name]] = _convert(inner, k, state)
-        else:
-            state.refused[k] = f"state of {name}, which is not in one group of {key}"
-    return {"state": dict(sorted(slots.items())), "param_groups": groups}
+    members = {k: v for k, v in value.items() if k not in ("state", "groups", "param_groups")}
+    members["state"] = {numbers[k]: value["state"][k] for k in numbers if k in value["state"]} | {
+        k: v for k, v in value["state"].items() if k not in numbers
+    }
+    members["param_groups"] = [
+        {**group, "params": [numbers[name] for name in group["params"]]} for group in groups
+    ]
+    if len(numbers) < len(names):
+        state.refused[key] = "an optimizer with a parameter in two groups"
+    return {name: _convert(member, join_key(key, name), state) for name, member in members.items()}
 
 
 def _remove_prefix(members: Any, prefix: str) -> Any:

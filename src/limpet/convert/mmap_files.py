@@ -99,7 +99,7 @@ class MappedFile:
 
         torch_dtype = getattr(torch, dtype)
         if 0 in shape:
-            return torch.empty(shape, dtype=torch_dtype)
+            return torch.empty(shape, dtype=torch_dtype, device="cpu")
         flat = torch.frombuffer(self._memory, dtype=torch_dtype, count=prod(shape), offset=start)
         return flat.view(shape)
 

@@ -103,7 +103,8 @@ def torch_load(file: Any, name: str, *, mmap: bool) -> Any:
     import torch
 
     try:
-        with warnings.catch_warnings():
+        # PyTorch makes sparse tensors on the default device, whatever ``map_location`` says
+        with torch.device("cpu"), torch.inference_mode(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols and deprecated storages
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:

@@ -91,7 +91,7 @@ class StoredFile:
         if 0 in shape:
             import torch
 
-            return torch.empty(shape, dtype=getattr(torch, dtype))
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         nbytes, extent = prod(shape) * DTYPES[dtype].itemsize, self._extent
         if nbytes >= _SMALL:
             return StoredTensor(self, dtype, shape, start)

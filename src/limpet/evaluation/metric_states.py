@@ -169,8 +169,8 @@ def _decode(value: Any) -> Any:
         return [_decode(each) for each in value]
     raw = bytearray(base64.b64decode(value["data"]))
     dtype = getattr(torch, value["dtype"])
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.reshape(value["shape"])
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return (torch.frombuffer(raw, dtype=dtype) if raw else empty).reshape(value["shape"])
 
 
 def _invalid(where: str, found: str) -> LimpetError:

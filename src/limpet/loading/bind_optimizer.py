@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, zip_longest
 from math import prod
 from typing import Any
 
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT, NumberedRenames, find_renames, number_renames, rename
-from limpet.loading.bind_slots import LoadedOptions, SlotOwner, bind_slots
+from limpet.loading.bind_slots import LoadedOptions, SlotOwner, add_slot, bind_slots
+from limpet.loading.bind_stateful import bind_stateful, is_dict
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, tag_of
 from limpet.state import modules, optimizers
+from limpet.state.walk import parameters_of
 from limpet.text import format_list
 
 Members = dict[Any, tuple[Any, str]]
@@ -34,34 +38,32 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
             binding.differences.missing.append(key)
             binding.differences.absent.append(key)
         return lambda: optimizer
-    grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names)
+    grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names.name_of)
     members, numbered = _find_members(binding, optimizer, grouped, node, key)
     if members is None:
         return lambda: optimizer
-    live = {
-        name: parameter
-        for group, names in zip(optimizer.param_groups, grouped, strict=True)
-        for name, parameter in zip(names, group["params"], strict=True)
-    }
-    # a parameter's name is its path in the state, with dots
-    renames = number_renames({old.replace("/", "."): new for old, new in binding.renames.items()})
+    live = dict(zip(chain(*grouped), parameters_of(optimizer), strict=True))
+    renames = _number_renames(binding)
     kept = _resized_parameters(binding, live)
     finalizers: dict[str, dict[str, Finalize]] = {}
     options = _loaded_options(binding, optimizer, grouped, *members["groups"])
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
+    others = _bind_others(binding, optimizer, live, renames, members)
     for saved_name, slots, k in tree.children(saved, state_key):
         name = _rename_parameter(saved_name, renames)
+        if live.get(name, saved_name) in others:
+            continue
         if name not in live:
             binding.note_unexpected([(slots, k)])
             continue
         if name in kept:
             binding.note_kept_slots(kept[name], tree.children(slots, k))
             continue
-        if numbered and _note_misfits(binding, optimizer, live[name], name, slots, k):
+        slot_owner = SlotOwner(optimizer, live[name], saved_name, options[name])
+        if numbered and _note_misfits(binding, slot_owner, name, slots, k):
             continue
-        owner = SlotOwner(optimizer, live[name], saved_name, options[name])
-        bound = bind_slots(binding, owner, slots, k, exact)
+        bound = bind_slots(binding, slot_owner, slots, k, exact)
         if bound is None:
             kept[name] = "a slot of another shape"
         else:
@@ -70,8 +72,10 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
 
     def finalize() -> Any:
         if exact:
-            for name in live.keys() - finalizers.keys() - kept.keys():
-                optimizer.state.pop(live[name], None)
+            loaded_or_kept = {live[name] for name in (*finalizers, *kept)} | others.keys()
+            for owner in [owner for owner in optimizer.state if owner not in loaded_or_kept]:
+                del optimizer.state[owner]
+        optimizer.state.update({owner: finalize() for owner, finalize in others.items()})
         loaded: list[dict[str, Any]] = []
         for name, slot_finalizers in finalizers.items():
             slots = {slot: finalize_slot() for slot, finalize_slot in slot_finalizers.items()}
@@ -88,6 +92,74 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     return finalize
 
 
+def _bind_others(
+    binding: Binding,
+    optimizer: Any,
+    live: Mapping[str, Any],
+    renames: NumberedRenames,
+    members: Members,
+) -> dict[Any, Finalize]:
+    """Bind what an optimizer keeps for no parameter, or for one, but not as a dict of slots. Return
+    the functions by the keys in the optimizer's state."""
+    (saved, state_key), (groups, _) = members["state"], members["groups"]
+    names = {n for group in groups["list"] for n in _params(group, str) or ()}
+    others = {}
+    for name, node, k in tree.children(saved, state_key):
+        owner = live.get(_rename_parameter(name, renames), name)
+        is_slots = name in names and (is_dict(node) or owner is name)
+        if not is_slots and binding.is_any_selected(node, k):
+            device = getattr(optimizer.state.get(owner), "device", "cpu")
+            others[owner] = binding.targets.add_fresh(node, k, device)
+    return others
+
+
+def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
+    """Bind an optimizer that has hooks or code of its own: its ``load_state_dict`` gets the saved
+    state with the numbers of its own parameters in place of their names."""
+    if node is ABSENT or not binding.is_any_selected(node, key):
+        return bind_stateful(binding, optimizer, node, key)
+    grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names.name_of)
+    live = dict(zip(chain(*grouped), parameters_of(optimizer), strict=True))
+    for name, shapes in _resized_parameters(binding, live).items():
+        binding.differences.kinds[key] = (
+            f"the state of all parameters, live {type(optimizer).__name__} with {name} of another"
+            f" shape ({shapes}), whose own load_state_dict cannot leave it out"
+        )
+        return lambda: optimizer
+    members = binding.dict_members(optimizer, node, key) if is_dict(node) else {}
+    if members and _is_numbered(members):
+        members = _name_parameters(binding, optimizer, grouped, members, key)
+    if members is None:
+        return lambda: optimizer
+    if is_optimizer_node(members):
+        (state, _), (groups, groups_key) = members["state"], members["groups"]
+        node = {"dict": {"state": state, "param_groups": rename(groups, {}, groups_key)}}
+    to_live = partial(_rename_parameter, renames=_number_renames(binding))
+    for (state, state_key), (groups, groups_key) in _named_states(node, key):
+        saved = [[*map(to_live, _params(group, str) or ())] for group in groups["list"]]
+        for i, (saved_names, names) in enumerate(zip_longest(saved, grouped, fillvalue=())):
+            _compare_names(binding, saved_names, names, f"{groups_key}/{i}")
+        for saved_name, slots, k in tree.children(state, state_key):
+            if (name := to_live(saved_name)) in live:
+                add_slot(binding, live[name], saved_name, slots, k, "cpu")
+    number = partial(optimizers.rename_parameters, kind=str, grouped=grouped, to_live=to_live)
+    return bind_stateful(binding, optimizer, node, key, number)
+
+
+def _named_states(node: Any, key: str) -> Iterator[tuple[tuple[Any, str], tuple[Any, str]]]:
+    """Yield state and groups of each node of PyTorch's form, if the parameters have names."""
+    inner = {}
+    if tag_of(node) in ("dict", "ordered"):
+        inner = {name: (child, k) for name, child, k in tree.children(node, key)}
+    groups: Any = inner.get("param_groups", (None, ""))[0]
+    if "state" in inner and tag_of(groups) == "list":
+        params = [_params(group, str) for group in groups["list"]]
+        if params and None not in params:
+            yield inner.pop("state"), inner.pop("param_groups")
+    for child, k in inner.values() if inner else tree.members(node, key) or ():
+        yield from _named_states(child, k)
+
+
 def _find_members(
     binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
 ) -> tuple[Members | None, bool]:
@@ -97,6 +169,10 @@ def _find_members(
     numbered = members is not None and _is_numbered(members)
     if members is not None and numbered:
         members = _name_parameters(binding, optimizer, grouped, members, key)
+    elif members is not None and "param_groups" in members and "groups" not in members:
+        # from an optimizer with code of its own
+        groups, groups_key = members.pop("param_groups")
+        members["groups"] = rename(groups, {}, groups_key), f"{key}/groups"
     if members is None or _note_other_object(binding, optimizer, members, node, key):
         return None, numbered
     return members, numbered
@@ -150,13 +226,9 @@ def is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
         return False
     (state, _), (groups, _) = members["state"], members["groups"]
     return (
-        tag_of(state) == "dict"
-        and all(tag_of(slots) in ("dict", "items") for slots in state["dict"].values())
+        tag_of(state) in ("dict", "items")
         and tag_of(groups) == "list"
-        and all(
-            tag_of(g) == "dict" and tag_of(g["dict"].get("params")) == "list"
-            for g in groups["list"]
-        )
+        and all(_params(group, str) is not None for group in groups["list"])
     )
 
 
@@ -180,9 +252,14 @@ def _note_other_class(
     return is_other_class
 
 
+def _number_renames(binding: Binding) -> NumberedRenames:
+    # a parameter's name is its path in the state, with dots
+    return number_renames({old.replace("/", "."): new for old, new in binding.renames.items()})
+
+
 def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
     """Apply ``rename`` to a parameter's name."""
-    matches = find_renames(name, renames)
+    matches = find_renames(name, renames) if type(name) is str else []
     if not matches:
         return name
     _, old, new = matches[-1]
@@ -199,24 +276,27 @@ def _bind_groups(
 ) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
     """Bind the options of each group. Groups are matched by position and must have the same
     parameters. A live option that the snapshot lacks is kept, as by PyTorch, and reported."""
+    import torch
+
     missing, unexpected = binding.differences.missing, binding.differences.unexpected
     keys = [f"{key}/{i}" for i in range(max(len(node["list"]), len(grouped)))]
     bound = []
     for k, saved, group, live_names in zip(keys, node["list"], optimizer.param_groups, grouped):
         members = {name: child for name, child, _ in tree.children(saved, k)}
-        saved_names = [
-            _rename_parameter(n, renames)
-            for n in tree.decode(members.pop("params"), k, tree.reject_value)
-        ]
-        for side, names, others in (
-            (missing, live_names, set(saved_names)),
-            (unexpected, saved_names, set(live_names)),
-        ):
-            one_sided = (f"{k}/params/{escape_level(n)}" for n in names if n not in others)
-            side += filter(binding.selected, one_sided)
+        saved_names = [_rename_parameter(n, renames) for n in members.pop("params")["list"]]
+        _compare_names(binding, saved_names, live_names, k)
+        if isinstance(optimizer, torch.optim.LBFGS) and saved_names != live_names:
+            binding.differences.kinds[f"{k}/params"] = (
+                f"in the order {format_list(saved_names, 5)}, live {format_list(live_names, 5)},"
+                " which decides the meaning of the slots of L-BFGS"
+            )
+        # classes of other libraries add options in their first step
+        adds_options = not type(optimizer).__module__.startswith("torch.") and (
+            group.keys() <= {*members, "params", "param_names"}
+        )
         values = {}
         for option, child in members.items():
-            if option not in group and not _is_added_later(option):
+            if option not in group and not _is_added_later(option) and not adds_options:
                 # probably another class of optimizer, or an optimizer from a later PyTorch
                 binding.note_unexpected([(child, join_key(k, option))])
             elif binding.selected(join_key(k, option)):
@@ -235,6 +315,18 @@ def _bind_groups(
     return bound
 
 
+def _compare_names(
+    binding: Binding, saved: Sequence[str], live: Sequence[str], group_key: str
+) -> None:
+    """Record the parameters that only the saved or only the live group has."""
+    for side, names, others in (
+        (binding.differences.missing, live, {*saved}),
+        (binding.differences.unexpected, saved, {*live}),
+    ):
+        one_sided = (f"{group_key}/params/{escape_level(n)}" for n in names if n not in others)
+        side += filter(binding.selected, one_sided)
+
+
 def _is_added_later(option: str) -> bool:
     """Return True for an option that a scheduler, which may be created after the load, or the first
     step (of timm and apex) adds to the groups."""
@@ -249,22 +341,20 @@ def _is_numbered(members: Members) -> bool:
     """Return True if a node was made from ``optimizer.state_dict()`` of PyTorch."""
     if members.keys() != {"state", "param_groups"}:
         return False
-    (state, state_key), (groups, _) = members["state"], members["param_groups"]
+    (state, _), (groups, _) = members["state"], members["param_groups"]
     if tag_of(state) not in ("dict", "items") or tag_of(groups) != "list":
         return False
-    if not all(tag_of(g) == "dict" and _numbers(g) is not None for g in groups["list"]):
+    if any(_params(group, int) is None for group in groups["list"]):
         return False
-    numbers = [n for g in groups["list"] for n in _numbers(g) or ()]
-    slots, known = tree.children(state, state_key), {*numbers}
-    return len(known) == len(numbers) and all(
-        type(n) is int and n in known and tag_of(child) == "dict" for n, child, _ in slots
-    )
+    numbers = [n for group in groups["list"] for n in _params(group, int) or ()]
+    return len({*numbers}) == len(numbers)
 
 
-def _numbers(group: Any) -> list[int] | None:
-    params = group["dict"].get("params")
-    numbers = params["list"] if tag_of(params) == "list" else None
-    return numbers if numbers is not None and all(type(n) is int for n in numbers) else None
+def _params(group: Any, kind: type) -> list[Any] | None:
+    """Return the parameters of a group's node if all are of a kind, else None."""
+    params = group["dict"].get("params") if tag_of(group) == "dict" else None
+    names: Any = params["list"] if params is not None and tag_of(params) == "list" else None
+    return names if names is not None and all(type(n) is kind for n in names) else None
 
 
 def _name_parameters(
@@ -275,7 +365,7 @@ def _name_parameters(
     (state, state_key), (groups, groups_key) = members["state"], members["param_groups"]
     # the nodes of leaves name the keys of their bytes, because the names are in other keys
     state, groups = rename(state, {}, state_key), rename(groups, {}, groups_key)
-    numbers = [_numbers(group) or [] for group in groups["list"]]
+    numbers = [_params(group, int) or [] for group in groups["list"]]
     sizes, live_sizes = [*map(len, numbers)], [*map(len, grouped)]
     if sizes != live_sizes:
         binding.differences.kinds[key] = (
@@ -295,7 +385,8 @@ def _name_parameters(
         for saved, names in zip(numbers, grouped, strict=True)
         for n, name in zip(saved, names, strict=True)
     }
-    named_slots = {name_by_number[n]: child for n, child, _ in tree.children(state, state_key)}
+    children = tree.children(state, state_key)
+    named_slots = {name_by_number.get(n, n): child for n, child, _ in children}
     named_groups = [
         {
             "dict": {k: v for k, v in group["dict"].items() if k != "param_names"}
@@ -319,12 +410,10 @@ def _bare(name: str) -> str:
     return ".".join(level for level in name.split(".") if level not in _WRAPPERS)
 
 
-def _note_misfits(
-    binding: Binding, optimizer: Any, parameter: Any, name: str, slots: Any, key: str
-) -> bool:
+def _note_misfits(binding: Binding, owner: SlotOwner, name: str, slots: Any, key: str) -> bool:
     """If slots do not fit the live parameter at their position, record differences and return True.
     A slot has the shape of its live slot or its parameter, or one element."""
-    live_slots = optimizer.state.get(parameter) or {}
+    live_slots, parameter = owner.live_slots, owner.parameter
     misfits = {}
     for slot, child, k in tree.children(slots, key):
         source = binding.leaf_source(child, k, "tensor")

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeGuard
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.loading.binding import Binding
-from limpet.loading.targets import Finalize, tag_of
+from limpet.loading.targets import Finalize, is_leaf, tag_of
 from limpet.state import composites, sharding
 from limpet.state.arrays import library_of, part_library
 from limpet.state.loadable import shares_elements
@@ -62,15 +62,10 @@ class SlotOwner:
     options: LoadedOptions
 
     @property
-    def plain_parameter(self) -> Any:
-        """The parameter if PyTorch's own operations are all that its tensors have, else None."""
-        is_plain = type(self.parameter) in part_library(type(self.parameter)).plain_types
-        return self.parameter if is_plain else None
-
-    @property
     def live_slots(self) -> Mapping[str, Any]:
         """Its slots. They are empty before the first step."""
-        return self.optimizer.state.get(self.parameter) or {}
+        live = self.optimizer.state.get(self.parameter)
+        return live if isinstance(live, dict) else {}
 
     def device_of(self, slot: str) -> Any:
         """Return the device where PyTorch keeps a slot: its parameter's, or the CPU for a step
@@ -172,7 +167,7 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
     if not (type(node) is dict and "tensor" in node):
         if is_live_tensor and slot == "step" and type(node) in (int, float):
             return lambda: torch.full_like(live, node, device=device)
-        return binding.targets.add_fresh(node, key, device, owner.plain_parameter)
+        return add_slot(binding, owner.parameter, owner.saved_name, node, key, device)
     source, _ = binding.targets.resolve_leaf(node, key)
     stored, shape = binding.targets.snapshot.leaves[source]
     is_replaced = is_live_tensor and tuple(live.shape) != shape
@@ -189,31 +184,50 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
         elif stored != live_dtype:
             binding.note_other_dtype(key, stored, live_dtype, castable)
             return lambda: live
-    if not is_live_tensor or is_replaced:
-        dtype = _converted_dtype(binding, owner, stored, shape) if live is None else None
-        live = _empty_slot_like(binding, owner.parameter, dtype or stored, shape, key)
+    dtype = None
+    if live is None:
+        dtype = _converted_dtype(binding, owner, stored, shape)
         if dtype is not None:
             binding.differences.casts[key] = f"{stored} to {dtype}"
-            live = _new_slot(owner, getattr(torch, dtype), shape, device) if live is None else live
-        if live is None:
-            return binding.targets.add_fresh(node, key, device, owner.plain_parameter)
-    writable = live.layout is torch.strided and not shares_elements(live)
-    if not writable or live.device != torch.device(device):
-        live = _new_slot(owner, live.dtype, shape, device)
-    return binding.add_array(live, source, key)
+    elif is_live_tensor and not is_replaced:
+        if (
+            live.layout is torch.strided
+            and not shares_elements(live)
+            and live.device == torch.device(device)
+        ):
+            return binding.add_array(live, source, key)
+        dtype = live_dtype
+    return add_slot(binding, owner.parameter, owner.saved_name, node, key, device, dtype)
 
 
-def _new_slot(owner: SlotOwner, dtype: Any, shape: tuple[int, ...], device: Any) -> Any:
-    """Allocate a slot with the parameter's strides if it has its shape, as PyTorch does: a fused
-    step goes through the memory of both."""
-    import torch
-
-    parameter = owner.parameter
-    if shape == tuple(parameter.shape) and (
-        owner.plain_parameter is not None or sharding.is_dtensor(parameter)
-    ):
-        return sharding.empty_like(parameter, dtype, device)
-    return torch.empty(shape, dtype=dtype, device=device)
+def add_slot(
+    binding: Binding,
+    parameter: Any,
+    saved_name: Any,
+    node: Any,
+    key: str,
+    device: Any,
+    dtype: str | None = None,
+) -> Finalize:
+    """Load a slot into new memory. One with the parameter's shape and saved order of dimensions
+    gets its strides, because a fused step goes through the memory of both, and its placements.
+    Another shape of a distributed parameter is a difference: only the optimizer distributes it."""
+    is_distributed = sharding.is_distributed_tensor(parameter)
+    for k, n in tree.walk(node, key) if is_distributed and type(node) is dict else ():
+        if is_leaf(n):
+            source, _ = binding.targets.resolve_leaf(n, k)
+            _, shape = binding.targets.snapshot.leaves[source]
+            if prod(shape) > 1 and shape != tuple(parameter.shape):
+                binding.differences.kinds[k] = (
+                    f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"
+                    f" {list(parameter.shape)} that is distributed over ranks (let the optimizer"
+                    " step once before the load)"
+                )
+    is_plain = type(parameter) in part_library(type(parameter)).plain_types
+    like = None
+    if is_plain or sharding.is_dtensor(parameter):
+        like = parameter, binding.saved_orders.get(saved_name, [])
+    return binding.targets.add_fresh(node, key, device, like, dtype)
 
 
 def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:
@@ -240,23 +254,3 @@ def _converted_dtype(
     library = part_library(type(owner.parameter))
     _, live = library.describe(owner.parameter)
     return live if live != stored and library.can_cast(stored, owner.parameter) else None
-
-
-def _empty_slot_like(
-    binding: Binding, parameter: Any, dtype: str, shape: tuple[int, ...], key: str
-) -> Any:
-    """Allocate a slot, distributed like its parameter. None: the parameter is not, the slot has one
-    element, or (a difference) another shape, which only the optimizer knows how to distribute."""
-    if not sharding.is_distributed_tensor(parameter):
-        return None
-    if shape == tuple(parameter.shape):
-        import torch
-
-        return sharding.empty_like(parameter, getattr(torch, dtype))
-    if len(shape) and prod(shape) > 1:
-        binding.differences.kinds[key] = (
-            f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"
-            f" {list(parameter.shape)} that is distributed over ranks (let the optimizer step once"
-            " before the load)"
-        )
-    return None

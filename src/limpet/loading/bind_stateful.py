@@ -23,17 +23,18 @@ _VERSION_DEPENDENT = frozenset({"verbose", "default_min_lr"})
 """Keys of schedulers that only some releases of PyTorch have."""
 
 
-def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+def bind_stateful(
+    binding: Binding, value: Any, node: Any, key: str, convert: Adapt | None = None
+) -> Finalize:
     """Bind an object by ``load_state_dict``, called after the bytes are read. Its keys are compared
-    with the live ones, or ``check_state_dict`` is called: now if they are plain, before changes."""
+    with the live ones, or ``check_state_dict`` is called: now if they are plain, before changes.
+    ``convert``: what ``load_state_dict`` gets from the loaded state."""
     if node is ABSENT:
         binding.note_missing(key)
         if binding.selected(key):
             binding.differences.absent.append(key)
         return lambda: value
     if not binding.is_any_selected(node, key):
-        return lambda: value
-    if _note_resized(binding, value, key):
         return lambda: value
     finalize_state = binding.targets.add_fresh(node, key, "cpu")
     check = getattr(value, "check_state_dict", None)
@@ -44,6 +45,7 @@ def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize
 
     def finalize() -> Any:
         state = adapt(finalize_state())
+        state = state if convert is None else convert(state)
         with calling(value, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
             value.load_state_dict(state)
         return value
@@ -51,26 +53,10 @@ def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize
     return finalize
 
 
-def _note_resized(binding: Binding, value: Any, key: str) -> bool:
-    """If the object is an optimizer of a parameter that keeps its live value because of its shape,
-    record a difference and return True: its own code would load the saved state of all of them."""
-    for group in getattr(value, "param_groups", None) or ():
-        for parameter in group["params"] if isinstance(group, dict) and "params" in group else ():
-            name = binding.parameter_names.get(id(parameter))
-            shapes = binding.resized_parameter(parameter, name)
-            if shapes is not None:
-                binding.differences.kinds[key] = (
-                    f"the state of all parameters, live {type(value).__name__} with {name or key}"
-                    f" of another shape ({shapes}), whose own load_state_dict cannot leave it out"
-                )
-                return True
-    return False
-
-
 def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Adapt:
     """Record the differences between a saved state and the live ``state_dict()``, which is called
     once, and not at all if no saved key is compared, or if that changes the object."""
-    saved_names = [name for name, _, _ in tree.children(node, key)] if _is_dict(node) else []
+    saved_names = [name for name, _, _ in tree.children(node, key)] if is_dict(node) else []
     if saved_names and not any(map(_is_field, saved_names)):
         return _unchanged
     # their loaders would begin an iterator, which the next iter() returns whatever is then loaded
@@ -91,10 +77,10 @@ def _compare(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
     """Compare the keys of two states. A live state that is empty accepts every saved state."""
     if live is None or (isinstance(live, dict) and (not live or type(live) is Counter)):
         return _unchanged
-    if isinstance(live, dict) != _is_dict(node):
+    if isinstance(live, dict) != is_dict(node):
         binding.note_other_kind(f"state of {type(live).__name__}", node, key)
         return _unchanged
-    if not _is_dict(node):
+    if not is_dict(node):
         return _unchanged
     saved = {name: (child, k) for name, child, k in tree.children(node, key)}
     lacking = [n for n in live if n not in saved and _is_field(n)]
@@ -147,7 +133,7 @@ def _is_item(name: Any) -> bool:
     return type(name) is not str or name[-1:].isdecimal()
 
 
-def _is_dict(node: Any) -> bool:
+def is_dict(node: Any) -> bool:
     return tag_of(node) in ("dict", "ordered", "items")
 
 

@@ -17,7 +17,7 @@ from limpet.format.numpy_dtypes import from_descr
 from limpet.format.rejected import nested_too_deeply, unsupported
 from limpet.layout.select import ABSENT
 from limpet.loading.bind_module import bind_module
-from limpet.loading.bind_optimizer import bind_optimizer
+from limpet.loading.bind_optimizer import bind_optimizer, bind_own_optimizer
 from limpet.loading.bind_stateful import bind_stateful
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, tag_of
@@ -60,7 +60,9 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     if optimizers.is_standard_optimizer(value):
         return bind_optimizer(binding, value, node, key)
     if modules.is_stateful(value):
-        return bind_stateful(binding, value, node, key)
+        is_optimizer = optimizers.has_groups(value)
+        bind_object = bind_own_optimizer if is_optimizer else bind_stateful
+        return bind_object(binding, value, node, key)
     return _bind_leaf(binding, _bind_value, value, node, key)
 
 

@@ -17,6 +17,7 @@ from limpet.loading.shared_memory import Claim
 from limpet.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
 from limpet.state import composites
 from limpet.state.arrays import Memory, part_library
+from limpet.state.flatten import ParameterNames
 from limpet.types import Box
 
 
@@ -66,7 +67,7 @@ class Binding:
 
     targets: LoadTargets
     selected: KeyFilter
-    parameter_names: dict[int, str]
+    parameter_names: ParameterNames
     rank: int = 0
     cast: bool = False
     keeps_missing: bool = False
@@ -239,6 +240,13 @@ class Binding:
         if not (self.resized or self.resized_ids):
             return None
         return self._resized_names.get(name) or self.resized_ids.get(id(parameter))
+
+    @cached_property
+    def saved_orders(self) -> dict[Any, list[Any]]:
+        """The unusual orders of dimensions in memory, by the names as parameters."""
+        nodes = self.targets.snapshot.nodes()
+        order_of = {key: nodes[key].get("tensor", ())[2:] for key in self.targets.snapshot.leaves}
+        return {to_dotted(key): order for key, order in order_of.items() if order}
 
     @cached_property
     def saved_dtypes(self) -> dict[Any, str]:

@@ -30,7 +30,7 @@ from limpet.loading.targets import Finalize, LoadTargets, device_chooser
 from limpet.ranks.collective import Collective, await_all
 from limpet.ranks.group import Group
 from limpet.snapshot.reader import SnapshotReader
-from limpet.state import modules
+from limpet.state.flatten import ParameterNames
 from limpet.text import warn_user, with_article
 from limpet.threads import gc_paused
 
@@ -137,7 +137,7 @@ def _bind(
             found=type(into).__name__,
         )
     targets.is_live = True
-    names = modules.parameter_names(into)
+    names = ParameterNames(into)
     binding = Binding(
         targets,
         selected,

@@ -16,6 +16,7 @@ from limpet.snapshot.chunks import Target
 from limpet.snapshot.leaf import allocate, as_records
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state import composites
+from limpet.state.sharding import empty_like, get_local_boxes, is_dtensor
 from limpet.types import Box
 
 Finalize = Callable[[], Any]
@@ -57,9 +58,13 @@ class LoadTargets:
             self.requests.append(ReadRequest(source, box))
             self.targets.append(Target.from_tensor(dtype, box.sizes, into))
 
-    def add_fresh(self, node: Any, key: str, device: Any = None, like: Any = None) -> Finalize:
+    def add_fresh(
+        self, node: Any, key: str, device: Any = None, like: Any = None, dtype: str | None = None
+    ) -> Finalize:
         """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
-        function that decodes the node's value. ``like``: as for ``allocate``."""
+        function that decodes the node's value. ``like``: a tensor and its own saved order of
+        dimensions; a leaf of its shape and order gets its strides and placements. ``dtype``: None
+        for the saved ones."""
         is_plain = type(node) is not dict  # as most options of an optimizer are
         if self.is_live and not is_plain:
             self._refuse_subclasses(node, key)
@@ -70,9 +75,14 @@ class LoadTargets:
                     leaf_device = device
                     if device is None and "tensor" in leaf:
                         leaf_device = self.device_of(source)
-                    spec = self.snapshot.leaves[source]
-                    self.fresh[source] = allocate(leaf, k, *spec, leaf_device, like)
-                    self.add(source, self.fresh[source])
+                    stored, shape = self.snapshot.leaves[source]
+                    made = _empty_like(like, leaf, dtype or stored, shape, leaf_device)
+                    if made is None:
+                        made = allocate(leaf, k, dtype or stored, shape, leaf_device)
+                    self.fresh[source] = made
+                    boxes = None if like is None else get_local_boxes(made, k)
+                    for box, part in [(None, made)] if boxes is None else boxes.box_tensors:
+                        self.add(source, part, box)
         return lambda: tree.decode(node, key, self.decode_leaf)
 
     def decode_leaf(self, node: Any, key: str) -> Any:
@@ -128,6 +138,19 @@ class LoadTargets:
         except composites.BAD_PARTS as e:
             file = self.snapshot.location.key(MANIFEST)
             raise tree.invalid_node({"sparse": body}, key, file) from e
+
+
+def _empty_like(like: Any, leaf: Any, dtype: str, shape: tuple[int, ...], device: Any) -> Any:
+    """Return memory of another dtype like a tensor, if that has the leaf's shape and order."""
+    if like is None or tuple(like[0].shape) != shape or "tensor" not in leaf:
+        return None
+    import torch
+
+    found = getattr(torch, dtype, None)
+    if found is None or (leaf["tensor"][2:] != like[1] and not is_dtensor(like[0])):
+        return None
+    with torch.inference_mode(False):
+        return empty_like(like[0], found, device)
 
 
 def tag_of(node: Any) -> Any:

@@ -13,7 +13,7 @@ from limpet.layout.boxes import TensorIndex, box_from_index
 from limpet.layout.read_plan import ReadRequest
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
-from limpet.state.arrays import library_of
+from limpet.state.arrays import part_library
 from limpet.types import DTYPES, Box
 
 
@@ -72,22 +72,15 @@ def as_records(rows: Any, dtype: np.dtype[Any]) -> Any:
     return rows.reshape(-1).view(dtype) if rows.size else np.empty(rows.shape[:-1], dtype)
 
 
-def allocate(
-    node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None, like: Any = None
-) -> Any:
-    """Allocate elements of a leaf: an array, or a torch tensor for a tensor, with the strides of
-    the tensor ``like`` if that has these sizes, or else the saved order of dimensions. Raises
-    ``LimpetError`` if torch is not installed or does not know the dtype."""
-    library: Any = library_of(np.ndarray)
+def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
+    """Allocate elements of a leaf: an array, or a torch tensor for a tensor, with the saved order
+    of dimensions. Raises ``LimpetError`` if torch is not installed or does not know the dtype."""
     if "tensor" not in node:
-        return library.empty(key, dtype, sizes, device)
+        return part_library(np.ndarray).empty(key, dtype, sizes, device)
     torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")
-    if like is not None and tuple(like.shape) == sizes and hasattr(torch, dtype):
-        found = getattr(torch, dtype)
-        return torch.empty_like(like, dtype=found, device=device, requires_grad=False)
-    library = library_of(torch.Tensor)
-    if len(node["tensor"]) == 2:
-        return library.empty(key, dtype, sizes, device)
-    order = node["tensor"][2]
-    permuted = library.empty(key, dtype, [sizes[dim] for dim in order], device)
-    return permuted.permute([order.index(dim) for dim in range(len(order))])
+    device = "cpu" if device is None else device  # not that of ``torch.set_default_device``
+    with torch.inference_mode(False):  # nothing could be trained with an inference tensor
+        if len(node["tensor"]) > 2 and hasattr(torch, dtype):
+            order, found = node["tensor"][2], getattr(torch, dtype)
+            return torch.empty_permuted(sizes, order, dtype=found, device=device)
+        return part_library(torch.Tensor).empty(key, dtype, sizes, device)

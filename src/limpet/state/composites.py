@@ -160,12 +160,17 @@ def make_sparse(body: Any, parts: dict[str, Any]) -> Any:
     torch: Any = lazy_torch.torch_or_none()
     shape, values = tuple(body["shape"]), parts["values"]
     if body["layout"] == "sparse_coo":
-        tensor = torch.sparse_coo_tensor(parts["indices"], values, shape, check_invariants=True)
+        tensor = torch.sparse_coo_tensor(
+            parts["indices"], values, shape, device=values.device, check_invariants=True
+        )
         return tensor._coalesced_(body["coalesced"])
     by_rows = "crow" in parts
     compressed, plain = (parts[n] for n in (("crow", "col") if by_rows else ("ccol", "row")))
     make = functools.partial(
-        torch.sparse_compressed_tensor, size=shape, layout=getattr(torch, body["layout"])
+        torch.sparse_compressed_tensor,
+        size=shape,
+        layout=getattr(torch, body["layout"]),
+        device=values.device,
     )
     try:
         return make(compressed, plain, values, check_invariants=True)

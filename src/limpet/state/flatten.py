@@ -6,6 +6,7 @@ Tensors are not copied, except views without bytes of their own, such as a conju
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -15,10 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from limpet.errors import Unsupported
+from limpet.errors import LimpetError, Unsupported
 from limpet.format import torch_types
 from limpet.format import tree as nodes
-from limpet.format.names import escape_level, join_key
+from limpet.format.names import escape_level, join_key, to_dotted
 from limpet.format.rejected import NOT_PLAIN, nested_too_deeply, rejections_within, unsupported
 from limpet.lazy_torch import torch_or_none
 from limpet.state import modules, optimizers
@@ -37,6 +38,7 @@ from limpet.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
+from limpet.state.walk import map_containers, storage_address, to_local
 from limpet.text import with_article
 from limpet.threads import gc_paused
 from limpet.types import Box
@@ -91,6 +93,44 @@ class FlatState:
         return devices
 
 
+class ParameterNames:
+    """The qualified names (``model.layers.0.weight``) of the parameters in a state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def name_of(self, parameter: Any) -> str | None:
+        """Return a parameter's name: that of a tensor of the state in its memory if no module has
+        it, as in a dict of tensors or in the ``state_dict()`` of an object."""
+        found = self._name_by_id.get(id(parameter))
+        return found or self._name_by_memory.get(_memory_of(parameter))
+
+    @cached_property
+    def _name_by_id(self) -> dict[int, str]:
+        return modules.parameter_names(self._state)
+
+    @cached_property
+    def _name_by_memory(self) -> dict[Any, str]:
+        with suppress(LimpetError):  # a save raises it
+            leaves = flatten(map_containers(self._state, _leave_out, {})).leaves
+            tensors = [leaf for leaf in leaves if hasattr(leaf.source, "untyped_storage")]
+            return {_memory_of(t.source): to_dotted(t.key) for t in reversed(tensors)}
+        return {}
+
+
+def _leave_out(value: Any, depth: int) -> Any:
+    """Leave out optimizers, which need the names, and loaders, whose state may begin a pass."""
+    if isinstance(value, PerRank | Replicated):
+        return type(value)(map_containers(value.value, _leave_out, {}))
+    is_loader = hasattr(value, "state_dict") and hasattr(value, "__iter__")
+    return None if is_loader or optimizers.has_groups(value) else value
+
+
+def _memory_of(t: Any) -> Any:
+    local, address = to_local(t), storage_address(t)
+    return (address, local.storage_offset(), local.shape, local.dtype) if address else id(t)
+
+
 @gc_paused
 def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
     """Flatten a state, as the rank ``rank`` of the save. Raises ``Unsupported``, which names all
@@ -135,9 +175,9 @@ class _Flattener:
     """By the tie key of an array in one piece: the number of the first leaf that has it."""
 
     @cached_property
-    def parameter_names(self) -> dict[int, str]:
+    def name_of(self) -> optimizers.NameOf:
         """The names of the parameters. Only optimizers need them."""
-        return modules.parameter_names(self.state)
+        return ParameterNames(self.state).name_of
 
     def encode_value(self, value: Any, key: str, depth: int) -> Any:
         """Encode a value. This is called for every leaf of a model: keep it short."""
@@ -210,7 +250,7 @@ class _Flattener:
             if modules.is_module(value):
                 state = modules.module_state(value, key)
             elif optimizers.is_standard_optimizer(value):
-                state = optimizers.optimizer_state(value, self.parameter_names, key)
+                state = optimizers.optimizer_state(value, self.name_of, key)
                 groups = join_key(key, "groups")
                 params = (f"{groups}/{i}/params" for i in range(len(state["groups"])))
                 self.flat.merged_lists += [groups, *params]
@@ -226,6 +266,8 @@ class _Flattener:
         """Encode an object by its ``state_dict()``. An error for a value in it names both."""
         with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
             state = value.state_dict()
+        if optimizers.has_groups(value):
+            state = optimizers.name_parameters(value, state, self.name_of, key)
         self.inside_object += 1
         try:
             return nodes.encode(state, key, self.encode_value, depth)

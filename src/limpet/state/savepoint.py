@@ -19,7 +19,7 @@ from limpet.state import modules, optimizers, walk
 from limpet.state.arrays import library_of
 from limpet.state.copy_pool import CopyPool
 from limpet.state.fingerprint import Fingerprint, ModuleStructure, are_same
-from limpet.state.flatten import FlatState, flatten
+from limpet.state.flatten import FlatState, ParameterNames, flatten
 from limpet.state.member_copies import MemberCopies, PrefixedModules, find_mutable_members
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
 from limpet.state.step_hooks import StepPreHook
@@ -58,7 +58,7 @@ class Savepoint:
         self._captured: Any = None
         self._invalid_reason: str | None = _NO_SAVEPOINT
         self._memo: walk.Memo = {}
-        self._parameter_names: dict[int, str] | None = None
+        self._names = ParameterNames(state)
         self._copies = CopyPool()
         self._step_hook = StepPreHook((), self._on_step_begin)
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -101,7 +101,7 @@ class Savepoint:
         self._version_counters = _read_version_counters(self._fingerprint.partial)
         self._fingerprint.record()
         self._copies.recycle(self._stable_storages)
-        self._memo, self._parameter_names = {}, None
+        self._memo, self._names = {}, ParameterNames(self.state)
         self._captured = walk.map_containers(self.state, self._capture_value, self._memo)
         self._memo = {}
         self._invalid_reason = None
@@ -150,9 +150,9 @@ class Savepoint:
         None if it is not available (``invalid_reason``). Raises ``Unsupported``."""
         if self.invalid_reason is not None:
             return None
-        names = modules.parameter_names(self.state)
+        name_of = ParameterNames(self.state).name_of
         try:
-            return flatten(_merge_live_state(self._captured, names), rank)
+            return flatten(_merge_live_state(self._captured, name_of), rank)
         except _Invalidated:
             self._invalid_reason = _STRUCTURE_CHANGED
             return None
@@ -221,18 +221,17 @@ class Savepoint:
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._stable_optimizer_ids:
-                if self._parameter_names is None:
-                    self._parameter_names = modules.parameter_names(self.state)
-                state = optimizers.optimizer_state(value, self._parameter_names, "")
+                state = optimizers.optimizer_state(value, self._names.name_of, "")
                 return walk.map_containers(state, self._capture_value, self._memo, depth)
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
             return _CapturedOptimizer(
                 value, walk.map_containers(groups, self._capture_value, self._memo, depth)
             )
         if modules.is_stateful(value) and not isinstance(value, type):
-            state = walk.map_containers(
-                value.state_dict(), self._capture_value, self._memo, depth + 1
-            )
+            state = value.state_dict()
+            if optimizers.has_groups(value):
+                state = optimizers.name_parameters(value, state, self._names.name_of, "")
+            state = walk.map_containers(state, self._capture_value, self._memo, depth + 1)
             return PerRank(state) if keeps_per_rank(value) else state
         return value
 
@@ -285,9 +284,9 @@ class _CapturedOptimizer:
     optimizer: torch.optim.Optimizer
     options: list[dict[str, Any]]
 
-    def merge_live_state(self, names: dict[int, str]) -> dict[str, Any]:
+    def merge_live_state(self, name_of: optimizers.NameOf) -> dict[str, Any]:
         """Return ``optimizer_state``. Raises ``_Invalidated`` if the number of groups changed."""
-        state = optimizers.optimizer_state(self.optimizer, names, "")
+        state = optimizers.optimizer_state(self.optimizer, name_of, "")
         if len(state["groups"]) != len(self.options):
             raise _Invalidated
         state["groups"] = [
@@ -297,13 +296,13 @@ class _CapturedOptimizer:
         return state
 
 
-def _merge_live_state(captured: Any, names: dict[int, str]) -> Any:
+def _merge_live_state(captured: Any, name_of: optimizers.NameOf) -> Any:
     def merge(value: Any, depth: int) -> Any:
         if isinstance(value, PerRank | Replicated):
-            return type(value)(_merge_live_state(value.value, names))
+            return type(value)(_merge_live_state(value.value, name_of))
         if isinstance(value, _CapturedModule):
             return value.merge_live_state()
-        return value.merge_live_state(names) if isinstance(value, _CapturedOptimizer) else value
+        return value.merge_live_state(name_of) if isinstance(value, _CapturedOptimizer) else value
 
     return walk.map_containers(captured, merge, {})
 

@@ -106,8 +106,8 @@ def is_dtensor(value: Any) -> bool:
 
 
 def empty_like(parameter: Any, dtype: Any, device: Any = None) -> Any:
-    """Return an uninitialized tensor of ``dtype`` like ``parameter``: with its order of dimensions
-    in memory, and its placements if it is a DTensor. It requires no gradient."""
+    """Return an uninitialized tensor of ``dtype`` like ``parameter``, with its strides. A DTensor
+    also has its placements and device. It requires no gradient."""
     import torch
 
     if not is_dtensor(parameter):
@@ -115,7 +115,7 @@ def empty_like(parameter: Any, dtype: Any, device: Any = None) -> Any:
     # ``torch.empty_like`` of a DTensor loses a custom order of the mesh dimensions
     spec, local = parameter._spec, _wait_tensor(parameter._local_tensor)
     return type(parameter)(
-        torch.empty_like(local, dtype=dtype, device=device, requires_grad=False),
+        torch.empty_like(local, dtype=dtype, requires_grad=False),
         replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)),
         requires_grad=False,
     )
@@ -251,7 +251,7 @@ def _empty_local_tensor(value: Any) -> Any:
     """Return the one local tensor of a ``ShardedTensor`` without a shard on this rank."""
     import torch
 
-    empty = torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
+    empty = torch.empty(0, dtype=value.metadata().tensor_properties.dtype, device="cpu")
     return value.__dict__.setdefault("_limpet_local", empty)
 
 

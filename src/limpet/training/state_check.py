@@ -97,7 +97,7 @@ def _find_untrained(state: dict[str, Any], modules: Mapping[str, Any], torch: An
         for p in parameters_of(optimizer) if is_standard_optimizer(optimizer) else ():
             # fully_shard replaces the sharded parameters of a module during a forward pass
             is_known = id(p) in saved or is_distributed_tensor(p)
-            if not is_known and p.requires_grad and (p.grad is not None or optimizer.state.get(p)):
+            if not is_known and p.requires_grad and (p.grad is not None or p in optimizer.state):
                 lacking.setdefault(key, []).append(p)
     # a tensor or an array of the state, or what a module adds to its state, may share the memory
     gaps, addresses = [], {0}

@@ -70,7 +70,7 @@ class _TorchTensors(ArrayLibrary):
             shape = tuple(value.shape)
             layout = shape, Box.whole(shape), _name(value.dtype), {}
         shape, box, name, _ = layout
-        return LocalBoxes(shape, ((box, part),), name, part.data_ptr(), False)
+        return LocalBoxes(shape, ((box, part),), name, _address(part, key), False)
 
     def boxes_to_save(self, value: Any, key: str) -> LocalBoxes | None:
         """This is called for every leaf of a model: keep it short."""
@@ -98,7 +98,7 @@ class _TorchTensors(ArrayLibrary):
         shape, box, name, node = layout
         if not value.is_contiguous():
             node = {"tensor": [*node["tensor"], *_memory_order(value)]}
-        address = value.data_ptr()
+        address = _address(value, key)
         if not address:
             if value.is_meta:
                 return None
@@ -126,6 +126,9 @@ class _TorchTensors(ArrayLibrary):
                 todo=sharding.MATERIALIZE,
                 leaf=key,
             )
+        if part.is_inference():  # this load may be outside of the inference mode
+            with torch.inference_mode(False):
+                return torch.utils.dlpack.from_dlpack(part)
         return part
 
     def loaded(self, value: Any, targets: Sequence[tuple[Box, Any]]) -> Any:
@@ -246,6 +249,15 @@ class _TorchTensors(ArrayLibrary):
         made = torch.empty(part.shape, dtype=part.dtype, device="cpu")
         made = made.conj() if part.is_conj() else made
         return torch._neg_view(made) if part.is_neg() else made
+
+
+def _address(t: Any, key: str) -> int:
+    """Return the address of a tensor's first element, or 0 without one."""
+    try:
+        return int(t.data_ptr())
+    except RuntimeError as e:
+        why = "it has no memory, as within a transform of torch.func"
+        raise unsupported(t, key, why, "Do this outside of the transform") from e
 
 
 def _memory_order(t: Any) -> list[list[int]]:
