@@ -243,6 +243,20 @@ class Renamed(Names):
             state[prefix + "new"] = state.pop(prefix + "old")
 
 
+class RenamedByVersion(Names):
+    """Only its version says that the name is an old one."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version") == 1:
+            state[prefix + "new"] = state.pop(prefix + "old")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def load_state_dict(self, state, strict=True):  # of a nested module, nothing calls it
+        return super().load_state_dict(state, strict)
+
+
 class Fused(Names):
     """Two parameters become one, by a hook that knows the module only through a closure."""
 
@@ -373,6 +387,7 @@ def spectral():
 CONVERSIONS = {
     "a buffer that was None": (used_bank, Bank),
     "a renaming hook": (lambda: Names("old"), Renamed),
+    "a renaming version": (lambda: Names("old"), RenamedByVersion),
     "code of one object": (lambda: Names("old"), assigned),
     "two names become one": (lambda: Names("q", "k"), Fused),
     "interpolated": (lambda: Positions(4), lambda: Positions(8)),

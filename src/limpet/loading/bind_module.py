@@ -94,11 +94,10 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
 @dataclass
 class _Loader:
     """What a module's code loads. ``names``: live names by those without wrappers; ``versions``: of
-    the code that saved; ``fresh``: by live name;
-    ``bound``, ``kept``: names of members that are loaded or not; ``absent``: live members by key
-    that are not saved; ``dropped``: live names that the code does not get; ``checked``: keys by
-    name of what it should not change; ``is_converting``: it loads other names or shapes, without
-    those ``tolerated``."""
+    the code that saved; ``fresh``: by live name; ``bound``, ``kept``: names of what is loaded or
+    not; ``absent``: live members by key that are not saved; ``dropped``: live names that the code
+    does not get; ``checked``: keys by name of what it should not change; ``is_converting``: it
+    loads other names or shapes, without those ``tolerated``."""
 
     binding: Binding
     module: Any
@@ -125,8 +124,9 @@ class _Loader:
         loaded = {name: finalize() for name, finalize in self.fresh.items()}
         for name, buffer in module.named_buffers(remove_duplicate=False):
             value: Any = loaded.get(name)
-            is_same = getattr(value, "layout", "") == buffer.layout and value.shape == buffer.shape
-            if is_same and str(buffer.layout).startswith(("torch.sparse_cs", "torch.sparse_bs")):
+            is_sparse = str(buffer.layout).startswith(("torch.sparse_cs", "torch.sparse_bs"))
+            is_same = is_sparse and getattr(value, "layout", None) == buffer.layout
+            if is_same and value.shape == buffer.shape:
                 buffer.resize_as_sparse_(value)  # or PyTorch does not copy another number
         given: Any = OrderedDict({**self.state, **loaded})
         given._metadata, converted = self._choose_versions(self.bound)
@@ -186,7 +186,7 @@ class _Loader:
         for path, plain in self.paths.items():
             entry = live.get(path)
             if plain in touched:  # a wrapper comes before its module
-                entry = copy.deepcopy(saved.get(plain, others))
+                entry = copy.copy(saved.get(plain, saved.get(path, others)))
                 differs[plain] = entry != live.get(path)
             saved[path] = {} if entry is None else entry
         return saved, {path for path, is_other in differs.items() if is_other}
@@ -200,6 +200,9 @@ class _Loader:
         leaves = self.binding.targets.snapshot.leaves
 
         def differs(name: str) -> bool:
+            live_key = join_key(self.key, escape_level(name))
+            if not self.binding.selected(members[name][1] if name in members else live_key):
+                return False
             if name not in names or name not in members:
                 return True
             value, source = self.state[names[name]], self._source(*members[name])
@@ -229,15 +232,15 @@ class _Loader:
             for n, member in members.items()
             if n.startswith(start) and binding.selected(member[1])
         }
-        sub = self.module.get_submodule(path)
-        first = next(chain(sub.parameters(), sub.buffers()), None)
-        device = None if first is None or first.is_meta else first.device
         cannot_try = any(sharding.is_distributed_tensor(self.state[name]) for name in live)
         cannot_try |= any(tag_of(child) == "subclass" for _, child, _ in saved.values())
         leaves = binding.targets.snapshot.leaves
         if not saved or cannot_try:
             return  # the differences are reported
-        found = self._try(sub, live_start, {n: m[1:] for n, m in saved.items()}, device)
+        sub = self.module.get_submodule(path)
+        first = next(chain(sub.parameters(), sub.buffers()), None)
+        device = None if first is None or first.is_meta else first.device
+        found = self._try(path, live_start, {n: m[1:] for n, m in saved.items()}, device)
         if found is None:
             return
         (missing, unexpected, ignored), self.is_converting = found, True
@@ -272,9 +275,10 @@ class _Loader:
                     value if _is_dense(value) else None
                 )
 
-    def _try(self, sub: Any, start: str, members: Members, device: Any) -> list[set[str]] | None:
-        """Load members into a copy of a submodule, by its code. Return the names that are missing,
-        unexpected, and not loaded because of their shape. None: it raises another error."""
+    def _try(self, path: str, start: str, members: Members, device: Any) -> list[set[str]] | None:
+        """Load members, whose names have the prefix ``start``, into a copy of a submodule, by its
+        code. Return the names that are missing, unexpected, and not loaded because of their shape.
+        None: it raises another error."""
         import torch
 
         targets = LoadTargets(self.binding.targets.snapshot, is_live=True)
@@ -282,24 +286,26 @@ class _Loader:
         # without headers, because all ranks of a shared read must check the same ones later
         targets.snapshot.read(targets.requests, targets.targets, check_headers=False)
         given: Any = OrderedDict((n.removeprefix(start), f()) for n, f in finalizers.items())
-        versions, _ = self._choose_versions(self.names)
+        versions, above = self._choose_versions(self.names)[0], f"{path}." if path else ""
         given._metadata = {
-            p[len(start) :]: v for p, v in versions.items() if f"{p}.".startswith(start)
+            p[len(above) :]: v for p, v in versions.items() if f"{p}.".startswith(above)
         }
+        # of a submodule, PyTorch calls no load_state_dict()
+        load = torch.nn.Module.load_state_dict if path else _load_state_dict
         try:
-            twin = _copy_module(sub)
+            twin = _copy_module(self.module.get_submodule(path))
             unloaded = {
                 name: value.logical_not_().clone()  # what no code loads
                 for name, value in twin.state_dict().items()
                 if name in given and _is_dense(value) and value.shape != given[name].shape
             }
             with suppress(RuntimeError):  # PyTorch raises it for other shapes, after all others
-                _load_state_dict(twin, copy.copy(given), is_strict=False)
+                load(twin, copy.copy(given), False)
             now = twin.state_dict()
             ignored = {n for n, value in unloaded.items() if torch.equal(now[n], value)}
             for name in ignored:
                 del given[name]
-            found = *_load_state_dict(twin, given, is_strict=False), ignored
+            found = *load(twin, given, False), ignored
         except Exception:  # noqa: BLE001  (of the module's code: the differences are reported)
             return None
         return [{start + n for n in names} for names in found]
