@@ -8,10 +8,12 @@ the child. Such memory can be private and use huge pages, which are ten times as
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import re
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Condition, Lock
 from typing import Any, Self
 
@@ -28,6 +30,27 @@ _LIBC = find_libc()
 
 _WAIT_PART = 0.5
 """Seconds of a wait after which it is checked whether the wait must end."""
+
+
+_NO_MEMORY = re.compile("out of memory|not enough memory|(?:can't|cannot) allocate memory", re.I)
+
+
+@contextmanager
+def enough_memory(operation: str) -> Iterator[None]:
+    """Raise ``LimpetError`` if the block runs out of memory: in Python, a library, or the system.
+    ``operation``: "the load of runs/a/version_1"."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as e:
+        is_system = isinstance(e, OSError) and e.errno == errno.ENOMEM
+        if not (isinstance(e, MemoryError) or is_system or _NO_MEMORY.search(str(e))):
+            raise
+        raise LimpetError(
+            f"There is not enough memory for {operation}",
+            found=str(e) or type(e).__name__,
+            todo="Free memory, or raise the limit of this process or its container; limpet.load"
+            " needs less with keys=, and to load into= a state",
+        ) from e
 
 
 class Buffer:

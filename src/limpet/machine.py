@@ -28,13 +28,23 @@ def find_libc() -> Any:
     return ctypes.CDLL(None, use_errno=True) if hasattr(os, "fork") else None
 
 
+def path_text(name: str, path: object) -> str:
+    """Return a path or a URL as text. Raises ``StoreError`` for anything else."""
+    text = type(path).__fspath__(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or "\0" in text:
+        found = repr(path)
+        found = found if len(found) <= 120 else f"an object of the class {type(path).__name__}"
+        raise StoreError(f"{name} must be a text without NUL characters, or a path, not {found}")
+    return text
+
+
 def full_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of what a path names now, for a program that changes its folder.
 
     ``..`` stays, because above a symbolic link it is not what precedes it in the text. Only at the
     end, where a name must be, the system resolves it. Raises ``StoreError``.
     """
-    text = os.fspath(path)
+    text = path_text("The path", path)
     if os.name == "nt":  # where the system itself edits the text
         return os.path.abspath(text)
     try:

@@ -29,6 +29,7 @@ from limpet.format.safetensors import build_header
 from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
 from limpet.layout.shard_layout import chunk_cuts
 from limpet.loading.load import load_snapshot
+from limpet.machine import path_text
 from limpet.run.address import open_reader
 from limpet.run.run import Run
 from limpet.saving.image import Image
@@ -220,7 +221,7 @@ def prepare_export(
     require("max_shard_size=", most >= 1, expected, max_shard_size)
     max_shard_size = most
     require("path", isinstance(path, str | os.PathLike), "a path or a URL", path)
-    location, name = locate_export(os.fspath(path), to)
+    location, name = locate_export(path_text("path=", path), to)
     if root is None:
         root = "" if keys or to == "torch" else _default_root(snapshot)
     root = root.strip("/")

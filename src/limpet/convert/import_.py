@@ -32,7 +32,7 @@ from limpet.convert.stored_files import (
 from limpet.errors import LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members
-from limpet.machine import full_path
+from limpet.machine import full_path, path_text
 from limpet.saving.commit import VersionMetadata, raise_if_exists
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location, Url, locate, path_advice, suggest_similar_path
@@ -243,7 +243,7 @@ def import_checkpoint(
     location = locate(url)
     raise_if_exists(location)
     require("path", isinstance(path, str | os.PathLike), "a path or a URL", path)
-    checkpoint = read_foreign_checkpoint(os.fspath(path))
+    checkpoint = read_foreign_checkpoint(path_text("path=", path))
     arranged = arrange.arrange_state(
         checkpoint.value, key, kind=checkpoint.kind, keep_names=keep_names
     )

@@ -24,6 +24,7 @@ from typing import Any
 from limpet.errors import FormatError, NotFound, Unsupported
 from limpet.machine import IS_LINUX, OPEN_FLAGS
 from limpet.storage.local.os_calls import CAN_MAP, map_file
+from limpet.storage.local.store import LocalStore
 from limpet.text import with_article
 from limpet.threads import no_op
 from limpet.types import MIB, Advance
@@ -38,6 +39,12 @@ class MappedFile:
     def __init__(self, path: str, fetched: int | None = None) -> None:
         self.path = path
         self.is_fetched = fetched is not None
+        folder, name = os.path.split(path)
+        with LocalStore(folder or ".").translate_errors("read", name):
+            self._map(path, fetched)
+        self.view = memoryview(self._memory).cast("B").toreadonly()
+
+    def _map(self, path: str, fetched: int | None) -> None:
         try:
             flags = os.O_RDONLY | OPEN_FLAGS | getattr(os, "O_NONBLOCK", 0)
             fd = os.open(path, flags) if fetched is None else fetched
@@ -59,7 +66,6 @@ class MappedFile:
                 self._fetched = os.fdopen(os.dup(fd), "rb")
         finally:
             os.close(fd)
-        self.view = memoryview(self._memory).cast("B").toreadonly()
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes from ``start`` to ``stop``, or to the end of the file."""

@@ -223,7 +223,8 @@ class ForeignFolder:
     def names(self) -> list[str]:
         """Return the names directly in the folder, sorted."""
         if self._location is None:
-            return sorted(os.listdir(self.path))
+            with LocalStore(self.path).translate_errors("list", "."):
+                return sorted(os.listdir(self.path))
         return sorted(e.name for e in list_level(self._location.store, self._location.folder))
 
     def is_folder(self) -> bool:
@@ -286,7 +287,7 @@ def size_of_foreign(path: str, *, all_files: bool = False) -> int:
         return sum(s.length for s in counted)
     if not os.path.isdir(path):
         return os.path.getsize(path) if os.path.exists(path) else 0
-    with os.scandir(path) as entries:
+    with LocalStore(path).translate_errors("list", "."), os.scandir(path) as entries:
         return sum(e.stat().st_size for e in entries if e.is_file())
 
 

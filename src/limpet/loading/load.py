@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from limpet import events
+from limpet.buffers import enough_memory
 from limpet.errors import InexactResume, LimpetError, PlanError, RankFailed
 from limpet.format.tree import walk
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
@@ -51,7 +52,8 @@ def load_snapshot(
     targets = LoadTargets(snapshot, device_chooser(snapshot, device))
     try:
         # One pin protects all ranks, because no rank reads before the broadcast.
-        with collective, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
+        pin = snapshot.pin_while_reading() if group.rank == 0 else nullcontext()
+        with collective, enough_memory(f"the load of {snapshot.location.name}"), pin:
             is_shared = group.size > 1 and is_worth_sharing(snapshot)
             is_shared = collective.broadcast(is_shared if group.rank == 0 else None, bool)
             with (
@@ -89,8 +91,9 @@ def _load(
             InexactResume,
         )
     try:  # steps 5 and 6
-        reader.read(targets.requests, targets.targets, collective.advance)
-        loaded = gc_paused(finalize)()
+        with enough_memory(f"the load of {targets.snapshot.location.name}"):
+            reader.read(targets.requests, targets.targets, collective.advance)
+            loaded = gc_paused(finalize)()
         await_all(collective)
     except BaseException as e:
         if into is None or (isinstance(e, LimpetError) and e.is_state_invalid):

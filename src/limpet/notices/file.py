@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from limpet.arguments import check_seconds
 from limpet.errors import LimpetError
-from limpet.machine import full_path, process_started_at
+from limpet.machine import full_path, path_text, process_started_at
 from limpet.notices.notice import BoundedSource, Notice
 from limpet.text import to_repr
 
@@ -45,7 +45,7 @@ class FileNotice(BoundedSource):
         started_at: Callable[[], float] = process_started_at,
     ) -> None:
         """Raises ``LimpetError`` for an invalid value. ``interval``: seconds between two polls."""
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        if not isinstance(path, str | os.PathLike) or not path_text("path=", path):
             raise LimpetError(
                 "Invalid path of a FileNotice", expected="a path", found=to_repr(path)
             )

@@ -437,7 +437,11 @@ def use_group(group: Group) -> Iterator[None]:
 def current_group(spec: GroupSpec = None) -> Group:
     """Return the group with which this process saves and loads. Raises ``LimpetError`` for an
     invalid ``spec``, or a group without this process."""
-    if isinstance(spec, str) and spec != "alone":
+    torch = torch_or_none()
+    has_groups = torch is not None and torch.distributed.is_available()
+    kinds = (Group, torch.distributed.ProcessGroup) if has_groups else (Group,)
+    is_alone = isinstance(spec, str) and spec == "alone"
+    if not (spec is None or is_alone or isinstance(spec, kinds)):
         raise LimpetError(
             "Invalid value for group=",
             expected='None, "alone", a torch.distributed.ProcessGroup, or a limpet.Group',
@@ -445,17 +449,12 @@ def current_group(spec: GroupSpec = None) -> Group:
         )
     if isinstance(spec, Group):
         return spec
-    if spec == "alone":
+    if is_alone:
         return Group()
     simulated: Group | None = getattr(_thread_local, "group", None)
     if simulated is not None:
         return simulated
-    torch = torch_or_none()
-    if (
-        torch is None
-        or not torch.distributed.is_available()
-        or not torch.distributed.is_initialized()
-    ):
+    if not has_groups or not torch.distributed.is_initialized():
         return Group()
     ranks = torch.distributed.get_process_group_ranks(spec)
     if torch.distributed.get_rank() not in ranks:

@@ -19,6 +19,7 @@ from limpet.errors import NotFound, StoreError
 from limpet.format.names import Version, split_address
 from limpet.loading.binding import Leniency
 from limpet.loading.load import load_snapshot
+from limpet.machine import path_text
 from limpet.ranks.group import (
     Group,
     GroupSpec,
@@ -88,7 +89,7 @@ def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReade
     the store must have answered."""
     if not isinstance(address, str | os.PathLike):
         return open_snapshot(address)
-    text = os.fspath(address)
+    text = path_text("A URL", address)
     url, version = split_address(text)
     if version is None or not is_bucket(url):
         try:
@@ -238,7 +239,7 @@ def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) 
     """Open what rank 0 finds at an address on all ranks, because a run may change meanwhile. Raises
     on all ranks as ``open_version``, and ``Unavailable`` after ``timeout`` seconds."""
     is_text = isinstance(address, str | os.PathLike)
-    where = os.fspath(address) if isinstance(address, str | os.PathLike) else address.url
+    where = path_text("A URL", address) if is_text else open_store(address).url
     purpose = f"the load of {where}: {timeout} s"
     deadline = None if timeout is None else Deadline.after(timeout, purpose)
 
@@ -302,7 +303,7 @@ def load(  # noqa: PLR0913  (the public face)
     """
     leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
     ranks = Group() if into is None else current_group(group)
-    if isinstance(url, str | os.PathLike) and split_address(os.fspath(url))[1] is not None:
+    if isinstance(url, str | os.PathLike) and split_address(path_text("A URL", url))[1] is not None:
         snapshot = open_on_all_ranks(url, ranks, timeout)
     else:
         location = locate(url).limit("load", timeout)
@@ -322,7 +323,7 @@ def _open_here(location: Location, url: Url) -> SnapshotReader:
     except NotFound as e:
         advice = ""
         if isinstance(url, str | os.PathLike) and "versions" not in e.fields:
-            advice = _foreign_advice(os.fspath(url))
+            advice = _foreign_advice(path_text("A URL", url))
         if not advice:
             raise
         raise e.with_advice(advice) from e

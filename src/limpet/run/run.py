@@ -334,6 +334,7 @@ class Run:
         remaining version refers to. Damaged versions and other branches do not change. Raises
         ``StoreError``; the next call then completes the deletion.
         """
+        require("policy", isinstance(policy, KeepPolicy), "a policy such as KeepLast(3)", policy)
         return retention.retain(self.catalog, policy)
 
     def sweep(

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from limpet import events
-from limpet.buffers import BufferPool, shared_pool
+from limpet.buffers import BufferPool, enough_memory, shared_pool
 from limpet.errors import CommitError
 from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.saving.commit import (
@@ -149,7 +149,7 @@ def begin_save(
     group = group or Group()
     collective = group.collective(f"the save of {location.name}", deadline=location.deadline)
     workers = Workers.create(pool, collective.advance, location.check_time)
-    with collective:
+    with collective, enough_memory(f"the save of {location.name}"):
         if group.rank == 0:
             raise_if_exists(location)
         metadata_node = metadata.to_node()
@@ -195,7 +195,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotRe
     """Run the second half, maybe in the background: write, gather, commit. Rank 0 calls ``fence``
     right before the commit; it raises to prevent it."""
     location, collective = job.location, job.collective
-    with job, collective:
+    with job, collective, enough_memory(f"the save of {location.name}"):
         if job.staging_error is not None:
             raise job.staging_error
         if job.deferred is not None:

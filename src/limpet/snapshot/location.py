@@ -185,9 +185,11 @@ def describe_missing(location: Location) -> tuple[str, str]:
 def suggest_similar_path(path: str) -> str | None:
     """Return an existing path with a name similar to that of a missing local path, or None."""
     folder, name = os.path.split(full_path(path))
-    if os.path.lexists(path) or not os.path.isdir(folder):
+    if os.path.lexists(path):
         return None
-    matches = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)
+    matches: list[str] = []
+    with suppress(OSError):  # the folder is missing, or nobody may list it
+        matches = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)
     return os.path.join(os.path.dirname(path), matches[0]) if matches else None
 
 

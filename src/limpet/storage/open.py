@@ -11,9 +11,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from limpet.errors import StoreError
+from limpet.machine import path_text
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
-from limpet.text import format_list, hide_secrets
+from limpet.text import format_list, hide_secrets, to_repr, truncate
 
 OpenStore = Callable[..., Store]
 """A function that returns the store at a URL: ``open(url, **options)``."""
@@ -49,12 +50,13 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     for what ``check_url`` refuses, such as ``s3:/BUCKET``, to which ``pathlib`` shortens a URL.
     """
     if not isinstance(url, str | os.PathLike):
-        if hasattr(url, "put_if_absent") and not options:
+        if hasattr(url, "put_if_absent") and not isinstance(url, type) and not options:
             return url
         raise StoreError(
             "The argument is not a store" if not options else "A store takes no options",
             expected=f"{_supported()}, or a Store",
-            found=repr(url),
+            found=truncate(to_repr(url), 120),
+            todo="Pass its url" if hasattr(url, "url") and not options else None,
         )
     text = check_url(url)
     scheme = _SCHEME.match(text)
@@ -68,7 +70,7 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
 def check_url(url: str | os.PathLike[str]) -> str:
     """Return a URL or a path as text, with ``~`` replaced (``expand_home``). Raises ``StoreError``
     if it is empty, lost a slash as in ``pathlib``, or has a folder without a name."""
-    text = os.fspath(url)
+    text = path_text("A URL", url)
     if not text:
         raise StoreError("The URL does not name a folder", expected=_supported(), found=repr(text))
     lost = _LOST_SLASH.match(text)
@@ -132,7 +134,10 @@ def register_store(scheme: str, function: OpenStore) -> None:
     package does the same without a call, by an entry point in the group ``limpet.stores`` whose
     name is the scheme. Raises ``StoreError`` if the scheme is invalid or is one of Limpet's own.
     """
-    if not _SCHEME.fullmatch(f"{scheme}://") or is_built_in(scheme):
+    if not callable(function):
+        raise StoreError(f"function= must be a function, not {truncate(to_repr(function), 120)}")
+    is_text = isinstance(scheme, str)
+    if not is_text or not _SCHEME.fullmatch(f"{scheme}://") or is_built_in(scheme):
         raise StoreError(
             f"Cannot register the kind of store {scheme!r}",
             expected="letters, digits, '+', '-', or '.', and not a kind that Limpet has",

@@ -205,6 +205,7 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
     """
 
     def __init__(self, queue: Queue, describe_end: Callable[[str], str] | None = None) -> None:
+        require("queue", isinstance(queue, Queue), "a Queue", queue)
         self._queue, self._describe_end = queue, describe_end
         self._connections = wire.Connections("limpet-task")
         self.workers: set[str] = set()

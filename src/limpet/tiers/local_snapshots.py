@@ -71,7 +71,8 @@ class LocalSnapshots(HostTier):
         return LocalStore(folder, direct=read_settings().direct)
 
     def _check_space(self, folder: str, cost: TierCost) -> None:
-        size = os.statvfs(folder)
+        with self.store.translate_errors("look up the space of", "."):
+            size = os.statvfs(folder)
         available = size.f_bavail * size.f_frsize + cost.present_bytes
         if available < cost.total:
             raise errors.NoSpace(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from limpet.arguments import require, whole
 from limpet.errors import LimpetError
-from limpet.machine import CAN_SEE_PROCESSES, IS_LINUX
+from limpet.machine import CAN_SEE_PROCESSES, IS_LINUX, path_text
 from limpet.run.policy import EveryEpoch, EverySteps
 
 _INTERFACE = "the name of an interface, an IP address, or None"
@@ -40,7 +40,7 @@ class MemoryTier:
         checks = {
             "every=": (isinstance(self.every, EverySteps | EveryEpoch), "EverySteps(10)"),
             "copies=": (whole(self.copies, 1) is not None, "a whole number, 1 or more"),
-            "path=": (isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path)),
+            "path=": (bool(path_text("path=", self.path)),
                       "a folder on tmpfs, such as /dev/shm"),
             "interface=": (isinstance(self.interface, str | None), _INTERFACE),
             "domain=": (self.domain is None or isinstance(self.domain, str), "a label, or None"),
@@ -76,9 +76,9 @@ class LocalTier:
                 f"A LocalTier needs Linux or macOS: {sys.platform} lacks file locks by flock",
                 todo="Save to the run directly, without tiers",
             )
-        is_path = isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path))
+        path = path_text("path=", self.path)
         checks = {
-            "path=": (is_path and "://" not in os.fspath(self.path), "a folder on a local disk"),
+            "path=": (bool(path) and "://" not in path, "a folder on a local disk"),
             "interface=": (isinstance(self.interface, str | None), _INTERFACE),
         }
         _require(self, checks)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+from limpet.arguments import require
 from limpet.errors import Preempted
 from limpet.lazy_torch import torch_or_none
 from limpet.ranks.agreement import LocalAgreement
@@ -27,6 +28,7 @@ class PreemptionGuard:
     """
 
     def __init__(self, ckpt: Checkpointer) -> None:
+        require("ckpt", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
         self._ckpt = ckpt
         self._response = ckpt._preemption
 

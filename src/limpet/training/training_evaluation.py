@@ -106,6 +106,7 @@ class TrainingEvaluation:
         collate: Callable[[list[Any]], Any] | None = None,
         name: str = "validation",
     ) -> None:
+        require("ckpt", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
         is_policy = isinstance(every, SavePolicy) and not isinstance(every, Never)
         is_policy = is_policy and not every.on_exception
         require("every=", is_policy, "a policy such as limpet.EverySteps(500)", every)

@@ -74,8 +74,11 @@ _ERROR_TYPES: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ENOSPC: (NoSpace, None),
     errno.EDQUOT: (NoSpace, "Free space under the quota, or save elsewhere"),
     errno.EFBIG: (NoSpace, "Raise the file size limit (ulimit -f)"),
+    errno.ENAMETOOLONG: (StoreError, "Use shorter names: at most 255 bytes each, 4,095 in all"),
+    errno.ELOOP: (StoreError, "Correct the symbolic link that leads to itself"),
+    errno.ETXTBSY: (StoreError, "End the program that runs from this file"),
     errno.ETIMEDOUT: (Unavailable, None),
-    errno.ESTALE: (Unavailable, None),
+    errno.ESTALE: (Unavailable, "The file server has replaced the folder: mount it again"),
     errno.EAGAIN: (Unavailable, None),
     errno.EBUSY: (Unavailable, None),
     errno.ENOTCONN: (Unavailable, "The file system's server or daemon is gone: remount it"),
@@ -85,6 +88,9 @@ _ERROR_TYPES: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ENFILE: (Unavailable, "The system has too many open files"),
     errno.ENOMEM: (Unavailable, "The system is out of memory"),
 }
+_ADVICE = "Check the disk or the file server, and the system log, then try again"
+"""What to do after any other error."""
+
 _KINDS = {
     "file": "a file",
     "folder": "a folder",
@@ -234,7 +240,9 @@ class LocalStore:
         try:
             self.fs.stat(folder)  # if it is a file, the next operation raises
         except FileNotFoundError:
-            self.make_folders(os.path.dirname(folder))
+            if (parent := os.path.dirname(folder)) == folder:
+                raise
+            self.make_folders(parent)
             if len(folder) <= len(self._root):
                 self._root_synced = False
             with suppress(FileExistsError):
@@ -303,6 +311,8 @@ class LocalStore:
                 error_type = StoreError  # a parent folder was removed, or is a file
             if error.errno == errno.ENOSPC:
                 todo = self.space_advice
+            if todo is None and not issubclass(error_type, NotFound | AlreadyExists):
+                todo = _ADVICE
             raise error_type(
                 f"Cannot {action} {key} in {self.url}: {error.strerror or error}",
                 todo=todo,
