@@ -60,7 +60,7 @@ def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Ada
     if saved_names and not any(map(_is_field, saved_names)):
         return _unchanged
     # their loaders would begin an iterator, which the next iter() returns whatever is then loaded
-    if any(kind.__module__.startswith("torchdata.") for kind in type(value).__mro__):
+    if is_from_torchdata(value):
         return _unchanged
     try:
         live = value.state_dict()
@@ -71,6 +71,11 @@ def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Ada
     if len(binding.differences.missing) + len(binding.differences.unexpected) > differing:
         binding.differences.objects.append(key)
     return adapt
+
+
+def is_from_torchdata(value: Any) -> bool:
+    """Return True if the class of an object, or one of its bases, is torchdata's."""
+    return any(kind.__module__.startswith("torchdata.") for kind in type(value).__mro__)
 
 
 def _compare(binding: Binding, live: Any, node: Any, key: str) -> Adapt:

@@ -34,7 +34,6 @@ from limpet.text import to_repr
 from limpet.tiers.tiers import Tier, Tiers
 from limpet.training import state_check
 from limpet.training.cadence import Cadence
-from limpet.training.early_iterators import EarlyIterators
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
 from limpet.training.ending import Ending, check_position, read_end, record_end, take_over
 from limpet.training.goodput import Goodput
@@ -223,7 +222,6 @@ class Checkpointer:
         )
         self._is_never = is_never
         self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
-        self._early_iterators = EarlyIterators()
         self._script_options = state_check.read_options(self.state)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
 
@@ -290,7 +288,6 @@ class Checkpointer:
         if self._all_ranks.members:
             call_to_resume(self._all_ranks, start, keys, leniency, check=check)
         self._savepoint.discard()
-        iterators = EarlyIterators(self.state)
         point = self._load_version(step, branch, start, keys, leniency)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
@@ -303,11 +300,6 @@ class Checkpointer:
         changes = self._continue_from(point)
         if check and point.is_exact:
             check_whole_state(self.run.url, point.snapshot, self.state, self._all_ranks, changes)
-        self._early_iterators = iterators
-        if (stale := iterators.find_stale()) and self._group.rank == 0:
-            differing = [f"an iterator of {path} from before the resume" for path in stale]
-            url = point.snapshot.url
-            events.emit("resume_differs", run=self.run.url, url=url, differing=differing)
         return Snapshot(point.snapshot)
 
     def _load_version(
@@ -334,11 +326,13 @@ class Checkpointer:
             keys=keys,
             leniency=leniency,
         )
+        iterators = state_check.find_iterators(self.state)
         try:
             point = resume.load()
             if point is None:
                 self._step_counter.progress.begin()
             else:
+                state_check.check_ended(iterators)
                 metadata = point.training_metadata
                 self._step_counter.resume_at(point.step, point.from_own_run, metadata)
         except BaseException as e:
@@ -458,11 +452,6 @@ class Checkpointer:
         a notice that the process will be stopped, it saves, and raises ``Preempted`` (an exit).
         """
         self._lifecycle.check_open()
-        if stale := self._early_iterators.find_stale():
-            raise LimpetError(
-                f"The batches of this step do not come from the position that resume() has loaded:"
-                f" the iterator of {stale[0]} is older; call iter() after resume()"
-            )
         with self._goodput.paused():
             if self._state_function is not None:
                 self._call_state_function(self._state_function)

@@ -3,6 +3,7 @@ its optimizers. This reads only the state."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -10,13 +11,15 @@ from inspect import signature
 from itertools import chain, islice
 from math import isfinite
 from typing import Any, Protocol, runtime_checkable
+from weakref import ref
 
 from limpet import events
 from limpet.data.progress import Progress
 from limpet.data.rng import RNG
-from limpet.errors import InexactResume
+from limpet.errors import InexactResume, LimpetError
 from limpet.format.digest import digest
 from limpet.lazy_torch import torch_or_none
+from limpet.loading.bind_stateful import is_from_torchdata
 from limpet.state.flatten import flatten
 from limpet.state.modules import submodules_of
 from limpet.state.optimizers import is_standard_optimizer
@@ -49,6 +52,30 @@ def find_members(value: Any, kind: Any) -> dict[str, Any]:
         else:
             found[key] = member
     return found
+
+
+def find_iterators(state: dict[str, Any]) -> list[tuple[str, ref[Any]]]:
+    """Return the iterators of torchdata's loaders in a state. A loader applies a loaded position
+    only at the next ``iter()``, so an earlier iterator ignores it."""
+    return [
+        (key, ref(iterator))
+        for key, loader in find_members(state, _Stateful).items()
+        if is_from_torchdata(loader)
+        for name in ("_iterator", "_it")
+        if (iterator := vars(loader).get(name)) is not None
+    ]
+
+
+def check_ended(iterators: list[tuple[str, ref[Any]]]) -> None:
+    """Raise ``LimpetError``, after a load, if one of these iterators may still be used."""
+    if any(iterator() is not None for _, iterator in iterators):
+        gc.collect()
+    for key, iterator in iterators:
+        if iterator() is not None:
+            raise LimpetError(
+                f"An iterator of {key} is older than the position that resume() has loaded, and"
+                " ignores it: call iter() after resume(), and resume() outside of the loop"
+            )
 
 
 def report_lacking(run_url: str, state: dict[str, Any]) -> None:
