@@ -57,6 +57,8 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         return _bind_per_rank(binding, value, node, key)
     if modules.is_module(value):
         return bind_module(binding, value, node, key)
+    if tag_of(node) == "dict" and optimizers.INNER in node["dict"] and optimizers.has_groups(value):
+        return _bind_with_inner(binding, value, node, key)
     if optimizers.is_standard_optimizer(value):
         return bind_optimizer(binding, value, node, key)
     if modules.is_stateful(value):
@@ -64,6 +66,25 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         bind_object = bind_own_optimizer if is_optimizer else bind_stateful
         return bind_object(binding, value, node, key)
     return _bind_leaf(binding, _bind_value, value, node, key)
+
+
+def _bind_with_inner(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Bind an optimizer, and the optimizers that it has as attributes."""
+    rest = {"dict": {k: v for k, v in node["dict"].items() if k != optimizers.INNER}}
+    finalizers = [bind(binding, value, rest, key)]
+    inner = node["dict"][optimizers.INNER]
+    for name, child, k in tree.children(inner, join_key(key, optimizers.INNER)):
+        if optimizers.has_groups(live := getattr(value, str(name), None)):
+            finalizers.append(bind(binding, live, child, k))
+        else:
+            binding.note_unexpected([(child, k)])
+
+    def finalize() -> Any:
+        for finalize_each in finalizers:
+            finalize_each()
+        return value
+
+    return finalize
 
 
 def _bind_leaf(binding: Binding, bind_kind: _Bind, value: Any, node: Any, key: str) -> Finalize:

@@ -14,9 +14,14 @@ from limpet.errors import PlanError
 from limpet.format.names import join_key
 from limpet.format.rejected import unsupported
 from limpet.lazy_torch import torch_or_none
+from limpet.state.walk import find_instances, slots_of
 
 NameOf = Callable[[Any], str | None]
 """Returns the name of a parameter (``ParameterNames.name_of``)."""
+
+
+INNER = "inner_optimizers"
+"""The member of an optimizer's saved state with the optimizers that it has as attributes."""
 
 
 def is_standard_optimizer(value: object) -> bool:
@@ -96,7 +101,8 @@ def optimizer_state(optimizer: Any, name_of: NameOf, key: str) -> dict[str, Any]
                 option = join_key(join_key(key, f"groups/{i}"), repr(name))
                 raise unsupported(name, option, "the name of an option must be a string")
         if len(named["state"]) == len(state["state"]):
-            return {"state": named["state"], "groups": groups}
+            named = {"state": named["state"], "groups": groups}
+            return named | _inner_states(optimizer, named, name_of, key)
     raise PlanError(
         f"The optimizer at {key!r} has state of an unknown kind",
         expected="state of parameters that are in its groups, or by other keys than their names",
@@ -119,7 +125,31 @@ def name_parameters(optimizer: Any, state: Any, name_of: NameOf, key: str) -> An
     grouped = group_parameter_names(optimizer, name_of)
     if _is_state(state, int):
         _require_names(optimizer, grouped, key)
-    return state if _unnamed(optimizer, grouped) else rename_parameters(state, int, grouped)
+    named = state if _unnamed(optimizer, grouped) else rename_parameters(state, int, grouped)
+    if type(named) is not dict:
+        return named
+    return named | _inner_states(optimizer, named, name_of, key)
+
+
+def _inner_states(optimizer: Any, state: Any, name_of: NameOf, key: str) -> dict[str, Any]:
+    """Return the states of the optimizers that an optimizer has as attributes, as a member of its
+    own state, if that lacks their slots, as that of SAM does."""
+    import torch
+
+    inner = {
+        name: value
+        for name, value in getattr(optimizer, "__dict__", {}).items()
+        if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state
+    }
+    saved = {id(t) for t in find_instances(state, torch.Tensor)} if inner else set()
+    states = {
+        name: optimizer_state(value, name_of, key)
+        if is_standard_optimizer(value)
+        else name_parameters(value, value.state_dict(), name_of, key)
+        for name, value in inner.items()
+        if {*map(id, slots_of(value))} - saved
+    }
+    return {INNER: states} if states else {}
 
 
 def rename_parameters(
