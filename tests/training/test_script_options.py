@@ -47,8 +47,9 @@ def test_a_changed_option_is_named_at_the_next_start(is_resumed, tmp_path):
     optimizer = adam(lr=0.0001, weight_decay=0.1, betas=(0.8, 0.9))
     found = train(tmp_path, optimizer)
     assert found == [
-        "lr: the script has 0.0001, had 0.001; the version's 0.001 is in use",
-        "betas: the script has [0.8, 0.9], had [0.9, 0.999]; the version's [0.9, 0.999] is in use",
+        "optimizer/lr: the script has 0.0001, had 0.001; the version's 0.001 is in use",
+        "optimizer/betas: the script has [0.8, 0.9], had [0.9, 0.999]; the version's [0.9, 0.999]"
+        " is in use",
     ]
     assert optimizer.param_groups[0]["lr"] == 0.001
     assert train(tmp_path, adam(lr=0.0001, weight_decay=0.1, betas=(0.8, 0.9))) == []
@@ -62,7 +63,9 @@ def test_options_that_the_training_changes_are_not_reported(tmp_path):
     optimizer = adam(lr=0.3)
     scheduler = ExponentialLR(optimizer, 0.5)
     found = train(tmp_path, optimizer, scheduler.step, scheduler=scheduler)
-    assert found[0] == "lr: the script has 0.3, had 0.1; the version's 0.0015625 is in use"
+    assert (
+        found[0] == "optimizer/lr: the script has 0.3, had 0.1; the version's 0.0015625 is in use"
+    )
 
 
 def test_the_options_of_each_group_and_optimizer_are_compared(tmp_path):
@@ -76,7 +79,7 @@ def test_the_options_of_each_group_and_optimizer_are_compared(tmp_path):
     assert run(0.1, 0.2, 0.2) == []
     assert run(0.1, 0.2, 0.2) == []
     (text,) = run(0.1, 0.5, 0.2)
-    assert text.startswith("optimizer/lr of group 1: the script has 0.5, had 0.2")
+    assert text.startswith("optimizer/lr: the script has [0.1, 0.5, 0.2], had [0.1, 0.2, 0.2]; ")
     (text,) = run(0.1, 0.5, 0.2, own=0.3)
     assert text.startswith("own/0/lr: the script has 0.3, had 0.1")
 
@@ -84,7 +87,7 @@ def test_the_options_of_each_group_and_optimizer_are_compared(tmp_path):
 def test_a_start_from_another_run_replaces_options_too(tmp_path):
     train(tmp_path / "a", adam(lr=0.1))
     (text,) = train(tmp_path / "b", adam(lr=0.3), start=f"{tmp_path / 'a'}@latest")
-    assert text.startswith("lr: the script has 0.3, had 0.1")
+    assert text.startswith("optimizer/lr: the script has 0.3, had 0.1")
 
 
 class Composite(torch.optim.SGD):
@@ -110,7 +113,13 @@ def test_only_a_bounded_number_of_plain_options_is_recorded(tmp_path):
     recorded = state_check.read_options(
         {"odd": optimizer, "groups": torch.optim.AdamW(groups), "many": many}
     )
-    assert recorded["odd"][0]["lr"] == 0.1
-    assert not any(name.startswith("odd") for name in recorded["odd"][0])
-    assert sum(map(len, recorded.values())) <= 64
-    assert len(json.dumps(recorded)) < 20_000
+    assert recorded["odd/lr"] == recorded["groups/lr"] == [0.1]
+    assert not any(name.startswith("odd/odd") for name in recorded)
+    assert len({name.rpartition("/")[0] for name in recorded}) <= 64
+    assert len(json.dumps(recorded)) < 30_000
+
+
+@pytest.mark.parametrize("earlier", [None, 3, [], {"o": [{"lr": 1}]}, {"o/lr": 3}])
+def test_records_that_limpet_did_not_write_are_no_error(earlier):
+    found = state_check.describe_changes({"o/lr": [0.1]}, earlier, {"o/lr": [0.2]})
+    assert len(found) == (earlier == {"o/lr": 3})

@@ -149,11 +149,11 @@ def test_changed_options_and_schedules_are_named_after_any_save(tmp_path, way, i
         with limpet.attach(sink), limpet.Checkpointer(run, state, save=Never()) as ckpt:
             ckpt.resume()
     assert [text.partition("; ")[0] for text in replaced] == [
-        "weight_decay: the script has 0.5, had 0.0",
+        "optimizer/weight_decay: the script has 0.5, had 0.0",
         "steps/milestones: the script has [5, 8], had [3, 6]",
         "scheduler/milestones: the script has [4], had [2]",
-        "T_max: the script has 20, had 10",
-        "total_iters: the script has 4, had 2",
+        "scheduler/1/T_max: the script has 20, had 10",
+        "scheduler/0/total_iters: the script has 4, had 2",
     ]
 
 

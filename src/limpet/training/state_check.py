@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from inspect import signature
-from itertools import chain, islice
+from itertools import islice
 from math import isfinite
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
@@ -155,33 +155,33 @@ OPTIONS = "options"
 """The field of the training metadata of a version."""
 
 _MAX_OPTIONS = 64
-"""The groups of the optimizers whose options are recorded, and the options of a group."""
+"""The optimizers and schedulers whose options are recorded, their groups, and their options."""
 
-Options = dict[str, list[dict[str, Any]]]
-"""The plain options of the groups of each optimizer, or of the one group of each scheduler, by its
-key in the state. A group after the first one has only what differs from the first."""
+Options = dict[str, list[Any]]
+"""The plain options of optimizers, and arguments of schedulers, by key and name: the values of all
+groups, or one if they are equal."""
 
 
 def read_options(state: dict[str, Any]) -> Options:
     """Return the options of the optimizers in a state, and the arguments of its schedulers."""
     torch: Any = torch_or_none()
-    found: Options = {}
-    left = _MAX_OPTIONS
-    for key, optimizer in find_members(state, torch.optim.Optimizer).items() if torch else ():
-        param_groups = islice(getattr(optimizer, "param_groups", ()), left)
-        groups = [_plain_options(group) for group in param_groups if isinstance(group, dict)]
-        left -= len(groups)
-        found[key] = groups[:1] + [
-            {k: v for k, v in group.items() if groups[0].get(k, ...) != v} for group in groups[1:]
-        ]
-    schedulers = find_members(state, torch.optim.lr_scheduler.LRScheduler) if torch else {}
-    while schedulers and left > 0:
-        left -= 1
+    if torch is None:
+        return {}
+    optimizers = find_members(state, torch.optim.Optimizer)
+    members = {key: getattr(o, "param_groups", ()) for key, o in optimizers.items()}
+    schedulers = find_members(state, torch.optim.lr_scheduler.LRScheduler)
+    while schedulers:
         key, scheduler = schedulers.popitem()
-        if arguments := _plain_options(_arguments_of(scheduler)):
-            found[key] = [arguments]
+        members[key] = [_arguments_of(scheduler)]
         nested = getattr(scheduler, "_schedulers", ())
         schedulers |= {f"{key}/{number}": inner for number, inner in enumerate(nested)}
+    found: Options = {}
+    for key, param_groups in islice(members.items(), _MAX_OPTIONS):
+        first = islice(param_groups, _MAX_OPTIONS)
+        groups = [_plain_options(group) for group in first if isinstance(group, dict)]
+        for name in groups[0] if groups else ():
+            values = [group.get(name) for group in groups]
+            found[f"{key}/{name}"] = values if values != values[:1] * len(values) else values[:1]
     return found
 
 
@@ -198,29 +198,17 @@ def _arguments_of(scheduler: Any) -> dict[str, Any]:
 def describe_changes(script: Options, earlier: Any, used: Options) -> list[str]:
     """Describe the options that the script has changed since the version recorded ``earlier``, and
     that are nevertheless not ``used`` after the load."""
-    try:
-        before = _by_place(earlier or {})
-    except (AttributeError, TypeError, LookupError):
-        return []  # metadata that Limpet did not write
-    own, now = _by_place(script), _by_place(used)
-    places = Counter(name for groups in script.values() for name in {*chain.from_iterable(groups)})
+    before = earlier if isinstance(earlier, dict) else {}
     return [
-        f"{name if places[name] == 1 else f'{key}/{name}'}{f' of group {number}' * (number > 0)}:"
-        f" the script has {to_repr(value)}, had {to_repr(before[place])}; the version's"
-        f" {to_repr(now[place])} is in use"
-        for place, value in own.items()
-        if place in before and place in now and value not in (before[place], now[place])
-        for key, number, name in [place]
+        f"{name}: the script has {_show(values)}, had {_show(before[name])}; the version's"
+        f" {_show(used[name])} is in use"
+        for name, values in script.items()
+        if name in before and name in used and values not in (before[name], used[name])
     ]
 
 
-def _by_place(options: Options) -> dict[tuple[str, int, str], Any]:
-    return {
-        (key, number, name): value
-        for key, groups in options.items()
-        for number, group in enumerate(groups)
-        for name, value in {**groups[0], **group}.items()
-    }
+def _show(values: Any) -> str:
+    return to_repr(values[0] if isinstance(values, list) and len(values) == 1 else values)
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
