@@ -5,10 +5,12 @@ import collections
 import datetime
 import decimal
 import enum
+import functools
 import itertools
 import mmap
 import pathlib
 import struct
+from collections import Counter, OrderedDict
 from math import inf, nan
 
 import numpy as np
@@ -39,9 +41,118 @@ Point = collections.namedtuple("Point", "a b")
 Color = enum.Enum("Color", "RED")
 Level = enum.IntEnum("Level", "LOW")
 RECORD = [("a", "<i4"), ("b", "S3")]
-ALIGNED = np.dtype([("a", "i1"), ("b", "<i8")], align=True)
 OFFSETS = np.dtype({"names": ["a"], "formats": ["<i4"], "offsets": [4], "itemsize": 16})
 OVERLAPPING = {"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [0, 2]}
+
+
+def sparse_tensors():
+    dense = torch.zeros(6, 8)
+    dense[1, 2], dense[4, 7], dense[5, 0] = 1.5, float("nan"), -0.0
+    dense[0, 0] = 3
+    coo = torch.sparse_coo_tensor([[0, 0, 2], [1, 1, 0]], [1.0, 2.0, 3.0], (3, 4))
+    return {
+        "coo": coo,
+        "coalesced": coo.coalesce(),
+        "hybrid": torch.sparse_coo_tensor([[0, 2]], torch.randn(2, 3, 2), (4, 3, 2)),
+        "empty": torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), [], (3, 4)),
+        "complex": coo.to(torch.complex64),
+        "bf16": coo.to(torch.bfloat16),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((2, 2)),
+        "bsc": dense.to_sparse_bsc((3, 4)),
+    }
+
+
+RECORD_DTYPE = np.dtype(
+    [("id", ">u4"), ("at", "<M8[ms]"), ("box", "f4", (2, 3)), ("in", [("x", "i2"), ("s", "U3")])]
+)
+
+
+def arrays():
+    r = np.zeros(3, RECORD_DTYPE)
+    r["id"], r["box"], r["in"]["s"] = [1, 2, 3], np.arange(18).reshape(3, 2, 3), ["a", "é", ""]
+    r["at"] = np.datetime64("2024-02-29T12:00:00.123")
+    made = {
+        "0-d": np.array(3.5),
+        "empty": np.empty((0, 5), np.float32),
+        "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        "strided": np.arange(24).reshape(4, 6)[::2, ::-3],
+        "broadcast": np.broadcast_to(np.arange(3), (4, 3)),
+        "big": np.arange(5, dtype=">i4"),
+        "big float": np.array([1.5, np.nan, -0.0], ">f8"),
+        "longdouble": np.array([1, 2], np.longdouble) / 3,
+        "clongdouble": np.array([1j, 2], np.clongdouble) / 3,
+        "time": np.array(["2024-01-01", "NaT"], "M8[D]"),
+        "time of 25": np.array([1, 2], "M8[25s]"),
+        "time of none": np.array(["NaT"], "M8"),
+        "delta": np.array([1, -1], "m8[us]"),
+        "text": np.array(["a", "längere", ""]),
+        "no text": np.array([""]),
+        "bytes": np.array([b"a", b"\x00\xff"], "S4"),
+        "void": np.array([b"abc"], "V3"),
+        "record": r,
+        "record 0-d": r[1:2].reshape(()),
+        "no records": r[:0],
+        "aligned": np.ones(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        "part of a record": r[["id", "in"]],
+        "bool": np.array([True, False]),
+    }
+    names = ["f2", "f4", "f8", "c8", "c16"] + [f"{k}{n}" for k in "iu" for n in (1, 2, 4, 8)]
+    return made | {n: (np.arange(6) - 1).astype(n).reshape(2, 3) for n in names}
+
+
+def plain_values():
+    return {
+        "none": None,
+        "bools": [True, False, 1, 0],
+        "ints": [0, -1, 2**31, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 2**100, -(2**100)],
+        "long": 1 << 20000,
+        "floats": [0.0, -0.0, 1.0, 1e300, 5e-324, 0.1, 1e22, 2.0**53],
+        "not finite": [float("nan"), float("inf"), float("-inf")],
+        "complex": [1j, complex(-0.0, float("nan")), complex(float("inf"), -0.0)],
+        "text": ["", "é\U0001f600\x00\n\u2028", "~1/~0", "x" * 5000],
+        "bytes": [b"", b"\x00\xff", bytes(range(256)), b"y" * 4095, b"y" * 4096, b"z" * 100_000],
+        "bytearrays": [bytearray(), bytearray(b"abc"), bytearray(b"z" * 100_000)],
+        "tuple": (1, (2.0, ()), [], {}),
+        "one": (1,),
+        "set": {1, "a", (1, 2), None, 2.5, b"x", frozenset({1})},
+        "frozenset": frozenset({"a", "b"}),
+        "empty": [set(), frozenset(), {}, OrderedDict(), Counter(), [], ()],
+        "ordered": OrderedDict([("b", 1), ("a", [2])]),
+        "ordered by ints": OrderedDict([(2, 1), (1, 2)]),
+        "counter": Counter({30: 2, 80: 1}),
+        "deep": functools.reduce(lambda x, _: [x], range(80), 1),
+    }
+
+
+def named_by_other_types():
+    return {
+        1: "int",
+        "1": "text",
+        1.5: "float",
+        None: "none",
+        "None": "text",
+        (1, 2): torch.ones(1),
+        "(1, 2)": torch.zeros(1),
+        (1, ("a", None)): 5,
+        b"1": "bytes",
+        frozenset({"a", "b", "c"}): torch.full((1,), 3.0),
+        2**70: "long",
+        np.float64(0.25): "numpy",
+        (np.float32(0.5), np.str_("a")): torch.full((1,), 2.0),
+        np.float32(0.5): "numpy",
+        "": torch.full((1,), 4.0),
+        "/": 1,
+        "~": 2,
+        "a/b": torch.full((1,), 5.0),
+        "a~1b": torch.full((1,), 6.0),
+        "~2": 3,
+        "..": 4,
+        "\x00": 5,
+        "__metadata__": torch.full((1,), 7.0),
+        "k" * 4096: torch.full((1,), 8.0),
+    }
 
 
 def rows(crow, col, values, size, make=torch.sparse_csr_tensor):
@@ -52,62 +163,40 @@ def coo(indices, values, size):
     return torch.sparse_coo_tensor(indices, values, size)
 
 
+SPARSE = ["coo", "coalesced", "hybrid", "empty", "complex", "bf16", "csr", "csc", "bsr", "bsc"]
+SCALARS = [
+    np.bool_(True), np.float32(0.1), np.float16("nan"), np.float64(-0.0), np.zeros(1, "g")[0],
+    np.zeros(1, "G")[0], np.complex64(1 + 2j), np.int8(-5), np.uint64(2**64 - 1),
+    np.datetime64("2024-01-01T00:00:01", "ns"), np.timedelta64(-3, "h"), np.str_("text é"),
+    np.str_(""), np.bytes_(b"a\xff"), np.bytes_(b""), np.void(b"raw"), np.void(b""),
+    arrays()["record"][1],
+]  # fmt: skip
 KEPT = {
-    "bool": lambda: True,
-    "int": lambda: 1 << 63,
-    "long": lambda: -(10**5000),
-    "float": lambda: 5e-324,
-    "zero": lambda: -0.0,
-    "inf": lambda: [inf, -inf],
     "nan": lambda: nan,
     "negative nan": lambda: -nan,
     "payload": lambda: PAYLOAD,
     "signaling": lambda: [SIGNALING, {"x": SIGNALING}],
     "complex": lambda: complex(-0.0, -nan),
     "complex payload": lambda: complex(PAYLOAD, inf),
-    "text": lambda: "\0a\0",
-    "bytes": lambda: b"a\0",
-    "blob": lambda: bytes(5000),
-    "bytearray": lambda: bytearray(b"\0" * 4096),
-    "set": lambda: {1, "a", None, (1, -0.0), b"\0", 2j},
     "set of nan": lambda: {nan, float("nan"), PAYLOAD, (PAYLOAD,), np.float32("nan")},
     "frozenset": lambda: frozenset({frozenset({nan}), PAYLOAD}),
-    "names": lambda: {1: 1, "1": 2, -0.0: 3, None: 4, (1, (2,)): 5, b"\0": 6, 1 << 70: 7, "a\0": 8},
     "NumPy's names": lambda: {np.int64(3): 1, np.str_("a\0"): 2, np.timedelta64(1, "s"): 3},
     "np.str_": lambda: np.str_("a\0\0"),
     "np.str_ of NUL": lambda: np.str_("\0"),
-    "np.str_ empty": lambda: np.str_(""),
     "np.str_ surrogate": lambda: np.str_("\ud800\0"),
     "np.bytes_": lambda: np.bytes_(b"a\0"),
-    "np.bytes_ empty": lambda: np.bytes_(b""),
     "np.void": lambda: np.void(b"ab\0"),
     "np.float16 nan": lambda: np.uint16(0x7E01).view(np.float16),
     "np.float32 nan": lambda: np.uint32(0xFF800001).view(np.float32),
-    "np.float64": lambda: np.float64(-0.0),
-    "np.longdouble": lambda: np.zeros(1, np.longdouble)[0],  # others have random padding
-    "np.clongdouble": lambda: np.zeros(1, np.clongdouble)[0],
-    "np.bool": lambda: np.bool_(True),
     "np.datetime64": lambda: np.datetime64("2020-01-01T00:00:00.1", "25us"),
     "NaT": lambda: np.datetime64("NaT"),
-    "np.timedelta64": lambda: np.timedelta64(3, "D"),
-    "record": lambda: np.zeros(2, RECORD)[1],
     "dtype": lambda: torch.bfloat16,
     "device": lambda: torch.device("cuda", 1),
     "Size": lambda: torch.Size([2, 3]),
-    "array 0-d": lambda: np.array(PAYLOAD),
     "array of records": lambda: np.array([(1, b"a\0"), (2, b"")], RECORD),
-    "array with padding": lambda: np.array([(1, 2)], ALIGNED),
     "array with offsets": lambda: np.array([(3,)], OFFSETS),
     "array of text": lambda: np.array(["a\0", "b"]),
-    "array of bytes": lambda: np.array([b"a\0", b""]),
-    "array of NaT": lambda: np.array(["NaT", "2020"], "M8[D]"),
-    "array big-endian": lambda: np.arange(3, dtype=">f8")[::-1],
-    "array of longdouble": lambda: np.zeros(3, np.longdouble),
-    "array of void": lambda: np.frombuffer(b"abcdef", "V3").copy(),
     "array of nothing": lambda: np.zeros(3, "V0"),
-    "array without elements": lambda: np.empty((0, 3), ">i4"),
-    "array Fortran": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "array read-only": lambda: np.broadcast_to(np.arange(3.0), (2, 3)),
     "array read-only bytes": lambda: np.broadcast_to(np.array([b"ab"]), (2, 1)),
     "tensor 0-d": lambda: torch.tensor(SIGNALING, dtype=torch.float64),
     "tensor empty": lambda: torch.empty(0, 3),
@@ -116,11 +205,7 @@ KEPT = {
     "negated": lambda: torch.tensor([1 + 2j]).conj().imag,
     "subnormal": lambda: torch.full((3,), 1e-45),
     "COO": lambda: coo([[0, 1]], [-0.0, nan], (3,)),
-    "COO duplicates": lambda: coo([[2, 0, 0]], [1.0, 2.0, 3.0], (3,)),
-    "COO hybrid": lambda: coo([[0, 2]], torch.ones(2, 3), (3, 3)),
-    "COO empty": lambda: torch.sparse_coo_tensor(size=(3, 4)),
     "COO scalar": lambda: coo(torch.empty(0, 2, dtype=torch.int64), torch.ones(2), ()),
-    "CSR": lambda: torch.eye(3).to_sparse_csr(),
     "CSR unsorted": lambda: rows([0, 2, 2], [1, 0], [1.0, 2.0], (2, 2)),
     "CSR duplicates": lambda: rows([0, 2, 2], [1, 1], [1.0, 2.0], (2, 2)),
     "CSR int32": lambda: torch.sparse_csr_tensor(
@@ -139,6 +224,12 @@ KEPT = {
         [0, 2, 2], [2, 0], torch.ones(2, 1, 2).tolist(), (3, 4), torch.sparse_bsc_tensor
     ),
     **{name: lambda d=name: random_tensor(getattr(torch, d), (2, 3)) for name in DTYPE_NAMES},
+    **{f"array {name}": lambda n=name: arrays()[n] for name in arrays()},
+    **{f"sparse {name}": lambda n=name: sparse_tensors()[n] for name in SPARSE},
+    **{f"plain {name}": lambda n=name: plain_values()[n] for name in plain_values()},
+    "named by other types": named_by_other_types,
+    "named by bools": lambda: {True: 1, 0: 2},
+    "scalars": lambda: SCALARS,
 }
 REFUSED = {
     "int subclass": lambda: type("I", (int,), {})(3),
@@ -193,6 +284,13 @@ REFUSED = {
     "BSR out of bounds": lambda: rows(
         [0, 2, 2], [2, 0], torch.ones(2, 2, 2).tolist(), (4, 4), torch.sparse_bsr_tensor
     ),
+    "too many dimensions": lambda: torch.zeros([1] * 65),
+    "too many rows": lambda: np.zeros([1] * 64, ">i4"),
+    "matrix": lambda: np.ones((1, 2)).view(np.matrix),
+    "inner metadata": lambda: np.zeros(2, [("a", np.dtype("f8", metadata={"a": 1}), (2,))]),
+    "uint4": lambda: torch.empty(4, dtype=torch.uint4),
+    "subclass": lambda: torch.ones(2).as_subclass(type("Sub", (torch.Tensor,), {})),
+    "meta parameter": lambda: nn.Parameter(torch.empty(3, device="meta")),
     "generator": torch.Generator,
     "storage": lambda: torch.ones(2).untyped_storage(),
     "uninitialized": nn.UninitializedParameter,
@@ -209,15 +307,15 @@ def live(value):
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_value_keeps_its_type_and_bits(kind):
     make = KEPT[kind]
-    saved = {"x": make(), "in": [{"x": make()}]}
-    url = save_state({**saved, "each": limpet.PerRank(make())})
-    assert_same({**saved, "each": {"0": make()}}, limpet.load(url))
+    saved, own = {"x": make(), "in": [{"x": make()}]}, make()
+    url = save_state({**saved, "each": limpet.PerRank(own)})
+    assert_same({**saved, "each": {"0": own}}, limpet.load(url))
     for start in (live, lambda _: None):
         new = {"x": start(make()), "in": [{"x": start(make())}]}
         state = {**new, "each": limpet.PerRank(start(make()))}
         limpet.load(url, into=state)
         each = state.pop("each").value
-        assert_same({**saved, "each": make()}, {**state, "each": each})
+        assert_same({**saved, "each": own}, {**state, "each": each})
         if getattr(new["x"], "layout", None) is torch.strided or type(new["x"]) is np.ndarray:
             assert state["x"] is new["x"]
 

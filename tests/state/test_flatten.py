@@ -6,7 +6,6 @@ import decimal
 import enum
 import functools
 import pathlib
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
 import numpy as np
@@ -196,56 +195,6 @@ def test_empty_tensors_are_never_tied():
     limpet.load(save_state(state), into=live)
 
 
-def sparse_tensors():
-    dense = torch.zeros(6, 8)
-    dense[1, 2], dense[4, 7], dense[5, 0] = 1.5, float("nan"), -0.0
-    dense[0, 0] = 3
-    coo = torch.sparse_coo_tensor([[0, 0, 2], [1, 1, 0]], [1.0, 2.0, 3.0], (3, 4))
-    return {
-        "coo": coo,
-        "coalesced": coo.coalesce(),
-        "hybrid": torch.sparse_coo_tensor([[0, 2]], torch.randn(2, 3, 2), (4, 3, 2)),
-        "empty": torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), [], (3, 4)),
-        "complex": coo.to(torch.complex64),
-        "bf16": coo.to(torch.bfloat16),
-        "csr": dense.to_sparse_csr(),
-        "csc": dense.to_sparse_csc(),
-        "bsr": dense.to_sparse_bsr((2, 2)),
-        "bsc": dense.to_sparse_bsc((3, 4)),
-    }
-
-
-@pytest.mark.parametrize(
-    "name", ["coo", "coalesced", "hybrid", "empty", "complex", "bf16", "csr", "csc", "bsr", "bsc"]
-)
-def test_sparse_tensors_are_restored(name):
-    t = sparse_tensors()[name]
-    made = round_trip({"t": t, "again": [t]})
-    assert_same_tensor(t, made["t"])
-    assert_same_tensor(t, made["again"][0])
-    live = {"t": torch.zeros_like(t), "again": [torch.zeros_like(t)]}
-    limpet.load(save_state({"t": t, "again": [t]}), into=live)
-    assert_same_tensor(t, live["t"])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_tensors_without_plain_bytes_are_refused():
-    assert_refused(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized")
-    assert_refused(torch.empty(3, device="meta"), "meta tensor")
-    assert_refused(nn.Parameter(torch.empty(3, device="meta")), "meta tensor")
-    parts = [torch.ones(2), torch.ones(3)]
-    assert_refused(torch.nested.nested_tensor(parts), "nested")
-    assert_refused(torch.nested.nested_tensor(parts, layout=torch.jagged), "nested")
-    assert_refused(torch.ones(3).to_mkldnn(), "opaque")
-    assert_refused(nn.LazyLinear(3).weight, "UninitializedParameter")
-    assert_refused(torch.empty(4, dtype=torch.uint4), "uint4")
-
-    class TensorSubclass(torch.Tensor):
-        pass
-
-    assert_refused(torch.ones(2).as_subclass(TensorSubclass), "TensorSubclass")
-
-
 def test_a_tensor_whose_memory_was_freed_is_refused():
     t = torch.ones(1000)
     t.untyped_storage().resize_(0)
@@ -258,161 +207,14 @@ def test_int4_values_that_are_packed_in_bytes_are_restored():
     assert_same({"packed": packed}, round_trip({"packed": packed}))
 
 
-RECORD_DTYPE = np.dtype(
-    [("id", ">u4"), ("at", "<M8[ms]"), ("box", "f4", (2, 3)), ("in", [("x", "i2"), ("s", "U3")])]
-)
-
-
-def arrays():
-    r = np.zeros(3, RECORD_DTYPE)
-    r["id"], r["box"], r["in"]["s"] = [1, 2, 3], np.arange(18).reshape(3, 2, 3), ["a", "é", ""]
-    r["at"] = np.datetime64("2024-02-29T12:00:00.123")
-    made = {
-        "0-d": np.array(3.5),
-        "empty": np.empty((0, 5), np.float32),
-        "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
-        "strided": np.arange(24).reshape(4, 6)[::2, ::-3],
-        "broadcast": np.broadcast_to(np.arange(3), (4, 3)),
-        "big": np.arange(5, dtype=">i4"),
-        "big float": np.array([1.5, np.nan, -0.0], ">f8"),
-        "longdouble": np.array([1, 2], np.longdouble) / 3,
-        "clongdouble": np.array([1j, 2], np.clongdouble) / 3,
-        "time": np.array(["2024-01-01", "NaT"], "M8[D]"),
-        "time of 25": np.array([1, 2], "M8[25s]"),
-        "time of none": np.array(["NaT"], "M8"),
-        "delta": np.array([1, -1], "m8[us]"),
-        "text": np.array(["a", "längere", ""]),
-        "no text": np.array([""]),
-        "bytes": np.array([b"a", b"\x00\xff"], "S4"),
-        "void": np.array([b"abc"], "V3"),
-        "record": r,
-        "record 0-d": r[1:2].reshape(()),
-        "no records": r[:0],
-        "aligned": np.ones(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
-        "part of a record": r[["id", "in"]],
-        "bool": np.array([True, False]),
-    }
-    names = ["f2", "f4", "f8", "c8", "c16"] + [f"{k}{n}" for k in "iu" for n in (1, 2, 4, 8)]
-    return made | {n: (np.arange(6) - 1).astype(n).reshape(2, 3) for n in names}
-
-
-@pytest.mark.parametrize("name", arrays())
-def test_arrays_are_restored(name):
-    state = {"a": arrays()[name]}
-    made = round_trip(state)
-    assert_same(state, made)
-    assert made["a"].flags.writeable
-    live = {"a": np.zeros_like(state["a"], order="C", subok=False)}
-    target = live["a"]
-    limpet.load(save_state(state), into=live)
-    assert_same(state, live)
-    assert live["a"] is target
-
-
-def test_arrays_that_are_not_plain_bytes_are_refused():
-    assert_refused(torch.zeros([1] * 65), "dimensions")
-    assert_refused(np.zeros([1] * 64, ">i4"), "dimensions")
-    assert_refused(np.array([object()]), "dtype object")
-    assert_refused(np.array([None]), "dtype object")
-    assert_refused(np.zeros(2, [("a", "i4"), ("b", "O")]), "cannot be saved faithfully")
-    assert_refused(np.ma.masked_array([1, 2], [0, 1]), "MaskedArray")
-    assert_refused(np.rec.array([(1, 2.0)]), "recarray")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_refused(np.matrix([[1, 2]]), "matrix")
-    assert_refused(np.array(["a"], np.dtypes.StringDType()), "StringDType")
-    overlap = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]})
-    assert_refused(np.zeros(2, overlap), "dtype")
-    assert_refused(np.zeros(2, np.dtype("f8", metadata={"unit": "m"})), "dtype float64")
-    inner = np.dtype("f8", metadata={"unit": "m"})
-    assert_refused(np.zeros(2, [("a", inner)]), "are not plain bytes")
-    assert_refused(np.zeros(2, [("a", inner, (2,))]), "are not plain bytes")
-
-
 def test_a_memmap_is_refused(tmp_path):
     assert_refused(np.memmap(tmp_path / "x", np.uint8, "w+", shape=(3,)), "memmap")
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.bool_(True), np.float32(0.1), np.float16("nan"), np.float64(-0.0), np.longdouble(1) / 3,
-        np.complex64(1 + 2j), np.int8(-5), np.uint64(2**64 - 1), np.datetime64("NaT"),
-        np.datetime64("2024-01-01T00:00:01", "ns"), np.timedelta64(-3, "h"), np.str_("text é"),
-        np.str_(""), np.bytes_(b"a\xff"), np.bytes_(b""), np.void(b"raw"), np.void(b""),
-        arrays()["record"][1],
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_numpy_scalars_are_restored(value):
-    state = {"a": value, "b": [value]}
-    assert_same(state, round_trip(state))
-    live = {"a": type(value)(0) if value.dtype.kind in "biufc" else value, "b": [None]}
-    limpet.load(save_state(state), into=live)
-    assert_same(state, live)
-
-
 def test_a_loaded_record_scalar_is_writable():
-    made = round_trip({"a": arrays()["record"][1]})["a"]
+    made = round_trip({"a": np.zeros(2, [("id", ">u4")])[1]})["a"]
     made["id"] = 77
     assert made["id"] == 77
-
-
-def test_plain_values_are_restored_exactly():
-    state = {
-        "none": None,
-        "bools": [True, False, 1, 0],
-        "ints": [0, -1, 2**31, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 2**100, -(2**100)],
-        "long": 1 << 20000,
-        "floats": [0.0, -0.0, 1.0, 1e300, 5e-324, 0.1, 1e22, 2.0**53],
-        "not finite": [float("nan"), float("inf"), float("-inf")],
-        "complex": [1j, complex(-0.0, float("nan")), complex(float("inf"), -0.0)],
-        "text": ["", "é\U0001f600\x00\n\u2028", "~1/~0", "x" * 5000],
-        "bytes": [b"", b"\x00\xff", bytes(range(256)), b"y" * 4095, b"y" * 4096, b"z" * 100_000],
-        "bytearrays": [bytearray(), bytearray(b"abc"), bytearray(b"z" * 100_000)],
-        "tuple": (1, (2.0, ()), [], {}),
-        "one": (1,),
-        "set": {1, "a", (1, 2), None, 2.5, b"x", frozenset({1})},
-        "frozenset": frozenset({"a", "b"}),
-        "empty": [set(), frozenset(), {}, OrderedDict(), Counter(), [], ()],
-        "ordered": OrderedDict([("b", 1), ("a", [2])]),
-        "ordered by ints": OrderedDict([(2, 1), (1, 2)]),
-        "counter": Counter({30: 2, 80: 1}),
-        "deep": functools.reduce(lambda x, _: [x], range(80), 1),
-    }
-    assert_same(state, round_trip(state))
-
-
-def test_dict_keys_of_many_types_are_restored():
-    state = {
-        1: "int",
-        "1": "text",
-        1.5: "float",
-        None: "none",
-        "None": "text",
-        (1, 2): torch.ones(1),
-        "(1, 2)": torch.zeros(1),
-        (1, ("a", None)): 5,
-        b"1": "bytes",
-        frozenset({"a", "b", "c"}): torch.full((1,), 3.0),
-        2**70: "long",
-        np.float64(0.25): "numpy",
-        (np.float32(0.5), np.str_("a")): torch.full((1,), 2.0),
-        np.float32(0.5): "numpy",
-        "": torch.full((1,), 4.0),
-        "/": 1,
-        "~": 2,
-        "a/b": torch.full((1,), 5.0),
-        "a~1b": torch.full((1,), 6.0),
-        "~2": 3,
-        "..": 4,
-        "\x00": 5,
-        "__metadata__": torch.full((1,), 7.0),
-        "k" * 4096: torch.full((1,), 8.0),
-    }
-    assert_same(state, round_trip(state))
-    assert_same({"in": state}, round_trip({"in": state}))
-    assert_same({True: 1, 0: 2}, round_trip({True: 1, 0: 2}))
 
 
 def test_the_text_of_a_key_does_not_depend_on_the_order_of_a_set():
@@ -426,15 +228,6 @@ def test_the_text_of_a_key_does_not_depend_on_the_order_of_a_set():
 
 def saved_keys(state):
     return limpet.open(save_state(state)).keys()
-
-
-def test_keys_with_equal_text_are_distinguished_in_any_order():
-    url = save_state({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
-    assert limpet.open(url).keys() == ["x/1", "x/1~2"]
-    live = {"x": {"1": torch.full((2,), 5.0), 1: torch.full((2,), 5.0)}}
-    limpet.load(url, into=live)
-    assert live["x"][1].tolist() == [1, 1]
-    assert live["x"]["1"].tolist() == [0, 0]
 
 
 class Colour(enum.Enum):
