@@ -254,6 +254,7 @@ class DataLoader(data.DataLoader[Any]):
                 expected=f"at most {len(self._handed)}",
                 found=batches,
                 todo="Call step() once per batch, and step(batches=0) for a step without a batch."
+                " Call resume() before the first pass, if the state is a function."
                 " Iterate over this loader itself: if accelerator.prepare() has copied it, write"
                 " loader = limpet.elastic(accelerator.prepare(loader)). Do not put a loader for"
                 " evaluation into the state",
