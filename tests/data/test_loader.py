@@ -393,6 +393,26 @@ def test_a_sampler_that_draws_another_order_is_refused():
         read(resumed(loader, 64, sampler=Unseeded()))
 
 
+def test_a_sampler_gives_another_order_in_each_epoch():
+    class Ordered(data.Sampler):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter(random.Random(self.epoch).sample(range(64), 64))
+
+    generator = torch.Generator()
+    for sampler in (
+        Ordered(),
+        data.RandomSampler(range(64)),
+        data.RandomSampler(range(64), generator=generator),
+    ):
+        loader = make(64, sampler=sampler)
+        orders = [flat(read(loader)) for _ in range(3)]
+        assert len({*map(str, orders)}) == 3
+        assert [sorted(order) for order in orders] == [[*range(64)]] * 3
+
+
 def changes_of_a_resume(before, after):
     """Return what the event of a resume says, and train two steps, the second one resumed."""
     store, found = MemoryStore(), []

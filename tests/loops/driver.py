@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -39,8 +40,9 @@ def _check_logged(case, folder, at_each_step):
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
     os.environ["LIMPET_SILENT"] = "30"
-    if case.loop == "accelerate":
-        import accelerate  # noqa: F401
+    for name in ("accelerate", "lightning"):
+        if case.loop.startswith(name):
+            import_module(name)
     for name in limpet.__all__:
         getattr(limpet, name)  # imports it before the forks
     gc.collect()
@@ -98,20 +100,25 @@ def compare(whole, at, log, kill, lost):
 def compare_states(whole, killed):
     """Compare the last versions: every value and every byte."""
     first, second = (limpet.load(f"{folder}@latest") for folder in (whole, killed))
-    assert describe(first) == describe(second)
+    first, second = (dict(describe(state, "")) for state in (first, second))
+    keys = first.keys() | second.keys()
+    differing = {k: (first.get(k), second.get(k)) for k in keys if first.get(k) != second.get(k)}
+    assert not differing, f"the last versions differ: {differing}"
     first, second = (limpet.Run(str(folder)) for folder in (whole, killed))
     assert first.latest().step == second.latest().step
     assert first.metrics(first.latest().step) == second.metrics(second.latest().step)
 
 
-def describe(value):
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.numpy().tobytes()
-    if isinstance(value, dict):  # a loop may begin fewer passes in the rest of an epoch
-        return {key: describe(member) for key, member in value.items() if key != "passes"}
-    if isinstance(value, list | tuple):
-        return [describe(member) for member in value]
-    return repr(value)
+def describe(value, key):
+    """Yield every leaf of a state, by its key, as text or bytes."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, member in items:
+            yield from describe(member, f"{key}/{name}")
+    elif isinstance(value, torch.Tensor):
+        yield key, (value.dtype, value.numpy().tobytes())
+    elif not key.endswith("/passes"):  # a loop may begin fewer passes in the rest of an epoch
+        yield key, repr(value)
 
 
 def compare_samples(whole, killed):

@@ -19,7 +19,7 @@ CHANGED = (0, 2, 1, 4)
 WITH_STEPS = ("step 2", "batch 5", "step 13")
 """Kills for loops without epochs of their own."""
 
-IN_STREAM = ("step 2", "batch 3", "validation 0", "epoch 1", "step 9")
+IN_STREAM = ("step 1", "batch 3", "validation 0", "epoch 1", "step 9")
 """Kills for an uneven stream, whose epochs have four batches."""
 
 IN_RANKS = ("step 2", "validation 0", "epoch 1", "batch 5")
@@ -93,6 +93,7 @@ CASES = {
         f"sampler, {name}": Case(sampler=name, kills=("step 2", "epoch 1", "batch 8"))
         for name in SAMPLERS
     },
+    "sampler, manual": Case("manual", sampler="generated", kills=("step 2", "batch 9")),
     "batch sampler": Case(sampler="lazy batches", workers=CHANGED),
     **{f"stream, {name}": Case(data=name, kills=IN_STREAM) for name in STREAMS},
     **{
@@ -112,6 +113,9 @@ CASES = {
         data="positioned", single=True, kills=("step 2", "epoch 1", "step 50")
     ),
     "stream, random collate": Case(data="positioned", collate=True, workers=2),
+    "stream, peeks": Case(
+        "peeking", "positioned", workers=2, persistent=True, epochs=2, kills=("step 3", "step 8")
+    ),
     "stream, prefetched": Case("prefetched", "positioned", workers=2),
     "stream, carried": Case("carried", "lines", lost=1, kills=("step 1", "batch 3")),
     "stream, steps of passes": Case("steps of passes", "positioned", kills=("step 2", "step 7")),
@@ -128,6 +132,15 @@ CASES = {
         kills=("step 2", "epoch 1", "batch 5"),
     ),
     "accelerate": Case("accelerate", data=ALL, workers=(0, 2)),
+    # after a kill between the last step of an epoch and its end, a Progress would count one less
+    "lightning": Case(
+        "lightning", workers=(0, 2), validation="none", progress=False,
+        kills=("step 2", "step 6", "batch 9"),
+    ),
+    "lightning, accumulation": Case(
+        "lightning accumulates", validation="none", progress=False,
+        kills=("step 1", "batch 2", "step 4"),
+    ),
     "spawned workers": Case(data=ALL, workers=(0, 1), context="spawn", kills=("step 5",), epochs=1),
     "forkserver": Case(data=ALL, workers=(0, 1), context="forkserver", kills=("step 5",), epochs=1),
 }  # fmt: skip

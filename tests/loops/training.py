@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import limpet
+from limpet.errors import InexactResume
 from tests.loops.datasets import BATCH, LENGTH, BadSample, Images, make_loader
 
 
@@ -72,7 +73,7 @@ class Training:
     def __init__(self, case, folder, log, place, kill, is_restart, workers):
         self.case, self.kill, self.folder = case, kill, folder
         self.rank, self.ranks = place
-        self.log = log
+        self.log, self.ckpt = log, None
         self.samples = []
         random.seed()
         np.random.seed()
@@ -133,7 +134,10 @@ class Training:
         time.sleep(60)  # the driver ends the other ranks, as a launcher does
 
     def backward(self, ckpt, batch, other=None, scale=1):
-        """Train on a batch, which uses all generators."""
+        (self.loss(ckpt, batch, other) * scale).backward()
+
+    def loss(self, ckpt, batch, other=None):
+        """Return the loss of a batch, for which all generators are used."""
         self.at("batch", ckpt, ckpt.current_step)
         x, i = (t if t.dim() > j else t[None].expand(2, *t.shape) for j, t in zip((1, 0), batch))
         if len(x) == 1:  # BatchNorm1d needs two
@@ -146,7 +150,6 @@ class Training:
         if other is not None:
             self.seen.append(digest(*other))
             loss = loss + self.net(other[0]).var()
-        (loss * scale).backward()
         return loss
 
     def update(self, ckpt, batches=1):
@@ -154,6 +157,10 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
+        self.count(ckpt, batches)
+
+    def count(self, ckpt, batches=1):
+        """Record what the step has seen and done, and count it."""
         step, number = ckpt.current_step + 1, self.loader.batch if batches else "none"
         parameters = digest(*self.model.state_dict().values())
         self.record("step", step, "batch", number, *self.seen, parameters, *draw())
@@ -470,6 +477,58 @@ def prepare(t):
     t.state["loader"] = t.wrapped
 
 
+def with_lightning(t, folder, policy):
+    """As in docs/import-export.md: a callback makes the Checkpointer."""
+    import lightning
+
+    class Versions(lightning.Callback):
+        def on_fit_start(self, trainer, module):
+            self.batches = 0
+            state = {**t.state, "loops": trainer.fit_loop}
+            self.ckpt = t.ckpt = limpet.Checkpointer(folder, state, save=policy, quiet=True)
+            self.ckpt.resume()
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.batches += 1
+            if not trainer.is_last_batch:
+                self.count_step(trainer)
+
+        def on_train_epoch_end(self, trainer, module):
+            self.count_step(trainer)
+            self.ckpt.end_epoch()
+
+        def count_step(self, trainer):
+            if trainer.global_step > self.ckpt.current_step:
+                batches, self.batches = self.batches, 0
+                t.count(self.ckpt, batches)
+
+        def on_train_end(self, trainer, module):
+            self.ckpt.close()
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = t.model
+
+        def training_step(self, batch, batch_idx):
+            return t.loss(t.ckpt, batch)
+
+        def configure_optimizers(self):
+            return [t.optimizer], [{"scheduler": t.scheduler, "interval": "step"}]
+
+    trainer = lightning.Trainer(
+        max_epochs=t.case.epochs,
+        accelerator="cpu",
+        callbacks=[Versions()],
+        accumulate_grad_batches=4 if t.case.loop.endswith("accumulates") else 1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(Module(), t.loader)
+
+
 def peek_first(t):
     next(iter(t.loader))
     list(t.loader)
@@ -511,12 +570,18 @@ def run_training(case, folder, log_path, place, kill, workers):
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")
     is_restart = any(True for _ in limpet.Run(folder).snapshots())
     torch.set_num_threads(1)
+    if case.loop.startswith("lightning"):
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", category=InexactResume)
     with open(log_path, "a") as log:
         t = Training(case, folder, log, place, kill, is_restart, workers)
         BEFORE.get(case.loop, lambda t: None)(t)
         policy = eval(f"limpet.{case.save}") | limpet.AtEnd()
-        with limpet.Checkpointer(folder, t.state, save=policy, quiet=True) as ckpt:
-            LOOPS[case.loop](t, ckpt)
-            ckpt.save()
-            t.at("end", ckpt, 0)
-        t.record("end", digest(*t.model.parameters()), ckpt.current_step)
+        if case.loop.startswith("lightning"):
+            with_lightning(t, folder, policy)
+        else:
+            with limpet.Checkpointer(folder, t.state, save=policy, quiet=True) as t.ckpt:
+                LOOPS[case.loop](t, t.ckpt)
+                t.ckpt.save()
+                t.at("end", t.ckpt, 0)
+        t.record("end", digest(*t.model.parameters()), t.ckpt.current_step)
