@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from limpet.arguments import whole
 from limpet.errors import JobFailed, LeaseLost, PlanError, TaskError
@@ -76,7 +78,24 @@ class IntervalSet:
 # -- the tasks of one job --------------------------------------------------------------------------
 
 
-_FIELDS = ("spec", "first_id", "completed", "positions", "results")
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class JobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The progress of a job, as the state of a queue has it. The rows are in order."""
+
+    spec: str
+    first_id: Annotated[int, msgspec.Meta(ge=1)]
+    completed: list[tuple[_Number, _Number]]
+    positions: list[tuple[_Number, _Number]]
+    results: list[tuple[_Number, str]]
+
+
+class QueueState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of a queue. Its jobs are in the order of their ids."""
+
+    next_id: int
+    jobs: list[JobState]
 
 
 class TaskTable:
@@ -155,70 +174,49 @@ class TaskTable:
 
     def to_state(self) -> dict[str, Any]:
         """Return the progress as plain values, whose size depends on the tasks in progress."""
-        positions = [[number, self.positions[number]] for number in sorted(self.positions)]
-        results = [[number, self.results[number]] for number in sorted(self.results)]
-        completed = [[start, stop] for start, stop in self.completed]
-        values = self.spec.text, self.first_id, completed, positions, results
-        return dict(zip(_FIELDS, values))
+        return {
+            "spec": self.spec.text,
+            "first_id": self.first_id,
+            "completed": [[start, stop] for start, stop in self.completed],
+            "positions": [[number, self.positions[number]] for number in sorted(self.positions)],
+            "results": [[number, self.results[number]] for number in sorted(self.results)],
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Replace the progress by that of a state, which ``check_progress`` has accepted."""
-        self.first_id = state["first_id"]
+    def load(self, state: JobState) -> None:
+        """Replace the progress by that of a state, which ``check_state`` has accepted."""
+        self.first_id = state.first_id
         self.error = None
-        completed = IntervalSet((start, stop) for start, stop in state["completed"])
-        positions = dict(state["positions"])
-        results = dict(state["results"])
-        self._set_progress(completed, positions, results)
+        completed, positions = IntervalSet(state.completed), dict(state.positions)
+        self._set_progress(completed, positions, dict(state.results))
         self.is_touched = bool(len(completed) or positions)
 
 
-def check_progress(spec: JobSpec, state: object) -> None:
-    """Raise ``PlanError`` unless ``state`` is the state of a ``TaskTable`` of this job."""
-    if not isinstance(state, dict) or set(state) != set(_FIELDS) or not _is_valid(spec, state):
-        raise PlanError(
-            f"The state of a task queue contains progress that job {spec.name!r} cannot have",
-            expected=f"{', '.join(_FIELDS)} of {spec.tasks} tasks",
-            found=repr(state)[:200],
-        )
-
-
-def _is_valid(spec: JobSpec, state: dict[str, Any]) -> bool:
-    lists = [state[name] for name in _FIELDS[2:]]
-    if type(state["first_id"]) is not int or state["first_id"] < 1:
+def _is_valid(spec: JobSpec, state: JobState) -> bool:
+    """Return True if a job can have this progress."""
+    bounds = [number for interval in state.completed for number in interval]
+    # neither empty nor touching
+    if any(a >= b for a, b in itertools.pairwise([-1, *bounds, spec.tasks + 1])):
         return False
-    if not all(
-        type(rows) is list and all(type(row) is list and len(row) == 2 for row in rows)
-        for rows in lists
-    ):
-        return False
-    completed, positions, results = lists
-    numbers = [*(row[0] for row in positions), *(row[0] for row in results)]
-    numbers += [number for row in completed for number in row]
-    if not all(type(n) is int and 0 <= n <= spec.tasks for n in numbers):
-        return False
-    bounds = [number for row in completed for number in row]
-    if any(a >= b for a, b in itertools.pairwise(bounds)):  # neither empty nor touching
-        return False
-    done = IntervalSet((start, stop) for start, stop in completed)
+    done = IntervalSet(state.completed)
     return (
-        _are_sorted(positions)
-        and _are_sorted(results)
-        and all(_is_partial(spec, done, *row) for row in positions)
-        and all(number in done and type(text) is str for number, text in results)
-        and (spec.kind == "training" or len(results) == len(done))
+        _are_sorted(state.positions)
+        and _are_sorted(state.results)
+        and all(_is_partial(spec, done, *row) for row in state.positions)
+        and all(number in done for number, _ in state.results)
+        and (spec.kind == "training" or len(state.results) == len(done))
     )
 
 
-def _are_sorted(rows: list[list[Any]]) -> bool:
+def _are_sorted(rows: Sequence[tuple[int, Any]]) -> bool:
     return all(a[0] < b[0] for a, b in itertools.pairwise(rows))
 
 
-def _is_partial(spec: JobSpec, completed: IntervalSet, number: int, position: object) -> bool:
+def _is_partial(spec: JobSpec, completed: IntervalSet, number: int, position: int) -> bool:
     """Return True if a task that is not complete can be at this position."""
     if spec.kind != "training" or number >= spec.tasks or number in completed:
         return False
     _, start, stop, _ = spec.range_of(number)
-    return type(position) is int and start < position and (stop is None or position < stop)
+    return start < position and (stop is None or position < stop)
 
 
 # -- leases ----------------------------------------------------------------------------------------
@@ -543,43 +541,36 @@ def _failed_before(table: TaskTable, error: TaskError) -> JobFailed:
 
 
 class LoadedState(NamedTuple):
-    """A state that was checked: new tables with its jobs, and the dicts of their progress."""
+    """A state that was checked: new tables with its jobs, and their progress."""
 
     next_id: int
     tables: list[TaskTable]
-    progress: list[dict[str, Any]]
+    progress: list[JobState]
 
 
 def to_state(next_id: int, tables: Mapping[str, TaskTable]) -> dict[str, Any]:
-    """Return the state of a queue. Its jobs are a list, in the order of their ids."""
+    """Return the state of a queue, as ``QueueState`` describes it."""
     return {"next_id": next_id, "jobs": [table.to_state() for table in tables.values()]}
 
 
 def check_state(state: object) -> LoadedState:
     """Return a state after complete checks. Raises ``PlanError`` if it is not that of a queue."""
-    if (
-        not isinstance(state, dict)
-        or set(state) != {"next_id", "jobs"}
-        or type(state["next_id"]) is not int
-        or type(state["jobs"]) is not list
-        or not all(isinstance(job, dict) and "spec" in job for job in state["jobs"])
-    ):
-        raise _not_a_state("next_id and jobs", repr(state)[:200])
+    try:
+        loaded = msgspec.convert(state, QueueState)
+    except msgspec.ValidationError as e:
+        raise _not_a_state("next_id and jobs", e) from e
     tables, next_id = [], 1
-    for job in state["jobs"]:
-        spec = parse_spec(job["spec"])
-        check_progress(spec, job)
-        table = TaskTable(spec, job["first_id"])
-        if table.first_id < next_id:
-            raise _not_a_state(
-                "jobs in the order of their ids", f"{spec.name!r} at {table.first_id}"
-            )
-        next_id = table.last_id + 1
-        tables.append(table)
+    for job in loaded.jobs:
+        spec = parse_spec(job.spec)
+        if not _is_valid(spec, job) or job.first_id < next_id:
+            expected = f"possible progress of its {spec.tasks} tasks, with ids from {next_id} on"
+            raise _not_a_state(f"job {spec.name!r} with {expected}", repr(job)[:200])
+        tables.append(TaskTable(spec, job.first_id))
+        next_id = tables[-1].last_id + 1
     names = {table.spec.name for table in tables}
-    if len(names) < len(tables) or state["next_id"] < next_id:
-        raise _not_a_state("different names, and a next_id after all jobs", state["next_id"])
-    return LoadedState(state["next_id"], tables, state["jobs"])
+    if len(names) < len(tables) or loaded.next_id < next_id:
+        raise _not_a_state("different names, and a next_id after all jobs", loaded.next_id)
+    return LoadedState(loaded.next_id, tables, loaded.jobs)
 
 
 def match_tables(
