@@ -151,5 +151,5 @@ def test_a_relative_path_is_that_of_the_folder_at_the_start(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("path", ["", None, 3])
 def test_an_invalid_path_is_refused(path):
-    with pytest.raises(LimpetError, match="Invalid path of a FileNotice"):
+    with pytest.raises(LimpetError, match="The path"):
         FileNotice(path)

@@ -97,7 +97,7 @@ def test_a_pipeline_has_no_way_to_ask_for_evaluation_tasks():
     assert not hasattr(batches, "evaluation")
     assert not hasattr(queue.training, "evaluation")
     for wrong in (queue, queue.evaluation):
-        with pytest.raises(LimpetError, match="needs the training side"):
+        with pytest.raises(LimpetError, match="must be the training side"):
             TaskBatches(wrong, 3)
     numbers(batches)
     assert queue.training.get() is None  # and not the evaluation task

@@ -187,7 +187,7 @@ def test_an_optimizer_and_a_loader_may_be_created_late(resumes):
     assert torch.equal(Loop().run(7, resumes=True), whole)
     assert versions(store) == [2, 4, 6]
     training = limpet.open(store.at("version_6")).metadata["training"]
-    assert training["options"]["optimizer"][0]["lr"] == 0.1
+    assert training["options"]["optimizer/lr"] == [0.1]
 
 
 @pytest.mark.parametrize("resumes", [True, False])

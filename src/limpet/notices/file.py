@@ -8,11 +8,9 @@ import stat
 import time
 from collections.abc import Callable
 
-from limpet.arguments import check_seconds
-from limpet.errors import LimpetError
+from limpet.arguments import check_seconds, require
 from limpet.machine import full_path, path_text, process_started_at
 from limpet.notices.notice import BoundedSource, Notice
-from limpet.text import to_repr
 
 Identity = tuple[int, int, int]
 """The device, the inode, and the change time in nanoseconds of a file."""
@@ -45,10 +43,7 @@ class FileNotice(BoundedSource):
         started_at: Callable[[], float] = process_started_at,
     ) -> None:
         """Raises ``LimpetError`` for an invalid value. ``interval``: seconds between two polls."""
-        if not isinstance(path, str | os.PathLike) or not path_text("path=", path):
-            raise LimpetError(
-                "Invalid path of a FileNotice", expected="a path", found=to_repr(path)
-            )
+        require("The path of a FileNotice", path_text("The path", path) != "", "a path", path)
         self.path = full_path(path)
         self.seconds = None if seconds is None else check_seconds("seconds=", seconds)
         super().__init__(f"the file {self.path}", interval, time.monotonic)

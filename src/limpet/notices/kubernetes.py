@@ -75,15 +75,11 @@ class KubernetesNotice(BoundedSource):
         self._url = server_url(base_url or _api_server(variables))
         self._folder = folder
         if not self._pod:
-            raise LimpetError(
-                "Cannot watch the pod", expected="its name in POD_NAME or HOSTNAME", found="neither"
-            )
+            raise LimpetError("Cannot watch the pod without its name in POD_NAME or HOSTNAME")
         url = urlsplit(self._url)
         if url.scheme == "http" and url.hostname not in ("127.0.0.1", "::1", "localhost"):
             raise LimpetError(
-                "Cannot send the token of the service account",
-                expected="an address with https://",
-                found=self._url,
+                f"Cannot send the token of the service account to {self._url}, without https://"
             )
         self._is_tls = url.scheme == "https"
         self._refusal: str | None = None
@@ -143,9 +139,6 @@ def _api_server(variables: Mapping[str, str]) -> str:
     port = variables.get("KUBERNETES_SERVICE_PORT_HTTPS") or "443"
     if not host:
         raise LimpetError(
-            "Cannot watch the pod",
-            expected="the address of the API server in KUBERNETES_SERVICE_HOST",
-            found="none",
-            todo="Use KubernetesNotice only in a pod",
+            "Cannot watch the pod outside of one, without an address in KUBERNETES_SERVICE_HOST"
         )
     return f"https://{f'[{host}]' if ':' in host else host}:{port}"

@@ -52,10 +52,8 @@ class SlurmNotice(BoundedSource):
         self._job = variables.get("SLURM_JOB_ID", "")
         if not self._job.isdecimal():
             raise LimpetError(
-                "Cannot watch the time limit of a Slurm job",
-                expected="the number of a job in SLURM_JOB_ID",
-                found=repr(self._job),
-                todo="Use SlurmNotice only in a job of Slurm",
+                "Cannot watch the time limit of a Slurm job outside of one: SLURM_JOB_ID is"
+                f" {self._job!r}"
             )
         super().__init__(f"the time limit of Slurm job {self._job}", 10.0, clock)
         self._before = check_seconds("before=", before)

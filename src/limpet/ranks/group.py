@@ -15,7 +15,7 @@ from threading import RLock, current_thread, local
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
-from limpet.arguments import whole
+from limpet.arguments import require, whole
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError, RankFailed, Unsupported
 from limpet.format.digest import digest
@@ -442,11 +442,8 @@ def current_group(spec: GroupSpec = None) -> Group:
     kinds = (Group, torch.distributed.ProcessGroup) if has_groups else (Group,)
     is_alone = isinstance(spec, str) and spec == "alone"
     if not (spec is None or is_alone or isinstance(spec, kinds)):
-        raise LimpetError(
-            "Invalid value for group=",
-            expected='None, "alone", a torch.distributed.ProcessGroup, or a limpet.Group',
-            found=repr(spec)[:80],
-        )
+        expected = 'None, "alone", a torch.distributed.ProcessGroup, or a limpet.Group'
+        require("group=", False, expected, spec)
     if isinstance(spec, Group):
         return spec
     if is_alone:
@@ -459,10 +456,8 @@ def current_group(spec: GroupSpec = None) -> Group:
     ranks = torch.distributed.get_process_group_ranks(spec)
     if torch.distributed.get_rank() not in ranks:
         raise LimpetError(
-            "This rank is not in the group that saves or loads",
-            expected=f"one of ranks {ranks[:8]}",
-            found=f"rank {torch.distributed.get_rank()}",
-            todo="Make this call only on the ranks of the group",
+            f"Rank {torch.distributed.get_rank()} is not in the group that saves or loads: only its"
+            f" ranks may make this call, {ranks[:8]}"
         )
     return Group() if len(ranks) == 1 else _torch_group(torch, ranks)
 
@@ -478,12 +473,8 @@ def saving_group(spec: GroupSpec = None) -> Group:
         if torch is None or not torch.distributed.is_initialized():
             raise LimpetError(
                 f"torchrun started {world_size} processes, but torch.distributed is not initialized"
-                " in this one",
-                expected="a call of torch.distributed.init_process_group() before the first save"
-                " and before the creation of a Checkpointer",
-                found="no process group",
-                todo='Call init_process_group() first, or pass group="alone" to save only the state'
-                " of this process",
+                " in this one: call torch.distributed.init_process_group() first, or pass"
+                ' group="alone" to save only the state of this process'
             )
     return group
 

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 from math import inf
 
-from limpet.arguments import check_count, check_rank, check_seconds, whole
-from limpet.errors import LimpetError, TaskError
+from limpet.arguments import check_count, check_rank, check_seconds, require, whole
+from limpet.errors import TaskError
 from limpet.lazy_torch import rank_and_world_size
 from limpet.tasks.task import TrainingSide, TrainingTask
+from limpet.text import to_repr
 
 Key = int | tuple[str, int]
 """A record: its number, or the name of its data set and its number if the data set has a name."""
@@ -60,12 +61,7 @@ class TaskBatches:
         ranks: int | None = None,
         lease_seconds: float = inf,
     ) -> None:
-        if not isinstance(side, TrainingSide):
-            raise LimpetError(
-                "TaskBatches needs the training side of a queue",
-                expected="queue.training",
-                found=repr(side)[:200],
-            )
+        require("side", isinstance(side, TrainingSide), "the training side of a queue", side)
         self._side, self._worker = side, worker
         self._batch_size = check_count("batch_size=", batch_size)
         self._rank, self._ranks = check_rank(rank, ranks)
@@ -95,10 +91,8 @@ class TaskBatches:
         """
         if whole(batches, 1, len(self._pending)) is None:
             raise TaskError(
-                "A step consumes more batches than were yielded",
-                expected=f"1 to {len(self._pending)}",
-                found=repr(batches)[:200],
-                todo="Call consumed() once per batch. After a resume, begin a new pass",
+                f"A step consumes more batches than were yielded, {to_repr(batches)}, not 1 to"
+                f" {len(self._pending)}; after a resume, begin a new pass"
             )
         if self._lease_seconds < inf:  # first: nothing may be raised once the records count
             for task in self._held():
@@ -127,10 +121,8 @@ class TaskBatches:
             yield _part(batch, rank, ranks) or _part(batch, rank % _length(batch), _length(batch))
             if pass_number != self._pass_number:
                 raise TaskError(
-                    "This pass over a TaskBatches is no longer the latest",
-                    expected="one pass at a time",
-                    found="a later pass",
-                    todo="Use a separate TaskBatches for each loader",
+                    "This pass over a TaskBatches is no longer the latest: use a separate"
+                    " TaskBatches for each loader"
                 )
 
     # -- implementation --------------------------------------------------------------------------
@@ -184,9 +176,8 @@ class TaskBatches:
             task.release()
             self._task = None
             raise TaskError(
-                f"TaskBatches cannot read stream {task.data!r} of job {task.job!r}",
-                expected="tasks whose number of records is known",
-                todo='Use queue.get("training") and task.consumed() for streams',
+                f"TaskBatches cannot read stream {task.data!r} of job {task.job!r}: use"
+                ' queue.get("training") and task.consumed() for streams'
             )
         return task.stop
 

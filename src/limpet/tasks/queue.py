@@ -82,9 +82,8 @@ class Queue:
 
     def __reduce__(self) -> NoReturn:
         raise LimpetError(
-            "A task queue cannot be copied to another process",
-            todo="Use a TaskServer and a RemoteQueue, or read the data sets with a DataLoader whose"
-            " batch_sampler is a TaskBatches",
+            "A task queue cannot be copied to another process: use a TaskServer and a RemoteQueue,"
+            " or a DataLoader whose batch_sampler is a TaskBatches"
         )
 
     # -- jobs ------------------------------------------------------------------------------------
@@ -115,11 +114,8 @@ class Queue:
             table = self._jobs.by_name.get(name)
             if table is None:
                 if after is not None and after not in self._jobs.by_name:
-                    raise TaskError(
-                        f"Job {name!r} cannot wait for job {after!r}, which is not in the queue",
-                        todo="Add that job first",
-                        job=name,
-                    )
+                    what = f"Job {name!r} cannot wait for job {after!r}, which is not in the queue"
+                    raise TaskError(what, job=name)
                 table = TaskTable(spec, self._jobs.next_id)
                 self._jobs.next_id = table.last_id + 1
                 self._jobs.insert(table)
@@ -235,11 +231,7 @@ class Queue:
     def report_consumed(self, reports: Sequence[Report]) -> None:
         """Set the positions of different tasks, all or none. See ``TrainingTask.consumed``."""
         if len({report.attempt for report in reports}) < len(reports):
-            raise TaskError(
-                "A step reports the records of one task twice",
-                found=repr(reports)[:300],
-                todo="Add up the records of each task",
-            )
+            raise TaskError("A step reports the records of one task twice, not their sum")
         with self._entered():
             leases = [self._jobs.held(report) for report in reports]
             for lease, report in zip(leases, reports):

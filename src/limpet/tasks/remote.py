@@ -173,12 +173,8 @@ def parse_address(address: object) -> tuple[str, int, str]:
     parts = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if parts is None:
         raise LimpetError(
-            "Invalid address of a task queue",
-            expected="tcp://HOST:PORT/SECRET, as TaskServer.listen returns it, with 16 to 256"
-            " letters, digits, and characters of ._~+/=- as the secret",
-            found=f"a text of {len(address)} characters"
-            if isinstance(address, str)
-            else type(address).__name__,
+            "Invalid address of a task queue: it must be tcp://HOST:PORT/SECRET, with 16 to 256"
+            " letters, digits, and characters of ._~+/=- as the secret"
         )
     return parts[1] or parts[2], int(parts[3]), parts[4]
 
@@ -509,9 +505,7 @@ def _encode_result(result: Any) -> str:
     text = encode_result(result)
     if len(text) > MAX_RESULT:
         raise TaskError(
-            "The result of a task is too long",
-            expected=f"at most {MAX_RESULT} bytes",
-            found=len(text),
-            todo="Return a smaller result: sums and counts instead of one value per record",
+            f"The result of a task is too long: {len(text)} bytes, over {MAX_RESULT}; return sums"
+            " and counts instead of one value per record"
         )
     return text

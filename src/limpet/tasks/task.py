@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from limpet.arguments import whole
 from limpet.errors import TaskError
 from limpet.tasks.spec import Kind
-from limpet.text import without_surrogates
+from limpet.text import to_repr, without_surrogates
 
 _MAX_DEPTH = 64
 
@@ -118,11 +118,10 @@ class TrainingTask(Task):
         """Return the position after more records. Raises ``TaskError`` if there are not as many."""
         left = self.records_left
         if (count := whole(records, 1, left)) is None:
+            most = "or more" if left is None else f"to {left}"
             raise TaskError(
-                f"Invalid number of consumed records of task {self.id} of job {self.job!r}",
-                expected=f"an int from 1 to {left}" if left is not None else "an int of 1 or more",
-                found=repr(records)[:200],
-                todo="Report each batch of the task once",
+                f"Invalid number of consumed records of task {self.id} of job {self.job!r}: it must"
+                f" be 1 {most}, not {to_repr(records)}"
             )
         return self.position + count
 
@@ -256,8 +255,6 @@ def _check(value: Any, where: str, depth: int) -> None:
 
 def _not_plain(where: str, value: object) -> TaskError:
     return TaskError(
-        f"A task cannot return {where}",
-        expected="None, bools, numbers, texts, and lists and dicts (with texts as keys) of these",
-        found=f"{type(value).__name__}: {repr(value)[:100]}",
-        todo="Convert it: tensors with .tolist() or .item(), tuples with list()",
+        f"A task cannot return {where}, {to_repr(value)[:100]}, only None, bools, numbers, texts,"
+        " and lists and dicts (with texts as keys) of these: convert tensors with .tolist()"
     )

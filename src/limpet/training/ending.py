@@ -93,10 +93,8 @@ class Ending:
         block, the Checkpointer does not see that the training raised."""
         if self.policy.on_exception and not self.is_entered:
             raise errors.LimpetError(
-                "OnException can never fire: the Checkpointer is not used as a context manager",
-                expected='the training inside a "with limpet.Checkpointer(...) as ckpt:" block',
-                found="a step outside such a block",
-                todo="Use a with block, or remove OnException(), which copies state at every step",
+                "OnException can never fire: use the Checkpointer as a context manager, or remove"
+                " OnException(), which copies state at every step"
             )
 
     def warn_if_collected(self, checkpointer: object) -> None:

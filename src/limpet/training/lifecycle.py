@@ -131,21 +131,16 @@ class Lifecycle:
         self._outer_exception = id(sys.exception())
         if self.was_taken_over:
             raise LimpetError(
-                "The Checkpointer is closed: a newer one of this process has taken its run over",
-                todo="Use the newer one. To train twice in one process, use two runs",
+                "The Checkpointer is closed: a newer one of this process has taken its run over"
             )
         if self.is_closed:
-            raise LimpetError("The Checkpointer is closed", todo="Create a new one")
-        if self._pid != os.getpid():
-            raise self._forked_error()
+            raise LimpetError("The Checkpointer is closed: create a new one")
+        self.check_not_forked()
 
     def check_not_forked(self) -> None:
         """Raise ``LimpetError`` in a forked process."""
         if self.is_forked:
-            raise self._forked_error()
-
-    def _forked_error(self) -> LimpetError:
-        return LimpetError(
-            "This Checkpointer was created before this process was forked",
-            todo="Use it only in the process that created it",
-        )
+            raise LimpetError(
+                "This Checkpointer was created before this process was forked: use it only in the"
+                " process that created it"
+            )

@@ -111,23 +111,16 @@ def check_state(state: Any) -> None:
             ("scheduler", value.keys() >= {"last_epoch", "_step_count"}),
         ):
             if is_copy:
-                raise PlanError(
-                    f"{key} in the state is the state_dict() of {with_article(kind)}, a copy made"
-                    " once",
-                    expected=f"the {kind} itself, so that each save reads its current state",
-                    found="a dict that training does not change",
-                    todo=f'Write {{"{kind}": {kind}}}, without .state_dict()',
-                    leaf=key,
-                )
+                what = f"{key} in the state is the state_dict() of {with_article(kind)}"
+                todo = f'write {{"{kind}": {kind}}}, without .state_dict()'
+                raise PlanError(f"{what}, a copy made once: {todo}", leaf=key)
     torch_data: Any = sys.modules.get("torch.utils.data")
     for key, loader in find_members(state, torch_data.DataLoader).items() if torch_data else ():
         if not hasattr(getattr(loader, "base_dataloader", loader), "state_dict"):
             raise PlanError(
-                f"{key} in the state is a PyTorch DataLoader, which has no position to save",
-                expected="a limpet.DataLoader, with the same arguments",
-                found=type(loader).__name__,
-                todo="Write loader = limpet.DataLoader(...), or convert it: limpet.elastic(loader),"
-                " also after accelerator.prepare(loader)",
+                f"{key} in the state is a PyTorch DataLoader, which has no position to save: use a"
+                " limpet.DataLoader with the same arguments, or limpet.elastic(loader), also after"
+                " accelerator.prepare(loader)",
                 leaf=key,
             )
 

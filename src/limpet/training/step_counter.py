@@ -53,11 +53,7 @@ class StepCounter:
         """Count in ``state`` from now on; ``LimpetError`` if it has several ``Progress``."""
         found = list(find_instances(state, Progress))
         if len(found) > 1:
-            raise LimpetError(
-                "The state has several Progress objects",
-                expected="one, which counts the steps of this training",
-                found=len(found),
-            )
+            raise LimpetError("The state has several Progress objects, so none counts the steps")
         self.ended_epochs = 0
         """The complete epochs by a record about the loaded version. Its position may be earlier, if
         the last steps were not saved, or if the ``Progress`` has an owner."""

@@ -145,9 +145,8 @@ class TrainingEvaluation:
         """
         if self._state != "entered":
             raise LimpetError(
-                f"The evaluation {self.name} is used outside of its `with` block",
-                todo="Write `with limpet.TrainingEvaluation(...) as evaluation:` around the"
-                " training loop, so that its end completes what is in progress",
+                f"The evaluation {self.name} is used outside of its `with` block, whose end"
+                " completes what is in progress"
             )
         self._ckpt._lifecycle.check_open()
         cadence = self._start()
@@ -271,7 +270,7 @@ class TrainingEvaluation:
 
     def __enter__(self) -> Self:
         if self._state != "new":
-            raise LimpetError(f"The evaluation {self.name} was used before", todo="Create one")
+            raise LimpetError(f"The evaluation {self.name} was used before: create a new one")
         self._state, self._seen_step = "entered", self._ckpt._step_counter.progress.step
         return self
 
