@@ -16,7 +16,6 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Requ
 import msgspec
 
 from limpet.errors import LimpetError
-from limpet.text import hide_secrets
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -98,7 +97,7 @@ def server_url(base_url: str) -> str:
         raise LimpetError(
             "Invalid address of a metadata server",
             expected="http://HOST or https://HOST, without a password",
-            found=hide_secrets(repr(base_url)),
+            found=repr(base_url),
         )
     return base_url.rstrip("/")
 

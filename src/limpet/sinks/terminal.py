@@ -19,6 +19,7 @@ from limpet.generators import kept_generators
 from limpet.lazy_torch import rank_and_world_size
 from limpet.settings import read_settings
 from limpet.sinks.wording import STYLES, describe_event, describe_saved, number_field, text_field
+from limpet.text import hide_in_urls
 
 _MIN_WAIT_SECONDS = 0.1
 """Shorter waits in seconds are not shown: in a fast loop every save waits."""
@@ -222,6 +223,7 @@ class DefaultTerminal:
             self._attached = events.attach_default(self)
         if _is_terminal(sys.stderr):
             self._get_terminal()  # now, not in a thread of a save: see ``Terminal``
+        run = hide_in_urls(run)  # as events do
         self._runs[run] += 1
         return partial(self._close, run)
 
@@ -236,7 +238,7 @@ class DefaultTerminal:
             self._attached.close()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        run = text_field(fields, "run", "")
+        run = fields.get("run", "")  # as it is: what is shown lacks the current folder
         if name not in _SHOWN or (run and run not in self._runs):
             return
         if not _is_terminal(sys.stderr) and (name not in _ALWAYS or not _is_open(sys.stderr)):

@@ -15,7 +15,6 @@ from limpet.machine import full_path
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import check_url, open_store
 from limpet.storage.store import Store, list_level, within
-from limpet.text import hide_secrets
 
 Url = str | os.PathLike[str] | Store
 
@@ -107,7 +106,8 @@ def locate(url: Url) -> Location:
     text = check_url(url)
     scheme, separator, path = text.rpartition("://")
     if scheme in ("", "file"):
-        scheme, separator, path = "", "", open_store(text).url
+        path = full_path(text) if not scheme else open_store(text).url  # decodes it
+        scheme = separator = ""
         name = path.rpartition("/")[2]
         if parse_version(name) is None and os.path.islink(path):
             # "latest", with references to files next to its target, which is read only
@@ -117,9 +117,7 @@ def locate(url: Url) -> Location:
     if scheme and not root:  # a whole bucket: the first level is a folder only in a local path
         return Location(open_store(f"{scheme}{separator}{path}"), "")
     if folder in ("", ".", ".."):
-        raise StoreError(
-            f"{hide_secrets(text)!r} is not the URL of a snapshot", expected="RUN/version_120"
-        )
+        raise StoreError(f"{text!r} is not the URL of a snapshot", expected="RUN/version_120")
     root = root if scheme else root or "/"
     return Location(open_store(f"{scheme}{separator}{root}"), folder)
 

@@ -31,7 +31,6 @@ from limpet.storage.store import (
     exists_error,
     weak_store_error,
 )
-from limpet.text import hide_secrets
 
 _PASSWORD_OR_QUERY = re.compile(r"(?![^/]*:\d+/)[^/:]*:[^@]*@|[^/]*:[^/]*@|[^?]*\?[^/?=]*=")
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -253,12 +252,11 @@ def open_fsspec(
 ) -> RetryStore:
     """Return the store at ``fsspec+PROTOCOL://REST``; the other ``options`` are those of fsspec."""
     own = FsspecOptions.from_mapping({"timeout": timeout, "allow_weak": allow_weak})
-    shown = hide_secrets(url)
     protocol, _, rest = (inner := url.removeprefix("fsspec+")).partition("://")
     if not protocol or "::" in inner:
-        raise StoreError(f"{shown} does not name one file system")
+        raise StoreError(f"{url} does not name one file system")
     if ".." in rest.split("/"):  # some file systems edit it as text
-        raise StoreError(f"{shown} has a level '..'; write the path of the folder itself")
+        raise StoreError(f"{url} has a level '..'; write the path of the folder itself")
     if _PASSWORD_OR_QUERY.match(rest):
         raise StoreError("A URL must not contain a password or a query: pass it as an option")
     try:
@@ -267,7 +265,7 @@ def open_fsspec(
         top = fsspec.get_filesystem_class(protocol)._strip_protocol(inner)
     except (ImportError, ValueError) as e:
         todo = "Install fsspec and the package for this protocol, or check the spelling"
-        raise StoreError(f"Cannot open {shown}", found=hide_secrets(str(e)), todo=todo) from None
+        raise StoreError(f"Cannot open {url}", found=str(e), todo=todo) from None
 
     connect = partial(fsspec.core.url_to_fs, inner, skip_instance_cache=True, **options)
     return RetryStore(FsspecFolder(url, top, connect, allow_weak, own.timeout), own.timeout)

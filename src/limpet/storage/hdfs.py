@@ -36,7 +36,6 @@ from limpet.storage.store import (
     exists_error,
     weak_store_error,
 )
-from limpet.text import hide_secrets
 from limpet.types import BLOCK_SIZE, MIB
 
 T = TypeVar("T")
@@ -594,7 +593,7 @@ def open_hdfs(url: str, **options: Any) -> RetryStore:
     match = _URL.fullmatch(url)
     if match is None:
         raise StoreError(
-            f"{hide_secrets(url)} does not name a folder in HDFS",
+            f"{url} does not name a folder in HDFS",
             expected="hdfs://NAMENODE:PORT/folder",
             todo="Users and other options are not part of the URL",
         )

@@ -95,10 +95,10 @@ def check_url(url: str | os.PathLike[str]) -> str:
     levels = text[scheme.end() :]
     if (is_server or scheme[1] == "memory") and _EMPTY_LEVEL.search(levels):
         raise StoreError(
-            f"A folder in {hide_secrets(text)} has no name",
+            f"A folder in {text} has no name",
             expected="one slash between two names",
             found="two or more",
-            todo=f"Perhaps you meant {hide_secrets(scheme[0] + _EMPTY_LEVEL.sub('/', levels))}",
+            todo=f"Perhaps you meant {scheme[0]}{_EMPTY_LEVEL.sub('/', levels)}",
         )
     return text
 
@@ -162,7 +162,7 @@ def _find_function(scheme: str, url: str) -> OpenStore:
         found = [*entry_points(group="limpet.stores", name=scheme)]
         if len(found) != 1:
             raise StoreError(
-                f"Unsupported kind of store: {hide_secrets(url)}"
+                f"Unsupported kind of store: {url}"
                 if not found
                 else f"Several packages support {scheme}://",
                 expected=_supported() if not found else "one package",

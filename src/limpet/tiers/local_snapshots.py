@@ -71,7 +71,7 @@ class LocalSnapshots(HostTier):
         return LocalStore(folder, direct=read_settings().direct)
 
     def _check_space(self, folder: str, cost: TierCost) -> None:
-        with self.store.translate_errors("look up the space of", "."):
+        with LocalStore(folder).translate_errors("look up the space of", "."):
             size = os.statvfs(folder)
         available = size.f_bavail * size.f_frsize + cost.present_bytes
         if available < cost.total:

@@ -32,7 +32,7 @@ _RUN_ID = StrictDecoder(msgspec.json.Decoder(RunId))
 
 def local_folder(store: Store) -> str:
     """Return the absolute path of the folder of a store, or an empty string if it has none."""
-    return store.root if isinstance(store, LocalStore) else ""
+    return store.url if isinstance(store, LocalStore) else ""
 
 
 def read_or_create_run_id(store: Store) -> str:

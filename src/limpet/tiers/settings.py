@@ -40,7 +40,7 @@ class MemoryTier:
         checks = {
             "every=": (isinstance(self.every, EverySteps | EveryEpoch), "EverySteps(10)"),
             "copies=": (whole(self.copies, 1) is not None, "a whole number, 1 or more"),
-            "path=": (bool(path_text("path=", self.path)),
+            "path=": (bool(path_text("path= of MemoryTier", self.path)),
                       "a folder on tmpfs, such as /dev/shm"),
             "interface=": (isinstance(self.interface, str | None), _INTERFACE),
             "domain=": (self.domain is None or isinstance(self.domain, str), "a label, or None"),
@@ -76,7 +76,7 @@ class LocalTier:
                 f"A LocalTier needs Linux or macOS: {sys.platform} lacks file locks by flock",
                 todo="Save to the run directly, without tiers",
             )
-        path = path_text("path=", self.path)
+        path = path_text("path= of LocalTier", self.path)
         checks = {
             "path=": (bool(path) and "://" not in path, "a folder on a local disk"),
             "interface=": (isinstance(self.interface, str | None), _INTERFACE),

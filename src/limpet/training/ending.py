@@ -578,10 +578,10 @@ def _is_same_run(earlier: Saver, run: Run) -> bool:
     if first is second:
         return True
     if isinstance(first, LocalStore) and isinstance(second, LocalStore):
-        if os.path.realpath(first.root) == os.path.realpath(second.root):
+        if os.path.realpath(first.url) == os.path.realpath(second.url):
             return True
         with suppress(OSError):  # neither folder may exist yet
-            return os.path.samefile(first.root, second.root)
+            return os.path.samefile(first.url, second.url)
         return False
     if isinstance(first, MemoryStore) and isinstance(second, MemoryStore):
         return first.shares_objects_with(second) and first.url == second.url

@@ -454,7 +454,7 @@ def _open(url: str, options: CloudOptions) -> RetryStore:
             "The URL does not name a container and a folder",
             expected=f"{options.scheme}://CONTAINER/folder, with a name of at least two lowercase"
             " letters, digits, dots, hyphens, and underscores",
-            found=None if "@" in url or "?" in url else repr(url),  # they precede credentials
+            found=repr(url),
             todo="The account and other options are not part of the URL: see docs/stores.md",
         )
     return RetryStore(CloudFolder(container, folder.rstrip("/"), options), options.timeout)

@@ -122,15 +122,10 @@ class LocalStore:
     def __init__(
         self, root: str | os.PathLike[str], *, fs: Fs | None = None, direct: bool = True
     ) -> None:
-        self.url = self._root = full_path(root)  # whatever the current folder is later
+        self.url = full_path(root)  # whatever the current folder is later
         self.fs = Fs() if fs is None else fs
         self._direct = direct and bool(O_DIRECT)
         self._root_synced = False  # the names of the root and its parents are durable
-
-    @property
-    def root(self) -> str:
-        """The absolute path of the folder."""
-        return self._root
 
     def stat(self, key: str) -> Stat:
         with self.translate_errors("look up", key):
@@ -148,7 +143,7 @@ class LocalStore:
     def refuse_obstacle(self, key: str, path: str, expected: str) -> None:
         """Raise ``StoreError`` if ``path`` is not of the ``expected`` kind. It is no object: a
         caller that tried again after ``AlreadyExists`` would never end."""
-        while path != self._root:
+        while path != self.url:
             kind = expected
             try:
                 kind = self.fs.stat(path).kind
@@ -219,7 +214,7 @@ class LocalStore:
         except UnicodeEncodeError as error:
             with self.translate_errors("name", key):
                 raise OSError(errno.EILSEQ, str(error)) from error
-        path = root = self._root.rstrip("/")
+        path = root = self.url.rstrip("/")
         for level in key.split("/")[:-1] if to_change else ():
             path = f"{path}/{level}"
             with self.translate_errors("look up", key), suppress(*NOT_FOUND_ERRORS):
@@ -243,7 +238,7 @@ class LocalStore:
             if (parent := os.path.dirname(folder)) == folder:
                 raise
             self.make_folders(parent)
-            if len(folder) <= len(self._root):
+            if len(folder) <= len(self.url):
                 self._root_synced = False
             with suppress(FileExistsError):
                 self.fs.mkdir(folder, self.folder_mode)
@@ -252,7 +247,7 @@ class LocalStore:
         """Make folder names from the root to ``folder``, and the names in it, durable: at first
         also all readable parents of the root, which another process may have just created."""
         for path in (folder, *map(str, Path(folder).parents)):
-            is_above_root = len(path) < len(self._root)
+            is_above_root = len(path) < len(self.url)
             if is_above_root and self._root_synced:
                 return
             try:
@@ -285,7 +280,7 @@ class LocalStore:
     def remove_empty_folders(self, folder: str) -> None:
         """Remove the folder and its parents below the root, up to the first that is not empty."""
         with suppress(OSError):  # not empty, or already removed
-            while folder != self._root:
+            while folder != self.url:
                 self.fs.rmdir(folder)
                 folder = os.path.dirname(folder)
 
@@ -323,7 +318,7 @@ class LocalStore:
 
     def _broken_link(self, key: str) -> str | None:
         """Return the path of the symbolic link that keeps a key from leading anywhere, or None."""
-        path = Path(self._root) if key == "." else Path(self._root, key)
+        path = Path(self.url) if key == "." else Path(self.url, key)
         is_link = False
         for place in map(str, (path, *path.parents)):
             try:
@@ -382,7 +377,7 @@ class LocalStore:
         self, folder: str, prefix: str = "", *, partial: bool = False
     ) -> Sequence[Entry]:
         """See the function. ``partial``: return unfinished uploads instead of objects."""
-        path = self.path(folder) if folder else self._root
+        path = self.path(folder) if folder else self.url
         try:
             with self.translate_errors("list", folder or "."):
                 found = self.fs.scandir(path)
@@ -403,17 +398,17 @@ class LocalStore:
             # it. It is synced even if the file is gone: an earlier delete may have failed here.
             with self.syncing(folder), suppress(*NOT_FOUND_ERRORS):
                 self.fs.unlink(path)
-            if folder != self._root:
+            if folder != self.url:
                 self.remove_empty_folders(folder)
 
     def link_target(self, key: str) -> str | None:
         """Return the key of what a symbolic link leads to, or None if that is not in this store."""
-        root, target = os.path.realpath(self._root), os.path.realpath(self.path(key))
+        root, target = os.path.realpath(self.url), os.path.realpath(self.path(key))
         inside = target.startswith(root.rstrip("/") + "/")
         return target[len(root.rstrip("/")) + 1 :] if inside else None
 
     def _list_prefix(self, prefix: str, *, partial: bool) -> Iterator[Stat]:
-        folder = self._root
+        folder = self.url
         with self.translate_errors("list", prefix or "."), suppress(*NOT_FOUND_ERRORS):
             for level in check_key(prefix, self.url).split("/") if prefix else []:
                 folder = f"{folder}/{level}"
@@ -441,7 +436,7 @@ class LocalStore:
         """Return the kind of what a link leads to, or "link" if that is missing or a cycle."""
         with suppress(OSError):
             target = self.fs.stat(f"{folder}/{name}")
-            while target.kind == "folder" and len(folder) >= len(self._root):
+            while target.kind == "folder" and len(folder) >= len(self.url):
                 if self.fs.stat(folder).inode == target.inode:
                     return "link"
                 folder = os.path.dirname(folder)

@@ -245,7 +245,7 @@ class TmpfsStore(LocalStore):
         if len(self._spares) >= self._max_spares:
             return
         with self.translate_errors("allocate", "a spare file", writing=True):
-            self.make_folders(self._root)
+            self.make_folders(self.url)
             path = self._spare_path()
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             file, is_kept = MappedFile(self.fs.open(path, flags), self.on_map), False
@@ -277,7 +277,7 @@ class TmpfsStore(LocalStore):
             self.fs.unlink(path)
 
     def _spare_path(self) -> str:
-        return f"{self._root}/.spare.{secrets.token_hex(8)}.{SUFFIX}"
+        return f"{self.url}/.spare.{secrets.token_hex(8)}.{SUFFIX}"
 
 
 class TmpfsUpload(LocalUpload):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from limpet.deadline import Call, Deadline
 from limpet.errors import StoreError, Unavailable
@@ -87,7 +85,6 @@ class S3Server(Server):
         self.variables = variables
         self.url = "the endpoint"
         self._options = options
-        self._addresses = 1  # of the server: each may take the timeout of a connection
         self._lock = Lock()
         self._fetching: Call[None] | None = None
         self._refused: Any = None  # the last credentials that the server has refused
@@ -151,7 +148,7 @@ class S3Server(Server):
                     "The endpoint in the environment variables or files of AWS is invalid",
                     expected=WEB_URL,
                 )
-            self.url, self._addresses = url, count_addresses(url)
+            self.url = url
             self._credentials = credentials
             self._session = session  # it keeps the description of the service, which takes 0.3 s
         if self._credentials is not None:
@@ -195,7 +192,7 @@ class S3Server(Server):
             endpoint_url=options.endpoint,
             config=Config(
                 signature_version=botocore.UNSIGNED if options.anonymous else None,
-                connect_timeout=max(1, min(timeout, 15) / self._addresses),
+                connect_timeout=min(timeout, 15),
                 read_timeout=timeout,
                 max_pool_connections=options.concurrency or MAX_REQUESTS,
                 retries={"total_max_attempts": 1, "mode": "standard"},  # the throttle repeats
@@ -208,16 +205,6 @@ class S3Server(Server):
                 response_checksum_validation="when_required",
             ),
         )
-
-
-def count_addresses(url: str) -> int:
-    """Return the number of IP addresses of a server; 1 if it is unknown."""
-    parts = urlsplit(url)
-    try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 443, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return 1
-    return max(1, len(found))
 
 
 _servers: dict[tuple[int, S3Options], S3Server] = {}

@@ -480,10 +480,7 @@ def open_s3(url: str, **options: Any) -> RetryStore:
     bucket, _, folder = url.removeprefix("s3://").partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise StoreError(
-            f"{hide_secrets(url)} does not name a bucket",
-            expected="s3://BUCKET/folder",
-            found=None if "@" in bucket or "=" in bucket else repr(bucket),
-            todo="Credentials and other options are not part of the URL",
+            f"{url} does not name a bucket", expected="s3://BUCKET/folder", found=repr(bucket)
         )
     found = S3Options.from_mapping(options)
     return RetryStore(S3Folder(bucket, folder.rstrip("/"), found), found.timeout)

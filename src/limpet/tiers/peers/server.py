@@ -91,7 +91,7 @@ class PeerServer:
     def __init__(self, store: Store, address: str, secret: str, limits: PeerLimits) -> None:
         self._store = self._to_read = store
         if isinstance(store, LocalStore):
-            self._to_read = LocalStore(store.root, fs=BeneathFs(store.root), direct=False)
+            self._to_read = LocalStore(store.url, fs=BeneathFs(store.url), direct=False)
         self._accounts = PeerAccounts(store, limits)
         self._connections = Connections("limpet-peer", limits.connections)
         self._listener = Listener(address, secret, "serve copies", self._start, limits.handshakes)
