@@ -91,14 +91,15 @@ def retain(
         return []
     finish_deletions(catalog)
     roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
-    if not (found := _select(catalog, policy, roots)):
+    metrics: _Metrics = {}
+    if not (found := _select(catalog, policy, roots, metrics)):
         return []
 
     def decide(candidates: Collection[Version]) -> Mapping[Version, FolderFiles]:
         for _ in range(_MAX_ROUNDS):
             # a version that refers to one of these is newer
             roots = find_roots(catalog, look_again_from=min(candidates, default=Version(0)).step)
-            folders = _select(catalog, policy, roots, candidates, before_deletion)
+            folders = _select(catalog, policy, roots, metrics, candidates, before_deletion)
             if folders is not None:
                 return folders
         return {}  # the run changes all the time; the next retention decides
@@ -161,28 +162,45 @@ def _require_deletable(
     return folders
 
 
-def _read_records(catalog: Catalog, policy: KeepPolicy, roots: Roots) -> list[Record]:
-    """Return the readable versions of the current lineage as the input of a policy. One with an
-    unreadable result, which may be the best one, joins ``roots.pinned``."""
+_Metrics = dict[tuple[Version, str], Mapping[str, float]]
+"""The metrics of versions, by version and digest, as they were read before the notices."""
+
+
+def _read_records(
+    catalog: Catalog,
+    policy: KeepPolicy,
+    roots: Roots,
+    metrics: _Metrics,
+    candidates: Collection[Version] | None,
+) -> list[Record]:
+    """Return the readable versions of the current lineage as the input of a policy. Results about
+    ``candidates`` are read again. One with an unreadable result, which may be the best
+    version, joins ``roots.pinned``."""
     known = roots.version_records
     versions = [v for v in lineage_of(catalog, roots.listing) if known[v].digest]
-    metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
 
     def add_metrics(version: Version) -> None:
-        evaluations = catalog.evaluations.read(version, known[version].digest)
-        metrics[version] = {**known[version].metrics, **evaluations.metrics()}
+        digest = known[version].digest
+        evaluations = catalog.evaluations.read(version, digest)
+        metrics[version, digest] = {**known[version].metrics, **evaluations.metrics()}
         if evaluations.is_damaged:
             roots.pinned.setdefault(version, "a result about it is unreadable")
 
     if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
-        look_up_each(versions, add_metrics)
-    return [Record(v, metrics[v], known[v].trained_seconds) for v in versions]
+        again = {*(candidates or ())}
+        unread = [v for v in versions if v in again or (v, known[v].digest) not in metrics]
+        look_up_each(unread, add_metrics)
+    return [
+        Record(v, metrics.get((v, r.digest), r.metrics), r.trained_seconds)
+        for v, r in ((v, known[v]) for v in versions)
+    ]
 
 
 def _select(
     catalog: Catalog,
     policy: KeepPolicy,
     roots: Roots,
+    metrics: _Metrics,
     candidates: Collection[Version] | None = None,
     before_deletion: BeforeDeletion = lambda *_: (),
 ) -> dict[Version, FolderFiles] | None:
@@ -190,7 +208,7 @@ def _select(
     counts is no longer the one that ``roots`` shows. Without ``candidates``, this is a first look:
     no files are looked up."""
     listing, known = roots.listing, roots.version_records
-    records = _read_records(catalog, policy, roots)
+    records = _read_records(catalog, policy, roots, metrics, candidates)
     intact: dict[Version, bool] = {}
     unread: set[Version] = set()
     while True:
