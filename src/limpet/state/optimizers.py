@@ -136,10 +136,11 @@ def _inner_states(optimizer: Any, state: Any, name_of: NameOf, key: str) -> dict
     own state, if that lacks their slots, as that of SAM does."""
     import torch
 
+    attributes, own = getattr(optimizer, "__dict__", {}), getattr(optimizer, "state", None)
     inner = {
         name: value
-        for name, value in getattr(optimizer, "__dict__", {}).items()
-        if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state
+        for name, value in attributes.items()
+        if isinstance(value, torch.optim.Optimizer) and value.state is not own
     }
     saved = {id(t) for t in find_instances(state, torch.Tensor)} if inner else set()
     states = {
