@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import limpet
-from limpet.errors import InexactResume, LimpetError, ShapeMismatch
+from limpet.errors import InexactResume, LimpetError, MissingLeaf, ShapeMismatch
 from tests.states import save_state, unused_url
 
 
@@ -442,6 +442,20 @@ def test_a_wrapper_with_both_methods_loads_by_them():
     by_load(old, live)
     assert live.calls == 2  # a trial of a copy does not count
     assert torch.equal(live.inner.weight, source.inner.weight * 2)
+
+
+def test_an_overridden_method_does_not_hide_what_is_missing():
+    class Lenient(nn.Linear):
+        def load_state_dict(self, state, strict=True):
+            return super().load_state_dict(state, False)
+
+    source, live = nn.Linear(2, 2, bias=False), Lenient(2, 2)
+    before = live.bias.clone()
+    with pytest.raises(MissingLeaf, match="m/bias"):
+        by_load(source, live)
+    assert [*by_load(source, live, missing="keep").kept] == ["m/bias"]
+    assert torch.equal(live.bias, before)
+    assert torch.equal(live.weight, source.weight)
 
 
 class Stuck(nn.Module):

@@ -295,20 +295,31 @@ class _Loader:
         try:
             twin = _copy_module(self.module.get_submodule(path))
             unloaded = {
-                name: value.logical_not_().clone()  # what no code loads
+                name: _mark(value).clone()
                 for name, value in twin.state_dict().items()
-                if name in given and _is_dense(value) and value.shape != given[name].shape
+                if _is_dense(value) and value.shape != getattr(given.get(name), "shape", None)
             }
             with suppress(RuntimeError):  # PyTorch raises it for other shapes, after all others
                 load(twin, copy.copy(given), False)
             now = twin.state_dict()
-            ignored = {n for n, value in unloaded.items() if torch.equal(now[n], value)}
+            left = {n for n, value in unloaded.items() if torch.equal(now[n], value)}
+            ignored = left & given.keys()
             for name in ignored:
                 del given[name]
-            found = *load(twin, given, False), ignored
+            found = [*load(twin, given, False), ignored]
+            if load is _load_state_dict and _is_overridden(twin):  # it does not say what it lacks
+                found[0] = left - ignored
         except Exception:  # noqa: BLE001  (of the module's code: the differences are reported)
             return None
         return [{start + n for n in names} for names in found]
+
+
+def _mark(value: Any) -> Any:
+    """Fill a tensor with an element that hardly any code loads, and return it."""
+    import torch
+
+    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    return value.fill_(torch.iinfo(value.dtype).max - 6 if is_integer else 0.739)
 
 
 def _load_state_dict(module: Any, given: Any, is_strict: bool) -> Any:
