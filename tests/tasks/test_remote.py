@@ -135,7 +135,7 @@ def test_errors_arrive_as_they_were_raised():
     queue.add("evaluation", 2, task_size=1, name="e")
     with remote(queue) as (worker,):
         task = worker.evaluation.get()
-        with pytest.raises(TaskError, match="cannot return the result") as caught:
+        with pytest.raises(TaskError, match="cannot return the result"):
             task.done(b"bytes")
         task.fail("no")
         with pytest.raises(LeaseLost, match="lease of task 1") as caught:

@@ -289,8 +289,15 @@ def test_an_error_of_the_device_is_raised_and_nothing_is_saved(guarded, monkeypa
     def fail():
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=fail)
-    monkeypatch.setattr(guard, "torch_or_none", lambda: SimpleNamespace(cuda=cuda))
+    accelerator = SimpleNamespace(
+        is_available=lambda: True,
+        current_accelerator=lambda: SimpleNamespace(type="cuda"),
+        synchronize=fail,
+    )
+    fake = SimpleNamespace(
+        accelerator=accelerator, cuda=SimpleNamespace(is_initialized=lambda: True)
+    )
+    monkeypatch.setattr(guard, "torch_or_none", lambda: fake)
     with (
         pytest.raises(RuntimeError, match="device-side assert"),
         training.ckpt if guarded else nullcontext(),

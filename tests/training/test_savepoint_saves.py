@@ -159,9 +159,9 @@ def test_an_optimizer_that_begins_its_step_during_the_save_never_tears_it(monkey
     store.before = before
     training = TorchTraining(store)
     saver, savepoint = training.ckpt._saver, training.ckpt._savepoint
-    save, flatten = saver.save_savepoint, savepoint.flatten
+    save, flatten = saver.save_savepoint, savepoint.flatten_captured
     monkeypatch.setattr(saver, "save_savepoint", lambda *a: (at("staging"), save(*a)))
-    monkeypatch.setattr(savepoint, "flatten", lambda rank: (at("begin"), flatten(rank))[1])
+    monkeypatch.setattr(savepoint, "flatten_captured", lambda rank: (at("begin"), flatten(rank))[1])
     with pytest.raises(Preempted) as left, training.ckpt:
         for _ in range(3):
             training.step()
@@ -181,7 +181,7 @@ def test_a_change_of_parameters_during_the_copy_commits_nothing(monkeypatch):
     store = MemoryStore()
     training = TorchTraining(store)
     savepoint = training.ckpt._savepoint
-    flatten = savepoint.flatten
+    flatten = savepoint.flatten_captured
 
     def flatten_and_swap(rank):
         flat = flatten(rank)
@@ -189,7 +189,7 @@ def test_a_change_of_parameters_during_the_copy_commits_nothing(monkeypatch):
             training.model[0].weight.add_(1)
         return flat
 
-    monkeypatch.setattr(savepoint, "flatten", flatten_and_swap)
+    monkeypatch.setattr(savepoint, "flatten_captured", flatten_and_swap)
     with pytest.raises(Preempted) as left, training.ckpt:
         training.step()
         training.notice(5.0)
@@ -292,7 +292,7 @@ def test_a_capture_that_needs_much_memory_is_made_only_after_a_notice():
         for _ in range(3):
             training.step()
         assert training.ckpt._savepoint.invalid_reason is not None
-        assert training.ckpt._savepoint._savepoint._copies._reused_bytes == 0
+        assert training.ckpt._savepoint._copies._reused_bytes == 0
         training.ckpt._preemption._set_deadline(_far_deadline(), "a test")
         training.step()
         assert training.ckpt._savepoint.invalid_reason is None

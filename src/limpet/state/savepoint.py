@@ -109,7 +109,7 @@ class Savepoint:
     def invalidate(self) -> None:
         """Discard the savepoint, because a load is about to overwrite the live state."""
         self._invalidate(_LOAD_BEGAN)
-        self._captured = None
+        self._captured = self.label = None
 
     def free(self) -> None:
         """Discard the savepoint and its copies, because they are too expensive."""

@@ -92,36 +92,26 @@ class Cadence:
             by_clock, by_request = f"save {self._save_number}", f"request {self._save_number}"
             is_agreed = not {by_clock, by_request}.isdisjoint(agreed_proposals)
             requested = requested or by_request in agreed_proposals
-            due, may_skip = is_agreed or self._is_due_by_count(), may_skip and not is_agreed
+            # a count is due on all ranks, as no time is involved
+            last = self._last_skip if self._skip_allowed else self._last_save
+            due = is_agreed or self.is_due(last, by_clock=False)
+            may_skip = may_skip and not is_agreed
             if not due and (requested or self._is_due_by_clock(busy)):
                 agreement.propose(by_request if requested else by_clock)
         if not due or (may_skip and self._skip_if_busy(busy)):
             return None
         return "request" if requested else "cadence"
 
-    def is_due(self, last: _Moment | None = None) -> bool:
-        """Return True if a save is due by the counts and the clock of this rank, after ``last``,
+    def is_due(self, last: _Moment | None = None, *, by_clock: bool = True) -> bool:
+        """Return True if a save is due by the counts, and the clock of this rank, after ``last``,
         or after the last save."""
         last = last or self._last_save
         now = PolicyInput(
             step=self._step_counter.progress.step,
-            seconds=time.monotonic(),
+            seconds=time.monotonic() if by_clock else last.seconds,
             epochs=self._step_counter.progress.epoch,
             last_step=last.step,
             last_seconds=last.seconds,
-            last_epochs=last.epochs,
-        )
-        return self._policy.due(now)
-
-    def _is_due_by_count(self) -> bool:
-        """Return True if a save is due by steps or epochs: on all ranks, as no time is involved."""
-        last = self._last_skip if self._skip_allowed else self._last_save
-        now = PolicyInput(
-            step=self._step_counter.progress.step,
-            seconds=0.0,
-            epochs=self._step_counter.progress.epoch,
-            last_step=last.step,
-            last_seconds=0.0,
             last_epochs=last.epochs,
         )
         return self._policy.due(now)

@@ -279,15 +279,14 @@ class Checkpointer:
         self._lifecycle.check_open()
         step, branch = parse_at(at)
         self._preemption.watch()
-        if self._state_function is not None:
-            self._call_state_function(self._state_function)
+        self._call_state_function()
         self._saver.wait_on_all_ranks()
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
         check_start(start, keys, leniency, goes_back=at is not None)
         if self._all_ranks.members:
             call_to_resume(self._all_ranks, start, keys, leniency, check=check)
-        self._savepoint.discard()
+        self._savepoint.invalidate()
         point = self._load_version(step, branch, start, keys, leniency)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
@@ -453,8 +452,7 @@ class Checkpointer:
         """
         self._lifecycle.check_open()
         with self._goodput.paused():
-            if self._state_function is not None:
-                self._call_state_function(self._state_function)
+            self._call_state_function()
             self._metrics, error = {}, None
             try:
                 self._metrics = check_metrics(metrics)
@@ -654,8 +652,7 @@ class Checkpointer:
                 "The last resume() failed and may have left the live state invalid",
                 todo="Resume from an intact version before you continue the training",
             )
-        if self._state_function is not None:
-            self._call_state_function(self._state_function)
+        self._call_state_function()
         self._step_counter.progress.read()
         if self._lifecycle.is_started:
             return
@@ -673,9 +670,11 @@ class Checkpointer:
         self._lifecycle.is_started = True
         self._ending.warn_if_collected(self)
 
-    def _call_state_function(self, make_state: Callable[[], dict[str, Any]]) -> None:
-        """Use the state that the function returns from now on."""
-        state = make_state()
+    def _call_state_function(self) -> None:
+        """Use the state that the function returns from now on, if there is a function."""
+        if self._state_function is None:
+            return
+        state = self._state_function()
         check_state(state)
         check_position(self.run, state)
         self._step_counter.attach(state)

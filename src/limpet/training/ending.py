@@ -238,7 +238,7 @@ class Ending:
             earlier_error = e
         state, own_reason = None, _ALREADY_SAVED
         if saver.writer.newest is None or version_of(saver.writer.newest) != label.version:
-            state = self._savepoint.flatten(self._group.rank)
+            state = self._savepoint.flatten_captured(self._group.rank)
             own_reason = str(self._savepoint.invalid_reason) if state is None else ""
         operation = "the state before an exception"
         reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)

@@ -126,14 +126,7 @@ class PreemptionGuard:
 def synchronize_device() -> None:
     """Wait for the work of the accelerator, if this process uses one, and raise its errors."""
     torch = torch_or_none()
-    if torch is None:
-        return
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    accelerator = getattr(torch, "accelerator", None)  # PyTorch 2.6
-    if accelerator is None or not accelerator.is_available():
-        return
-    kind = accelerator.current_accelerator().type
-    is_initialized = getattr(getattr(torch, kind), "is_initialized", lambda: True)
-    if kind != "cuda" and is_initialized():
-        accelerator.synchronize()
+    if torch is not None and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        if getattr(getattr(torch, kind), "is_initialized", lambda: True)():
+            torch.accelerator.synchronize()

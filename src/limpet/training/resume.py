@@ -174,9 +174,7 @@ class Resume:
             self._tell(ResumeInstruction(True))
             return None
         version = snapshot.version
-        newer = list(self._problems)
-        for damaged, error in skipped:
-            newer.append(Skipped(str(damaged), error))
+        newer = self._problems + [Skipped(str(damaged), error) for damaged, error in skipped]
         listing = run.catalog.listing()
         is_newest = version == newest_version(run.catalog, listing)
         if is_newest and not (self._problems or goes_below or ladder.leaves_newer):

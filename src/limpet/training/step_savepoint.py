@@ -22,7 +22,6 @@ from limpet.notices.exit_timer import exit_margin
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.state.copy_pool import TooManyBytes
-from limpet.state.flatten import FlatState
 from limpet.state.savepoint import Savepoint
 from limpet.state.sharding import is_distributed_tensor
 from limpet.state.walk import modules_in, optimizers_in, parameters_of
@@ -48,9 +47,11 @@ MAX_BYTES = 64 * MIB
 there is no limit."""
 
 
-class StepSavepoint:
+class StepSavepoint(Savepoint):
     """The state after the last step, for a save in the next one or after its exception. ``mark``
     captures it if it ``is_required``, or urgent, or takes at most a hundredth of a step."""
+
+    label: SaveSpec | None
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class StepSavepoint:
         is_useful: bool,
         step_durations: Durations,
     ) -> None:
+        super().__init__(state)
         self._is_required, self.is_useful = is_required, is_useful
-        self._savepoint = Savepoint(state)
         self._step_durations = step_durations
         self._skip = 0
         self._is_expensive = False
@@ -69,7 +70,7 @@ class StepSavepoint:
 
     def attach(self, state: dict[str, Any]) -> None:
         """Capture ``state`` from now on."""
-        self._savepoint.state, self._sharded = state, None
+        self.state, self._sharded = state, None
 
     def mark(
         self, make_label: Callable[[], SaveSpec], is_pending: bool, is_partial: bool = False
@@ -78,7 +79,7 @@ class StepSavepoint:
         ``is_partial``: in ``PreemptionGuard.run``: only a save after an exception may hold it."""
         self._is_partial = is_partial
         if self._is_required:
-            self._savepoint.capture(make_label())
+            self.capture(make_label())
             return
         if is_partial or not self.is_useful:
             return
@@ -98,15 +99,14 @@ class StepSavepoint:
                 captures = ceil(seconds / (_MEASURED_SHARE * max(step_seconds, 1e-6)))
                 self._skip = _MAX_SKIPPED if self._is_failing else min(captures, _MAX_SKIPPED)
                 self._is_expensive = False
-                self._savepoint.free()
+                self.free()
 
     def _reshard(self) -> None:
         """Free what a forward pass without backward has gathered in ``fully_shard`` modules, by a
         hook of ``state_dict()``: on all ranks, because the next pass must gather the same."""
         if self._sharded is None:
-            state = self._savepoint.state
-            owned = (p for o in optimizers_in(state) for p in parameters_of(o))
-            found = modules_in(state) if any(map(is_distributed_tensor, owned)) else []
+            owned = (p for o in optimizers_in(self.state) for p in parameters_of(o))
+            found = modules_in(self.state) if any(map(is_distributed_tensor, owned)) else []
             self._sharded = [m for root in found for m in root.modules() if m._parameters]
         for module in [*self._sharded]:
             if _has_gathered(module):
@@ -118,22 +118,16 @@ class StepSavepoint:
         """Capture. A failure, such as one of the user's ``state_dict``, must not end the training
         because of a save that may never be needed. An event reports the first one."""
         try:
-            self._savepoint.capture(make_label(), max_bytes)
+            self.capture(make_label(), max_bytes)
             self._is_failing = False
         except TooManyBytes:
             self._is_failing = True  # the next one would need as many
-            self._savepoint.free()
+            self.free()
         except Exception as e:  # noqa: BLE001  (a save of the same state raises it)
             if not self._is_failing:
                 events.emit("savepoint_failed", error=e)
             self._is_failing = True
-            self._savepoint.free()
-
-    @property
-    def label(self) -> SaveSpec | None:
-        """The label of the last capture, or None if nothing was captured."""
-        label: SaveSpec | None = self._savepoint.label
-        return label
+            self.free()
 
     @property
     def step(self) -> int:
@@ -141,30 +135,9 @@ class StepSavepoint:
         label = self.label
         return 0 if label is None else label.version.step
 
-    @property
-    def invalid_reason(self) -> str | None:
-        """The reason why the state of the last capture is not available, or None if it is."""
-        return self._savepoint.invalid_reason
-
     def hold(self) -> bool:
-        """Keep the captured state until ``release`` (``Savepoint.hold``), if of whole calls."""
-        return not self._is_partial and self._savepoint.hold()
-
-    def release(self) -> None:
-        """Let the training continue that waits because of ``hold``."""
-        self._savepoint.release()
-
-    def flatten(self, rank: int) -> FlatState | None:
-        """Return the state of the last capture, flattened as ``rank``, or None if it is lost."""
-        return self._savepoint.flatten_captured(rank)
-
-    def discard(self) -> None:
-        """Discard the captured state, because a different state is about to be loaded."""
-        self._savepoint.invalidate()
-        self._savepoint.label = None
-
-    def close(self) -> None:
-        self._savepoint.close()
+        """Keep the captured state until ``release``, if of whole calls."""
+        return not self._is_partial and super().hold()
 
 
 def _has_gathered(module: torch.nn.Module) -> bool:
@@ -393,7 +366,7 @@ class SavepointSaver:
             return
         self.is_decided = True
         if label.version.step > self._saver.saved_step:
-            flat = self._savepoint.flatten(self._group.rank)
+            flat = self._savepoint.flatten_captured(self._group.rank)
             if flat is None:
                 raise RankFailed(str(self._savepoint.invalid_reason), rank=self._group.rank)
             end, group = self._end_staging, self._own_group
