@@ -14,6 +14,7 @@ from limpet.format.digest import digest
 from limpet.format.names import join_key
 from limpet.format.tree import child_keys
 from limpet.snapshot.location import Location
+from limpet.state.optimizers import INNER
 from limpet.storage.store import Upload
 from limpet.text import with_article
 from limpet.threads import no_op
@@ -114,7 +115,7 @@ def _unsupported_reason(value: Any) -> str | None:
 def _groups_of(value: dict[Any, Any]) -> list[Any] | None:
     """Return the groups of an optimizer whose parameters have names, as Limpet saves it; those of
     one with code of its own are beside what that saved. Return None for another value."""
-    groups = value.get("groups") if value.keys() == {"state", "groups"} else None
+    groups = value.get("groups") if {*value} - {INNER} == {"state", "groups"} else None
     groups = value.get("param_groups", groups)
     is_optimizer = (
         isinstance(value.get("state"), dict)
