@@ -190,7 +190,7 @@ class Run:
         ``Evaluation`` of that name takes the version for evaluated. A stored evaluation never
         changes. To correct a metric, add it again.
 
-        Raises ``NotFound`` if the version no longer exists, ``FormatError`` if ``at`` is a
+        Raises ``NotFound`` if the version is or was deleted, ``FormatError`` if ``at`` is a
         snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
         and ``LimpetError`` if ``name`` is invalid.
         """
@@ -262,7 +262,7 @@ class Run:
 
     def pin(self, step: int, branch: int | None = None) -> Version:
         """Protect a version from retention and ``sweep`` until it is unpinned. If it is pinned
-        already, nothing changes. Raises ``NotFound``."""
+        already, nothing changes. Raises ``NotFound``, also while it is being deleted."""
         version = self.find(step, branch)
         pin = encode_record(LastingPin(str(version), machine.utc_now()))
         with pins.protected(self.location(version), version), suppress(AlreadyExists):
