@@ -15,9 +15,6 @@ from limpet.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urg
 _TOKEN_SECONDS = 6 * 3600
 """How long a token is valid: the maximum. It is renewed after half of that."""
 
-_MAINTENANCE_INTERVAL = 60.0
-"""Seconds between two requests for maintenance, which is announced days ahead."""
-
 _STOPPING_CODES = {"instance-reboot", "system-reboot", "instance-retirement", "instance-stop"}
 _FINAL_CODES = {"instance-retirement", "instance-stop"}
 _ACTIONS = {"terminate", "stop", "hibernate"}
@@ -123,7 +120,7 @@ class AwsNotice(BoundedSource):
                 if reply is not None and event.state == "active"
             ]
         )
-        self._maintenance_from = self.clock() + _MAINTENANCE_INTERVAL
+        self._maintenance_from = self.clock() + 60.0  # it is announced days ahead
         return notice
 
     def _get(self, path: str) -> Reply | None:

@@ -11,9 +11,6 @@ from limpet.errors import LimpetError
 from limpet.notices.notice import BoundedSource, Notice, check_notice
 from limpet.text import to_repr
 
-Result = Notice | bool | float | None
-"""None or False: no notice. True: a notice. A number: one with the seconds until the stop."""
-
 
 class CallNotice(BoundedSource):
     """A notice when a function returns one.
@@ -28,7 +25,11 @@ class CallNotice(BoundedSource):
     """
 
     def __init__(
-        self, function: Callable[[], Result], *, name: str | None = None, interval: float = 1.0
+        self,
+        function: Callable[[], Notice | bool | float | None],
+        *,
+        name: str | None = None,
+        interval: float = 1.0,
     ) -> None:
         """Raises ``LimpetError`` for an invalid value."""
         require("function", callable(function), "a function without parameters", function)

@@ -44,7 +44,6 @@ GIVE_UP = 93
 CODES = (DONE, FAILED, SAVED, UNSAVED, GIVE_UP)
 
 _MAX_WHY = 2000
-_MAX_RECORD = 1 << 20
 """Characters of ``why`` that are stored: a status must fit on a nearly full disk."""
 
 _SUFFIX = ".json"
@@ -136,7 +135,7 @@ def read_records(folder: str) -> list[WorkerRecord]:
         if path.name.endswith(_SUFFIX):
             try:
                 with path.open("rb") as file:
-                    records.append(_RECORD.decode(file.read(_MAX_RECORD)))
+                    records.append(_RECORD.decode(file.read(1 << 20)))
             except (msgspec.DecodeError, LimpetError):
                 continue
     return sorted(records, key=lambda record: (record.started, record.pid))

@@ -19,9 +19,6 @@ from limpet.deadline import Deadline
 from limpet.notices.exit_status import write_error
 from limpet.threads import call_with_limit, start_thread
 
-_SHOW_SECONDS = 1.0
-"""The longest time in which the process shows why it ends."""
-
 
 class ExitTimer:
     """Calls functions at times of ``clock``, which may only move earlier, on a thread of its
@@ -73,7 +70,7 @@ class ExitTimer:
 def end_process(code: int, message: str) -> None:
     """End this process at once, and show where its threads were. ``message``: without a period. The
     training thread may be in a call that never returns, and nobody may read stderr."""
-    call_with_limit(partial(_show, message), "limpet-end", _SHOW_SECONDS)
+    call_with_limit(partial(_show, message), "limpet-end", 1.0)
     os._exit(code)
 
 

@@ -17,9 +17,6 @@ from limpet.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urg
 _PREEMPTED_SECONDS = 30.0
 _GPU_SECONDS = 3600.0
 _OTHER_SECONDS = 60.0
-_UPCOMING_INTERVAL = 60.0
-"""Seconds between two requests for upcoming maintenance, which is announced days ahead."""
-
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -117,7 +114,7 @@ class GcpNotice(BoundedSource):
         # 404: this machine type has no such key; 503: nothing has been announced yet
         reply = self._get("upcoming-maintenance?alt=json", allow=(200, 404, 503))
         event = self._read_upcoming(reply) if reply.status == 200 else None
-        self._upcoming_from = self.clock() + _UPCOMING_INTERVAL
+        self._upcoming_from = self.clock() + 60.0  # it is announced days ahead
         return self._upcoming.notice([] if event is None else [event])
 
     def _read_upcoming(self, reply: Reply) -> PlannedEvent | None:

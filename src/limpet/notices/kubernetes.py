@@ -24,7 +24,6 @@ SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 # only the metadata of the pod: some 2 KB, whereas the status may have over 100 KB
 _ACCEPT = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"
-_MAX_FILE_BYTES = 64 * 1024
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -127,7 +126,7 @@ class KubernetesNotice(BoundedSource):
     def _read_file(self, name: str) -> str:
         path = os.path.join(self._folder, name)
         with open(path, "rb") as file:
-            text = file.read(_MAX_FILE_BYTES).decode("ascii", errors="replace").strip()
+            text = file.read(64 * 1024).decode("ascii", errors="replace").strip()
         if not text or not text.isprintable() or not text.isascii():
             raise OSError(f"{path} is empty or damaged")
         return text

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-_ENDED = frozenset("ZXx")
-"""The states of a process that has ended: a zombie, or dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ def read_process(pid: int) -> Process:
     return Process(
         parent=int(fields[1]),
         started=int(fields[19]) / os.sysconf("SC_CLK_TCK"),
-        ended=fields[0] in _ENDED,
+        ended=fields[0] in ("Z", "X", "x"),  # a zombie, or dead
     )
 
 

@@ -31,8 +31,6 @@ signal that reaches a forked process later was sent to that process, for example
 _END = b"\0"
 """What ends the thread that reads the pipe: it is no number of a signal."""
 
-_JOIN_SECONDS = 2.0
-
 
 class SignalNotice:
     """Reports the signals by which a scheduler announces the end of the process.
@@ -269,7 +267,7 @@ class _Dispatcher:
         # forked processes may have the write end, so its end here would not be seen
         with suppress(BlockingIOError):
             os.write(write_end, _END)
-        thread.join(_JOIN_SECONDS)
+        thread.join(2.0)
         if not thread.is_alive():
             os.close(read_end)
             os.close(write_end)

@@ -15,10 +15,6 @@ from limpet.notices.planned import BEFORE
 from limpet.settings import platform_variables
 
 _COMMAND_SECONDS = 10.0
-_ASK_NEAR = 60.0
-_ASK_FAR = 600.0
-"""Seconds between two questions to Slurm, which all jobs of the cluster share."""
-
 _TIME_LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
 _NO_LIMIT = ("UNLIMITED", "NOT_SET")
 
@@ -68,7 +64,7 @@ class SlurmNotice(BoundedSource):
     def check(self) -> Notice | None:
         near = self._seconds_left() <= self._before
         if near or not self._has_variable:
-            interval = _ASK_NEAR if near else _ASK_FAR
+            interval = 60.0 if near else 600.0  # all jobs of the cluster share Slurm
             if self._asked_at is None or self.clock() - self._asked_at >= interval:
                 self._asked_at = self.clock()
                 self._ask()

@@ -22,17 +22,6 @@ FORWARDED_SIGNALS = (*STOP_SIGNALS, *find_signals("SIGUSR1", "SIGUSR2", "SIGXCPU
 _SI_KERNEL = 0x80
 """``si_code`` of a signal from the kernel. The terminal's go to its whole foreground group."""
 
-_PERIOD = 1.0
-"""Seconds between two checks for what no signal reports."""
-
-_REST_PERIOD = 0.1
-_KILL_PERIOD = 0.05
-_KILL_TIMEOUT = 10.0
-"""Seconds to wait for killed processes. One in uninterruptible sleep may never end."""
-
-_RESET = find_signals("SIGPIPE", "SIGXFSZ")
-"""Signals that Python ignores, which a command must not inherit."""
-
 
 def supervise(
     command: Sequence[str],
@@ -92,11 +81,13 @@ class _Supervision:
             self._report(f"processes that the command leaves behind may survive: {e}")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         handlers = {s: signal.signal(s, self._on_missed) for s in self._signals - {signal.SIGCHLD}}
+        # Python ignores these, and the command must not inherit that
+        reset = find_signals("SIGPIPE", "SIGXFSZ")
         actions = [] if stdout is None else [(os.POSIX_SPAWN_DUP2, stdout, 1)]
         try:
             self._pid = os.posix_spawnp(
                 command[0], list(command), environment,
-                file_actions=actions, setsigmask=before, setsigdef=_RESET,
+                file_actions=actions, setsigmask=before, setsigdef=reset,
             )  # fmt: skip
         except BaseException:
             for number, handler in handlers.items():
@@ -106,7 +97,7 @@ class _Supervision:
 
     def wait_for_command(self) -> None:
         while not self._reap():
-            self._wait(_PERIOD)
+            self._wait(1.0)  # no signal reports some changes
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._kill()
 
@@ -126,7 +117,7 @@ class _Supervision:
             if time.monotonic() >= self._deadline:
                 self._kill()
                 return
-            self._wait(_REST_PERIOD)
+            self._wait(0.1)
             self._reap()
 
     def ended(self) -> Ended:
@@ -200,7 +191,7 @@ class _Supervision:
 
     def _kill(self) -> None:
         """Kill all processes, also those that appear meanwhile, for a bounded time."""
-        end = time.monotonic() + _KILL_TIMEOUT
+        end = time.monotonic() + 10.0  # one in uninterruptible sleep may never end
         while True:
             alive = {*descendants(self._foreign).all}
             if self._wait_status is None:
@@ -216,7 +207,7 @@ class _Supervision:
             for pid in alive:
                 _send(pid, signal.SIGKILL)
             self._killed |= alive
-            signal.sigtimedwait({signal.SIGCHLD}, _KILL_PERIOD)
+            signal.sigtimedwait({signal.SIGCHLD}, 0.05)
             self._reap()
 
 

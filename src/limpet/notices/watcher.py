@@ -20,9 +20,6 @@ from limpet.threads import start_thread
 
 _DETECTION = "the detection of the platform"
 
-_JOIN_SECONDS = 1.0
-"""The longest time for which ``close`` waits for polls that have not ended."""
-
 
 class NoticeWatcher:
     """Polls each source of notices on a thread of its own, and passes on what they report.
@@ -73,7 +70,7 @@ class NoticeWatcher:
         if self._pid != os.getpid():
             return
         self._end_threads()
-        limit = Deadline.after(_JOIN_SECONDS, "the last polls of the sources of notices")
+        limit = Deadline.after(1.0, "the last polls of the sources of notices")
         for thread in self._threads:
             thread.join(limit.seconds_left)  # a daemon: a poll that hangs delays only for so long
         self._threads.clear()

@@ -47,9 +47,6 @@ _TRAINING_NUMBERS = _TWIN_NUMBERS * _TWIN_NUMBERS
 _MAX_MISSED = 10_000
 """The maximum number of operations that a rank may have missed."""
 
-_MAX_LAST = 64
-"""The number of last operations of a group that some rank may not have left yet."""
-
 LEAVING = "the end of the training's part in the group"
 """The operation by which the ranks that train let the members go."""
 
@@ -335,7 +332,7 @@ class _Server:
         end = time.monotonic() + _LEAVING_SECONDS
         for prefix, numbers in self.groups:
             following = next(numbers)
-            for number in range(max(1, following - _MAX_LAST), following):
+            for number in range(max(1, following - 64), following):
                 while self.store.check([f"{prefix}/{number}/left"]) and time.monotonic() < end:
                     time.sleep(0.005)
 

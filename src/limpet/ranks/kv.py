@@ -51,8 +51,6 @@ MAX_BATCH_KEYS = 64
 STRAGGLER_SECONDS = 30.0
 """Seconds without progress after which waiting ranks report a rank as a straggler."""
 
-_MAX_SHOWN = 8
-
 _POLL_SECONDS = 0.01
 
 _BEFORE_JOINING = b"0 0 "
@@ -599,7 +597,7 @@ def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout
     emit(
         "ranks_awaited",
         what=operation,
-        ranks=list(ranks[:_MAX_SHOWN]),
+        ranks=list(ranks[:8]),
         count=len(ranks),
         seconds=waited,
         longest=timeout,

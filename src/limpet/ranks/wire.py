@@ -57,11 +57,6 @@ _CONNECT_SECONDS = 10.0
 """The longest time for a connection and its handshake. A host that is gone does not answer at all,
 and a process that is stopped makes no handshake."""
 
-_CLOSE_SECONDS = 5.0
-
-_CHECK_SECONDS = 1.0
-"""Seconds after which a call that waits looks up again how much time is left."""
-
 _POLL_SECONDS = 0.2
 """Seconds after which the times of the handshakes are checked."""
 
@@ -324,7 +319,7 @@ class Channel:
         clock = self.deadline.clock
         stalled_at = clock() + self.stall_seconds
         while (seconds := min(self.seconds_left, stalled_at - clock())) > 0:
-            self._socket.settimeout(min(seconds, _CHECK_SECONDS))
+            self._socket.settimeout(min(seconds, 1.0))  # the time that is left may change
             with suppress(TimeoutError):
                 return call(view)
         raise TimeoutError
@@ -426,7 +421,7 @@ class Connections:
             channel.interrupt()
         for channel, thread in threads.items():
             with suppress(RuntimeError):  # Ctrl-C came before it was started
-                thread.join(_CLOSE_SECONDS)
+                thread.join(5.0)
             if not thread.is_alive():
                 self._forget(channel)  # otherwise, it does so itself
 

@@ -18,12 +18,6 @@ Key = int | tuple[str, int]
 _Part = tuple[TrainingTask, int, int]
 """The records of a task from a first one up to, but without, another one."""
 
-_SECONDS_FOR_A_TASK = 0.2
-"""How long an empty pass waits for tasks that other workers have: the loop around it may spin."""
-
-_IDLE_PASSES = 2
-"""After how many passes in a row without a step the next one raises. One may inspect the data."""
-
 
 class TaskBatches:
     """A batch sampler for ``DataLoader(dataset, batch_sampler=...)`` over the training tasks.
@@ -112,7 +106,8 @@ class TaskBatches:
         rank, ranks = self._rank_and_world_size()
         self._begin_pass()
         pass_number = self._pass_number
-        timeout = _SECONDS_FOR_A_TASK if ranks == 1 else 0.0
+        # other workers have the tasks of an empty pass, and the loop around it may spin
+        timeout = 0.2 if ranks == 1 else 0.0
         while batch := self._next_batch(timeout):
             timeout = 0.0  # the thread that waits is the one that consumes
             self._pending.append(batch)
@@ -130,7 +125,7 @@ class TaskBatches:
     def _begin_pass(self) -> None:
         """Return what the pass before has read, and no step has consumed, to the queue."""
         self._idle_passes += 1 if self._pending else 0
-        if self._idle_passes >= _IDLE_PASSES:
+        if self._idle_passes >= 2:  # one may inspect the data
             raise TaskError(
                 f"No step has consumed a batch of the last {self._idle_passes} passes, so every"
                 " pass yields the same batches",

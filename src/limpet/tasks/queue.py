@@ -37,9 +37,6 @@ from limpet.threads import no_op
 _LONGEST_WAIT = 1.0
 """Seconds after which a wait looks at the clock again, which may not be the real one."""
 
-_LONGEST_CAUSE = 10_000
-"""The number of characters of the cause of a failure that are kept."""
-
 
 class Queue:
     """Tasks for any number of workers, of the two kinds ``"training"`` and ``"evaluation"``.
@@ -259,7 +256,7 @@ class Queue:
         with self._entered():
             lease = self._jobs.lease_of(report)
             if lease is not None:
-                self._jobs.take_back(lease, cause[:_LONGEST_CAUSE], is_final)
+                self._jobs.take_back(lease, cause[:10_000], is_final)
             return lease is not None
 
     def report_released(self, report: Report) -> bool:

@@ -44,12 +44,6 @@ MAX_RESULT = 1 << 30
 _MAX_NAME = 200
 """The most characters of the name of a worker, which is part of errors."""
 
-_MAX_CAUSE = 10_000
-"""The most characters of the cause of a failure that are sent."""
-
-_SEND_SECONDS = 30.0
-"""How long a worker may take to read a reply before its connection is ended."""
-
 _LONGEST_WAIT = 0.5
 """Seconds for which a request waits for a task. So long, nobody notices that a worker has left."""
 
@@ -61,8 +55,6 @@ _HANDSHAKES = wire.HandshakeLimits(connections=256)
 
 _IDLE = Deadline("the next request", inf)
 """A worker may be at work on a task for any time. Its leases end, not its connection."""
-
-_REQUEST = Deadline("a request to a task queue", inf)
 
 _OWNER = "the owner of the task queue"
 
@@ -284,7 +276,8 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
         with self._lock:
             self._count += 1
             name = f"{worker} (connection {self._count})"
-        channel = wire.Channel(sock, name, MESSAGES, _IDLE, session, part_seconds=_SEND_SECONDS)
+        # a worker may take 30 s to read a reply
+        channel = wire.Channel(sock, name, MESSAGES, _IDLE, session, part_seconds=30.0)
         return self._connections.start(channel, self._serve)
 
     def _serve(self, channel: wire.Channel) -> None:
@@ -359,8 +352,9 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
     def __init__(self, connection: socket.socket | wire.Channel) -> None:
         if isinstance(connection, socket.socket):
             connection.set_inheritable(False)  # no program that this process starts keeps it alive
+            request = Deadline("a request to a task queue", inf)
             connection = wire.Channel(
-                connection, _OWNER, MESSAGES, _REQUEST, part_seconds=_REPLY_SECONDS
+                connection, _OWNER, MESSAGES, request, part_seconds=_REPLY_SECONDS
             )
         self._channel = connection
         self._process = os.getpid()
@@ -445,7 +439,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         return self._ask(Done(report, _encode_result(result)))
 
     def report_failed(self, report: Report, cause: str, is_final: bool = False) -> bool:
-        return self._ask(Failed(report, cause[:_MAX_CAUSE], is_final))
+        return self._ask(Failed(report, cause[:10_000], is_final))
 
     def report_released(self, report: Report) -> bool:
         return self._ask(Released(report))

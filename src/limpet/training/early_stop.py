@@ -156,9 +156,6 @@ class EarlyStop:
 MAX_VERSIONS = 100
 """The newest versions whose records are read after each save, and by polls in turn."""
 
-VERSIONS_PER_POLL = 8
-"""The versions whose records one poll reads: each costs a request to the store."""
-
 
 @dataclass(slots=True)
 class _Lineage:
@@ -209,7 +206,7 @@ class RecordedScores:
         versions = [*reversed(digests)]
         if self._polled >= len(versions):
             self._polled = 0
-        begin, self._polled = self._polled, self._polled + VERSIONS_PER_POLL
+        begin, self._polled = self._polled, self._polled + 8  # each costs a request to the store
         self._read(lineage, {v: digests[v] for v in versions[begin : self._polled]})
 
     def read_before_deletion(

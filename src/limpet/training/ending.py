@@ -339,10 +339,6 @@ def _first_error_text(first: Arrival, own_error: str) -> str:
 # -- after the last save -------------------------------------------------------------------------
 
 
-_AUTHOR = "training"
-"""The name under which a training records its end, and those of epochs."""
-
-
 def record_end(saver: Saver, reason: str, epochs: int, positions: dict[str, int] | None) -> None:
     """Record about the newest version that ``epochs`` are complete, and the epochs at which the
     loaders go on, unless the version does not have the last steps. ``reason``: why the training has
@@ -359,7 +355,7 @@ def record_end(saver: Saver, reason: str, epochs: int, positions: dict[str, int]
             pins.require_manifest(run.location(version))
             about = version, newest.digest
             content = {"reason": reason, "epochs": epochs, "positions": positions}
-            put_about_version(Ended, _AUTHOR, about, run.store, records.records, **content)
+            put_about_version(Ended, "training", about, run.store, records.records, **content)
     except errors.LimpetError as e:
         what = "the training" if reason else "its epoch"
         advice = f"{version} was saved, but the end of {what} could not be recorded"

@@ -13,10 +13,6 @@ from limpet.saving.pending import Pending
 Clock = Callable[[], float]
 
 
-MIN_STEPS = 5
-"""The number of steps of each kind from which their durations are compared."""
-
-
 class Durations:
     """The durations of the last 100 steps or saves, in seconds."""
 
@@ -150,7 +146,7 @@ class Goodput:
         found: dict[str, float] = {**self.counts, "goodput": goodput}
         found |= {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
         kinds = self._steps_during_saves, self._other_steps
-        if min(map(len, kinds)) >= MIN_STEPS and (usual := self._other_steps.median()):
+        if min(map(len, kinds)) >= 5 and (usual := self._other_steps.median()):
             found["step_slowdown"] = self._steps_during_saves.median() / usual
         return found
 

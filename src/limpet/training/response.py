@@ -36,9 +36,6 @@ from limpet.training.step_savepoint import SLACK, SavepointSaver, StepSavepoint
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
 
-_FLUSH_SECONDS = 10.0
-"""Without a notice, the time to save the newest snapshot in a tier before the process ends."""
-
 _NOTE_SECONDS = 0.5
 """The time to note that this restart has ended well, before the process ends."""
 
@@ -305,7 +302,8 @@ class PreemptionResponse(Observer):
 
     def _end_now(self, code: int, message: str) -> None:
         if code == exit_status.FAILED and self._ended_by is None:
-            limit, known = Deadline.after(_FLUSH_SECONDS, "the end of this process"), self._deadline
+            # without a notice, a snapshot in a tier is saved within 10 s
+            limit, known = Deadline.after(10.0, "the end of this process"), self._deadline
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
         if code == exit_status.SAVED and not self._is_without_ranks:
             limit = Deadline.after(_NOTE_SECONDS, "the end of this process")

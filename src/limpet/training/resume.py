@@ -350,10 +350,6 @@ class Resume:
 # -- starting from another run -------------------------------------------------------------------
 
 
-KEEP_MISSING = Leniency(missing="keep")
-"""What may be tolerated in versions of the run itself."""
-
-
 CAST = 'mismatched="cast"'
 """How ``resume`` requests what ``limpet.load`` does with ``cast=True``."""
 
@@ -374,7 +370,7 @@ def check_start(
             "resume() cannot combine start= for an empty run with at= for one with versions; write"
             ' the step in the address: resume(start="RUN@120")'
         )
-    if start is None and (keys is not None or leniency not in (STRICT, KEEP_MISSING)):
+    if start is None and (keys is not None or leniency not in (STRICT, Leniency(missing="keep"))):
         raise errors.LimpetError(
             "A run resumes all of its own versions: keys=, unexpected=, rename=, and mismatched="
             " are valid only together with start="

@@ -152,7 +152,6 @@ SLACK = 1.0
 """Seconds beyond the measured times of a step and a save."""
 
 _POLL_SECONDS = 0.02
-_STORE_POLL_SECONDS = 0.25
 
 
 class SavepointSaver:
@@ -291,7 +290,7 @@ class SavepointSaver:
             if self._is_hastened or now >= self._needed_at(deadline, now):
                 return deadline
             if self._group.kv is not None and self._begun_key and now >= polls_at:
-                polls_at = now + _STORE_POLL_SECONDS + self._group.size * 1e-4
+                polls_at = now + 0.25 + self._group.size * 1e-4
                 if self._group.kv.get_text(self._begun_key) is not None:
                     return deadline  # another rank cannot wait any longer
             time.sleep(_POLL_SECONDS)
