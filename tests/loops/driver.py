@@ -40,6 +40,7 @@ def _check_logged(case, folder, at_each_step):
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
     os.environ["LIMPET_SILENT"] = "30"
+    torch.set_num_threads(1)
     for name in ("accelerate", "lightning"):
         if case.loop.startswith(name):
             import_module(name)
