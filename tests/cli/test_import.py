@@ -200,7 +200,7 @@ def test_a_file_without_read_permission(folder, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr("limpet.convert.mmap_files.os.open", deny)
-    check_error_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
+    check_error_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt", "Permission denied")
 
 
 def test_a_full_disk_leaves_no_version(folder, monkeypatch):
