@@ -62,7 +62,8 @@ class NoticeWatcher:
         for watch in self._watches:
             self._watch(watch)
         if self._detect is not tuple and not self._start(self._add_detected):
-            _emit(_DETECTION, RuntimeError("can't start new thread"))
+            error = RuntimeError("can't start new thread")
+            events.emit("notice_source_failed", source=_DETECTION, error=error)
 
     def close(self) -> None:
         """End the threads and close the sources; raises nothing (see ``raise_error``). A source
@@ -119,7 +120,7 @@ class NoticeWatcher:
             events.emit("platform_detected", sources=[source.name for source in found])
         except Exception as e:  # noqa: BLE001  (``raise_error`` raises it)
             self._error = e
-            _emit(_DETECTION, e)
+            events.emit("notice_source_failed", source=_DETECTION, error=e)
             return
         for source in found:
             self._watches.append(_Watch(source))
@@ -196,13 +197,6 @@ def _close_source(watch: _Watch) -> None:
         close()
 
 
-def _emit_failure(source: NoticeSource, error: Exception) -> None:
-    try:
-        name = str(source.name)
-    except Exception:  # noqa: BLE001  (a source without a name: the event reports another error)
-        name = type(source).__qualname__
-    _emit(name, error)
-
-
-def _emit(name: str, error: Exception) -> None:
+def _emit_failure(source: object, error: Exception) -> None:
+    name = getattr(source, "name", type(source).__qualname__)
     events.emit("notice_source_failed", source=name, error=error)

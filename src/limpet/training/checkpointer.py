@@ -286,32 +286,6 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=at is not None)
         if self._all_ranks.members:
             call_to_resume(self._all_ranks, start, keys, leniency, check=check)
-        self._savepoint.invalidate()
-        point = self._load_version(step, branch, start, keys, leniency)
-        self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
-        if self._lifecycle.is_started:
-            self._saver.start_tiers(self.state)
-        self._step_counter.share_seeds(self._group, self.run.url)
-        if point is None:
-            self._cadence.restart()
-            events.emit("began", run=self.run.url)
-            return None
-        changes = self._continue_from(point)
-        if check and point.is_exact:
-            check_whole_state(self.run.url, point.snapshot, self.state, self._all_ranks, changes)
-        return Snapshot(point.snapshot)
-
-    def _load_version(
-        self,
-        step: int | None,
-        branch: int | None,
-        start: Url | None,
-        keys: str | Sequence[str] | None,
-        leniency: Leniency,
-    ) -> ResumePoint | None:
-        """Load a version of the run, or of ``start`` if it is empty, and take over its position."""
-        if not (self._lifecycle.is_resumed or self._lifecycle.is_started):
-            self._script_options = state_check.read_options(self.state)
         resume = Resume(
             run=self.run,
             state=self.state,
@@ -325,6 +299,21 @@ class Checkpointer:
             keys=keys,
             leniency=leniency,
         )
+        point = self._load_version(resume)
+        if point is None:
+            self._cadence.restart()
+            events.emit("began", run=self.run.url)
+            return None
+        changes = self._continue_from(point)
+        if check and point.is_exact:
+            check_whole_state(self.run.url, point.snapshot, self.state, self._all_ranks, changes)
+        return Snapshot(point.snapshot)
+
+    def _load_version(self, resume: Resume) -> ResumePoint | None:
+        """Load a version, and take over its position."""
+        self._savepoint.invalidate()
+        if not (self._lifecycle.is_resumed or self._lifecycle.is_started):
+            self._script_options = state_check.read_options(self.state)
         iterators = state_check.find_iterators(self.state)
         try:
             point = resume.load()
@@ -339,6 +328,10 @@ class Checkpointer:
             raise
         finally:
             self._step_counter.release()
+        self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
+        if self._lifecycle.is_started:
+            self._saver.start_tiers(self.state)
+        self._step_counter.share_seeds(self._group, self.run.url)
         return point
 
     # -- training ------------------------------------------------------------------------------
@@ -749,7 +742,8 @@ class Checkpointer:
             raise lost from error
 
     def _continue_from(self, point: ResumePoint) -> list[str]:
-        """Continue from a version. Return what differs from the training that saved it."""
+        """Continue from a version. Report that, and on rank 0 what of the script it has replaced.
+        Return what differs from the training that saved it."""
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
         if point.from_own_run:
@@ -769,28 +763,13 @@ class Checkpointer:
         restored = list[str]()
         if point.from_own_run:
             restored = state_check.restore_modes(self.state, metadata.get(state_check.MODES))
-        self._report_resume(point, metadata, changes, restored)
-        return changes
-
-    def _report_resume(
-        self,
-        point: ResumePoint,
-        metadata: Mapping[str, Any],
-        changes: list[str],
-        restored: list[str],
-    ) -> None:
-        """Say where training continues, and, on rank 0, which options of the script the version has
-        replaced, besides ``restored``."""
-        run, url, is_first = self.run.url, point.snapshot.url, self._group.rank == 0
-        step, branch = self._step_counter.progress.step, self._branch
-        events.emit("resumed", run=run, url=url, step=step, branch=branch, changes=changes)
-        if is_first and self._script_options:
-            earlier = metadata.get(state_check.OPTIONS)
-            restored = restored + state_check.describe_changes(
-                self._script_options, earlier, state_check.read_options(self.state)
-            )
-        if is_first and restored:
+        earlier, used = metadata.get(state_check.OPTIONS), state_check.read_options(self.state)
+        restored += state_check.describe_changes(self._script_options, earlier, used)
+        run, url, step = self.run.url, point.snapshot.url, progress.step
+        events.emit("resumed", run=run, url=url, step=step, branch=self._branch, changes=changes)
+        if self._group.rank == 0 and restored:
             events.emit("options_replaced", run=run, url=url, options=restored)
+        return changes
 
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver

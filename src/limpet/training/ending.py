@@ -216,13 +216,9 @@ class Ending:
             with closing(collective), collective:
                 _compare_steps(collective, step, "The ranks did not raise in the same step")
         except errors.RankFailed as e:
-            failure = errors.LimpetError(
-                e.what, expected=e.expected, found=e.found
-            )  # without advice
-            problems.append(
-                f"the state after step {step} was not saved:"
-                f" {failure}{_first_error_text(first, cause)}"
-            )
+            failure = errors.LimpetError(e.what, expected=e.expected, found=e.found)  # no advice
+            earlier = _first_error_text(first, cause)
+            problems.append(f"the state after step {step} was not saved: {failure}{earlier}")
         else:
             if first_error := _first_error_text(first, cause):
                 error.add_note(first_error.strip())
@@ -254,11 +250,8 @@ class Ending:
 
     def warn_unsaved(self, error: BaseException | None) -> None:
         """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
-        step, saved_step, url = (
-            self.step_counter.progress.step,
-            self.saver.saved_step,
-            self.saver.run.url,
-        )
+        step, saved_step = self.step_counter.progress.step, self.saver.saved_step
+        url = self.saver.run.url
         if step != saved_step and not isinstance(self.policy, Never):
             events.emit("left_unsaved", run=url, step=step, since=saved_step)
             if self._group.rank == 0:
