@@ -108,8 +108,7 @@ def leave_code(status: Status) -> int:
     """Return the code with which this process must exit now.
 
     Under ``limpet run``, this writes the status, and returns 0 for every code but ``FAILED``.
-    Otherwise, or if the status cannot be written, it returns the code itself, and never raises
-    ``OSError``: nothing may keep the process from leaving in time.
+    Otherwise, or if the status cannot be written, it returns the code itself.
     """
     folder = status_folder()
     if folder is None:
@@ -198,12 +197,9 @@ def _launcher_pid() -> int:
 
 def leave_done_at_exit(status: Status | None) -> None:
     """Leave that the training has ended normally when this process exits, unless an exception or a
-    signal ends it, or another training in it starts, fails, or leaves a status.
-
-    ``status`` is ``DONE`` if a notice came before the end: it excuses the 1 that torchrun returns
-    after a signal. Without a notice, it is None, and the record says only that the process has
-    left, because what the process does afterward is unknown.
-    """
+    signal ends it, or another training in it starts, fails, or leaves a status. ``status``:
+    ``DONE`` after a notice, which excuses the 1 that torchrun returns after a signal; else None,
+    because what the process does afterward is unknown."""
     forget_done()
     atexit.register(leave_done, status)
 

@@ -25,12 +25,9 @@ class PlannedEvent:
 
 
 class PlannedEvents:
-    """The planned events of a platform, in successive answers.
-
-    A stop that is more than ``before`` seconds away is reported once, as a risk: the training saves
-    and goes on. So is an event that had begun when this process first asked, because platforms list
-    a reboot for minutes after it, which would stop each restart.
-    """
+    """The planned events of a platform, in successive answers. A stop that is more than ``before``
+    seconds away is reported once, as a risk. So is an event that had begun when this process first
+    asked: platforms list a reboot for minutes after it, which would stop each restart."""
 
     def __init__(self, before: float) -> None:
         self._before = check_seconds("before=", before)

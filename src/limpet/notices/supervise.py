@@ -33,13 +33,10 @@ def supervise(
     stdout: int | None = None,
 ) -> Ended:
     """Run a command until none of its processes is left, and return how it ended. Main thread only.
-
     ``grace``: seconds from the first stop signal to SIGKILL for all descendants. ``report`` gets
-    lines for people, and must not raise. ``find_requesting(number)``: the processes that alone
-    receive a signal that asks for no end. ``stdout``: what becomes the command's standard output.
-    The signals stay blocked afterward: none can keep the caller from reporting. Raises ``OSError``
-    if the command cannot start.
-    """
+    lines for people. ``find_requesting(number)``: the processes that alone receive a signal that
+    asks for no end. The signals stay blocked afterward: none can keep the caller from reporting.
+    Raises ``OSError`` if the command cannot start."""
     supervision = _Supervision(grace, report, find_requesting)
     supervision.start(command, environment, stdout)
     supervision.wait_for_command()

@@ -22,12 +22,10 @@ _DETECTION = "the detection of the platform"
 
 
 class NoticeWatcher:
-    """Polls each source of notices on a thread of its own, and passes on what they report.
-
-    One of them at a time calls ``on_notice``, a method, which is referenced weakly: a training that
-    nobody closed is collected. ``start`` starts a source with ``start(wake)`` and ``close()``,
-    which calls ``wake`` to be polled at once. ``detect`` returns more sources, on a thread.
-    """
+    """Polls each source of notices on a thread of its own. One of them at a time calls
+    ``on_notice``, a method, which is referenced weakly: a training that nobody closed is collected.
+    A source may have ``start(wake)`` and ``close()``: it calls ``wake`` to be polled at once.
+    ``detect`` returns more sources, on a thread."""
 
     def __init__(
         self,

@@ -437,13 +437,9 @@ class Agreement:
 
     def propose(self, action: str, seconds: float | None = None, cause: str = "") -> None:
         """Propose an action, from any thread or signal handler: without a lock, at once, and not
-        twice.
-
-        ``seconds``: until all ranks must have acted, because of ``cause``; the earliest one counts.
-        Every wait then ends in a third of it, and ``Observer.on_deadline`` tells all ranks. If a
-        rank is dead, hangs, or has closed, or the store does not respond, ``not_agreed`` is
-        emitted, and the action may be proposed again.
-        """
+        twice. ``seconds``: until all ranks must have acted, because of ``cause``; the earliest one
+        counts. Every wait then ends in a third of it. If the ranks cannot agree, ``not_agreed`` is
+        emitted, and the action may be proposed again."""
         deadline = None
         if seconds is not None:
             deadline = RoundDeadline(self.clock() + seconds, cause)
@@ -451,12 +447,9 @@ class Agreement:
             self._proposals.put(Proposal(action, self._gate.delivery_count, deadline))
 
     def step(self) -> frozenset[str]:
-        """Return the actions that all ranks perform now. Call it after each step, equally often on
-        all ranks.
-
-        Waits only at a step to agree on. Raises ``RankFailed``, once, if the store failed and
-        others may act at this step.
-        """
+        """Return the actions that all ranks perform now. All ranks call it after each step. It
+        waits only at a step to agree on. Raises ``RankFailed``, once, if the store failed and
+        others may act at this step."""
         with self._raising():
             return self._gate.step()
 

@@ -10,13 +10,9 @@ from limpet.text import format_ranks
 
 
 class FailureDetector:
-    """Monitors ranks that this rank waits for. ``waited``: seconds, almost without those in which
-    this process was suspended; ``stuck``: that a live rank may make no progress (None:
-    ``Timeouts``).
-
-    A rank that itself waits at a position before ``position`` is not stuck. If one at any position
-    were exempt, two ranks could wait for each other forever.
-    """
+    """Monitors ranks that this rank waits for. ``stuck``: the seconds in which a live rank may make
+    no progress (None: ``Timeouts``), unless it waits itself, at a position before ``position``. If
+    one at any position were exempt, two ranks could wait for each other forever."""
 
     def __init__(
         self,
@@ -32,20 +28,16 @@ class FailureDetector:
         self._stuck = kv.timeouts.stuck if stuck is None else stuck
         self._never_seen = max(self._silent, kv.timeouts.stuck if stuck is None else 0.0)
         self._checked_at = kv.clock()
-        self.waited = 0.0
+        self.waited = 0.0  # almost without the seconds in which this process was suspended
         self._observed: dict[int, tuple[Heartbeat | None, float, float]] = {}
         self._arrived: set[int] = set()
 
     def failed(
         self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False
     ) -> RankFailed | None:
-        """Return an error about the first of these ranks that has ended, is dead, or is stuck. It
-        also names those that have used half of their time: one check does not find all that die at
-        once.
-
-        ``has_arrived`` exempts ranks. It is slow, so only those that seem to have failed are asked
-        about.
-        """
+        """Return an error about the first of these ranks that has ended, is dead, or is stuck, and
+        those that have used half of their time: one check does not find all that die at once.
+        ``has_arrived``, which is slow, exempts ranks that seem to have failed."""
         self._observe(ranks)
         if all(self._failure_reason(r) is None for r in ranks):
             return None

@@ -255,11 +255,8 @@ class HostPeers:
         consume: Consume,
     ) -> bool:
         """Read each item on the rank that ``readers`` says, in several threads, and ``consume`` it
-        on all.
-
-        ``groups``: this rank's own items, as it calls ``read`` with them. Returns False on all
-        ranks, without any call, if one cannot allocate its window.
-        """
+        on all. ``groups``: this rank's own items, as it calls ``read`` with them. Returns False on
+        all ranks, without any call, if one cannot allocate its window."""
         if not sizes or not self._is_usable:
             return self._is_usable
         slot_size, slots = slot_layout(sizes, readers)

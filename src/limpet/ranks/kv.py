@@ -125,12 +125,8 @@ class KeyValueStore(Protocol):
 
 class KVClient:
     """A client of one rank for the store, for any thread; ``RankFailed`` if the store does not
-    respond within ``timeouts.silent`` seconds.
-
-    ``with_prefix``: returns a view with a prefix, if the store outlives this start of the job; the
-    first request then waits for the session. ``interrupt``: ends the call in progress (see
-    ``interrupter_of``), if only this client uses its connection.
-    """
+    respond within ``timeouts.silent`` seconds. ``with_prefix``: returns a view with a prefix, if
+    the store outlives this start of the job; the first request then waits for the session."""
 
     def __init__(
         self,
@@ -141,7 +137,7 @@ class KVClient:
         clock: Callable[[], float] = time.monotonic,
         with_prefix: Callable[[str], KeyValueStore] | None = None,
     ) -> None:
-        self.interrupt: Callable[[], bool] = lambda: False
+        self.interrupt: Callable[[], bool] = lambda: False  # see ``interrupter_of``
         self.rank = rank
         self.timeouts = timeouts
         self.clock = clock
@@ -606,13 +602,9 @@ def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout
 
 def interrupter_of(description: str) -> Callable[[], bool]:
     """Return a function that makes calls of a TCPStore fail, now and later; False without a
-    connection.
-
-    A call does not return while the host process of the store is stopped. If it returns while the
-    interpreter ends, PyTorch ends the process with "terminate called" (exit code -6). So the client
-    ends it before, through a duplicate of the descriptor in the store's ``repr``, ``description``:
-    PyTorch has no method for that.
-    """
+    connection. A call that returns while the interpreter ends, because the host of the store was
+    stopped, makes PyTorch end the process with "terminate called" (exit code -6). PyTorch has no
+    method for that, but the descriptor is in the store's ``repr``, ``description``."""
     match = _CLIENT.search(description)
     fds: list[int] = []
     if match is not None:

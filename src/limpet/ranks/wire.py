@@ -196,14 +196,11 @@ def _prepare(connection: socket.socket) -> None:
 
 
 class Channel:
-    """A connection that carries messages, every call of which ends by ``deadline``.
-
-    ``peer``: the name of the other side, for errors. ``stall_seconds``: the longest time without a
-    byte. ``part_seconds``: the time that ``renew`` gives. ``limit`` returns the seconds that are
-    left for all calls, and may change its mind at any time. ``session``: None for a pair of sockets
-    that no other process can reach. Only one thread uses a channel, except that any may call
-    ``interrupt``. All calls raise ``Unavailable`` if the connection or the time ends.
-    """
+    """A connection that carries messages, every call of which ends by ``deadline``, or raises
+    ``Unavailable``. ``stall_seconds``: the longest time without a byte. ``part_seconds``: what
+    ``renew`` gives. ``limit`` returns the seconds that are left for all calls, and may change at
+    any time. ``session``: None for a pair of sockets that no other process can reach. Only one
+    thread uses a channel, except that any may call ``interrupt``."""
 
     def __init__(
         self,
@@ -465,16 +462,11 @@ class _Handshake:
 
 
 class Listener:
-    """Listens at ``address``, an IP address of this host, on a thread of its own.
-
-    The thread accepts connections and makes the handshakes of all of them, without waiting for any.
-    Strangers can therefore occupy neither threads nor memory; at most they displace one another.
-
-    ``purpose``: what the connections are for, for errors: "serve copies". ``accept`` gets each
-    connection whose peer has proved that it knows ``secret``, and must neither wait nor raise.
-    ``limits``: those of the handshakes. It listens when this returns, at ``port`` (0: a free
-    one). Raises ``StoreError`` if it cannot.
-    """
+    """Listens at ``address``, an IP address of this host, and a ``port`` (0: a free one), or raises
+    ``StoreError``. One thread makes all handshakes, without waiting for any: strangers can occupy
+    neither threads nor memory; at most they displace one another. ``purpose``, for errors: "serve
+    copies". ``accept`` gets each connection whose peer has proved that it knows ``secret``, and
+    must neither wait nor raise."""
 
     def __init__(
         self,

@@ -242,10 +242,7 @@ class TaskLease:
 
 class JobTables:
     """The jobs by name, in order, and the leases of their tasks. A lease takes the lowest open task
-    of the first job that has one and is not blocked. O(log n) steps, amortized.
-
-    ``has_news``: a task may be open, or a job has ended, since whoever waits for it looked.
-    """
+    of the first job that has one and is not blocked. O(log n) steps, amortized."""
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
@@ -255,7 +252,7 @@ class JobTables:
         self._clear()
 
     def _clear(self) -> None:
-        self.has_news = True
+        self.has_news = True  # a task may be open, or a job has ended, since somebody looked
         self.by_name: dict[str, TaskTable] = {}
         self.leases: dict[int, TaskLease] = {}  # those in force, by attempt
         self._held: dict[tuple[str, Kind], dict[int, TaskLease]] = {}  # by worker

@@ -154,13 +154,9 @@ class PreemptionResponse(Observer):
             self._watcher.raise_error(ended)
 
     def end(self, error: E, finish: Callable[[E], object]) -> None:
-        """Call ``finish``, which ends the training, then leave the status for ``limpet run``.
-
-        After a notice, the command is expected to stop, so an error leaves ``FAILED``; one that may
-        follow from the stop (a lost rank or worker, an interrupt) leaves nothing. A normal end,
-        also by exit code 0, leaves ``DONE`` at the exit, unless ``finish`` raises: the last step
-        may not be saved.
-        """
+        """Call ``finish``, which ends the training, then leave the status for ``limpet run``. After
+        a notice, an error leaves ``FAILED``, and one that may follow from the stop nothing. A
+        normal end leaves ``DONE`` at the exit, unless ``finish`` raises."""
         exit_status.forget_done()  # of an earlier training in this process
         is_failed = error is not None and (not isinstance(error, SystemExit) or bool(error.code))
         try:

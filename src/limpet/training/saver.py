@@ -40,13 +40,10 @@ P = ParamSpec("P")
 
 
 class Saver:
-    """Saves states of a training in the background, through a ``VersionWriter``. Only the training
-    thread calls methods; any thread may read the properties.
-
-    At most one save is in flight that the next one must wait for; with the local tier, only until
-    its promotion to the run begins. With ``overlap``, an optimizer's step waits for the copy.
-    ``all_ranks``: those of the training, and its members.
-    """
+    """Saves states of a training in the background. Only the training thread calls methods; any
+    thread may read the properties. At most one save is in flight that the next one must wait for;
+    with the local tier, only until its promotion to the run begins. With ``overlap``, an
+    optimizer's step waits for the copy. ``all_ranks``: those of the training, and its members."""
 
     def __init__(
         self,
