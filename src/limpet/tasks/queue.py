@@ -285,7 +285,7 @@ class Queue:
     def check_state_dict(self, state: object) -> None:
         """Raise the error that ``load_state_dict`` would raise. A load calls this first."""
         with self._entered():
-            match_tables(check_state(state), self._jobs.by_name)
+            match_tables(check_state(state)[1], self._jobs.by_name)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state: what it does not contain as completed is open again.
@@ -295,12 +295,12 @@ class Queue:
         nothing, if that would lose a training job that has not begun, or if a job differs.
         """
         with self._entered():
-            loaded = check_state(state)
-            receiving, dropped = match_tables(loaded, self._jobs.by_name)
+            loaded, tables = check_state(state)
+            receiving, dropped = match_tables(tables, self._jobs.by_name)
             for table in dropped:
                 what = f"A load has removed job {table.spec.name!r} from the queue"
                 table.fail(TaskError(what, todo="Add it again", job=table.spec.name))
-            for table, progress in zip(receiving, loaded.progress):
+            for table, progress in zip(receiving, loaded.jobs):
                 table.load(progress)
             self._jobs.replace(receiving, loaded.next_id)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -537,21 +537,14 @@ def _failed_before(table: TaskTable, error: TaskError) -> JobFailed:
 # -- the state in snapshots ------------------------------------------------------------------------
 
 
-class LoadedState(NamedTuple):
-    """A state that was checked: new tables with its jobs, and their progress."""
-
-    next_id: int
-    tables: list[TaskTable]
-    progress: list[JobState]
-
-
 def to_state(next_id: int, tables: Mapping[str, TaskTable]) -> dict[str, Any]:
     """Return the state of a queue, as ``QueueState`` describes it."""
     return {"next_id": next_id, "jobs": [table.to_state() for table in tables.values()]}
 
 
-def check_state(state: object) -> LoadedState:
-    """Return a state after complete checks. Raises ``PlanError`` if it is not that of a queue."""
+def check_state(state: object) -> tuple[QueueState, list[TaskTable]]:
+    """Return a state after complete checks, and new tables for its jobs. Raises ``PlanError`` if it
+    is not that of a queue."""
     try:
         loaded = msgspec.convert(state, QueueState)
     except msgspec.ValidationError as e:
@@ -567,16 +560,16 @@ def check_state(state: object) -> LoadedState:
     names = {table.spec.name for table in tables}
     if len(names) < len(tables) or loaded.next_id < next_id:
         raise _not_a_state("different names, and a next_id after all jobs", loaded.next_id)
-    return LoadedState(loaded.next_id, tables, loaded.jobs)
+    return loaded, tables
 
 
 def match_tables(
-    loaded: LoadedState, live: Mapping[str, TaskTable]
+    loaded: Sequence[TaskTable], live: Mapping[str, TaskTable]
 ) -> tuple[list[TaskTable], list[TaskTable]]:
     """Return the tables that receive the progress of a state, those of live jobs if they exist, and
     the live ones that a load drops. Raises ``PlanError`` for another job, or a new one."""
     receiving = []
-    for table in loaded.tables:
+    for table in loaded:
         own = live.get(table.spec.name)
         if own is not None and own.spec != table.spec:
             raise PlanError(
@@ -586,7 +579,7 @@ def match_tables(
                 todo="Add it with the saved arguments, or give the new job another name",
             )
         receiving.append(table if own is None else own)  # who waits for it knows of no load
-    names = {table.spec.name for table in loaded.tables}
+    names = {table.spec.name for table in loaded}
     dropped = [table for name, table in live.items() if name not in names]
     # a training job that has not begun is one that the script adds for the first time
     new = [t.spec.name for t in dropped if t.spec.kind == "training" and not t.is_touched]

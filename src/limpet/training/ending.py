@@ -490,11 +490,9 @@ def take_over(newer: Ending) -> None:
     saver = newer.saver
     for known, owner in _trainings.copy().items():
         earlier = known()
-        if (
-            earlier is not None
-            and earlier.group.rank == saver.group.rank
-            and _is_same_run(earlier, saver.run)
-        ):
+        if earlier is None or earlier.group.rank != saver.group.rank:
+            continue
+        if _is_same_run(earlier, saver.run):
             _end(earlier, owner())
     _trainings[ref(saver, _forget)] = ref(newer)
 
@@ -503,15 +501,14 @@ def check_position(run: Run, state: dict[str, Any]) -> None:
     """Raise ``LimpetError`` if an open training of another run in this process counts in the same
     objects: each would advance them for both."""
     own = {*map(id, find_positions(state))}
-    for known, owner in _trainings.copy().items() if own else ():
-        earlier, training = known(), owner()
-        if earlier is None or training is None or training._lifecycle.is_closed:
+    for training in [owner() for owner in _trainings.copy().values()]:
+        if training is None or training._lifecycle.is_closed:
             continue
         shared = [p for p in training.step_counter.positions if id(p) in own]
-        if shared and not _is_same_run(earlier, run):
+        if shared and not _is_same_run(training.saver, run):
             raise errors.LimpetError(
                 f"The {type(shared[0]).__name__} in the state counts for an open Checkpointer of"
-                f" {earlier.run.url}: close that one, or give each run an object of its own"
+                f" {training.saver.url}: close that one, or give each run an object of its own"
             )
 
 

@@ -132,8 +132,6 @@ def check_loadable(state: dict[str, Any]) -> None:
         raise PlanError(
             f"{format_list(unwritable, MAX_SHOWN)} in the state could be saved, but never loaded:"
             " several elements share memory, as in an expanded tensor, or the memory is read-only",
-            expected="tensors whose elements each have their own memory, which can be written to",
-            found=f"{len(unwritable)} without",
             todo="Use tensor.clone(memory_format=torch.contiguous_format), also for a buffer, or"
             " register the buffer with persistent=False if it is a constant",
             leaves=tuple(unwritable),

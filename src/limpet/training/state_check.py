@@ -273,20 +273,20 @@ def restore_modes(state: dict[str, Any], saved: Any) -> list[str]:
             continue
         names = {id(o): n for n, o in (*module.named_parameters(), *module.named_modules())}
         ddp = torch.nn.parallel.DistributedDataParallel
-        for mode in owners:
-            pairs = zip(live[mode], str(modes.get(mode, "")))
-            differing = [o for o, (now, then) in zip(owners[mode], pairs) if now != then]
+        has_ddp = any(isinstance(m, ddp) for m in module.modules())
+        for mode, parts in owners.items():
+            digits = zip(parts, live[mode], str(modes.get(mode, "")))
+            differing = [owner for owner, now, then in digits if now != then]
             found_names = sorted(names[id(o)] for o in differing)
-            listing = f"{mode} of {format_list(found_names, _MAX_NAMES)}"
-            if mode == "requires_grad" and any(isinstance(m, ddp) for m in module.modules()):
-                if differing:
-                    warn_user(
-                        f"{listing} of {key} is not that of the version: set it before"
-                        " DistributedDataParallel(), which does not see later changes",
-                        InexactResume,
-                    )
-                continue
-            for owner in differing:
-                setattr(owner, mode, not getattr(owner, mode))
-            changes += [f"{listing} of {key} is that of the version"] if differing else []
+            listing = f"{mode} of {format_list(found_names, _MAX_NAMES)} of {key}"
+            if differing and has_ddp and mode == "requires_grad":
+                warn_user(
+                    f"{listing} is not that of the version: set it before"
+                    " DistributedDataParallel(), which does not see later changes",
+                    InexactResume,
+                )
+            elif differing:
+                changes.append(f"{listing} is that of the version")
+                for owner in differing:
+                    setattr(owner, mode, not getattr(owner, mode))
     return changes

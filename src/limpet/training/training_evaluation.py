@@ -111,10 +111,8 @@ class TrainingEvaluation:
         is_policy = is_policy and not every.on_exception
         require("every=", is_policy, "a policy such as limpet.EverySteps(500)", every)
         require("on=", on in ("current", "paused"), '"current" or "paused"', on)
-        is_batch_size = whole(batch_size, 1) is not None
-        require(
-            "batch_size=", batch_size is None or is_batch_size, "1 or more, or None", batch_size
-        )
+        is_batch_size = batch_size is None or whole(batch_size, 1) is not None
+        require("batch_size=", is_batch_size, "1 or more, or None", batch_size)
         require("keep=", not keep or on == "current", 'False, except with on="current"', keep)
         require("evaluate=", callable(evaluate), "a function", evaluate)
         records = count_records(data)
@@ -288,12 +286,8 @@ class TrainingEvaluation:
 
     def _finish(self) -> None:
         """Complete what is in progress, and evaluate the last step if that is due."""
-        step = self._ckpt._step_counter.progress.step
-        if (
-            self._cadence is None
-            and self._ckpt._step_counter.has_counted
-            and step != self._seen_step
-        ):
+        step, has_counted = self._ckpt.current_step, self._ckpt._step_counter.has_counted
+        if self._cadence is None and has_counted and step != self._seen_step:
             events.emit("evaluation_idle", run=self._ckpt.run.url, evaluation=self.name)
         # there may have been no step: after a resume from the last version
         cadence = self._start()
