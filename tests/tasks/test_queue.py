@@ -554,7 +554,7 @@ def test_an_evaluation_task_cannot_be_consumed_in_part():
     queue.add("evaluation", 5, task_size=5, name="e")
     task = evaluation(queue, "w")
     assert not hasattr(task, "consumed")
-    with pytest.raises(TaskError, match="Expected a training task"):
+    with pytest.raises(TaskError, match="must be a training task"):
         queue.report_consumed([task.report._replace(position=2)])
 
 

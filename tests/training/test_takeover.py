@@ -76,7 +76,8 @@ def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path):
         "Steps 9 to 10",
     ]
     # the end of the process without close() is reported as one line, too
-    assert "Steps 13 to 14 are not in any version of runs/a: the process ended" in done.stderr
+    assert "Steps 13 to 14 are not in any version of" in done.stderr
+    assert "runs/a: the process ended" in done.stderr
     assert [s.step for s in Run(tmp_path / "runs" / "a").snapshots()] == [4, 8, 12]
 
 
@@ -86,7 +87,8 @@ def test_the_end_of_the_process_shows_no_traceback(tmp_path):
     source, flags = CELL.replace("SAVE", "limpet.EverySteps(3)"), ("-W", "error", "-c")
     done = run_interpreter(tmp_path, "", *flags, source.replace("range(6)", "range(7)"))
     assert "weakref" not in done.stderr
-    assert "Step 7 is not in any version of runs/a: the process ended" in done.stderr
+    assert "Step 7 is not in any version of" in done.stderr
+    assert "runs/a: the process ended" in done.stderr
     run_interpreter(tmp_path, "", *flags, source.replace("range(6)", "range(3)"))
     assert [s.step for s in Run(tmp_path / "runs" / "a").snapshots()] == [3, 6, 9]
 
@@ -101,7 +103,7 @@ def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path):
         "writer.finish_save = fail\n"
     )
     done = run_interpreter(tmp_path, "", "-c", fail + source, code=1)
-    assert "limpet: the save to runs/a/version_6 failed: NoSpace: The disk is full" in done.stderr
+    assert "runs/a/version_6 failed: NoSpace: The disk is full" in done.stderr
 
 
 def as_link(path):
@@ -127,7 +129,7 @@ def test_the_same_run_may_be_spelled_differently(tmp_path, spell):
     with pytest.warns(UnsavedSteps, match=r"^Steps 5 to 6 are not .* continue from step 4"):
         new = start(spell(path), 7)
     assert new.current_step == 7
-    with pytest.raises(LimpetError, match=r"newer one of this process .* Use the newer one"):
+    with pytest.raises(LimpetError, match=r"newer one of this process .* use the newer one"):
         old.step()
     new.close()
 

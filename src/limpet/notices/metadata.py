@@ -95,9 +95,8 @@ def server_url(base_url: str) -> str:
     is_web = url.scheme in ("http", "https") and url.hostname and base_url.isprintable()
     if not (is_valid and is_web) or url.username or url.password or url.query or " " in base_url:
         raise LimpetError(
-            "Invalid address of a metadata server",
-            expected="http://HOST or https://HOST, without a password",
-            found=repr(base_url),
+            "Invalid address of a metadata server: it must be http://HOST or https://HOST, without"
+            f" a password, not {base_url!r}"
         )
     return base_url.rstrip("/")
 

@@ -59,9 +59,7 @@ def check_notice(found: object) -> Notice | None:
         if (given is None or _is_number(seconds)) and age is not None and _is_number(age):
             return replace(found, seconds=seconds, age=age)
     raise LimpetError(
-        "A source of notices returned something else than a notice",
-        expected="None, or a Notice(source: str, seconds: float | None, stops: bool)",
-        found=to_repr(found)[:200],
+        f"A source of notices returned something else than a notice or None: {to_repr(found)[:200]}"
     )
 
 

@@ -121,14 +121,11 @@ class Group(AbstractContextManager["Group", None]):
         host, port = host.strip("[]"), whole(int(text), 0, 65535) if text.isdecimal() else None
         if not host or port is None:
             raise LimpetError(f'address must be "HOST:PORT"; found {address!r}')
-        number = whole(rank)
-        ranks = None if number is None else whole(size, number + 1)
-        if number is None or ranks is None:
-            raise LimpetError(
-                f"rank must be a number from 0 to size - 1; found {rank!r} and size={size!r}"
-            )
-        if whole(members, 0, ranks - 1) is None:
-            raise LimpetError(f"members must be a number from 0 to size - 1; found {members!r}")
+        number, ranks = whole(rank) or 0, whole(size) or 0
+        is_rank = whole(rank, 0, ranks - 1) is not None
+        require("rank", is_rank, "a number from 0 to size - 1", (rank, size))
+        is_members = whole(members, 0, ranks - 1) is not None
+        require("members", is_members, "a number from 0 to size - 1", members)
         if number and not port:
             raise LimpetError("Only rank 0 can join at port 0; pass the address of its group")
         torch = import_torch("limpet.Group uses the TCPStore of PyTorch")

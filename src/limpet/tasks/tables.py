@@ -497,9 +497,8 @@ def check_position(lease: TaskLease, report: Report) -> None:
     is_valid = lease.table.spec.kind == "training" and type(report.position) is int
     if not is_valid or not records.start <= report.position <= (records.stop or report.position):
         raise TaskError(
-            f"Task {report.task} of job {report.job!r} cannot be at this position",
-            expected=f"a training task, at a record from {records.start} to {records.stop}",
-            found=repr(report.position)[:100],
+            f"Task {report.task} of job {report.job!r} cannot be at position {report.position!r}:"
+            f" it must be a training task, which has records {records.start} to {records.stop}",
             job=report.job,
         )
 

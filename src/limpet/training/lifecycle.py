@@ -83,17 +83,13 @@ class Lifecycle:
         callee, where = self.running_call() or ("another method", "another")
         if current_thread().name == "limpet-save":
             return LimpetError(
-                f"{name}() was called in the thread of a save, which cannot wait for itself",
-                expected="a call in the training thread",
-                found=f"a call by an event sink, while {callee}() was running",
-                todo="Call it after the step",
+                f"{name}() was called in the thread of a save, which cannot wait for itself: call"
+                " it in the training thread"
             )
         return LimpetError(
-            f"{name}() was called while {callee}() of the same Checkpointer was running",
-            expected="one call at a time",
-            found=f"a call of {callee}() in {where} thread that has not ended",
-            todo="To save on a signal, use SignalNotice(signal.SIGUSR1, stops=False); do not save"
-            " in a handler. Make all other calls in one thread, or one after the other",
+            f"{name}() was called while {callee}() of the same Checkpointer was running in {where}"
+            " thread: make one call at a time, and to save on a signal, use"
+            " SignalNotice(signal.SIGUSR1, stops=False)"
         )
 
     def running_call(self) -> tuple[str, str] | None:
@@ -131,7 +127,8 @@ class Lifecycle:
         self._outer_exception = id(sys.exception())
         if self.was_taken_over:
             raise LimpetError(
-                "The Checkpointer is closed: a newer one of this process has taken its run over"
+                "The Checkpointer is closed, because a newer one of this process has taken its run"
+                " over: use the newer one"
             )
         if self.is_closed:
             raise LimpetError("The Checkpointer is closed: create a new one")
