@@ -24,6 +24,7 @@ from threading import Thread
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from limpet.errors import RankFailed
 from limpet.events import emit
@@ -203,7 +204,7 @@ class RoundParticipant:
             return proposed
         deadline = min(known)
         left = round(max(0.0, deadline.at - self.clock()), 3)
-        return msgspec.structs.replace(proposed, seconds_left=left, cause=deadline.cause)
+        return replace(proposed, seconds_left=left, cause=deadline.cause)
 
     def _has_earlier_deadline(self) -> bool:
         """Return True if no round has the deadline that this rank knows."""
@@ -214,34 +215,28 @@ class RoundParticipant:
 
     def _next_state(self, current: Round | None) -> Round | None:
         """Return the state of the round that this rank wants to write, or None for no round."""
-        rank = self._kv.rank
+        rank, last = self._kv.rank, current or Round()
         if self.raised:
-            return msgspec.structs.replace(
-                current or Round(), outcome=RAISED, reason=self.raised, rank=rank
-            )
+            return replace(last, outcome=RAISED, reason=self.raised, rank=rank)
         if self.closing:
             reason = f"The training of rank {rank} has ended, so no further agreement is possible"
-            return msgspec.structs.replace(
-                current or Round(), outcome=CLOSED, reason=reason, rank=rank
-            )
+            return replace(last, outcome=CLOSED, reason=reason, rank=rank)
         if current is None:
             actions = tuple(sorted(self.proposed))
             return Round(actions, self._choose_step(0)) if actions else None
         if (added := self.proposed.difference(current.actions)) or self._has_earlier_deadline():
             actions = tuple(sorted(added.union(current.actions)))
-            return self._with_deadline(msgspec.structs.replace(current, actions=actions))
+            return self._with_deadline(replace(current, actions=actions))
         if current.attempt not in self._acked_attempts:
             if not self._gate.arm(current.step):
                 attempt = current.attempt + 1
-                return msgspec.structs.replace(
-                    current, step=self._choose_step(attempt), attempt=attempt
-                )
+                return replace(current, step=self._choose_step(attempt), attempt=attempt)
             # Before the acknowledgment is sent, because the response may be lost.
             self._acked_attempts.append(current.attempt)
             self._kv.put_all({self._ack_key(rank, current.attempt): b""})
             self._all_acked = self._kv.increment(f"{self._key}/{current.attempt}") == self._size
         if self._all_acked:
-            return msgspec.structs.replace(current, outcome=AGREED)
+            return replace(current, outcome=AGREED)
         return self._check_failures(current)
 
     def _choose_step(self, attempt: int) -> int:
@@ -279,7 +274,7 @@ class RoundParticipant:
         if self._kv.rank == 0:
             acks = [self._ack_key(r, current.attempt) for r in range(self._size)]
             if self._kv.has_all(acks):  # the last rank died before it could end the round
-                return msgspec.structs.replace(current, outcome=AGREED)
+                return replace(current, outcome=AGREED)
             ranks, timeout = list(range(self._size)), timeouts.stuck
 
         def has_acked(rank: int) -> bool:
@@ -304,7 +299,7 @@ class RoundParticipant:
             if self.clock() < self._ack_by + self._late_seconds():
                 return current
         elif self._kv.has_all(list(acks.values())):
-            return msgspec.structs.replace(current, outcome=AGREED)
+            return replace(current, outcome=AGREED)
         else:
             missing = [r for r, key in acks.items() if not self._kv.has_all([key])]
         failure = FailureDetector(self._kv, _describe(current), NEVER).make_error(
@@ -392,7 +387,7 @@ def _describe(current: Round) -> str:
 
 
 def _aborted(current: Round, failure: RankFailed) -> Round:
-    return msgspec.structs.replace(current, outcome=ABORTED, reason=str(failure), rank=failure.rank)
+    return replace(current, outcome=ABORTED, reason=str(failure), rank=failure.rank)
 
 
 class Proposal(NamedTuple):

@@ -63,6 +63,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self.operation = operation
         self._kv = kv
         self._sequence_number = sequence_number
+        self._failed_key = f"{sequence_number}/failed"
         self._timeout = timeout
         self._deadline = deadline
         self._sleep = sleep
@@ -79,7 +80,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
 
     def missed_operation(self) -> str | None:
         """Return the operation that the others aborted because this rank was missing, or None."""
-        text = self._kv.get_text(f"{self._sequence_number}/failed")
+        text = self._kv.get_text(self._failed_key)
         if text in (None, error_report.COMMIT_BEGUN):
             return None
         report = error_report.ERROR_REPORT.decode(text)
@@ -270,7 +271,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self._raise_failure(self._read_failure())
 
     def _read_failure(self) -> str | None:
-        return self._kv.get_text(f"{self._sequence_number}/failed")
+        return self._kv.get_text(self._failed_key)
 
     def _raise_failure(self, text: str | None) -> None:
         if text is not None and text != error_report.COMMIT_BEGUN:
@@ -282,9 +283,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def begin_commit(self) -> None:
         """Mark the point of no return, on rank 0 directly before the commit: raises the error of a
         rank that has failed, and later failures do not abort."""
-        self._raise_failure(
-            self._kv.compare_and_set(f"{self._sequence_number}/failed", error_report.COMMIT_BEGUN)
-        )
+        self._raise_failure(self._kv.compare_and_set(self._failed_key, error_report.COMMIT_BEGUN))
         self._commit_begun = True
 
     def abort(self, error: BaseException) -> bool:
@@ -296,10 +295,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         report = error_report.encode_error(error, self.rank, self.operation, self._commit_begun)
         expected = error_report.COMMIT_BEGUN if self._commit_begun else ""
         try:
-            return (
-                self._kv.compare_and_set(f"{self._sequence_number}/failed", report, expected)
-                != error_report.COMMIT_BEGUN
-            )
+            found = self._kv.compare_and_set(self._failed_key, report, expected)
+            return found != error_report.COMMIT_BEGUN
         except RankFailed as store_error:
             error.add_note(f"The other ranks could not be notified: {store_error}")
             return False
@@ -307,7 +304,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def encode_failure(self, error: RankFailed) -> tuple[str, str]:
         """Return the key and the value by which this rank reports an error to the other ranks."""
         report = error_report.encode_error(error, self.rank, self.operation, commit_begun=False)
-        return f"{self._sequence_number}/failed", report
+        return self._failed_key, report
 
     def advance(self) -> None:
         """Record progress: this rank is not stuck. ``Unavailable``: the deadline has passed."""

@@ -69,12 +69,10 @@ class FailureDetector:
             last, beat_at, progress_at = self._observed.get(rank, (heartbeat, now, now))
             if heartbeat is not None and last is not None:
                 beat_at = now if heartbeat.count != last.count else beat_at
-                is_exempt = (
-                    heartbeat.waiting_at is not None and heartbeat.waiting_at < self._position
-                )
-                progress_at = (
-                    now if is_exempt or heartbeat.progress != last.progress else progress_at
-                )
+                waits_at = heartbeat.waiting_at
+                is_exempt = waits_at is not None and waits_at < self._position
+                has_moved = is_exempt or heartbeat.progress != last.progress
+                progress_at = now if has_moved else progress_at
             elif heartbeat is not last:
                 beat_at = progress_at = now
             self._observed[rank] = (heartbeat, beat_at, progress_at)

@@ -187,21 +187,17 @@ class Ending:
 
     @exclusive
     def _end_after(self, error: BaseException, problems: list[str]) -> None:
+        label, can_save = self._savepoint.label, self._lifecycle.can_save
         try:
-            if self._lifecycle.can_save:
-                self._save_after(error, problems)
+            if can_save and self.policy.on_exception and label is not None:
+                self._save_before_exception(label, error, problems)
+            elif can_save and self.policy.at_end:
+                report_exception(self._group, error)
         finally:
             try:
                 self._wait()
             finally:
                 self._release()
-
-    def _save_after(self, error: BaseException, problems: list[str]) -> None:
-        label = self._savepoint.label
-        if self.policy.on_exception and label is not None:
-            self._save_before_exception(label, error, problems)
-        elif self.policy.at_end:
-            report_exception(self._group, error)
 
     def _save_before_exception(
         self, label: SaveSpec, error: BaseException, problems: list[str]
@@ -454,11 +450,9 @@ def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: boo
         )
     if policy.at_end:
         return "the process was ending. Call close() earlier, or use a with block"
-    return (
-        'the save that was due was skipped (busy="skip").'
-        if skipped
-        else f"{policy} saves nothing at the end of the training."
-    ) + f" Write save={policy} | AtEnd(), or call ckpt.save() after the last step"
+    what = 'the save that was due was skipped (busy="skip")'
+    what = what if skipped else f"{policy} saves nothing at the end of the training"
+    return f"{what}. Write save={policy} | AtEnd(), or call ckpt.save() after the last step"
 
 
 # -- a newer Checkpointer takes the run over ------------------------------------------------------

@@ -216,10 +216,8 @@ class PreemptionResponse(Observer):
 
     def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
         """Leave alone if ranks could not agree on a notice, unless as a training has ended."""
-        is_demanded = (
-            not actions.isdisjoint((SAVE_BEFORE_STOP, LEAVE)) and self._deadline is not None
-        )
-        if is_demanded and "ended" not in error.fields:
+        is_demanded = not actions.isdisjoint((SAVE_BEFORE_STOP, LEAVE))
+        if is_demanded and self._deadline is not None and "ended" not in error.fields:
             self._failure = error
             self._savepoint_saver.hasten()
 
@@ -237,9 +235,8 @@ class PreemptionResponse(Observer):
             f"another rank has failed ({type(error).__name__}: {str(error)[:200]}), and this rank"
             f" has not returned from a call for {left:.0f} s"
         )
-        self._timer.set(
-            "error", self._clock() + left, lambda: self._end_now(exit_status.FAILED, message)
-        )
+        end = partial(self._end_now, exit_status.FAILED, message)
+        self._timer.set("error", self._clock() + left, end)
 
     def on_raised(self) -> None:
         """The training thread has raised the error of another rank."""

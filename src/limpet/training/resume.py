@@ -228,9 +228,8 @@ class Resume:
         for in_tier in reversed(found):
             is_whole = in_tier.tier == "local" and in_tier.is_whole
             if is_whole and line.is_newer(in_tier.version):
-                with suppress(
-                    errors.FormatError, errors.StoreError
-                ):  # it is skipped below, with a warning
+                # else it is skipped below, with a warning
+                with suppress(errors.FormatError, errors.StoreError):
                     reader = self._open_in_tier(instruct(in_tier, 0))
                     if line.is_continued_by(in_tier, reader):
                         self._leftovers.append(in_tier)
@@ -300,9 +299,8 @@ class Resume:
                     return continue_from_tier(self.run, snapshot, instruction, [])
                 return make_resume_point(snapshot, instruction.branch, [])
             if instruction.tier is not None:
-                with suppress(
-                    errors.FormatError, errors.StoreError, errors.RankFailed
-                ):  # rank 0 gets the same error
+                # rank 0 gets the same error
+                with suppress(errors.FormatError, errors.StoreError, errors.RankFailed):
                     snapshot = self._load_from_tier(instruction)
                 continue
             snapshot = SnapshotReader(self.run.location(version), None, instruction.digest)
