@@ -247,7 +247,7 @@ def test_a_notice_leaves_at_the_end_of_the_epoch():
 @pytest.mark.parametrize("count", [-1, 1.5, True, "3", None])
 def test_an_invalid_number_of_epochs_is_refused_at_the_call(count):
     ckpt = limpet.Checkpointer(MemoryStore(), initial_state(), save=Never())
-    with ckpt, pytest.raises(LimpetError, match=r"epochs\(\) takes an int of 0 or more"):
+    with ckpt, pytest.raises(LimpetError, match="The number of epochs must be"):
         ckpt.epochs(count)
 
 

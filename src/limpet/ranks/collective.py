@@ -80,7 +80,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
 
     def missed_operation(self) -> str | None:
         """Return the operation that the others aborted because this rank was missing, or None."""
-        text = self._kv.get_text(self._failed_key)
+        text = self._read_failure()
         if text in (None, error_report.COMMIT_BEGUN):
             return None
         report = error_report.ERROR_REPORT.decode(text)

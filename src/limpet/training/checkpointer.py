@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from limpet import events
-from limpet.arguments import whole
+from limpet.arguments import check_count
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.names import Version
@@ -30,7 +30,6 @@ from limpet.run.save_request import RequestWatcher
 from limpet.snapshot.location import Url
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.storage.throttle import store_statistics
-from limpet.text import to_repr
 from limpet.tiers.tiers import Tier, Tiers
 from limpet.training import state_check
 from limpet.training.cadence import Cadence
@@ -63,12 +62,6 @@ from limpet.training.step_savepoint import StepSavepoint
 
 _RANKS = "ranks"
 """The field of the training metadata that has the number of ranks."""
-
-
-def _check_number(name: str, count: object) -> int:
-    if (number := whole(count)) is None:
-        raise LimpetError(f"{name}() takes an int of 0 or more, not {to_repr(count)[:200]}")
-    return number
 
 
 class Checkpointer:
@@ -358,7 +351,7 @@ class Checkpointer:
         All ranks call this. Raises what ``resume`` and ``end_epoch`` raise, and ``LimpetError`` if
         ``count`` is not a number of epochs.
         """
-        return self._run_epochs(_check_number("epochs", count))
+        return self._run_epochs(check_count("The number of epochs", count, 0))
 
     def _run_epochs(self, count: int) -> Iterator[int]:
         self._resume_once()
@@ -387,7 +380,7 @@ class Checkpointer:
         All ranks call this. Raises what ``resume`` raises, and ``LimpetError`` if ``count`` is not
         a number of steps, or if the body of the loop has not called ``step``.
         """
-        return self._run_steps(_check_number("steps", count))
+        return self._run_steps(check_count("The number of steps", count, 0))
 
     def _run_steps(self, count: int) -> Iterator[int]:
         self._resume_once()

@@ -66,12 +66,7 @@ class Goodput:
         """Those of the calls of ``PreemptionGuard.run``, which may make several steps each."""
 
         self.counts = Counter(saves=0, failures=0, skipped=0, bytes=0, referred_bytes=0)
-        self.seconds = {
-            "blocked": 0.0,
-            "last_blocked": 0.0,
-            "waited": 0.0,
-            "background": 0.0,
-        }
+        self.seconds = dict.fromkeys(("blocked", "last_blocked", "waited", "background"), 0.0)
 
     @property
     def usual_seconds(self) -> tuple[float, float]:
