@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 
 import limpet
 from limpet.errors import (
@@ -319,3 +320,25 @@ def test_an_unavailable_store_raises_and_skips_no_version(kind):
     with training(store, EverySteps(10)) as (state, ckpt), pytest.raises(kind):
         ckpt.resume()
     assert Run(store).branch() == 0
+
+
+@pytest.mark.parametrize("wrap", [limpet.PerRank, limpet.Replicated, lambda m: limpet.PerRank([m])])
+def test_members_in_values_of_ranks_count_and_keep_their_random_numbers(wrap):
+    """They are found as others are, and once."""
+    store = MemoryStore()
+    for expected in ([0, 1], [6, 7]):
+        loader, progress = limpet.DataLoader(range(40), batch_size=2), limpet.Progress()
+        state = {"loader": wrap(loader), "progress": wrap(progress), "again": [loader, progress]}
+        state["rng"] = wrap(limpet.RNG())
+        with limpet.Checkpointer(store, state, save=EverySteps(1), quiet=True) as ckpt:
+            ckpt.resume()
+            before = torch.get_rng_state()
+            for _ in ckpt.epochs(1):
+                assert torch.equal(torch.get_rng_state(), before)
+                for number, batch in enumerate(loader):
+                    assert number or batch.tolist() == expected
+                    ckpt.step()
+                    if number == 2:
+                        break
+                break
+            assert progress.step == ckpt.current_step

@@ -43,15 +43,16 @@ def loader_kinds() -> tuple[type, ...]:
 
 
 def find_members(value: Any, kind: Any) -> dict[str, Any]:
-    """Return the instances of ``kind`` by key, also those in ``PerRank`` and ``Replicated``."""
-    found, kinds = {}, (kind, PerRank, Replicated)
-    for key, member in find_named_instances(value, kinds, separator="/"):  # type: ignore[arg-type]
-        if isinstance(member, PerRank | Replicated):
-            inner = find_members(member.value, kind)
-            found.update({"/".join(filter(None, (key, k))): m for k, m in inner.items()})
-        else:
-            found[key] = member
-    return found
+    """Return the instances of ``kind`` by their keys, also those in ``PerRank``, ``Replicated``."""
+    found: dict[int, tuple[str, Any]] = {}
+    kinds: Any = (kind, PerRank, Replicated)
+    for key, member in find_named_instances(value, kinds, separator="/"):
+        is_wrapped = isinstance(member, PerRank | Replicated)
+        for name, inner in (
+            find_members(member.value, kind) if is_wrapped else {"": member}
+        ).items():
+            found.setdefault(id(inner), ("/".join(filter(None, (key, name))), inner))
+    return dict(found.values())
 
 
 def find_iterators(state: dict[str, Any]) -> list[tuple[str, ref[Any]]]:

@@ -18,8 +18,8 @@ from limpet.generators import EPOCH, MASK, STEP, initial_seed, seed_generators
 from limpet.lazy_torch import rank_and_world_size
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.state.step_hooks import StepPreHook
-from limpet.state.walk import find_instances, find_named_instances, optimizers_in
-from limpet.training.state_check import loader_kinds
+from limpet.state.walk import optimizers_in
+from limpet.training.state_check import find_members, loader_kinds
 
 if TYPE_CHECKING:
     from limpet.data.loader import DataLoader
@@ -30,8 +30,7 @@ _SEED = "seed"
 
 def find_positions(state: dict[str, Any]) -> list[Any]:
     """Return the members of a state that count the steps of one training only."""
-    kinds: Any = Progress, *loader_kinds()
-    return list(find_instances(state, kinds))
+    return [*find_members(state, (Progress, *loader_kinds())).values()]
 
 
 class StepCounter:
@@ -51,7 +50,7 @@ class StepCounter:
 
     def attach(self, state: dict[str, Any]) -> None:
         """Count in ``state`` from now on; ``LimpetError`` if it has several ``Progress``."""
-        found = list(find_instances(state, Progress))
+        found = [*find_members(state, Progress).values()]
         if len(found) > 1:
             raise LimpetError("The state has several Progress objects, so none counts the steps")
         self.ended_epochs = 0
@@ -65,9 +64,8 @@ class StepCounter:
         self._hook = StepPreHook(optimizers_in(state), partial(self._stepped.add, True))
         self.progress = found[0] if found else Progress()
         self.progress.resume(None)
-        self._has_rng = any(True for _ in find_instances(state, RNG))
-        kinds: Any = loader_kinds()
-        members = find_named_instances(state, kinds, separator="/") if kinds else ()
+        self._has_rng = bool(find_members(state, RNG))
+        members = find_members(state, loader_kinds()).items()
         # accelerator.prepare returns an object around the loader
         self._loaders: dict[str, DataLoader] = {
             name: getattr(found, "base_dataloader", found) for name, found in members
