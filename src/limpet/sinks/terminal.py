@@ -12,7 +12,7 @@ from functools import partial
 from io import StringIO
 from itertools import count
 from threading import RLock
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from limpet import events
 from limpet.generators import kept_generators
@@ -23,9 +23,6 @@ from limpet.text import hide_in_urls
 
 _MIN_WAIT_SECONDS = 0.1
 """Shorter waits in seconds are not shown: in a fast loop every save waits."""
-_METRICS_DROP_ORDER = 5
-_MIN_METRICS_WIDTH = 12
-"""With fewer columns than this, metrics are omitted, not truncated."""
 
 # All sinks share one lock. It is also held during a fork, so that a child inherits neither half a
 # line in a buffer nor a locked lock.
@@ -83,18 +80,17 @@ class Terminal:
                 verb, _, rest = text.partition(" ")
                 failed = name == "save_failed"
                 parts = [
-                    LinePart(0, verb.upper() if failed else verb, STYLES[name]),
-                    LinePart(0, f" {rest}", STYLES[name] if failed else ""),
+                    (verb.upper() if failed else verb, STYLES[name]),
+                    (f" {rest}", STYLES[name] if failed else ""),
                 ]
             stream = sys.stderr if self._stream is None else self._stream
             if stream is not None:  # None if the program has no console
-                _print_line(stream, parts)
+                _print_line(stream, parts, is_cut=name == "saved")
 
 
 def _import_rich() -> None:
     """Import rich now: it draws a random number, which must not be one of the training's."""
     with kept_generators():
-        import rich.cells
         import rich.console
         import rich.text  # noqa: F401
 
@@ -106,38 +102,34 @@ def _showing_rank(name: str, fields: Mapping[str, Any]) -> int:
     return next(rank for rank in count() if rank not in awaited)
 
 
-class LinePart(NamedTuple):
-    """A part of a line. On a narrow terminal, parts with a larger ``drop_order`` go first."""
-
-    drop_order: int
-    text: str
-    style: str = ""
-
-
-def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[LinePart]:
+def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the parts of the line of a save, each with its style, the least important one last."""
     texts = describe_saved(fields)
     versions = ", ".join(deleted) if len(deleted) <= 3 else f"{len(deleted)} versions"
-    parts = [
-        LinePart(0, "saved", STYLES["saved"]),
-        LinePart(0, f" step {texts['step']:>5}"),
-        LinePart(0, f"  {texts['size']:>8} in {texts['seconds']:>7}"),
-        LinePart(1, f"  blocked {texts['blocked']:>7}"),
-        LinePart(4, f"  {texts['rate']:>10}", "dim"),
-        LinePart(2, f"  {texts['referred']}", "dim") if texts["referred"] else None,
-        LinePart(3, f"  {texts['reason']}", "cyan") if texts["reason"] else None,
-        LinePart(_METRICS_DROP_ORDER, f"  {texts['metrics']}") if texts["metrics"] else None,
-        LinePart(6, f"  deleted {versions}", "dim") if deleted else None,
+    optional = (
+        (texts["referred"], "dim"),
+        (texts["reason"], "cyan"),
+        (texts["metrics"], ""),
+        (f"deleted {versions}" if deleted else "", "dim"),
+    )
+    return [
+        ("saved", STYLES["saved"]),
+        (f" step {texts['step']:>5}  {texts['size']:>8} in {texts['seconds']:>7}", ""),
+        (f"  blocked {texts['blocked']:>7}", ""),
+        (f"  {texts['rate']:>10}", "dim"),
+        *((f"  {text}", style) for text, style in optional if text),
     ]
-    return [part for part in parts if part is not None]
 
 
-def _print_line(stream: TextIO, parts: Sequence[LinePart]) -> None:
+def _print_line(stream: TextIO, parts: Sequence[tuple[str, str]], *, is_cut: bool) -> None:
+    """Print a line. With ``is_cut``, it ends at the right edge of a terminal."""
     from rich.console import Console
     from rich.text import Text
 
     detected = Console(file=stream, force_jupyter=False)
-    if stream.isatty():
-        parts = _fit_width(parts, detected.width)
+    line = Text.assemble(*parts)
+    if is_cut and stream.isatty():
+        line.truncate(detected.width, overflow="ellipsis")
     # rich detects the features of the stream but does not write to it: it would write more than
     # once, and it ends the program if the pipe is broken
     buffer = StringIO()
@@ -148,29 +140,12 @@ def _print_line(stream: TextIO, parts: Sequence[LinePart]) -> None:
         color_system=detected.color_system,  # type: ignore[arg-type]
         no_color=detected.no_color,
     )
-    console.print(Text.assemble(*((part.text, part.style) for part in parts)), soft_wrap=True)
+    console.print(line, soft_wrap=True)
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    line = buffer.getvalue().encode(encoding, "backslashreplace").decode(encoding)
+    text = buffer.getvalue().encode(encoding, "backslashreplace").decode(encoding)
     with _pause_progress_bars(stream):
-        stream.write(line)
+        stream.write(text)
         stream.flush()
-
-
-def _fit_width(parts: Sequence[LinePart], width: int) -> list[LinePart]:
-    """Return the parts that fit into ``width``, in order. Metrics may be truncated."""
-    from rich.cells import cell_len, set_cell_size
-
-    kept = {}
-    for number, part in sorted(enumerate(parts), key=lambda p: p[1].drop_order):
-        if (
-            part.drop_order == _METRICS_DROP_ORDER
-            and cell_len(part.text) > width >= _MIN_METRICS_WIDTH
-        ):
-            part = part._replace(text=set_cell_size(part.text, width - 2) + "..")
-        if part.drop_order == 0 or cell_len(part.text) <= width:
-            kept[number] = part
-            width -= cell_len(part.text)
-    return [kept[number] for number in sorted(kept)]
 
 
 def _pause_progress_bars(stream: TextIO) -> AbstractContextManager[object]:
