@@ -177,11 +177,7 @@ def test_two_names_can_be_swapped():
                                    "`limpet show SNAPSHOT --keys"),
         ({"**": "x/**"}, "but '**': 'x/**' is a pattern. `limpet show SNAPSHOT"),
         ({"model": "net/**"}, "rename={'model': 'net'} renames"),
-        ({"model.a.weight": "model.b.weight"}, "not in the snapshot: model.a.weight. Levels are "
-                                               "separated by /; did you mean model/a.weight? `l"),
-        ({"model.a": "model.b"}, "did you mean model/a? `limpet show"),
-        ({"model.deep.n": "model.deep.m"}, "did you mean model/deep/n?"),
-        ({"model/a.wieght": "model/b"}, "in the snapshot: model/a.wieght. Did you mean model/a.w"),
+        ({"model.a": "model.b"}, "not in the snapshot: model.a. `limpet show SNAPSHOT"),
     ],
 )  # fmt: skip
 def test_an_invalid_rename_is_refused_with_advice(names, message_part):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from limpet.errors import PlanError
@@ -126,7 +125,6 @@ def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
 
 
 _WILDCARDS = frozenset("*?")
-_MAX_KEYS_COMPARED = 10_000
 
 
 def _same_level(old: str, new: str) -> bool:
@@ -183,19 +181,7 @@ def _advice(node: Any, old: str, new: str, key: str) -> str:
                 f"The snapshot has {new}, so write rename={{{new!r}: {old!r}}}:"
                 " the name in the snapshot comes first"
             )
-    suggestion = "" if _WILDCARDS & set(old) else _suggest_key(node, old, key)
-    return f"{suggestion}`limpet show SNAPSHOT --keys '**'` prints the keys"
-
-
-def _suggest_key(node: Any, old: str, key: str) -> str:
-    """Suggest a key for one that is misspelled, or has dots between levels."""
-    for dots in range(1, old.count(".") + 1):
-        if _find_members(node, [slashed := old.replace(".", "/", dots)], key):
-            return f"Levels are separated by /; did you mean {slashed}? "
-    matches = get_close_matches(
-        old, [k for k, _ in tree.walk(node, key)][:_MAX_KEYS_COMPARED], 1, 0.8
-    )
-    return f"Did you mean {matches[0]}? " if matches else ""
+    return "`limpet show SNAPSHOT --keys '**'` prints the keys"
 
 
 def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: set[str]) -> Any:
