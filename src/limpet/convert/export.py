@@ -128,7 +128,7 @@ class PreparedExport:
     torch: tuple[str, TorchState] | None
     tensors: int
     nbytes: int
-    left_out: int = 0
+    left_out: int
 
     @property
     def names(self) -> list[str]:
@@ -219,7 +219,6 @@ def prepare_export(
     most = real(max_shard_size) or 0
     expected = "a number of bytes, 1 or more, such as 5e9"
     require("max_shard_size=", most >= 1, expected, max_shard_size)
-    max_shard_size = most
     require("path", isinstance(path, str | os.PathLike), "a path or a URL", path)
     location, name = locate_export(path_text("path=", path), to)
     if root is None:
@@ -227,36 +226,29 @@ def prepare_export(
     root = root.strip("/")
     node = _find_container(snapshot, root)
     prefix = _averaged_model_prefix(node, root)
+    torch, files, left_out = None, list[OutputFile](), 0
     if to == "torch":
-        state = _load_state(snapshot, root, keys, prefix)
-        prepared = PreparedExport(
-            snapshot,
-            location,
-            to,
-            root,
-            files=(),
-            torch=(name or "model.pt", state),
-            tensors=len(state.tensors),
-            nbytes=sum(state.tensors.values()),
-        )
+        state = _load_state(snapshot, node, root, keys, prefix)
+        torch, sizes = (name or "model.pt", state), [*state.tensors.values()]
     else:
         tensors, left_out = _select_tensors(snapshot, node, root, keys, prefix)
+        sizes = [tensor.nbytes for tensor in tensors]
         files = (
-            plan_hf_files(tensors, max_shard_size)
+            plan_hf_files(tensors, most)
             if to == "hf"
             else [plan_safetensors_file(name or SINGLE_FILE, tensors)]
         )
-        prepared = PreparedExport(
-            snapshot,
-            location,
-            to,
-            root,
-            files=tuple(files),
-            torch=None,
-            tensors=len(tensors),
-            nbytes=sum(t.nbytes for t in tensors),
-            left_out=left_out,
-        )
+    prepared = PreparedExport(
+        snapshot,
+        location,
+        to,
+        root,
+        files=tuple(files),
+        torch=torch,
+        tensors=len(sizes),
+        nbytes=sum(sizes),
+        left_out=left_out,
+    )
     refuse_existing(prepared)
     return prepared
 
@@ -408,19 +400,19 @@ def _tensor_name(key: str, root: str) -> str:
 
 
 def _load_state(
-    snapshot: SnapshotReader, root: str, keys: Sequence[str], prefix: str
+    snapshot: SnapshotReader, part: Any, root: str, keys: Sequence[str], prefix: str
 ) -> TorchState:
-    """Load the selected part of the state for ``torch.save``. Every byte is checked."""
+    """Load what is selected of the node ``part`` for ``torch.save``. Every byte is checked."""
     require_torch()
     refused = {
         key: f"of class {leaf['subclass']['class']}"
-        for key, leaf in tree.walk(_find_container(snapshot, root), root, split_sparse=False)
+        for key, leaf in tree.walk(part, root, split_sparse=False)
         if type(leaf) is dict and "subclass" in leaf
     }
     if not keys:
         _raise_if_refused(snapshot, refused, "torch.load(weights_only=True)")
     is_selected = make_key_filter(list(keys)) if keys else match_all
-    if prune(_find_container(snapshot, root), is_selected, root) is ABSENT:
+    if prune(part, is_selected, root) is ABSENT:
         raise _nothing_selected_error(snapshot, root)
     value: Any = load_snapshot(snapshot, keys=[*keys] or ([root] if root else None))
     key, node = "", snapshot.manifest.tree

@@ -375,7 +375,7 @@ def unflatten(
 ) -> dict[Any, Any]:
     """Return the nested state by DCP's paths, in which integers are positions in lists. A name
     without path stays at the top. ``nbytes``, of the metadata, bounds unused positions."""
-    root = _ContainerBuilder()
+    root, fillers = _Container(), _FREE_FILLERS + nbytes
     for fqn, value in values.items():
         path = paths.get(fqn, (fqn,))
         if (
@@ -386,41 +386,29 @@ def unflatten(
             raise error(f"the path of {fqn}", f"{path!r:.100}")
         level = root
         for name in path[:-1]:
-            level = level.members.setdefault(name, _ContainerBuilder())
-            if not isinstance(level, _ContainerBuilder):
+            level = level.setdefault(name, _Container())
+            if not isinstance(level, _Container):
                 raise error(f"a dict or list at {path}", "a value")
-        if level.members.setdefault(path[-1], value) is not value:
+        if level.setdefault(path[-1], value) is not value:
             raise error(f"one value at {path}", "two")
-    state = _Nesting(_FREE_FILLERS + nbytes, error).build(root)
+
+    def build(container: _Container) -> Any:
+        nonlocal fillers
+        values = {k: build(v) if isinstance(v, _Container) else v for k, v in container.items()}
+        positions = [k for k in values if type(k) is int]
+        if not positions:
+            return values
+        fillers -= max(positions) + 1 - len(positions)
+        if len(positions) < len(values) or min(positions) < 0 or fillers < 0:
+            raise error("positions in a list", f"{list(values)[:5]!r:.100}")
+        # DCP does not save members such as an empty dict; they become None
+        return [values.get(i) for i in range(max(positions) + 1)]
+
+    state = build(root)
     if not isinstance(state, dict):
         raise error("a dict of values", type(state).__name__)
     return state
 
 
-@dataclass(slots=True)
-class _ContainerBuilder:
+class _Container(dict[Any, Any]):
     """A dict or list whose members are being collected."""
-
-    members: dict[Any, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Nesting:
-    """Builds nested containers. ``fillers``: the list positions without a value that are left."""
-
-    fillers: int
-    error: FormatErrorMaker
-
-    def build(self, builder: _ContainerBuilder) -> Any:
-        values = {
-            k: self.build(v) if isinstance(v, _ContainerBuilder) else v
-            for k, v in builder.members.items()
-        }
-        positions = [k for k in values if type(k) is int]
-        if not positions:
-            return values
-        self.fillers -= max(positions) + 1 - len(positions)
-        if len(positions) < len(values) or min(positions) < 0 or self.fillers < 0:
-            raise self.error("positions in a list", f"{list(values)[:5]!r:.100}")
-        # DCP does not save members such as an empty dict; they become None
-        return [values.get(i) for i in range(max(positions) + 1)]
