@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Timer
 from typing import Any, Literal
 
 import click
@@ -28,9 +27,6 @@ from limpet.settings import evaluation_secret
 from limpet.tasks.remote import format_address
 from limpet.text import format_list, to_printable
 from limpet.threads import no_op
-
-_LONG_SECONDS = 3.0
-"""The time after which an evaluation in progress is named."""
 
 
 @click.command("evaluate", short_help="Evaluate the versions of a run with several workers.")
@@ -203,33 +199,24 @@ def _print_outcome(outcome: Outcome) -> None:
 
 @contextmanager
 def _printed_events() -> Iterator[None]:
-    """Print to stderr what the evaluation waits for, and on a terminal also what takes long."""
-    timer = Timer(0.0, no_op)
+    """Print to stderr what the evaluation waits for, and on a terminal also what it evaluates."""
 
     def show(name: str, fields: dict[str, Any]) -> None:
-        nonlocal timer
         if name == "evaluation_waits":
             _print_note(f"waiting for a new version of {fields['run']} (Ctrl-C stops it)")
         elif name == "evaluation_listens":
             _print_note(f"workers can connect to {fields['address']}")
         elif name == "skipped" and parse_version(fields["version"]) is None:  # that has an outcome
-            _print_note(f"skipped {fields['version']}: {to_printable(fields['error'].brief)}")
+            _print_note(f"skipped {fields['version']}: {fields['error'].brief}")
         elif name == "evaluation_started" and sys.stderr.isatty():
-            timer = Timer(_LONG_SECONDS, _print_note, (f"evaluating {fields['url']}",))
-            timer.daemon = True
-            timer.start()
-        elif name == "evaluation_ended":
-            timer.cancel()
+            _print_note(f"evaluating {fields['url']}")
 
-    try:
-        with events.attach(show):
-            yield
-    finally:
-        timer.cancel()
+    with events.attach(show):
+        yield
 
 
 def _print_note(text: str) -> None:
-    click.echo(f"limpet: {text}", err=True)
+    click.echo(f"limpet: {to_printable(text)}", err=True)
 
 
 def _describe_nothing(name: str, failed: Sequence[Version]) -> str:
