@@ -95,20 +95,13 @@ def test_the_manifest_that_most_hosts_have_counts():
     damaged = raws[0].replace(b'"step":30', b'"step":31')
     hosts = [raws[1], damaged, raws[0], None, raws[1], damaged, damaged]
     states = [s for rank, raw in enumerate(hosts) for s in take_inventory(store_of(raw), rank)]
-    assert [state.digest for state in states] == [
-        digests[1],
-        "",
-        digests[0],
-        "",
-        digests[1],
-        "",
-        "",
-    ]
+    expected = [digests[1], "", digests[0], "", digests[1], "", ""]
+    assert [state.digest for state in states] == expected
     (found,) = find_snapshots(states, "memory")
     assert found.digest == digests[1]
     assert found.sources.with_manifest == [0, 4]
     assert find_unclear(states, [found]) == [found]
-    more = HostFiles(3, FOLDER, digests[1], 0, None, 4, [0, 4], has_manifest=False)
+    more = HostFiles(3, FOLDER, digests[1], None, 4, [0, 4], has_manifest=False)
     (found,) = find_snapshots([*states, more], "memory")
     assert found.is_whole
     assert found.sources.with_manifest == [0, 4]

@@ -19,7 +19,7 @@ from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.inventory import Holder, Sources
 from limpet.tiers.recovery_store import Peers, RecoveryStore
-from tests.tiers.peers import LIMITS, ask, connect, serving
+from tests.tiers.peers import LIMITS, connect, serving
 from tests.waiting import wait_until
 
 FOLDER = "version_1"
@@ -177,7 +177,7 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers):
     clock = Clock()
     with serving(None, replace(LIMITS, connections=1), store=peers.served) as server:
         first = connect(server)
-        ask(first)
+        first.fetch_file(MANIFEST_KEY, 1 << 20)
 
         def sleep(seconds):
             clock.sleep(seconds)

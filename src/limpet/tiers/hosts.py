@@ -16,8 +16,6 @@ import msgspec
 from msgspec.structs import replace
 
 from limpet import machine
-from limpet.errors import LimpetError
-from limpet.text import to_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +31,7 @@ class Placement:
 
 def place_copies(domain_of_rank: Sequence[str], copies: int) -> Placement:
     """Return the placement, the same on all ranks: copies on different domains if there are enough,
-    then on different ranks, equally many each or one more. Raises ``LimpetError``."""
-    if type(copies) is not int or copies < 1:
-        raise LimpetError(
-            "Invalid value for copies=",
-            expected="a whole number, 1 or more; it includes the copy on the rank's own host",
-            found=to_repr(copies),
-        )
-    if not domain_of_rank:
-        raise LimpetError("There are no ranks to place copies of", expected="1 rank or more")
+    then on different ranks, equally many each or one more. ``copies``: 1 or more."""
     by_label: dict[str, list[int]] = {}
     for rank, label in enumerate(domain_of_rank):
         by_label.setdefault(label, []).append(rank)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from math import inf
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -34,7 +35,6 @@ class HostFiles(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     folder: str
     digest: str = ""
-    branch: int = 0
     parent: Parent | None = None
     count: int = 0  # of the files that the manifest names
     held: list[int] = []
@@ -89,7 +89,6 @@ class TierSnapshot(msgspec.Struct, frozen=True):
 
     folder: str
     digest: str
-    branch: int
     parent: Parent | None
     sources: Sources
     tier: TierName = "memory"
@@ -145,15 +144,7 @@ def describe_files(rank: int, folder: str, raw: bytes, lengths: Mapping[str, int
         return HostFiles(rank, folder, problem=str(e))
     files = files_of(manifest)
     held = _find_held(files, lengths)
-    return HostFiles(
-        rank,
-        folder,
-        digest=digest,
-        branch=manifest.branch,
-        parent=manifest.parent,
-        count=len(files),
-        held=held,
-    )
+    return HostFiles(rank, folder, digest, manifest.parent, len(files), held)
 
 
 def gather_files(collective: Collective, own: list[HostFiles]) -> list[HostFiles]:
@@ -185,7 +176,7 @@ def find_snapshots(states: Iterable[HostFiles], tier: TierName) -> list[TierSnap
         for folder, of_folder in by_folder.items()
         if (snapshot := _make_snapshot(folder, of_folder, tier)) is not None
     ]
-    return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)
+    return sorted(found, key=attrgetter("version"), reverse=True)
 
 
 def _make_snapshot(folder: str, states: Sequence[HostFiles], tier: TierName) -> TierSnapshot | None:
@@ -193,31 +184,12 @@ def _make_snapshot(folder: str, states: Sequence[HostFiles], tier: TierName) -> 
     counts = Counter(state.digest for state in states if state.digest)
     if not counts:
         problem = next((state.problem for state in states if state.problem), "")
-        version = parse_version(folder)
-        branch = 0 if version is None else version.branch
-        if not problem:
-            return None
-        return TierSnapshot(
-            folder,
-            digest="",
-            branch=branch,
-            parent=None,
-            sources=Sources(),
-            tier=tier,
-            problem=problem,
-        )
+        return TierSnapshot(folder, "", None, Sources(), tier, problem) if problem else None
     digest = max(sorted(counts), key=counts.__getitem__)
-    equal = sorted((s for s in states if s.digest == digest), key=lambda s: s.rank)
+    equal = sorted((s for s in states if s.digest == digest), key=attrgetter("rank"))
     holders = [Holder(s.rank, s.held, s.has_manifest) for s in equal]
     first = equal[0]
-    return TierSnapshot(
-        folder,
-        digest=digest,
-        branch=first.branch,
-        parent=first.parent,
-        sources=Sources(first.count, holders),
-        tier=tier,
-    )
+    return TierSnapshot(folder, digest, first.parent, Sources(first.count, holders), tier)
 
 
 def find_unclear(states: Iterable[HostFiles], found: Sequence[TierSnapshot]) -> list[TierSnapshot]:

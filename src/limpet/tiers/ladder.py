@@ -171,7 +171,7 @@ class Ladder:
         lineage = lineage_folders(catalog, listing)
         versions = [*islice(filter(listing.exists, reversed(lineage)), 2)]
         branch, durable_step = self._run.branch(listing), versions[0].step if versions else -1
-        in_tiers = [c.version.step for c in found if c.is_whole and c.branch == branch]
+        in_tiers = [c.version.step for c in found if c.is_whole and c.version.branch == branch]
         newest_step = max([durable_step, *in_tiers])
         void = [key for key, r in restarts.items() if has_progress(r, newest_step)]
         delete_restarts(self._run.store, void)

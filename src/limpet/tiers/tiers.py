@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from limpet import events
@@ -75,7 +76,7 @@ class Tiers:
         """Return the snapshots, newest first, on rank 0; of two of one step, the save on a
         local disk first: that in memory may be older. On the other ranks, the list is empty."""
         found = [c for tier in reversed(self._all) for c in tier.find(collective)]
-        return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
+        return sorted(found, key=attrgetter("version"), reverse=True)  # it is stable
 
     def locate(self, tier: TierName, folder: str, sources: Sources) -> Location:
         """Return the location from which this rank loads a state of a tier."""

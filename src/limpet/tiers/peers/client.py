@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from limpet.errors import AlreadyExists, StoreError
 from limpet.ranks.wire import connect
@@ -12,15 +11,6 @@ from limpet.storage.store import Store
 from limpet.threads import no_op
 from limpet.tiers.peers import transfer
 from limpet.tiers.peers.addresses import PeerAddress
-
-
-@dataclass(frozen=True, slots=True)
-class FileReceipt:
-    """A file that the side that received it has stored, with its digest of what it received."""
-
-    key: str
-    length: int
-    digest: str
 
 
 class PeerConnection:
@@ -49,7 +39,7 @@ class PeerConnection:
 
     def send_file(
         self, store: Store, key: str, advance: Callable[[], object] = no_op
-    ) -> FileReceipt:
+    ) -> transfer.Stored:
         """Copy a file to the peer, unless the peer has it. ``advance`` is called before each
         ``PART_BYTES``. Raises ``AlreadyExists`` for other bytes there, and ``DigestMismatch``."""
         channel = self._channel
@@ -72,7 +62,7 @@ class PeerConnection:
                 todo="Save the version again: names of shards contain an attempt",
                 key=key,
             )
-        return FileReceipt(key, length, digest)
+        return stored
 
     def fetch_file(self, key: str, limit: int) -> bytes:
         """Return the bytes of a file of the peer. Raises ``NotFound``, ``StoreError`` if it is

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -15,7 +15,7 @@ from limpet.format.names import MANIFEST, parse_attempt, parse_version
 from limpet.ranks.wire import Channel, Connections, HandshakeLimits, Listener, Session
 from limpet.storage.local.os_calls import BeneathFs
 from limpet.storage.local.store import LocalStore
-from limpet.storage.store import Store
+from limpet.storage.store import Store, put_mapped
 from limpet.tiers.peers import transfer
 
 
@@ -35,26 +35,25 @@ class PeerLimits:
 class PeerAccounts:
     """The files that peers have stored, and those that they are sending."""
 
-    def __init__(self, store: Store, limits: PeerLimits) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self.limits = limits
         self._lock = Lock()
         self._files: dict[tuple[int, str], int] = {}
         self._sending: list[tuple[int, int]] = []
 
     @contextmanager
-    def reserving(self, rank: int, key: str, length: int) -> Iterator[None]:
+    def reserving(self, rank: int, key: str, length: int, limits: PeerLimits) -> Iterator[None]:
         """Count a file that a rank sends; if the block succeeds, until it is deleted. Raises
         ``NoSpace`` if a limit does not allow the file."""
-        self._check("A file", length, self.limits.file_bytes, key)
+        self._check("A file", length, limits.file_bytes, key)
         entry = (rank, length)
         with self._lock:
             self._forget_deleted()
             counted = [*self._sending, *((r, n) for (r, _), n in self._files.items())]
             of_rank = sum(n for r, n in counted if r == rank)
             total = sum(n for _, n in counted)
-            self._check(f"The files of rank {rank}", of_rank + length, self.limits.peer_bytes, key)
-            self._check("The files of all peers", total + length, self.limits.total_bytes, key)
+            self._check(f"The files of rank {rank}", of_rank + length, limits.peer_bytes, key)
+            self._check("The files of all peers", total + length, limits.total_bytes, key)
             self._sending.append(entry)
         try:
             yield
@@ -92,7 +91,8 @@ class PeerServer:
         self._store = self._to_read = store
         if isinstance(store, LocalStore):
             self._to_read = LocalStore(store.url, fs=BeneathFs(store.url), direct=False)
-        self._accounts = PeerAccounts(store, limits)
+        self.limits = limits  # may be replaced at any time
+        self._accounts = PeerAccounts(store)
         self._connections = Connections("limpet-peer", limits.connections)
         self._listener = Listener(address, secret, "serve copies", self._start, limits.handshakes)
         self.address, self.port = self._listener.address, self._listener.port
@@ -107,15 +107,6 @@ class PeerServer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def limits(self) -> PeerLimits:
-        """The limits, which may be replaced at any time."""
-        return self._accounts.limits
-
-    @limits.setter
-    def limits(self, limits: PeerLimits) -> None:
-        self._accounts.limits = limits
 
     # -- the threads of the connections ---------------------------------------------------------
 
@@ -168,10 +159,11 @@ class PeerServer:
         self._check_key(key, "write")
         with suppress(NotFound):
             return self._find(channel, key)
-        with (
-            self._accounts.reserving(rank, key, offer.length),
-            transfer.begin_copy(store, key, offer.length) as upload,
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(self._accounts.reserving(rank, key, offer.length, self.limits))
+            if (upload := put_mapped(store, key, offer.length)) is None:
+                raise Denied(f"{store.url} is not memory: it takes no copies", key=key)
+            stack.enter_context(upload)
             channel.send(transfer.Ready())
             try:
                 write = upload.view, upload.write_at

@@ -14,7 +14,7 @@ from limpet.buffers import Buffer
 from limpet.errors import DigestMismatch
 from limpet.format.digest import Digest
 from limpet.ranks.wire import PART_BYTES, Channel, Message, Messages, Refused
-from limpet.storage.store import MappedUpload, Stat, Store, Upload, put_mapped
+from limpet.storage.store import Store
 from limpet.threads import no_op
 from limpet.types import MIB
 
@@ -74,31 +74,6 @@ class Stored(Message, frozen=True):
 MESSAGES = Messages(
     msgspec.msgpack.Decoder(Hello | Offer | Ready | Fetch | Coming | End | Stored | Refused)
 )
-
-
-def begin_copy(store: Store, key: str, length: int) -> MappedUpload:
-    """Begin to write a file that is received. Raises ``StoreError``."""
-    return put_mapped(store, key, length) or _BufferedUpload(store.put(key, length))
-
-
-class _BufferedUpload(Upload):
-    """An upload to a disk. All views share one buffer, so only one may be in use."""
-
-    def __init__(self, upload: Upload) -> None:
-        self._upload = upload
-        self._buffer = Buffer(STEP_BYTES)
-
-    def view(self, offset: int, length: int) -> memoryview:
-        return self._buffer.view[:length]
-
-    def write_at(self, offset: int, *data: memoryview) -> None:
-        self._upload.write_at(offset, *data)
-
-    def commit(self) -> Stat:
-        return self._upload.commit()
-
-    def abort(self) -> None:
-        self._upload.abort()
 
 
 def send_content(
