@@ -4,8 +4,7 @@ import contextlib
 import errno
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -275,19 +274,6 @@ def test_abandoned_versions_can_be_pinned(store):
     assert run.unpin(40, branch=0) == Version(40)
 
 
-def test_a_pin_of_a_version_deleted_meanwhile_is_removed_and_raises(store):
-    wrapped = HookedStore(store)
-
-    def delete_manifest(method, key):
-        if method == "put_if_absent":
-            store.delete(f"version_20/{MANIFEST}")
-
-    wrapped.after = delete_manifest
-    with pytest.raises(NotFound, match="deleted before it could be pinned"):
-        Run(wrapped).pin(20)
-    assert Run(store).pins() == []
-
-
 def test_a_process_pin_protects_while_the_process_runs(store, monkeypatch):
     key = pins.create_pin(Location(store, "version_60"), random_id(), Version(20))
     assert Run(store).retain(KeepLast(1)) == [Version(40)]
@@ -458,115 +444,6 @@ def test_delete_raises_for_pinned_referenced_and_missing_versions(references):
     assert run.delete(Version(20)) == size
     run.delete(Version(10))
     assert list(store.list("version_10")) == []
-
-
-class InterleavedStore(HookedStore):
-    """A store that runs other actions before chosen calls."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.calls = 0
-        self.actions: list[tuple[int, Callable[[], object]]] = []
-        self.before = self._count
-
-    def _count(self, method, key):
-        self.calls += 1
-        while self.actions and self.actions[0][0] <= self.calls:
-            self.actions.pop(0)[1]()
-
-    def finish(self):
-        for _, action in self.actions:
-            action()
-        self.actions.clear()
-
-
-class Pinning:
-    """A reader, or a save with its base: it pins version_1, and then checks that it is there."""
-
-    def __init__(self, store):
-        self.location = Location(store, "version_1")
-        self.has_found: bool | None = None
-
-    def create_pin(self):
-        self.pin = pins.create_pin(self.location, random_id(), Version(1))
-
-    def check_version(self):
-        try:
-            pins.require_manifest(self.location)
-            self.has_found = True
-        except NotFound:
-            self.has_found = False
-
-    def remove_pin(self):
-        pins.remove_pin(self.location, self.pin)
-
-
-def count_calls_of_retention(keep):
-    store = InterleavedStore(make_run(1, 2))
-    Run(store).retain(keep)
-    return store.calls
-
-
-def test_a_concurrent_reader_fails_at_once_or_reads_everything():
-    calls = count_calls_of_retention(KeepLast(1))
-    outcomes: Counter[bool] = Counter()
-    for at, seen_at in itertools.combinations_with_replacement(range(1, calls + 2), 2):
-        inner = make_run(1, 2)
-        store, reader = InterleavedStore(inner), Pinning(inner)
-        snapshot = Run(inner).open(Version(1))
-        store.actions = [(at, reader.create_pin), (seen_at, reader.check_version)]
-        run = Run(store)
-        run.retain(KeepLast(1))
-        store.finish()
-        outcomes[reader.has_found] += 1
-        if reader.has_found:
-            reader_of(snapshot).check_files()
-        reader.remove_pin()
-        run.retain(KeepLast(1))
-        assert [s.key for s in inner.list("version_1")] == []
-    assert outcomes.keys() == {True, False}
-    assert min(outcomes.values()) > 5
-
-
-@pytest.mark.slow
-def test_a_concurrent_save_keeps_its_base_or_fails(references):
-    """The save pins its base, checks it, commits, and removes the pin.
-
-    After a commit, the base exists.
-    """
-    calls = count_calls_of_retention(KeepLast(1))
-    references[Version(3)] = {Version(1)}
-    third = make_run(3)
-    outcomes: Counter[bool] = Counter()
-    moments = itertools.combinations_with_replacement(range(1, calls + 2), 3)
-    for at, seen_at, commit_at in itertools.islice(moments, 0, None, 3):
-        inner = make_run(1, 2)
-        store, saver = InterleavedStore(inner), Pinning(inner)
-        needed = {s.key for s in inner.list("version_1") if s.key.endswith(".safetensors")}
-
-        def commit(inner=inner, saver=saver):
-            if saver.has_found:
-                for key in sorted((s.key for s in third.list("")), reverse=True):
-                    inner.put_if_absent(key, third.get(key, 1 << 30))
-            saver.remove_pin()
-
-        store.actions = [
-            (at, saver.create_pin),
-            (seen_at, saver.check_version),
-            (commit_at, commit),
-        ]
-        run = Run(store)
-        run.retain(KeepLast(1))
-        store.finish()
-        outcomes[saver.has_found] += 1
-        for again in (run, Run(inner)):
-            again.retain(KeepLast(1))
-            again.sweep(grace=0, now=time.time() + 1)
-            if saver.has_found:
-                assert needed <= {s.key for s in inner.list("version_1")}, (at, seen_at, commit_at)
-            else:
-                assert not list(inner.list("version_1"))
-    assert min(outcomes[True], outcomes[False]) > 20
 
 
 def failing(inner, at, *, lost):
