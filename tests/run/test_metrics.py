@@ -170,13 +170,6 @@ def test_a_renamed_or_moved_evaluation_is_skipped(store, skipped):
     assert skipped == others
 
 
-def test_retention_deletes_a_version_with_its_evaluations(store):
-    run = Run(store)
-    run.add_metrics(V20, {"loss": 5})
-    run.retain(KeepLast(1))
-    assert list(store.list("version_20")) == []
-
-
 def test_best_uses_metrics_added_later(store):
     run = Run(store)
     for step, value in ((20, 0.3), (40, 0.1), (60, nan)):

@@ -187,15 +187,6 @@ def test_keep_best(found, count, mode, expected):
     assert kept_steps(KeepBest(count, "loss", mode), records(*found)) == expected
 
 
-def test_keep_last_after_many_saves():
-    """ElasticDL's example: with a save every 5 steps and 3 kept, 90, 95, and 100 remain."""
-    found: list[int] = []
-    for step in range(1, 101):
-        if EverySteps(5).due(replace(START, step=step, last_step=step - 1)):
-            found = kept_steps(KeepLast(3), records(*found, step))
-    assert found == [90, 95, 100]
-
-
 counts = st.integers(1, 4)
 single = st.one_of(
     st.builds(KeepLast, counts),

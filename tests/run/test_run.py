@@ -64,16 +64,6 @@ def test_a_missing_run_has_no_versions():
             run.newest(lambda s: None, at=at)
 
 
-def test_versions_are_sorted_by_step(store):
-    with training(store, EverySteps(20)) as (state, ckpt):
-        ckpt.resume()
-        train(state, ckpt, 120)
-    assert steps(Run(store)) == [20, 40, 60, 80, 100, 120]
-    latest = Run(store).latest()
-    assert latest.step == 120
-    assert latest.verify().ok
-
-
 def test_a_folder_without_manifest_is_not_a_version(store):
     store.delete(f"version_60/{MANIFEST}")
     assert steps(Run(store)) == [20, 40]
@@ -509,28 +499,6 @@ def test_a_version_that_is_listed_but_missing_is_skipped(store):
     snapshot, skipped = Run(store).newest(use)
     assert snapshot.step == 40
     assert [v for v, _ in skipped] == [Version(60)]
-
-
-class EmptyFirstListStore(HookedStore):
-    """The first listing is empty.
-
-    One version was deleted before the listing reached it; the next was saved behind it.
-    """
-
-    def list(self, prefix):
-        found = super().list(prefix)
-        if not self.listed:
-            self.listed = True
-            return iter(())
-        return found
-
-    listed = False
-
-
-def test_an_empty_listing_is_repeated(store):
-    finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
-    for find in finds:
-        assert find(Run(EmptyFirstListStore(store))) is not None
 
 
 def test_reading_a_deleted_version_raises_not_found(store):

@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Callable
 from itertools import count
-from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from limpet import events
 from limpet.buffers import shared_pool
 from limpet.errors import DeadlinePassed, Denied, Unavailable
-from limpet.format.names import MANIFEST, SAVE_REQUEST, Version, is_attempt
+from limpet.format.names import SAVE_REQUEST, Version, is_attempt
 from limpet.run.run import Run
 from limpet.run.save_request import (
     RequestedSave,
@@ -172,23 +171,6 @@ def test_the_requested_version_answers_and_not_a_later_one(store):
     assert trainer.request().version == Version(2)
 
 
-def test_the_newest_readable_version_answers_if_none_has_the_reason(store):
-    trainer = Trainer(store)
-
-    def several_saves():
-        for _ in range(3):
-            trainer.save("cadence")
-            trainer.step()
-        damaged = trainer.run.location(Version(2)).key(MANIFEST)
-        store.delete(damaged)
-        store.put_if_absent(damaged, b"{}")
-        store.delete(SAVE_REQUEST)
-
-    trainer.saves = False
-    result = request_and_wait(trainer.run, 10, wait=lambda _: several_saves(), clock=lambda: 0)
-    assert result.version == Version(1)
-
-
 def test_a_lower_step_on_a_new_branch_is_newer(store):
     trainer = Trainer(store)
     for step in (1, 2):
@@ -210,19 +192,6 @@ def test_a_requester_that_joined_does_not_withdraw_the_request(store):
     with pytest.raises(DeadlinePassed):
         trainer.request(timeout=2)
     assert read_request(store) == A
-
-
-def test_a_requester_that_joined_too_late_requests_again(store):
-    """The joined request is removed, but its version already existed when the requester joined."""
-    put_request(store, A)
-    trainer = Trainer(store)
-    trainer.watcher.poll()
-    trainer.watcher.accept()
-    trainer.save("request")
-    trainer.before_step = lambda: trainer.watcher.mark(A, True)
-    result = trainer.request()
-    assert result == RequestedSave(Version(2), joined=False)
-    assert trainer.now == 2
 
 
 def test_a_request_that_is_removed_by_hand_is_repeated(store):
@@ -401,22 +370,6 @@ def test_a_request_that_could_not_be_removed_is_removed_later_without_another_sa
     assert watcher.pending_request == A
 
 
-def test_a_request_answered_during_an_outage_can_be_repeated(store):
-    watcher = RequestWatcher(store)
-    store.put_if_absent(SAVE_REQUEST, b"")
-    watcher.poll()
-    request = watcher.accept()
-    store.error = Unavailable("x")
-    watcher.mark(request, True)
-    store.error = None
-    store.delete(SAVE_REQUEST)
-    watcher.poll()
-    store.put_if_absent(SAVE_REQUEST, b"")
-    watcher.mark(request, False)
-    watcher.poll()
-    assert watcher.pending_request == request
-
-
 def test_a_file_of_any_length_is_a_request(store):
     store.put_if_absent(SAVE_REQUEST, b"x" * (1 << 20))
     watcher = RequestWatcher(store)
@@ -426,36 +379,20 @@ def test_a_file_of_any_length_is_a_request(store):
     assert read_request(store) is None
 
 
-class Ticks:
-    """A fake wait for the thread of a watcher, which polls once for each ``tick()``."""
-
-    def __init__(self):
-        self._continue: Queue[bool] = Queue()
-        self._waiting: Queue[float] = Queue()
-
-    def wait(self, seconds):
-        self._waiting.put(seconds)
-        return self._continue.get(timeout=20)
-
-    def tick(self):
-        self._waiting.get(timeout=20)
-        self._continue.put(False)
-
-    def end(self):
-        seconds = self._waiting.get(timeout=20)
-        self._continue.put(True)
-        return seconds
-
-
 def test_the_thread_ends_when_a_watcher_that_nobody_closed_is_collected(store):
     """As in a cell of a notebook that creates another Checkpointer each time it runs."""
-    ticks = Ticks()
-    watcher: RequestWatcher | None = RequestWatcher(store, wait=ticks.wait)
+    waiting, goes_on = threading.Event(), threading.Event()
+
+    def wait(seconds):
+        waiting.set()
+        return not goes_on.wait(20)
+
+    watcher: RequestWatcher | None = RequestWatcher(store, wait=wait)
     watcher.start()
     (thread,) = [t for t in threading.enumerate() if t.name == "limpet-request"]
-    ticks._waiting.get(timeout=20)
+    assert waiting.wait(20)
     watcher = None
-    ticks._continue.put(False)
+    goes_on.set()
     thread.join(20)
     assert not thread.is_alive()
 

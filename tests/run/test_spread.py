@@ -170,40 +170,20 @@ def test_a_folder_with_an_unreadable_manifest_is_kept(store):
     assert len(shards_in(store)) == 4
 
 
-def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path):
+def shard_path(tmp_path, step):
+    """Make a run with three versions. Return the path of the shard of one of them."""
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
-    snapshot = run.open(Version(1))
-    [name] = [s.name for s in reader_of(snapshot).manifest.shards]
-    [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
-    shutil.move(path, tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", path)
-    run = Run(tmp_path / "run")
-    assert run.open(Version(1)).verify().ok
-    assert run.retain(KeepLast(1)) == [Version(2)]
-    with pytest.raises(LimpetError, match="symbolic link"):
-        run.delete(Version(1))
-    assert path.is_symlink()
+    [name] = [s.name for s in reader_of(run.open(Version(step))).manifest.shards]
+    [path] = (tmp_path / "run").glob(f"spread-*/version_{step}/{name}")
+    return path
 
 
-def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path):
-    run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
-    [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
-    [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
-    moved = path.parents[1] / "version_1" / name
-    moved.parent.mkdir(exist_ok=True)
-    os.rename(path, moved)
-    os.symlink(moved, path)
-    assert Run(tmp_path / "run").retain(KeepLast(1)) == [Version(2)]
-
-
-@pytest.mark.parametrize("level", ["spread", "version"])
+@pytest.mark.parametrize("level", ["spread", "version", "shard"])
 def test_nothing_is_deleted_in_a_linked_folder(level, tmp_path):
-    run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
-    [name] = [s.name for s in reader_of(run.open(Version(1))).manifest.shards]
-    [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
-    folder = path.parent if level == "version" else path.parents[1]
-    shutil.move(folder, tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", folder)
+    path = shard_path(tmp_path, 1)
+    linked = {"spread": path.parents[1], "version": path.parent, "shard": path}[level]
+    shutil.move(linked, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", linked)
     before = keys(LocalStore(tmp_path / "run"))
     run = Run(tmp_path / "run")
     assert [s.verify().ok for s in run.snapshots()] == [True] * 3
@@ -211,18 +191,21 @@ def test_nothing_is_deleted_in_a_linked_folder(level, tmp_path):
         run.delete(Version(1))
     assert run.retain(KeepLast(1)) == [Version(2)]
     assert set(before) - set(keys(run.store)) <= {k for k in before if "version_2/" in k}
+    assert linked.is_symlink()
 
 
-def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path):
-    run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
-    [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
-    [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
+@pytest.mark.parametrize("level", ["version", "shard"])
+def test_a_version_to_which_a_link_leads_is_not_deleted(level, tmp_path):
+    path = shard_path(tmp_path, 3)
     target = path.parents[1] / "version_1"
     target.mkdir(exist_ok=True)
-    for file in path.parent.iterdir():
+    for file in [path] if level == "shard" else [*path.parent.iterdir()]:
         file.rename(target / file.name)
-    path.parent.rmdir()
-    os.symlink(target, path.parent)
+    if level == "version":
+        path.parent.rmdir()
+        os.symlink(target, path.parent)
+    else:
+        os.symlink(target / path.name, path)
     assert Run(tmp_path / "run").retain(KeepLast(1)) == [Version(2)]
 
 

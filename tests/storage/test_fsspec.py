@@ -98,22 +98,6 @@ def test_writing_is_refused(how, tmp_path):
     assert files_of(url) == {}
 
 
-def test_commands_write_nothing(url, tmp_path):
-    before = files_of(url)
-    limpet.save(tmp_path / "version_1", STATE, step=1)
-    for command in (
-        ("copy", tmp_path / "version_1", f"{url}/new"),
-        ("pin", url, 1),
-        ("request-save", url),
-        ("sweep", url, "--abandoned"),
-    ):
-        result = run_cli(*command)
-        if command[0] != "sweep":  # there is nothing to remove
-            assert result.code != 0
-            assert "allow_weak=True" in result.err
-    assert files_of(url) == before
-
-
 def test_reading_works_and_writes_nothing(url, tmp_path, monkeypatch):
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     before, seen = files_of(url), []
@@ -375,17 +359,13 @@ def test_an_error_shows_no_secret(faulty, monkeypatch, options, text):
         {"updated": "2023-11-14T22:13:20.5Z", "created": "no"},
         {"LastModified": datetime(2023, 11, 14, 22, 13, 20)},
         {"created": datetime.fromtimestamp(1700000000, UTC)},
+        *({}, {"mtime": "yesterday"}, {"mtime": object()}),  # of unknown age: it is new
     ],
 )
 def test_the_time_of_a_file(faulty, monkeypatch, info):
     monkeypatch.setattr(faulty, "info", lambda *_: {"type": "file", "size": 1, **info})
+    monkeypatch.setattr(time, "time", lambda: 1700000000.9)
     assert int(open_faulty().stat("a").modified) == 1700000000
-
-
-@pytest.mark.parametrize("info", [{}, {"mtime": "yesterday"}, {"mtime": object()}])
-def test_a_file_of_unknown_age_is_new(faulty, monkeypatch, info):
-    monkeypatch.setattr(faulty, "info", lambda *_: {"type": "file", "size": 1, **info})
-    assert abs(open_faulty().stat("a").modified - time.time()) < 60
 
 
 def test_a_file_of_unknown_length_is_an_error(faulty, monkeypatch):
