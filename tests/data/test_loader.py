@@ -5,7 +5,8 @@
 
 import random
 import warnings
-from collections import Counter
+from collections import Counter, UserDict, deque
+from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 from torch.utils import data
 
@@ -472,6 +474,65 @@ def test_a_loader_outside_the_state_changes_no_generator(workers, sampler):
     assert [*found, draw(), draw()] == expected
 
 
+class Shuffled(data.IterableDataset):
+    """A stream whose ``__iter__`` draws at once: it is no generator."""
+
+    def __init__(self, has_state):
+        self.at = 0
+        if has_state:
+            self.state_dict, self.load_state_dict = lambda: {"at": self.at}, self.load
+
+    def load(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        return iter([*random.sample(range(6), 6), *torch.randperm(6)])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_stream_that_draws_before_its_first_sample_depends_on_its_position(options, has_state):
+    loader = limpet.DataLoader(Shuffled(has_state), batch_size=4, seed=1, **options)
+    passes = []
+    for disturbance in (0, 0, 5):
+        [draw() for _ in range(disturbance)]
+        passes.append([batch.tolist() for batch in loader])
+    assert passes[0] == passes[1] == passes[2]
+
+
+def test_a_loader_keeps_its_seed_after_its_training():
+    """Also under another key: a restart has the seed from the version of the first training."""
+    found = []
+    first, second = MemoryStore(), MemoryStore()
+    for _ in range(2):
+        loader = limpet.DataLoader(range(8), batch_size=4, shuffle=True)
+        with limpet.Checkpointer(first, {"a": loader}, save=limpet.AtEnd()) as ckpt:
+            for _ in ckpt.epochs(1):
+                for _ in loader:
+                    ckpt.step()
+        with limpet.Checkpointer(second, {"b": loader}, save=limpet.Never()) as ckpt:
+            for _ in ckpt.epochs(1):
+                for batch in loader:
+                    found.append(batch.tolist())
+                    ckpt.step()
+    assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_a_loop_of_steps_may_begin_a_pass_for_each_batch(stop):
+    """Also after a resume at the end of an epoch, from which a pass is empty."""
+
+    def run(store, count):
+        loader = limpet.DataLoader(range(8), batch_size=4, shuffle=True, seed=1)
+        with limpet.Checkpointer(store, {"loader": loader}, save=limpet.EverySteps(1)) as ckpt:
+            for _ in ckpt.steps(count):
+                yield next(iter(loader)).tolist()
+                ckpt.step()
+
+    store = MemoryStore()
+    assert [*run(store, stop), *run(store, 6)] == [*run(MemoryStore(), 6)]
+
+
 def test_a_loader_in_the_state_seeds_each_step_by_its_key():
     """Two loaders with one seed give different numbers, and the last one decides."""
     found = {}
@@ -528,6 +589,56 @@ def test_a_dataset_with_a_generator_of_its_own_causes_one_warning_with_its_line(
     assert f"{method} gave two different samples for one index" in str(warning.message)
     function = getattr(type(dataset), method).__code__
     assert (warning.filename, warning.lineno) == (__file__, function.co_firstlineno)
+
+
+@dataclass
+class Sample:
+    image: object
+    label: object
+
+
+class Keyed(UserDict):
+    """As the results of tokenizers are."""
+
+
+NAN = "nan"
+SAMPLES = {
+    "image": lambda noise: Image.new("L", (2, 2), int(noise * 250)),
+    "dataclass": lambda noise: Sample(torch.full((2,), noise), float(NAN)),
+    "dataclass of objects": lambda noise: Sample(random.Random(), Sample(object(), noise)),
+    "object array": lambda noise: np.array([f"text {noise}", np.arange(2), None], object),
+    "structured array": lambda noise: np.array([(1, noise)], "i1, f8"),
+    "array": lambda noise: np.array([-0.0, float(NAN), noise]),
+    "mapping": lambda noise: Keyed(x=torch.full((2,), noise), y=float(NAN)),
+    "keys": lambda noise: {object(): 1, float(NAN): noise},
+    "queue": lambda noise: deque([float(NAN), object(), noise]),
+    "tuple": lambda noise: (torch.tensor([float(NAN), -0.0]), complex(NAN), noise, "text"),
+    "set": lambda noise: {"text", noise},
+    "set of objects": lambda noise: ({object(), float(NAN)}, noise),
+    "sparse tensor": lambda noise: [torch.eye(2).to_sparse(), noise],
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_only_a_sample_that_differs_causes_a_warning(kind):
+    """It is made again for each fetch, and may have what is never equal."""
+
+    class Made(data.Dataset):
+        def __init__(self, *noises):
+            self.noises = [*noises]
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, _):
+            return SAMPLES[kind](self.noises.pop(0))
+
+    options = {"batch_size": None, "seed": 1, "collate_fn": lambda sample: sample}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InexactResume)
+        list(limpet.DataLoader(Made(0.5, 0.5, 0.5, 0.5), **options))
+    with pytest.warns(InexactResume):
+        list(limpet.DataLoader(Made(0.25, 0.5, 0.5, 0.5), **options))
 
 
 def test_the_seed_of_a_sample_is_one_of_the_epoch_and_sample_only():

@@ -228,6 +228,7 @@ class DataLoader(data.DataLoader[Any]):
         """The training of ``owner`` has ended: seed no more, and end the workers."""
         if self._owner is owner:
             self._owner = self._inner = None
+            self._is_key_final = True  # as after a resume of this training, for one that follows
 
     @property
     def key(self) -> int:

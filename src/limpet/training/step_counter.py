@@ -195,7 +195,11 @@ class StepCounter:
         self._seed_start(EPOCH, epoch)
 
     def seed_step(self) -> None:
-        """Seed the generators of the training at the start of a step."""
+        """Seed the generators of the training at the start of a step. A loader that a resume has
+        left at the end of an epoch begins the next: `next(iter(loader))` expects a batch."""
+        for loader in self._loaders.values():
+            if not loader.keeps_per_rank:  # a stream may have more than its length
+                loader.skip_rest(loader.epoch + 1)
         self._seed_start(STEP, self.progress.step)
 
     def _seed_start(self, kind: int, number: int) -> None:
