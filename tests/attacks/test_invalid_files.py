@@ -431,7 +431,7 @@ EVALUATION = {
 
 ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
 FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
-ENDED = {**ABOUT, "reason": "finished", "epochs": 10}
+ENDED = {**ABOUT, "reason": "finished", "epochs": 10, "positions": {"loader": 9}}
 INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9}
 LEASE = {
     "name": "val",

@@ -138,7 +138,11 @@ def test_only_numbers_are_metrics(value, url):
 RECORDS = {
     "version_20/eval-val.0123456789ab.json": {"metrics": {"m": 1.0}},
     "version_20/eval-val.0123456789ac.failed.json": {"cause": "x"},
-    "version_30/eval-training.0123456789ad.ended.json": {"reason": "finished", "epochs": 0},
+    "version_30/eval-training.0123456789ad.ended.json": {
+        "reason": "finished",
+        "epochs": 0,
+        "positions": None,
+    },
     lease_name("val", 1): None,
     "branch-1.json": None,
     "pin-0123456789ab.json": None,

@@ -119,7 +119,7 @@ class FailedEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
     kind: ClassVar[str] = "failed"
 
 
-class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
     """The training ended normally at this version, for a ``reason``, or with an empty one an epoch
     did. ``epochs`` are complete: one more than the version holds, if its step was saved before its
     epoch ended. ``positions``: the epochs at which the loaders of the state go on, by key, or None
@@ -127,7 +127,7 @@ class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     reason: Annotated[str, Meta(max_length=MAX_TEXT)]
     epochs: Annotated[int, Meta(ge=0, lt=10**18)]
-    positions: Mapping[str, Annotated[int, Meta(ge=0, lt=10**18)]] | None = None
+    positions: Mapping[str, Annotated[int, Meta(ge=0, lt=10**18)]] | None
 
     kind: ClassVar[str] = "ended"
 
