@@ -33,6 +33,13 @@ ERRORS = {
     errno.ENXIO: StoreError,
     errno.EINVAL: StoreError,
 }
+MORE_ERRORS = {
+    errno.EPERM: Denied,
+    errno.ENOSPC: NoSpace,
+    errno.EFBIG: NoSpace,
+    errno.ETIMEDOUT: Unavailable,
+    errno.EAGAIN: Unavailable,
+}
 STATE = {"w": np.zeros(300_000), "n": 1}
 
 
@@ -95,16 +102,18 @@ def test_each_error_of_each_system_call_is_one_of_limpet(folder, monkeypatch, na
             assert run_cli(*words).code in range(10)
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", ERRORS | MORE_ERRORS, ids=errno.errorcode.get)
 def test_an_error_has_a_class_and_says_what_to_do(tmp_path, monkeypatch, number):
     def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
     store = LocalStore(tmp_path)
     monkeypatch.setattr(Fs, "open", fail)
-    with pytest.raises(ERRORS[number]) as caught:
+    with pytest.raises(StoreError) as caught:
         store.put_if_absent("v/a", b"1")
+    assert type(caught.value) is (ERRORS | MORE_ERRORS)[number]
     assert caught.value.todo
+    assert caught.value.key == "v/a"
     assert caught.value.errno == number
 
 

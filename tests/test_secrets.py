@@ -31,6 +31,8 @@ URLS = [
     f"fsspec+ftp://me:{SECRET}@host/run",
     f"fsspec+memory://run?password={SECRET}",
     f"s3:/user:{SECRET}@bucket/run",
+    f"az://user:{SECRET}@h//x",
+    f"memory://user:{SECRET}@h//x",
     f"redis://:{SECRET}@127.0.0.1:1/0",
     f"vault://me:{SECRET}@127.0.0.1/run",  # a store of one's own
 ]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from limpet.buffers import Buffer
-from limpet.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
+from limpet.errors import AlreadyExists, NotFound, StoreError
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.testing.contract import keys, partial_keys, put, random_bytes
@@ -252,16 +252,6 @@ def test_a_file_system_without_links_and_noreplace_is_an_error(tmp_path, write, 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_with_the_key_of_an_object_is_an_error(tmp_path):
-    store = LocalStore(tmp_path)
-    put(store, "v/a/b", b"1")
-    for write in (put_if_absent, put_in_pieces):
-        with pytest.raises(StoreError, match="v/a is in the way") as caught:
-            write(store, "v/a")
-        assert not isinstance(caught.value, AlreadyExists)  # a folder is not an object
-    assert partial_keys(store) == []
-
-
 @WRITERS
 def test_an_upload_whose_file_was_deleted_does_not_commit(tmp_path, write):
     class DeletingFs(Fs):
@@ -306,28 +296,6 @@ def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path, write):
 
 
 # Errors.
-
-
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [
-        (errno.EACCES, Denied), (errno.EPERM, Denied), (errno.EROFS, Denied),
-        (errno.ENOSPC, NoSpace), (errno.EDQUOT, NoSpace), (errno.EFBIG, NoSpace),
-        (errno.ETIMEDOUT, Unavailable), (errno.ESTALE, Unavailable), (errno.EAGAIN, Unavailable),
-        (errno.EIO, StoreError),
-    ],
-)  # fmt: skip
-def test_each_errno_has_its_error_class(tmp_path, number, kind):
-    for call, fault in [("pwrite", "pwrite"), ("fallocate", "fallocate"), ("open", "open")]:
-        store = LocalStore(tmp_path, fs=FaultFs(None, Fault(fault, 1, number)))
-        with pytest.raises(StoreError) as caught:
-            put_in_pieces(store, "v/a")
-        assert type(caught.value) is kind, call
-        assert isinstance(caught.value.__cause__, OSError)
-        assert caught.value.errno == number
-        assert os.strerror(number) in str(caught.value)
-        assert "v/a" in str(caught.value)
-        assert str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["open", "preadv", "stat", "scandir"])

@@ -29,16 +29,6 @@ def test_reads_of_a_missing_root_find_nothing_and_do_not_create_it(store, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_relative_path_keeps_its_folder_after_chdir(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    store = LocalStore("runs/a")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    store.put_if_absent("m", b"1")
-    assert store.url == str(tmp_path / "runs/a")
-    assert (tmp_path / "runs" / "a" / "m").read_bytes() == b"1"
-
-
 def test_an_unfinished_upload_is_in_the_folder_of_its_object(store, tmp_path):
     upload = store.put("v/a", 3)
     (name,) = os.listdir(tmp_path / "run" / "v")

@@ -230,18 +230,6 @@ def test_a_step_of_an_upload_that_hangs_or_fails(run_url, faults, monkeypatch, n
     assert partial_keys(store) == []
 
 
-@pytest.mark.slow
-def test_a_small_file_whose_write_hangs_is_written_anew(run_url, faults, monkeypatch):
-    monkeypatch.setattr(hdfs_store, "FIRST_STEP", 1.0)
-    store = limpet.open_store(run_url, timeout=60)
-    for name in ("create", "write", "hsync"):
-        faults.fail(0, "late", 3.0, name=name)
-        assert store.put_if_absent(name, b"123").length == 3
-        assert faults.log.count("create") == 2
-        faults.heal()
-    assert [stat.key for stat in store.list("")] == ["create", "hsync", "write"]
-
-
 def test_a_file_that_is_opened_again_too_late_is_closed(run_url):
     """The call was abandoned, so nobody else would end the lease."""
     store = limpet.open_store(run_url)
