@@ -173,8 +173,22 @@ def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader
         best = find_best(run.catalog, metric, "min" if mode == "min" else "max")
         if best is not None:
             return best
-    if not metric:
-        raise _ambiguous_error(run, newest, objectives)
+    fields = {"key": run.url, "store": run.url}
+    listed = [f"{name} ({how})" for name, how in sorted(objectives.items())]
+    recorded_modes = format_list(listed, _MAX_LISTED)
+    if not metric:  # not exactly one metric is recorded
+        choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
+        raise NotFound(
+            f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
+            if objectives
+            else f"{newest.url} does not record which metric makes a version the best",
+            expected="one metric that KeepBest, StopWhen, or an evaluation records",
+            found=recorded_modes or "none",
+            todo=f"Write {format_list(choices, 5, ' or ')}"
+            if objectives
+            else _BEST_IN_PYTHON.format(run.url, "METRIC"),
+            **fields,
+        )
     available = {name for record in run.records() for name in record.metrics}
     if metric not in available or mode in ("min", "max"):
         raise NotFound(
@@ -184,16 +198,14 @@ def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader
             todo="Check the name; pass the metric to step() or save(), or add it with"
             " `limpet evaluate` or Run.add_metrics. `limpet ls RUN` shows evaluations that have"
             " failed or are in progress",
-            key=run.url,
-            store=run.url,
+            **fields,
         )
     raise NotFound(
         f"{newest.url} does not record whether a smaller or a larger {metric} is better",
         expected=f"the mode of {metric}",
-        found=_describe(objectives) or "no mode of any metric",
+        found=recorded_modes or "no mode of any metric",
         todo=_BEST_IN_PYTHON.format(run.url, repr(metric)),
-        key=run.url,
-        store=run.url,
+        **fields,
     )
 
 
@@ -202,27 +214,6 @@ _BEST_IN_PYTHON = (
     " To record the mode: `limpet evaluate RUN --metric METRIC --mode min|max`, or a Checkpointer"
     " with KeepBest or StopWhen, in the versions that it saves"
 )
-
-
-def _ambiguous_error(run: Run, newest: SnapshotReader, objectives: Mapping[str, str]) -> NotFound:
-    """Return the error for ``RUN@best`` if not exactly one metric is recorded."""
-    choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
-    return NotFound(
-        f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
-        if objectives
-        else f"{newest.url} does not record which metric makes a version the best",
-        expected="one metric that KeepBest, StopWhen, or an evaluation records",
-        found=_describe(objectives) or "none",
-        todo=f"Write {format_list(choices, 5, ' or ')}"
-        if objectives
-        else _BEST_IN_PYTHON.format(run.url, "METRIC"),
-        key=run.url,
-        store=run.url,
-    )
-
-
-def _describe(objectives: Mapping[str, str]) -> str:
-    return format_list([f"{name} ({how})" for name, how in sorted(objectives.items())], _MAX_LISTED)
 
 
 # -- all ranks -----------------------------------------------------------------------------------

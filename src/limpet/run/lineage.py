@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from limpet import errors, events, machine
 from limpet.format import names
-from limpet.format.manifest import Parent
 from limpet.format.names import Version
 from limpet.format.records import Branch, Ended, encode_record
 from limpet.run.catalog import Catalog, read_sessions
@@ -146,17 +145,13 @@ def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) ->
 def _origin_from_parents(
     catalog: Catalog, number: int, versions: Iterable[Version]
 ) -> Version | None:
-    parents = (read_parent(catalog, v) for v in sorted(versions) if v.branch == number)
-    origins = (names.parse_version(parent.version) for parent in parents if parent is not None)
-    return next((v for v in origins if v is not None and v.branch < number), None)
-
-
-def read_parent(catalog: Catalog, version: Version) -> Parent | None:
-    """Return the parent that a manifest names. None: it names none, is missing, or is damaged."""
-    try:
-        return catalog.open(version).manifest.parent
-    except (errors.FormatError, errors.NotFound):
-        return None
+    for version in sorted(v for v in versions if v.branch == number):
+        with suppress(errors.FormatError, errors.NotFound):
+            parent = catalog.open(version).manifest.parent
+            origin = None if parent is None else names.parse_version(parent.version)
+            if origin is not None and origin.branch < number:
+                return origin
+    return None
 
 
 def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, reason: str) -> int:

@@ -121,7 +121,8 @@ class FsspecFolder(Remote):
             self.deadline = deadline
             return bytes(self.call("read", key, lambda fs: fs.cat_file(path, at, at + size)))
 
-        return BlockReply(read, offset, found if length is None else min(length, found))
+        found = found if length is None else min(length, found)
+        return BlockReply(key, self.url, read, offset, found)
 
     def page(
         self, folder: str, prefix: str, marker: Any, *, deep: bool, partial: bool

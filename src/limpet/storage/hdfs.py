@@ -253,7 +253,8 @@ class HdfsFolder(Remote):
             self.deadline = deadline
             return self.call("read", "read", key, lambda _: bytes(reader.read_range(at, size)))
 
-        return BlockReply(read, offset, found if length is None else min(length, found))
+        found = found if length is None else min(length, found)
+        return BlockReply(key, self.url, read, offset, found)
 
     def page(
         self, folder: str, prefix: str, marker: Any, *, deep: bool, partial: bool

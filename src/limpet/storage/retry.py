@@ -67,17 +67,31 @@ class Reply(ABC):
     was replaced, or ""; ``md5``: of the whole object, in hexadecimal, if the server says it.
     """
 
-    length: int
-    tag: str = ""
-    md5: str = ""
+    def __init__(self, key: str, url: str, length: int, tag: str = "", md5: str = "") -> None:
+        self._key, self._url = key, url
+        self.length, self.tag, self.md5 = length, tag, md5
 
     @abstractmethod
+    def receive(self, most: int, deadline: Deadline) -> bytes | memoryview:
+        """Return the next bytes, as soon as some arrive, but at most so many; none at the end."""
+
     def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
         """Fill ``view`` with the next bytes, and yield the length of each piece that arrived.
 
         The caller may stop after a piece, and call this again for the rest. Raises ``Unavailable``
         if the reply ends before, or is too slow for the deadline.
         """
+        done, place = 0, f"{self._key} in {self._url}"
+        fields = {"key": self._key, "store": self._url}
+        while done < len(view):
+            data = self.receive(len(view) - done, deadline)
+            if not data:
+                raise Unavailable(f"The reply for {place} is incomplete", **fields)
+            view[done : done + len(data)] = data
+            done += len(data)
+            yield len(data)
+            if done < len(view) and not deadline.seconds_left:
+                raise Unavailable(f"Reading {place} is too slow", **fields)
 
     def close(self) -> None:  # noqa: B027
         """End the reply."""
@@ -87,19 +101,21 @@ class BlockReply(Reply):
     """A range that is read in blocks, each by a call of ``read(deadline, offset, length)``."""
 
     def __init__(
-        self, read: Callable[[Deadline, int, int], bytes], offset: int, length: int
+        self,
+        key: str,
+        url: str,
+        read: Callable[[Deadline, int, int], bytes],
+        offset: int,
+        length: int,
     ) -> None:
-        self._read, self._at, self.length = read, offset, length
+        super().__init__(key, url, length)
+        self._read, self._at = read, offset
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
-        for start in range(0, len(view), BLOCK_SIZE):
-            size = min(BLOCK_SIZE, len(view) - start)
-            data = self._read(deadline, self._at, size)
-            if len(data) != size:
-                raise Unavailable(f"{len(data)} bytes have arrived instead of {size}")
-            view[start : start + size] = data
-            self._at += size
-            yield size
+    def receive(self, most: int, deadline: Deadline) -> bytes:
+        size = min(BLOCK_SIZE, most)
+        data = self._read(deadline, self._at, size)
+        self._at += size
+        return data if len(data) == size else b""
 
 
 class RemoteUpload(Protocol):

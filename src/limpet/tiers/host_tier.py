@@ -229,7 +229,7 @@ class HostTier:
         if group.kv is None:
             raise LimpetError("One process has no peers")
         if rank not in self._addresses:  # it is the same until the tier is closed
-            (address,) = look_up(group.kv, self._prefix, [rank])
+            address = look_up(group.kv, self._prefix, rank)
             if address is None:
                 raise LimpetError(f"Rank {rank} does not serve copies anymore")
             self._addresses[rank] = address

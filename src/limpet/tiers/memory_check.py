@@ -106,7 +106,7 @@ def find_limits(
         )
     point = path if mount is None else mount.point
     shown = point.replace("{", "{{").replace("}", "}}")
-    size = (statvfs or os.statvfs)(_existing_folder(path))
+    size = (statvfs or os.statvfs)(path)
     if size.f_blocks:  # 0: without a limit
         yield MemoryLimit(
             f"the file system at {point}",
@@ -154,12 +154,6 @@ def _mount_of(mounts: list[_Mount], path: str) -> _Mount | None:
     pure = PurePosixPath(path)
     above = [m for m in mounts if pure.is_relative_to(m.point)]
     return max(reversed(above), key=lambda m: len(m.point), default=None)
-
-
-def _existing_folder(path: str) -> str:
-    while not os.path.isdir(path) and path != "/":
-        path = os.path.dirname(path)
-    return path
 
 
 class _GroupFiles(NamedTuple):

@@ -290,27 +290,16 @@ class _CloudReply(Reply):
     """The chunks of a reply."""
 
     def __init__(self, folder: CloudFolder, key: str, reply: Any) -> None:
-        self._folder, self._key = folder, key
+        length = reply.range[1] - reply.range[0]
+        super().__init__(key, folder.url, length, reply.meta["e_tag"] or "")
         self._chunks, self._rest = reply.stream(min_chunk_size=MIB), memoryview(b"")
-        self.length = reply.range[1] - reply.range[0]
-        self.tag = reply.meta["e_tag"] or ""
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
-        done, place = 0, f"{self._key} in {self._folder.url}"
-        fields = {"key": self._key, "store": self._folder.url}
-        while done < len(view):
-            if not self._rest:
-                with translated("read", self._key, self._folder.url):
-                    self._rest = memoryview(next(self._chunks, b""))
-            if not self._rest:
-                raise Unavailable(f"The reply for {place} is incomplete", **fields)
-            if not deadline.seconds_left:
-                raise Unavailable(f"Reading {place} is too slow", **fields)
-            count = min(len(self._rest), len(view) - done)
-            view[done : done + count] = self._rest[:count]
-            self._rest = self._rest[count:]
-            done += count
-            yield count
+    def receive(self, most: int, deadline: Deadline) -> memoryview:
+        if not self._rest:
+            with translated("read", self._key, self._url):
+                self._rest = memoryview(next(self._chunks, b""))
+        data, self._rest = self._rest[:most], self._rest[most:]
+        return data
 
 
 def _read_pages(folder: str | None) -> Callable[[Any], Any]:

@@ -310,25 +310,15 @@ def _tag(upload_id: str) -> str:
 
 class _S3Reply(Reply):
     def __init__(self, folder: S3Folder, key: str, reply: Any) -> None:
-        self._folder, self._key = folder, key
-        self._body = reply["Body"]
-        self.length = int(reply["ContentLength"])
-        self.tag, self.md5 = reply.get("ETag", ""), stated_md5(reply)
+        length, tag = int(reply["ContentLength"]), reply.get("ETag", "")
+        super().__init__(key, folder.url, length, tag, stated_md5(reply))
+        self._folder, self._body = folder, reply["Body"]
 
-    def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
+    def receive(self, most: int, deadline: Deadline) -> bytes:
         """See ``Reply``. boto3 would return when a block is full, however slowly it arrives."""
-        done, place = 0, f"{self._key} in {self._folder.url}"
-        fields = {"key": self._key, "store": self._folder.url}
-        while done < len(view):
-            with self._folder.translated("read", self._key):
-                data = self._body._raw_stream.read1(min(MIB, len(view) - done))
-            if not data:
-                raise Unavailable(f"The reply for {place} is incomplete", **fields)
-            view[done : done + len(data)] = data
-            done += len(data)
-            yield len(data)
-            if done < len(view) and not deadline.seconds_left:
-                raise Unavailable(f"Reading {place} is too slow", **fields)
+        with self._folder.translated("read", self._key):
+            data: bytes = self._body._raw_stream.read1(min(MIB, most))
+        return data
 
     def close(self) -> None:
         self._body.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
-from collections.abc import Sequence
 
 import msgspec
 
@@ -42,10 +41,10 @@ def publish(kv: KVClient, prefix: str, address: PeerAddress) -> list[str]:
     return kv.put_all({f"{prefix}/peer/{address.rank}": value})
 
 
-def look_up(kv: KVClient, prefix: str, ranks: Sequence[int]) -> list[PeerAddress | None]:
-    """Return the addresses of ranks; None for a rank that has not published one (yet)."""
-    values = (kv.try_get(f"{prefix}/peer/{rank}") for rank in ranks)
-    return [None if value is None else _DECODER.decode(value) for value in values]
+def look_up(kv: KVClient, prefix: str, rank: int) -> PeerAddress | None:
+    """Return the address of a rank, or None if it has not published one (yet)."""
+    value = kv.try_get(f"{prefix}/peer/{rank}")
+    return None if value is None else _DECODER.decode(value)
 
 
 def choose_address(store_host: str, interface: str | None, *, is_one_host: bool) -> str:
