@@ -395,6 +395,35 @@ def test_a_sampler_that_draws_another_order_is_refused():
         read(resumed(loader, 64, sampler=Unseeded()))
 
 
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler", "epochs"])
+def test_a_sampler_that_cannot_draw_its_order_again_is_refused_before_the_first_step(kind):
+    """Otherwise, a resume at the beginning of an epoch would continue in another order."""
+
+    class Own(data.Sampler):
+        def __init__(self):
+            self.rng, self.epochs = np.random.default_rng(0), 0
+
+        def __iter__(self):
+            self.epochs += 1
+            rng = np.random.default_rng(self.epochs) if kind == "epochs" else self.rng
+            return iter(rng.permutation(8).tolist())
+
+    batches = {"batch_sampler": data.BatchSampler(Own(), 2, False)}
+    loader = make(**(batches if kind == "batch_sampler" else {"sampler": Own()}))
+    assert flat(loader) != flat(loader)  # outside of a state, any order will do
+    with (
+        limpet.Checkpointer(MemoryStore(), {"loader": loader}, save=limpet.Never()),
+        pytest.raises(LimpetError, match="draws another order of epoch 0 than before"),
+    ):
+        read(loader)
+
+
+def test_a_sampler_for_one_pass_is_not_drawn_twice():
+    loader = make(sampler=iter([3, 1, 2]))
+    with limpet.Checkpointer(MemoryStore(), {"loader": loader}, save=limpet.Never()):
+        assert flat(read(loader)) == [3, 1, 2]
+
+
 def test_a_sampler_gives_another_order_in_each_epoch():
     class Ordered(data.Sampler):
         def set_epoch(self, epoch):

@@ -42,6 +42,9 @@ class EpochOrder:
     first: int | None = None
     """A digest of what the sampler has given first in the epoch."""
 
+    must_check: bool = False
+    """The sampler was not yet seen to draw an order twice, as a resume does."""
+
     def parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
         """Yield the parts of ``rank`` in the batches after the position ``at``."""
         if self.sampler is None:
@@ -79,13 +82,11 @@ class EpochOrder:
 
     def _draw(self, epoch: int) -> Iterator[Any]:
         """Yield what the sampler gives, in blocks with seeds of their own."""
-        seed_generators(self.key, ORDER, epoch, 0)
-        for sampler in wrapped_samplers(self.sampler):
-            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-                generator.manual_seed(torch.initial_seed())
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-        iterator, number = iter(self.sampler), 0
+        is_once = any(isinstance(s, Iterator) for s in wrapped_samplers(self.sampler))
+        if self.must_check and self.first is None and not is_once:
+            self.first = digest(repr(list(islice(self._begin(epoch), _BLOCK))))
+        self.must_check = False
+        iterator, number = self._begin(epoch), 0
         while block := list(islice(iterator, _BLOCK)):
             if number == 0:
                 self._check_order(epoch, digest(repr(block)))
@@ -93,8 +94,18 @@ class EpochOrder:
             number += 1
             seed_generators(self.key, ORDER, epoch, number)
 
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        """Return an iterator over the sampler, which draws what follows from the seed."""
+        seed_generators(self.key, ORDER, epoch, 0)
+        for sampler in wrapped_samplers(self.sampler):
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(torch.initial_seed())
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        return iter(self.sampler)
+
     def _check_order(self, epoch: int, first: int) -> None:
-        """Raise ``LimpetError`` if the sampler draws another order than before the resume."""
+        """Raise ``LimpetError`` if the sampler draws another order than before."""
         if self.first not in (None, first):
             raise LimpetError(
                 f"The sampler of the loader draws another order of epoch {epoch} than before",

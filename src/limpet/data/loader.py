@@ -220,7 +220,7 @@ class DataLoader(data.DataLoader[Any]):
 
     def attach(self, name: str, owner: object) -> None:
         """Be a member of the state of ``owner``, with the key ``name``: seed its steps."""
-        self._owner, self._name = owner, name
+        self._owner, self._name, self._source.must_check = owner, name, True
         if not self._is_key_final:
             self.use_key(digest(self._initial_seed, name))
 
