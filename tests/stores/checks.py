@@ -9,6 +9,7 @@ import pytest
 
 import limpet
 from limpet.errors import LimpetError, NotFound, StoreError, Unavailable
+from limpet.storage.retry import Reply
 from limpet.testing.contract import read
 from limpet.types import MIB
 from tests.stores.emulators import Azurite
@@ -24,12 +25,11 @@ def check_intact(store, steps=(1,)):
     assert [s.verify().problems for s in run.snapshots()] == [() for _ in steps]
 
 
-def check_a_replaced_object_is_an_error(store, proxy, monkeypatch, reply):
-    """``reply`` is the class whose ``read_into`` reads the object."""
+def check_a_replaced_object_is_an_error(store, proxy, monkeypatch):
     data = bytes(4 * MIB)
     store.put_if_absent("a", data)
     proxy.inject(Fault("cut", "GET", after=2 * MIB + 5))
-    read_into = reply.read_into
+    read_into = Reply.read_into
 
     def replace(*arguments):
         try:
@@ -38,7 +38,7 @@ def check_a_replaced_object_is_an_error(store, proxy, monkeypatch, reply):
             store.delete("a")
             store.put_if_absent("a", data[1:] + b"1")
 
-    monkeypatch.setattr(reply, "read_into", replace)
+    monkeypatch.setattr(Reply, "read_into", replace)
     with pytest.raises(StoreError, match="was replaced while it was read"):
         read(store, "a", 0, len(data))
 

@@ -11,7 +11,6 @@ import limpet
 from limpet import sinks
 from limpet.deadline import Deadline
 from limpet.errors import Denied, DigestMismatch, LimpetError, StoreError, Unavailable
-from limpet.storage.s3.store import _S3Reply
 from limpet.testing.contract import keys, partial_keys
 from limpet.types import MIB
 from tests.stores import checks
@@ -127,20 +126,7 @@ def test_a_read_in_steps_goes_on_behind_what_has_arrived(store, proxy, action, a
 
 
 def test_a_replaced_object_is_an_error(store, proxy, monkeypatch):
-    checks.check_a_replaced_object_is_an_error(store, proxy, monkeypatch, _S3Reply)
-
-
-def test_the_store_can_be_used_between_the_steps_of_a_read(s3, proxy):
-    """With one request at a time, a write between the steps would wait forever for a read."""
-    store = open_run(s3, proxy, concurrency=1)
-    store.put_if_absent("a", b"0123456789")
-    found = bytearray(5)
-    with store.open_range("a", 0, 10) as reader:
-        for key, digits in (("b", b"01234"), ("c", b"56789")):
-            reader.read_into(memoryview(found))
-            store.put_if_absent(key, bytes(found))
-            assert store.get(key, 5) == digits
-    assert len([t for t in proxy.targets("GET") if t.endswith("/a")]) == 1
+    checks.check_a_replaced_object_is_an_error(store, proxy, monkeypatch)
 
 
 def test_of_a_request_for_several_items_the_damaged_one_is_read_again(store, proxy, monkeypatch):
@@ -187,13 +173,6 @@ def test_a_stalled_reply_is_abandoned(s3, proxy):
     state = limpet.load(store.at("version_1"))
     assert time.monotonic() - began < 15
     assert np.array_equal(state["w"], STATE["w"])
-
-
-def test_a_slow_server_is_waited_for(s3, proxy):
-    store = open_run(s3, proxy, timeout=30)
-    save(store)
-    proxy.inject(Fault("slow", "GET", "safetensors$", count=3, rate=2 * MIB))
-    assert np.array_equal(limpet.load(store.at("version_1"))["w"], STATE["w"])
 
 
 # faults that stay
