@@ -1,11 +1,9 @@
 """A record that is longer than its format allows is a damaged record, not an error of the store."""
 
-import time
 import warnings
 
 import pytest
 
-from limpet import events
 from limpet.errors import ManifestInvalid, SkippedVersion
 from limpet.format.names import Version
 from limpet.format.records import MAX_RECORD
@@ -15,12 +13,10 @@ from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher, put_request, read_request
 from limpet.run.writer_lock import WriterLock
-from limpet.snapshot.pins import REMOTE_PIN_TTL
 from tests.cli.invoke import run_cli
 from tests.trainings import train, trained_run, training
 
 TOO_LONG = b" " * (MAX_RECORD + 1)
-PIN = "pin-0c9d1e2f3a4b.json"
 
 
 @pytest.fixture
@@ -52,26 +48,6 @@ def test_an_evaluation_is_skipped(store):
     run.add_metrics(2, {"accuracy": 0.75})
     assert run.metrics(2)["accuracy"] == 0.75
     assert run.retain(KeepLast(1)) == [Version(1), Version(2)]
-
-
-def test_a_pin_blocks_deletion_for_seven_days(store):
-    store.put_if_absent(PIN, TOO_LONG)
-    run = Run(store)
-    assert run.retain(KeepLast(1)) == []
-    assert resume(store) == Version(4)
-    assert PIN not in run.sweep().removed
-    assert run.listing().process_pins
-    later = time.time() + REMOTE_PIN_TTL + 1
-    assert PIN in run.sweep(now=later).removed
-    assert run.retain(KeepLast(1)) == [Version(1), Version(2), Version(3)]
-
-
-def test_a_lasting_pin_protects_its_version(store):
-    store.put_if_absent("pin-version_1.json", TOO_LONG)
-    run = Run(store)
-    assert run.pin(1) == Version(1)
-    assert run.retain(KeepLast(1)) == [Version(2)]
-    assert run.unpin(1) == Version(1)
 
 
 def test_a_writer_lock_is_replaced(store):
@@ -127,11 +103,3 @@ def test_a_copy_reports_a_branch(store, tmp_path):
     assert len(result.json["copied"]) == 1
     assert run_cli("verify", local).code == 3
     assert run_cli("ls", local).code == 0
-
-
-def test_events_report_what_is_skipped(store):
-    store.put_if_absent("branch-1.json", TOO_LONG)
-    seen: list[str] = []
-    with events.attach(lambda name, fields: seen.append(name)):
-        Run(store).line()
-    assert seen == ["skipped"]

@@ -14,7 +14,8 @@ import limpet
 from limpet import events
 from limpet.convert.copy import copy_snapshot
 from limpet.errors import LimpetError, NotFound, SkippedVersion, StoreError, Unavailable
-from limpet.format.names import MANIFEST, NOTICES, Version, random_id, shard_name
+from limpet.format.names import MANIFEST, NOTICES, Version, pin_name, random_id, shard_name
+from limpet.format.records import MAX_RECORD
 from limpet.loading.load import load_snapshot
 from limpet.run import catalog
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
@@ -180,7 +181,12 @@ def damaged_pin(store):
     return key
 
 
-@pytest.mark.parametrize("create_unreadable", [pin_in_newer_format, damaged_pin])
+def oversized_pin(store):
+    store.put_if_absent(pin_name(random_id()), b" " * (MAX_RECORD + 1))
+    return Run(store).listing().process_pins[0]
+
+
+@pytest.mark.parametrize("create_unreadable", [pin_in_newer_format, damaged_pin, oversized_pin])
 def test_an_unreadable_pin_prevents_all_deletion_for_a_week(store, create_unreadable):
     keys = orphaned(store, 40)
     key = create_unreadable(store)
