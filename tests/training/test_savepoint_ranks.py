@@ -49,7 +49,7 @@ class Training:
 
     def prepare_flush(self): ...
 
-    def flatten(self, rank):
+    def flatten_captured(self, rank):
         return SimpleNamespace(step=self.step)
 
     def save_savepoint(self, flat, label, deadline, group, end_staging):
