@@ -112,7 +112,7 @@ def test_the_error_for_an_invalid_number_names_the_metric(store, value):
 
 @pytest.mark.parametrize("name", ["", "a.b", "a/b", "../x", "é", "-a", "a" * 65, "a b", "a\n"])
 def test_an_invalid_evaluation_name_is_rejected(store, name):
-    with pytest.raises(LimpetError, match="is not a valid name for an evaluation"):
+    with pytest.raises(LimpetError, match="The name of an evaluation or an author must be"):
         Run(store).add_metrics(V20, {"loss": 1.0}, name=name)
 
 

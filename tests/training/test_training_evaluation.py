@@ -529,7 +529,7 @@ def test_going_back_abandons_the_evaluation_in_progress():
         ("every", limpet.OnException(), "every="), ("on", "version", "on="),
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
         ("keep", True, "keep="), ("data", [], "is empty"), ("data", iter([1]), "map-style"),
-        ("name", "a b", "not a valid name"), ("name", "metrics", "cannot have the name metrics"),
+        ("name", "a b", "must be 1 to 64"), ("name", "metrics", "must be another one"),
         ("function", "evaluate", "evaluate="),
     ],
 )  # fmt: skip

@@ -21,11 +21,8 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise PlanError(
-            "The metrics are not a mapping from names to numbers",
-            expected='a dict such as {"loss": loss}',
-            found=with_article(type(metrics).__name__),
-        )
+        kind = with_article(type(metrics).__name__)
+        raise PlanError(f'The metrics must be a dict such as {{"loss": loss}}, not {kind}')
     for name, value in metrics.items():
         if not _is_name(name) or not _is_number(value):
             shape = getattr(value, "shape", None)

@@ -104,12 +104,7 @@ class _SaveUnion(SavePolicy):
 
     def __post_init__(self) -> None:
         if isinstance(self.first, Never) or isinstance(self.second, Never):
-            raise LimpetError(
-                "Never() cannot be combined with another save policy",
-                expected="Never(), which saves only on request, or policies that save",
-                found=f"{self}",
-                todo="Use Never() alone, or remove it",
-            )
+            raise LimpetError(f"Never() cannot be combined with another save policy: {self}")
 
     def __repr__(self) -> str:
         return f"{self.first} | {self.second}"

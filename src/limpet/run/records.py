@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeVar
 
 from limpet import errors, events
+from limpet.arguments import require
 from limpet.format import names
 from limpet.format.digest import digest
 from limpet.format.names import EvaluationFile, Version, parse_evaluation
@@ -201,24 +202,16 @@ def put_about_version(
 def check_name(name: object) -> str:
     """Return the name of an evaluation or an author. Raises ``LimpetError`` if it is invalid."""
     is_valid = isinstance(name, str) and names.parse_lease(names.lease_name(name, 1)) is not None
-    if not is_valid:
-        raise errors.LimpetError(
-            f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
-            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
-            found=to_repr(name)[:80],
-        )
+    expected = "1 to 64 of the characters a-z, A-Z, 0-9, -, and _"
+    require("The name of an evaluation or an author", is_valid, expected, name)
     return str(name)
 
 
 def check_job_name(name: object) -> str:
     """Return the name of an evaluation job, or one inside a training. Raises ``LimpetError`` if
     it is invalid."""
-    if name == ADDED_METRICS:
-        raise errors.LimpetError(
-            f"An evaluation cannot have the name {name}",
-            expected="another name, such as evaluation",
-            found=f"{name}, the name of metrics that the training or Run.add_metrics adds",
-        )
+    expected = "another one than that of the metrics that Run.add_metrics adds"
+    require("The name of an evaluation", name != ADDED_METRICS, expected, name)
     return check_name(name)
 
 
@@ -233,11 +226,8 @@ def make_objective(objective: object) -> Objective:
     match objective:
         case (str(metric), "min" | "max" as mode) if metric:
             return Objective(metric, mode)
-    raise errors.LimpetError(
-        "Invalid value for objective= of Evaluation",
-        expected='a metric and "min" or "max", such as ("val/loss", "min")',
-        found=to_repr(objective)[:200],
-    )
+    expected = 'a metric and "min" or "max", such as ("val/loss", "min")'
+    raise errors.LimpetError(f"objective= must be {expected}, not {to_repr(objective)[:120]}")
 
 
 def record_objective(store: Store, objective: Objective) -> None:
