@@ -1,10 +1,12 @@
 """The memory check against small trees of ``/proc`` and ``/sys``."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from limpet.errors import LimpetError, NoSpace
+from limpet.tiers import memory_check
 from limpet.tiers.memory_check import TierCost, check_memory, find_limits
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -53,7 +55,10 @@ class Host:
             free = (self.shm - self.shm_used) // 4096
             return SimpleNamespace(f_frsize=4096, f_blocks=self.shm // 4096, f_bavail=free)
 
-        return check_memory(folder, TierCost(held, **cost), root=self.root, statvfs=statvfs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory_check, "_ROOT", self.root)
+            patch.setattr(os, "statvfs", statvfs)
+            return check_memory(folder, TierCost(held, **cost))
 
 
 def test_the_default_size_of_a_container(tmp_path):

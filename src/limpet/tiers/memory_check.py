@@ -7,9 +7,10 @@ which its pages of tmpfs are charged. At a limit, the kernel would end the train
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from limpet.types import MIB
 GIB = 1024 * MIB
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_ROOT = Path("/")
+"""Above the files of the system in ``proc`` and ``sys``, which tests replace."""
+
 _NO_LIMIT = 1 << 62
 """Version 1 of control groups shows no limit as a number of about 2**63."""
 
@@ -56,45 +60,30 @@ class MemoryLimit:
     remedy: str
 
 
-def check_memory(
-    folder: str | os.PathLike[str],
-    cost: TierCost,
-    *,
-    root: Path = Path("/"),
-    statvfs: Callable[[str], os.statvfs_result] | None = None,
-) -> list[MemoryLimit]:
+def check_memory(folder: str, cost: TierCost) -> list[MemoryLimit]:
     """Return the limits, the tightest first. Raises ``NoSpace``, with all limits that the memory
     tier exceeds, and ``LimpetError`` if the folder is not in memory."""
-    limits = sorted(
-        find_limits(folder, cost.present_bytes, root=root, statvfs=statvfs),
-        key=lambda limit: limit.available,
-    )
+    limits = sorted(find_limits(folder, cost.present_bytes), key=attrgetter("available"))
     exceeded = [limit for limit in limits if limit.available < cost.total]
     if exceeded:
         remedies = [x.remedy.format(**_sizes(cost.total + x.used)) for x in exceeded]
         raise NoSpace(
-            f"The memory tier in {os.fspath(folder)} does not fit into the memory of this host",
+            f"The memory tier in {folder} does not fit into the memory of this host",
             expected=str(cost),
             found="; ".join(
                 f"{format_size(limit.available)} in {limit.name}" for limit in exceeded
             ),
             todo=". ".join([*remedies, "Or use fewer copies, or no MemoryTier"]),
-            store=os.fspath(folder),
+            store=folder,
             needed=cost.total,
             available=exceeded[0].available,
         )
     return limits
 
 
-def find_limits(
-    folder: str | os.PathLike[str],
-    present_bytes: int = 0,
-    *,
-    root: Path = Path("/"),
-    statvfs: Callable[[str], os.statvfs_result] | None = None,
-) -> Iterator[MemoryLimit]:
+def find_limits(folder: str, present_bytes: int = 0) -> Iterator[MemoryLimit]:
     """Yield every limit of the memory that files in ``folder`` can use (see ``check_memory``)."""
-    mounts = _read_mounts(root)
+    mounts = _read_mounts()
     path = os.path.realpath(folder)
     mount = _mount_of(mounts, path)
     if mount is not None and mount.kind not in _MEMORY_FILE_SYSTEMS:
@@ -106,7 +95,7 @@ def find_limits(
         )
     point = path if mount is None else mount.point
     shown = point.replace("{", "{{").replace("}", "}}")
-    size = (statvfs or os.statvfs)(path)
+    size = os.statvfs(path)
     if size.f_blocks:  # 0: without a limit
         yield MemoryLimit(
             f"the file system at {point}",
@@ -116,7 +105,7 @@ def find_limits(
             f" {{{{medium: Memory, sizeLimit: {{kubernetes}}}}}} mounted at {shown}; else, mount -o"
             f" remount,size={{docker}} {shown}",
         )
-    free = _read_fields(root / "proc/meminfo").get("MemAvailable:")
+    free = _read_fields(_ROOT / "proc/meminfo").get("MemAvailable:")
     if free is not None:
         yield MemoryLimit(
             "the free memory of the machine (MemAvailable)",
@@ -124,7 +113,7 @@ def find_limits(
             0,
             "Use a machine with {kubernetes} of free memory",
         )
-    yield from _group_limits(mounts, present_bytes, root)
+    yield from _group_limits(mounts, present_bytes)
 
 
 class _Mount(NamedTuple):
@@ -136,10 +125,10 @@ class _Mount(NamedTuple):
     options: str
 
 
-def _read_mounts(root: Path) -> list[_Mount]:
+def _read_mounts() -> list[_Mount]:
     """Return the mounted file systems in the order in which they were mounted."""
     mounts = []
-    for line in _read_lines(root / "proc/self/mountinfo"):
+    for line in _read_lines(_ROOT / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         fields, (kind, *rest) = before.split(" "), after.split(" ")
         if len(fields) > 4:
@@ -179,25 +168,25 @@ _VERSIONS = (
 )
 
 
-def _group_limits(mounts: list[_Mount], present: int, root: Path) -> Iterator[MemoryLimit]:
+def _group_limits(mounts: list[_Mount], present: int) -> Iterator[MemoryLimit]:
     """Yield the limits of the control groups of this process, from its own one to the root."""
     for version in _VERSIONS:
         for mount in mounts:
             is_memory = version.kind == "cgroup2" or "memory" in mount.options.split(",")
             if mount.kind != version.kind or not is_memory:
                 continue
-            top = root / mount.point.lstrip("/")
-            folder = top / _group_path(root, version, mount.root)
+            top = _ROOT / mount.point.lstrip("/")
+            folder = top / _group_path(version, mount.root)
             yield from _limits_of(folder, version, present)
             while folder != top:
                 folder = folder.parent
                 yield from _limits_of(folder, version, present)
 
 
-def _group_path(root: Path, version: _GroupFiles, mount_root: str) -> str:
+def _group_path(version: _GroupFiles, mount_root: str) -> str:
     """Return the control group of this process below the mount point: "." in a container that sees
     the path of the host, or one above its namespace, and whose own group is mounted."""
-    for line in _read_lines(root / "proc/self/cgroup"):
+    for line in _read_lines(_ROOT / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if version.controller in controllers.split(","):
