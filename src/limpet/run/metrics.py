@@ -21,8 +21,10 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        kind = with_article(type(metrics).__name__)
-        raise PlanError(f'The metrics must be a dict such as {{"loss": loss}}, not {kind}')
+        raise PlanError(
+            'The metrics must be a dict such as {"loss": loss}, not '
+            + with_article(type(metrics).__name__)
+        )
     for name, value in metrics.items():
         if not _is_name(name) or not _is_number(value):
             shape = getattr(value, "shape", None)
