@@ -529,6 +529,19 @@ def test_a_stream_that_draws_before_its_first_sample_depends_on_its_position(opt
     assert passes[0] == passes[1] == passes[2]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_data_pipe_is_refused_where_pytorch_would_divide_it():
+    def read(**options):
+        pipe = data.datapipes.iter.IterableWrapper(range(6)).shuffle().sharding_filter()
+        return flat(batch.tolist() for batch in limpet.DataLoader(pipe, 2, seed=1, **options))
+
+    assert sorted(read()) == [*range(6)]
+    assert read() == read()
+    for options in ({"num_workers": 1}, {"rank": 0, "ranks": 2}):
+        with pytest.raises(LimpetError, match="is not divided among workers and ranks"):
+            read(**options)
+
+
 def test_a_loader_keeps_its_seed_after_its_training():
     """Also under another key: a restart has the seed from the version of the first training."""
     found = []

@@ -515,6 +515,12 @@ class DataLoader(data.DataLoader[Any]):
         if self.num_workers:
             options["worker_init_fn"] = StartWorker(self.worker_init_fn)
         if self._is_stream:
+            is_pipe = isinstance(self.dataset, getattr(data, "IterDataPipe", ()))
+            if is_pipe and (self.num_workers or self._place()[1] > 1):
+                raise LimpetError(
+                    "An IterDataPipe, which PyTorch has deprecated, is not divided among workers"
+                    " and ranks: use num_workers=0 on one rank, or an IterableDataset"
+                )
             self._stream = self._stream or Stream(
                 self.dataset,
                 self.collate_fn,
