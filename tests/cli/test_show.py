@@ -153,13 +153,14 @@ def test_a_narrow_terminal_wraps_no_row(empty_url, monkeypatch, width):
 
 def test_containers_show_their_number_of_leaves(empty_url):
     one = {"deep": [{"x": np.zeros(3), "n": 1, "more": [np.zeros(1), 2]}], "none": {}}
-    hf.save(empty_url, {"one": one, "two": [np.zeros(2)]})
+    hf.save(empty_url, {"one": one, "two": [np.zeros(2)], "net": torch.nn.Linear(2, 2)})
     lines = [line.split(maxsplit=1) for line in run_cli("show", empty_url).out.splitlines()]
     report = {arguments[0]: arguments[1] for arguments in lines if len(arguments) > 1}
     assert report["one"].startswith("dict, 4 leaves ")
     assert report["deep"].startswith("list, 4 leaves ")
     assert report["more"].startswith("list, 2 leaves ")
     assert report["two"].startswith("list, 1 leaf ")
+    assert report["net"].startswith("dict, 2 leaves ")
     assert report["none"] == "dict, empty"
 
 

@@ -68,11 +68,10 @@ def command(
 
 
 def _container_name(row: TreeRow) -> str:
-    """Return what a container is: the name of its class, for a tensor subclass."""
-    if row.kind != "subclass":
-        return row.kind
-    name: str = row.node["subclass"]["class"]
-    return name.rpartition(".")[2]
+    """Return what a container is: the class of a tensor subclass; ``dict`` for a module."""
+    if row.kind == "subclass":
+        return str(row.node["subclass"]["class"]).rpartition(".")[2]
+    return "dict" if "metadata" in row.node else row.kind
 
 
 def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
