@@ -229,17 +229,11 @@ def _convert_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _is_optimizer_state_dict(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() - {"state"} == {"param_groups"}
-        and _is_param_groups(value["param_groups"])
-        and isinstance(value.get("state", {}), dict)
-    )
-
-
-def _is_param_groups(groups: Any) -> bool:
+    groups = value.get("param_groups") if isinstance(value, dict) else None
     return (
         isinstance(groups, list)
+        and value.keys() - {"state"} == {"param_groups"}
+        and isinstance(value.get("state", {}), dict)
         and bool(groups)
         and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
         and all(type(p) in (int, str) for g in groups for p in g["params"])

@@ -90,8 +90,8 @@ def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> Sna
     with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt, version):
         if version is not None:
             pins.require_no_deletion(location, version, of_files=True)
-        for index, shard_copy in zip(indexes, copies, strict=True):
-            _copy_shard(source, location, index, shard_copy, advance)
+        for shard_copy in copies:
+            _copy_shard(source, location, shard_copy, advance)
         for shard_copy in copies:
             _put_index(location, shard_copy)
             advance(len(shard_copy.index_bytes))
@@ -110,8 +110,8 @@ def copy_shards(
     for shard in shards:
         raw = source.store.get(source.file_key(shard.index_path), MAX_MANIFEST)
         index = parse_index(source, shard, raw)
-        shard_copy = _ShardCopy(shard, index, raw, None)
-        _copy_shard(source, location, index, shard_copy, advance)
+        shard_copy = _ShardCopy(index, shard, index, raw, None)
+        _copy_shard(source, location, shard_copy, advance)
         _put_index(location, shard_copy)
 
 
@@ -140,9 +140,10 @@ def _require_files(copy: SnapshotReader) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShardCopy:
-    """A shard as the copy will have it: its entry in the manifest, its index, decoded and encoded,
-    and its header, if that differs from the source's."""
+    """The index of a shard, and the shard as the copy will have it: its entry in the manifest, its
+    index, decoded and encoded, and its header, if that differs."""
 
+    source_index: ShardIndex
     shard: Shard
     index: ShardIndex
     index_bytes: bytes
@@ -205,7 +206,8 @@ def _plan_same(source: Location, location: Location, shard: Shard, index: ShardI
     """Return the same shard, where the destination has its shards."""
     raw = source.store.get(source.file_key(shard.index_path), MAX_MANIFEST)
     path = location.shard_path(shard.name)
-    return _ShardCopy(structs.replace(shard, path=path), replace(index, path=path), raw, None)
+    shard = structs.replace(shard, path=path)
+    return _ShardCopy(index, shard, replace(index, path=path), raw, None)
 
 
 def _plan_full(
@@ -237,7 +239,7 @@ def _plan_full(
     check_length(name, raw, MAX_MANIFEST, FEWER_LEAVES)
     path = location.shard_path(full_index.shard)
     shard = Shard(path, full_index.length, FileEntry(name, len(raw), digest(raw)), [])
-    return _ShardCopy(shard, decode_index(raw, name, path=path), raw, header)
+    return _ShardCopy(index, shard, decode_index(raw, name, path=path), raw, header)
 
 
 def full_manifest(snapshot: SnapshotReader, **changes: Any) -> Manifest:
@@ -247,17 +249,13 @@ def full_manifest(snapshot: SnapshotReader, **changes: Any) -> Manifest:
 
 
 def _copy_shard(
-    source: Location,
-    location: Location,
-    index: ShardIndex,
-    shard_copy: _ShardCopy,
-    advance: Advance,
+    source: Location, location: Location, shard_copy: _ShardCopy, advance: Advance
 ) -> None:
-    """Copy a shard, from one with ``index``, or check the file that the destination has."""
+    """Copy a shard, or check the file that the destination has."""
     if _is_copied(location, shard_copy.index, advance):
         return
     try:
-        _write_shard(source, location, index, shard_copy, advance)
+        _write_shard(source, location, shard_copy, advance)
     except AlreadyExists:  # a concurrent copy was faster
         if not _is_copied(location, shard_copy.index, no_op):
             raise
@@ -280,14 +278,9 @@ def _is_copied(location: Location, index: ShardIndex, advance: Advance) -> bool:
 
 
 def _write_shard(
-    source: Location,
-    location: Location,
-    index: ShardIndex,
-    shard_copy: _ShardCopy,
-    advance: Advance,
+    source: Location, location: Location, shard_copy: _ShardCopy, advance: Advance
 ) -> None:
-    """Write the shard of ``shard_copy``, from the source shard with ``index``."""
-    copy_index = shard_copy.index
+    index, copy_index = shard_copy.source_index, shard_copy.index
     shift = copy_index.header - index.header
     traits = location.store.traits
     memory = 0 if traits.ordered else upload_memory(traits, copy_index.length)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from limpet.format.digest import Digest
 from limpet.format.sealed import seal, unseal
 from limpet.format.strict_json import StrictDecoder
 from limpet.snapshot.location import Location
+from limpet.text import to_json_value
 from limpet.threads import Workers, no_op
 from limpet.types import BLOCK_SIZE, Advance
 
@@ -46,15 +46,7 @@ _DECODER = StrictDecoder(msgspec.json.Decoder(ExportRecord))
 
 def encode_record(origin: Mapping[str, Any], files: Mapping[str, ExportedFile]) -> bytes:
     """Return the content of a record. Numbers that JSON lacks become text, such as "nan"."""
-    return seal(ExportRecord(_to_json(origin), dict(files)))[0]
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _to_json(inner) for name, inner in value.items()}
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value
+    return seal(ExportRecord(to_json_value(origin, limit=None), dict(files)))[0]
 
 
 @dataclass(frozen=True, slots=True)

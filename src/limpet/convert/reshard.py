@@ -160,8 +160,9 @@ def reshard(
     If an earlier call has made the same snapshot there, it is returned. If this raises, nothing was
     committed, unless the error's ``outcome`` is "unknown".
     """
-    origin = _build_origin(snapshot, split)
-    if (earlier := _find_earlier(snapshot, location, shards, origin)) is not None:
+    origin = {"from": snapshot.digest, "shards": len(snapshot.manifest.shards)}
+    node: dict[str, Any] = {"dict": origin | ({} if split == SPLITS[0] else {"split": split})}
+    if (earlier := _find_earlier(snapshot, location, shards, node)) is not None:
         return earlier
     raise_if_exists(location)  # a run
     with snapshot.not_found_if_deleted():
@@ -187,7 +188,7 @@ def reshard(
                     index_name = names.index_name(shard, shards, attempt)
                     entry = write_index(location, index_name, name, image, chunk_digests)
                     receipts.append(Receipt(shard, entry))
-            metadata = {**snapshot.manifest.metadata["dict"], "resharded": origin}
+            metadata = {**snapshot.manifest.metadata["dict"], "resharded": node}
             manifest = full_manifest(
                 snapshot,
                 attempt=attempt,
@@ -206,12 +207,6 @@ def reshard(
         bytes=resharded.nbytes,
     )
     return resharded
-
-
-def _build_origin(snapshot: SnapshotReader, split: str) -> dict[str, Any]:
-    """Return what the metadata of the new snapshot says about its origin."""
-    origin = {"from": snapshot.digest, "shards": len(snapshot.manifest.shards)}
-    return {"dict": origin if split == SPLITS[0] else {**origin, "split": split}}
 
 
 def _find_earlier(
