@@ -94,6 +94,10 @@ class _NameOperation:
             folder.unsynced.remove(self)
 
 
+_WITHOUT_EFFECT = ("open", "close", "preadv", "fstat", "stat", "scandir")
+"""The calls after which a power cut leaves the same as before (``open`` counts what it creates)."""
+
+
 def _counted(
     call: Callable[Concatenate[CrashFs, P], T],
 ) -> Callable[Concatenate[CrashFs, P], T]:
@@ -105,23 +109,11 @@ def _counted(
             if self.cut_at is not None and self.operations + 1 >= self.cut_at:
                 raise PowerCut(f"at call {self.cut_at}")
             self.operations += 1
-            return call(self, *args, **kwargs)
+            result = call(self, *args, **kwargs)
+            self.changes += call.__name__ not in _WITHOUT_EFFECT
+            return result
 
     return counted_call
-
-
-def _counted_change(
-    call: Callable[Concatenate[CrashFs, P], T],
-) -> Callable[Concatenate[CrashFs, P], T]:
-    """Do as ``_counted``, and also count the call in ``changes``."""
-
-    @wraps(call)
-    def counted_change(self: CrashFs, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result = call(self, *args, **kwargs)
-        self.changes += 1
-        return result
-
-    return _counted(counted_change)
 
 
 class CrashFs(Fs):
@@ -225,7 +217,7 @@ class CrashFs(Fs):
     def close(self, fd: int) -> None:
         del self._fds[fd]
 
-    @_counted_change
+    @_counted
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         self._file(fd, address_of(data), offset, len(data)).write(data, offset)
         return len(data)
@@ -237,12 +229,12 @@ class CrashFs(Fs):
         into[: len(data)] = data
         return len(data)
 
-    @_counted_change
+    @_counted
     def fallocate(self, fd: int, length: int) -> bool:
         self._file(fd).grow(length)
         return True
 
-    @_counted_change
+    @_counted
     def fsync(self, fd: int) -> None:
         node, _ = self._fds[fd]
         if isinstance(node, _File):
@@ -259,30 +251,30 @@ class CrashFs(Fs):
     def stat(self, path: str, *, follow: bool = True) -> FileStat:
         return _stat(self._find(path))  # there are no links
 
-    @_counted_change
+    @_counted
     def link(self, source: str, target: str) -> None:
         node = self._find(source)
         folder, name = self._locate_new(target)
         _NameOperation(f"link {target}", (folder, name, node))
 
-    @_counted_change
+    @_counted
     def rename_noreplace(self, source: str, target: str) -> None:
         node = self._find(source)
         folder, name = self._locate_new(target)
         _NameOperation(f"rename {target}", (*self._locate(source), None), (folder, name, node))
 
-    @_counted_change
+    @_counted
     def unlink(self, path: str) -> None:
         if isinstance(self._find(path), _Folder):
             raise _os_error(errno.EISDIR)
         _NameOperation(f"unlink {path}", (*self._locate(path), None))
 
-    @_counted_change
+    @_counted
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         folder, name = self._locate_new(path)
         _NameOperation(f"mkdir {path}", (folder, name, _Folder()))
 
-    @_counted_change
+    @_counted
     def rmdir(self, path: str) -> None:
         node = self._find(path)
         if isinstance(node, _File):
