@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import safetensors.torch as st
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st_
 from torch import nn
 
 import limpet
@@ -41,7 +39,6 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits
 from limpet.testing.faults import Fault, FaultFs
-from tests.layout.random_boxes import shapes, tilings
 from tests.memory_peak import numbers_of
 from tests.snapshot.manual_shards import split_columns, split_rows, write_resharded
 from tests.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
@@ -309,6 +306,14 @@ def test_weights_only_reads_plain_values(tmp_path):
     assert_same(state, export_to_torch(state, tmp_path))
 
 
+def test_the_state_of_an_optimizer_under_other_names_is_unchanged(tmp_path):
+    """As ``get_optimizer_state_dict`` returns it, and ``set_optimizer_state_dict`` expects it."""
+    groups = [{"params": ["fc.weight"], "lr": 0.1}]
+    optimizer = {"state": {"fc.weight": {"m": torch.ones(2)}}, "param_groups": groups}
+    state = {"model": {"fc.weight": torch.zeros(2)}, "optimizer": optimizer}
+    assert_same(state, export_to_torch(state, tmp_path))
+
+
 def test_numpy_values_become_torch_and_python_values(tmp_path):
     state = {"f": np.float32(0.1), "i": np.int8(-3), "b": np.bool_(True), "a": np.ones((2, 0, 3))}
     state |= {"c": np.complex64(1j), "u": np.arange(3, dtype=np.uint16), "d": {np.int64(7): 1}}
@@ -404,41 +409,6 @@ def test_the_files_do_not_depend_on_the_layout(kind, layout, tmp_path):
             assert (tmp_path / name / file).read_bytes() == (
                 tmp_path / "original" / file
             ).read_bytes()
-
-
-@st_.composite
-def sharded_models(draw):
-    """Draw arrays, and for each a tiling whose boxes are assigned to one or two of three shards."""
-    model, layout = {}, {}
-    for i in range(draw(st_.integers(1, 4))):
-        shape = draw(shapes)
-        dtype = draw(st_.sampled_from(["uint8", "int16", "float32", "complex64"]))
-        raw = np.random.default_rng(i).integers(0, 256, (*shape, np.dtype(dtype).itemsize), "u1")
-        model[f"a{i}"] = raw.view(dtype).reshape(shape)
-        layout[f"model/a{i}"] = [
-            (n, box)
-            for box in draw(tilings(shape))
-            for n in draw(st_.sets(st_.integers(0, 2), min_size=1, max_size=2))
-        ]
-    return model, layout
-
-
-@settings(max_examples=30)
-@given(sharded_models(), st_.sampled_from([1, 48, 400, 64 << 20]), st_.booleans())
-@pytest.mark.slow
-def test_any_layout(sharded_model, window, ordered):
-    model, layout = sharded_model
-    original = limpet.save(unused_url(), {"model": model})
-    location = Location(MemoryStore(), "version_1")
-    snapshot = write_resharded(reader_of(original), location, lambda key, _: layout[key], 3)
-    store = AppendingStore() if ordered else MemoryStore()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "WINDOW_BYTES", window)
-        prepare_for(snapshot, store, "safetensors").write()
-    loaded = st.load(store.get("out/model.safetensors", 1 << 30))
-    assert {k: v.numpy().tobytes() for k, v in loaded.items()} == {
-        k: a.tobytes() for k, a in model.items()
-    }
 
 
 @pytest.mark.parametrize(("layout", "limit"), [(split_rows(4), 1.3), (split_columns(4), 1.5)])
@@ -593,6 +563,7 @@ def test_existing_files_are_not_changed(tmp_path):
     for name, kind in [
         ("model.safetensors", "safetensors"),
         ("model.pt", "torch"),
+        ("model.pt.limpet.json", "torch"),
         ("model.safetensors", "hf"),
         ("model.safetensors.index.json", "hf"),
         ("model-00002-of-00002.safetensors", "hf"),

@@ -23,7 +23,7 @@ from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_rec
 from limpet.convert.export_torch import TorchState, convert_state, require_torch, write_torch_file
 from limpet.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
 from limpet.format import tree
-from limpet.format.names import join_key, parse_version
+from limpet.format.names import join_key, parse_version, to_dotted
 from limpet.format.numpy_dtypes import from_descr
 from limpet.format.safetensors import build_header
 from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
@@ -425,7 +425,8 @@ def _load_state(
         value = value[name]
     if prefix:
         value.pop(_AVERAGED_COUNT, None)
-    state = convert_state(value, root, prefix)
+    parameters = {to_dotted(k) for k, _ in tree.walk(snapshot.manifest.tree, split_sparse=False)}
+    state = convert_state(value, root, parameters, prefix)
     _raise_if_refused(snapshot, state.refused, "torch.load(weights_only=True)")
     return state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
@@ -32,17 +33,19 @@ _PLAIN_TYPES = frozenset({type(None), str, bool, int, float, complex, bytes, byt
 @dataclass(slots=True)
 class TorchState:
     """A state for ``torch.load(weights_only=True)``. ``refused``: what cannot be written, described
-    by key; ``tensors``: the bytes of each tensor, by the address of its memory."""
+    by key; ``tensors``: the bytes of each tensor, by the address of its memory; ``names``: of the
+    snapshot's parameters, by which Limpet saves an optimizer."""
 
+    names: Collection[str]
     value: Any = None
     refused: dict[str, str] = field(default_factory=dict)
     tensors: dict[Any, int] = field(default_factory=dict)
 
 
-def convert_state(value: Any, key: str, prefix: str = "") -> TorchState:
+def convert_state(value: Any, key: str, names: Collection[str], prefix: str = "") -> TorchState:
     """Convert a loaded state, or the part of it at ``key``: arrays to tensors, and optimizers to
     what ``load_state_dict`` accepts. ``prefix``: of an averaged model's names, which is removed."""
-    state = TorchState()
+    state = TorchState(names)
     state.value = _convert(value, key, state)
     if prefix:
         state.value = _remove_prefix(state.value, prefix)
@@ -61,7 +64,7 @@ def _convert(value: Any, key: str, state: TorchState) -> Any:
     if isinstance(value, np.ndarray):
         return _convert_array(value, key, state)
     if type(value) in (dict, OrderedDict, Counter):
-        if type(value) is dict and (groups := _groups_of(value)) is not None:
+        if type(value) is dict and (groups := _groups_of(value, state.names)) is not None:
             return _convert_optimizer(value, groups, key, state)
         members: Any = type(value)()
         for (name, inner), k in zip(value.items(), child_keys(list(value), key), strict=True):
@@ -112,16 +115,17 @@ def _unsupported_reason(value: Any) -> str | None:
     return None if type(value) in _PLAIN_TYPES else with_article(type(value).__name__)
 
 
-def _groups_of(value: dict[Any, Any]) -> list[Any] | None:
+def _groups_of(value: dict[Any, Any], names: Collection[str]) -> list[Any] | None:
     """Return the groups of an optimizer whose parameters have names, as Limpet saves it; those of
-    one with code of its own are beside what that saved. Return None for another value."""
-    groups = value.get("groups") if {*value} - {INNER} == {"state", "groups"} else None
-    groups = value.get("param_groups", groups)
+    one with code of its own are beside what that saved. Return None for another value, also for a
+    dict by other names, as ``get_optimizer_state_dict`` of torch.distributed returns it."""
+    is_standard = {*value} - {INNER} == {"state", "groups"}
+    groups = value.get("groups") if is_standard else value.get("param_groups")
     is_optimizer = (
         isinstance(value.get("state"), dict)
         and type(groups) is list
         and all(type(g) is dict and type(g.get("params")) is list for g in groups)
-        and all(type(name) is str for g in groups for name in g["params"])
+        and all(type(n) is str and (is_standard or n in names) for g in groups for n in g["params"])
     )
     return groups if is_optimizer else None
 
