@@ -114,8 +114,7 @@ def finish_in_background(
     the save before, because Ctrl-C may come while the thread runs, or None if it never begins."""
     pending = None
     try:
-        staged = None if job.deferred is None else job.deferred.done
-        pending = Pending(lambda: Snapshot(finish(job)), job.location.url, after, staged)
+        pending = Pending(lambda: Snapshot(finish(job)), job.location.url, after)
         register(pending)
         pending.start()
     except BaseException:
