@@ -143,11 +143,6 @@ class LeafColumns:
             ]
             yield IndexLeaf(key, dtype, shape, boxes)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LeafColumns) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 # -- where the chunks of an incremental shard are: in it or in earlier versions -------------------
 
