@@ -68,7 +68,7 @@ def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
 def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:
     """Return the run at ``url`` and its listing. Raises ``NotFound`` and, with ``require_version``,
     ``NoSnapshot``."""
-    if not _is_bucket_address(url) and not (_has_version_name(url) and _is_snapshot(url)):
+    if not _is_bucket_address(url) and not (_version_name(url) and _is_snapshot(url)):
         run, has_files = Run(url), _has_run_files(url)
         if has_files or (not require_version and _has_partials(run.store)):
             listing = run.listing()
@@ -87,7 +87,7 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
         raise NotFound(
             f"{url} is one snapshot, not a run",
             todo=f"Use the run that contains it: {_parent(url)}"
-            if _has_version_name(url)
+            if _version_name(url)
             else f"Its name is not that of a version. To show it: limpet show {url}",
         )
     raise _not_found_error(url, "run")
@@ -99,10 +99,10 @@ def split_version(url: str) -> tuple[str, str] | None:
     if _is_address(url):
         run, version = resolve_address(url)
         return run, version or ""
-    if not _has_version_name(url) or (not _is_snapshot(url) and _has_run_files(url)):
-        return None
     name = _version_name(url)
-    return None if name is None else (_parent(url), f"{name.step}.{name.branch}")
+    if name is None or (not _is_snapshot(url) and _has_run_files(url)):
+        return None
+    return _parent(url), f"{name.step}.{name.branch}"
 
 
 def is_same_run(url: str, other: str) -> bool:
@@ -138,7 +138,7 @@ def check_version_name(snapshot: SnapshotReader, location: Location) -> None:
 def check_run_target(run: Run) -> None:
     """Raise ``AlreadyExists`` if the location is a snapshot, or has the name of a version."""
     refuse_address(run.url)
-    if _has_version_name(run.url) or _is_snapshot(run.store):
+    if _version_name(run.url) or _is_snapshot(run.store):
         raise AlreadyExists(
             f"{run.url} is the location of a snapshot, not of a run; nothing was changed",
             todo="Give a folder for the whole run",
@@ -181,10 +181,6 @@ def resolve_run_allow_empty(url: str) -> Run:
         if path is None or not os.path.isdir(path) or os.listdir(path):
             raise
         return Run(url)
-
-
-def _has_version_name(url: str) -> bool:
-    return _version_name(url) is not None
 
 
 def _version_name(url: str) -> names.Version | None:

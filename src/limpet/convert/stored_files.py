@@ -116,7 +116,7 @@ class StoredFile:
                 if self.length and hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(fd, 0, self.length)
             except OSError as e:
-                raise self._no_space_error(str(e)) from e
+                raise _no_space_error([self], str(e)) from e
             workers = Workers.create()
 
             def fetch(start: int) -> None:
@@ -130,14 +130,6 @@ class StoredFile:
 
             workers.each(range(0, self.length, BLOCK_SIZE), fetch)
             return MappedFile(self.path, os.dup(fd))
-
-    def _no_space_error(self, found: str) -> NoSpace:
-        return NoSpace(
-            f"{self.path} cannot be fetched into {tempfile.gettempdir()}",
-            expected=f"{self.length} bytes of free space",
-            found=found,
-            todo="Set TMPDIR to a folder on a larger disk",
-        )
 
     def require_unchanged(self) -> None:
         """Raise ``StoreError`` if the object was replaced since it was opened."""
@@ -200,17 +192,19 @@ class StoredTensor(Source):
 def require_space(files: Sequence[ForeignFile]) -> None:
     """Raise ``NoSpace`` unless the temporary folder has space for all stored files among these."""
     stored = [f for f in files if isinstance(f, StoredFile)]
-    needed = sum(f.length for f in stored)
-    folder = tempfile.gettempdir()
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise NoSpace(
-            f"The files cannot be fetched into {folder}: {stored[0].path}"
-            + (f" and {len(stored) - 1} others" if stored[1:] else ""),
-            expected=f"{needed} bytes of free space",
-            found=f"{free} bytes",
-            todo="Set TMPDIR to a folder on a larger disk, or copy the files there and import them",
-        )
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if sum(f.length for f in stored) > free:
+        raise _no_space_error(stored, f"{free} bytes")
+
+
+def _no_space_error(files: Sequence[StoredFile], found: str) -> NoSpace:
+    return NoSpace(
+        f"The files cannot be fetched into {tempfile.gettempdir()}: {files[0].path}"
+        + (f" and {len(files) - 1} others" if files[1:] else ""),
+        expected=f"{sum(f.length for f in files)} bytes of free space",
+        found=found,
+        todo="Set TMPDIR to a folder on a larger disk, or copy the files there and import them",
+    )
 
 
 class ForeignFolder:

@@ -36,9 +36,6 @@ _TEND_SECONDS = 0.5
 _END_SECONDS = 5.0
 """Seconds that a worker gets to end by itself before it is killed."""
 
-FunctionsOfUser = dict[str, Any]
-"""``setup``, ``evaluate``, ``data``, ``collate`` (or None): functions, or their names."""
-
 
 class WorkerError(LimpetError):
     """A function of the user, or the load of a version, failed in a worker."""
@@ -103,13 +100,14 @@ class _Place:
 
 
 class WorkerPool:
-    """Workers that live for the whole evaluation, and the queue from which they take tasks. Raises
-    ``LimpetError`` if no other process can import a function, or without the cluster."""
+    """Workers that live for the whole evaluation, and the queue from which they take tasks.
+    ``functions``: ``setup``, ``evaluate``, ``data``, and ``collate`` (or None), or their names.
+    Raises ``LimpetError`` if no other process can import one, or without the cluster."""
 
     def __init__(
         self,
         workers: Workers,
-        functions: FunctionsOfUser,
+        functions: dict[str, Any],
         batch_size: int | None,
         keys: Sequence[str],
         device: str | None,
