@@ -28,14 +28,6 @@ def keys(url):
     return [s.key for s in open_store(url).list("")]
 
 
-def test_a_snapshot(run, empty_url):
-    result = run_cli("copy", f"{run}/version_40", f"{empty_url}/version_40")
-    assert result.code == 0
-    assert "1 snapshot copied" in result.out
-    assert run_cli("diff", f"{run}/version_40", f"{empty_url}/version_40").code == 0
-    assert run_cli("verify", empty_url).code == 0
-
-
 def test_json_keys_are_stable(run, empty_url):
     report = run_cli("copy", run, empty_url, "--json").json
     assert list(report) == [
@@ -182,16 +174,6 @@ def test_damaged_versions_of_a_run_are_reported_and_not_copied(store, empty_url)
     assert out.endswith("Nothing copied; 1 already present; 2 NOT copied\n")
 
 
-def test_the_summary_says_what_was_copied(store, tmp_path):
-    assert ", all checked\n" in run_cli("copy", store.url, tmp_path / "b").out
-    out = run_cli("copy", store.url, tmp_path / "b").out
-    assert out.endswith("\nNothing copied; 3 already present\n")
-    flip_bit(store, f"version_20/{MANIFEST}")
-    out = run_cli("copy", store.url, tmp_path / "c").out
-    assert out.startswith("copied           ")
-    assert out.endswith(", all checked; 1 NOT copied\n")
-
-
 def test_no_empty_folder_remains_if_nothing_was_copied(store, tmp_path):
     (tmp_path / "mine").mkdir()
     for step in (20, 40, 60):
@@ -242,19 +224,6 @@ def test_two_runs_that_diverged_are_not_mixed(
         assert keys(b) == before
         if b == empty_url:
             assert message in result.err
-
-
-def test_two_runs_that_diverged_on_one_branch_are_not_mixed(store, empty_url):
-    snapshot = hf.Run(store).open(Version(20))
-    leave_from(hf.Run(store), snapshot, Version(20), "on request")
-    run_cli("copy", store.url, empty_url)
-    continue_training(store, 10, 30)
-    continue_training(open_store(empty_url), 20)
-    assert [str(hf.Run(r).line()[-1]) for r in (store, empty_url)] == [
-        "version_30.1", "version_40.1",
-    ]  # fmt: skip
-    for a, b in ((store.url, empty_url), (empty_url, store.url)):
-        assert run_cli("copy", a, b).code == 8
 
 
 def test_a_damaged_version_of_the_source_proves_nothing(store, empty_url):

@@ -129,18 +129,6 @@ def test_metrics_that_the_training_adds_are_no_evaluation(folder, selection):
     assert run.best("val/loss") is not None
 
 
-def test_a_version_of_another_release_is_evaluated_under_another_name(folder):
-    """Such a release recorded the metrics of the training under the name of the evaluation."""
-    save(folder, 10)
-    Run(folder / "run").add_metrics(10, {"train_acc": 0.5}, "evaluation")
-    done = evaluate()
-    assert "evaluation has a record of each" in " ".join(done.out.split())
-    assert "--name" in done.out
-    done = evaluate("--name", "val", "--json")
-    [version] = done.json["versions"]
-    assert Run(folder / "run").metrics(10) == {"train_acc": 0.5, **version["metrics"]}
-
-
 def test_a_misspelled_module_is_an_error_also_if_nothing_is_to_be_evaluated(folder):
     save(folder, 10)
     assert evaluate().code == 0

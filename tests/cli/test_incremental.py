@@ -166,16 +166,6 @@ def test_verify_says_what_to_do_while_a_training_uses_a_damaged_base(store):
     assert run_cli("verify", store.url, "--json").json["danger"] is None
 
 
-def test_verify_of_a_run_reads_a_shared_chunk_once(store):
-    report = run_cli("verify", store.url, "--json").json
-    assert report["ok"]
-    first, *others = [v["bytes"] for v in report["versions"]]
-    assert first > 160_000
-    assert max(others) < 10_000
-    alone = run_cli("verify", f"{store.url}/version_3", "--json").json
-    assert alone["bytes"] > 160_000
-
-
 def test_a_copy_is_self_contained(store):
     to = "memory://cli-copies-of-increments"
     result = run_cli("copy", store.url, to, "--json")
@@ -210,19 +200,6 @@ def test_files_copied_by_other_tools_are_not_copied_again(store):
     assert result.code == 0
     assert result.json["copied"] == []
     assert len(result.json["present"]) == 3
-
-
-def test_versions_added_to_a_copy_can_be_copied_back(store):
-    to = "memory://cli-increments-copied-back"
-    run_cli("copy", store.url, to)
-    other = open_store(to)
-    continue_run(other, 4)
-    result = run_cli("copy", to, store.url, "--json")
-    assert result.code == 0
-    assert [c["step"] for c in result.json["copied"]] == [4]
-    assert hf.Run(store).open(Version(3)).bases == {Version(1)}
-    assert run_cli("verify", store.url).code == 0
-    assert run_cli("copy", store.url, to).code == 0
 
 
 @pytest.mark.parametrize("step", [1, 3])

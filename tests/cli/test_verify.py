@@ -2,13 +2,11 @@
 
 import pytest
 
-from limpet.cli.verbs import verify
-from limpet.errors import Denied, FormatError, LimpetError
+from limpet.errors import Denied
 from limpet.format.names import MANIFEST, Version
 from limpet.run.catalog import Catalog
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.verify import Problem
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of
 
@@ -18,12 +16,6 @@ def test_an_intact_run(run):
     assert result.code == 0
     assert result.out.count("ok") == 3
     assert "3 versions intact" in result.out
-
-
-def test_one_snapshot(run):
-    result = run_cli("verify", f"{run}/version_40")
-    assert result.code == 0
-    assert "1 version intact" in result.out
 
 
 def test_json_keys_are_stable(store):
@@ -117,34 +109,3 @@ def test_an_unreadable_version_is_not_called_damaged(store, monkeypatch):
 
 def test_a_location_without_versions_is_not_found(empty_url):
     assert run_cli("verify", empty_url).code == 4
-
-
-def test_each_problem_is_reported_exactly_once():
-    def damage(offset, what="it is bad", digest="a"):
-        return Problem("f", offset, (), FormatError(what, expected=digest, found="b"))
-
-    def result_of(name, *problems):
-        return verify.VerifyResult(name, name, 0, problems)
-
-    one, two, nowhere = damage(0), damage(8), damage(None)
-    checked = [
-        result_of(
-            "v1", one, two, nowhere, damage(None, "another message")
-        ),  # equal messages at two offsets
-        result_of("v2", damage(0, "v2 refers to it"), damage(8, digest="c")),
-        result_of("v3", two, two),
-    ]
-    report = [(p.offset, p.error.what, others) for p, others in verify._group_problems(checked)]
-    assert report == [
-        (0, "it is bad", ["v2"]),
-        (8, "it is bad", ["v3"]),
-        (None, "it is bad", []),
-        (None, "another message", []),
-        (8, "it is bad", []),
-    ]
-
-
-def test_brief_errors_omit_the_advice():
-
-    report = LimpetError("A is bad", expected=1, found=2, todo="Do this").brief
-    assert report == "A is bad. Expected 1, found 2."

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import limpet
 from limpet.convert.export_record import check_export
-from limpet.errors import AlreadyExists, DigestMismatch, LimpetError, MissingLeaf, NotFound
+from limpet.errors import DigestMismatch, LimpetError, MissingLeaf, NotFound
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
@@ -229,8 +229,6 @@ def test_invalid_arguments(run, tmp_path):
     out = tmp_path / "out"
     for expected, kind, options in (
         ("to= must be", "onnx", {}),
-        ("max_shard_size= must be", "hf", {"max_shard_size": "5GB"}),
-        ("max_shard_size= must be", "hf", {"max_shard_size": 0}),
         *(
             ("max_shard_size= must be", "hf", {"max_shard_size": size})
             for size in ("5GB", 0, -1, True, None, float("nan"))
@@ -243,16 +241,6 @@ def test_invalid_arguments(run, tmp_path):
     with pytest.raises(NotFound):
         limpet.export(f"{run}@9", out)
     assert not out.exists()
-
-
-def test_an_existing_target_is_not_changed(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.pt.limpet.json").write_text("mine")
-    with pytest.raises(AlreadyExists):
-        limpet.export(f"{run}@1", tmp_path / "out", "torch")
-    assert os.listdir(tmp_path / "out") == ["model.pt.limpet.json"]
-    with pytest.raises(AlreadyExists):
-        limpet.export(f"{run}@1", run, "hf")
 
 
 @pytest.mark.parametrize(("kind", "is_wrapped"), [("safetensors", False), ("torch", True)])

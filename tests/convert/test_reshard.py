@@ -2,7 +2,6 @@
 twice and needs little memory."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,6 @@ from limpet.types import Box
 from tests.layout.random_boxes import shapes, tilings
 from tests.memory_peak import numbers_of
 from tests.snapshot.manual_shards import (
-    index_columns,
     read_elements,
     split_columns,
     split_rows,
@@ -558,22 +556,3 @@ def test_a_failed_call_leaves_a_complete_snapshot_or_none(error, every, small_ch
             assert shared_pool().allocated_bytes == shared_pool().free_bytes
         assert not check_snapshots(inner, whole) or unknown
     assert failed > 100 // every
-
-
-def test_an_index_without_some_of_its_boxes_is_refused(small_chunks):
-    """The boxes do not cover their leaf, and the reshard must not fill the gaps."""
-    old = write_resharded(
-        reader_of(limpet.save(url(), {"a": np.arange(60.0).reshape(6, 10)})),
-        new_location(),
-        split_rows(3),
-        3,
-    )
-    index = old.indexes()[1]
-    incomplete = replace(
-        index, leaves=index_columns([]), cuts=index.cuts[:1], digests=index.digests[:16]
-    )
-    old._indexes = [old.indexes()[0], incomplete, old.indexes()[2]]
-    to = MemoryStore()
-    with pytest.raises(FormatError, match="lack parts"):
-        reshard(old, Location(to, "version_1"), 2)
-    assert_nothing_left(to)

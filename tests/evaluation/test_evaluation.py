@@ -130,13 +130,6 @@ def test_the_result_does_not_depend_on_the_number_of_workers(run):
     assert found[0] == found[1]
 
 
-def test_keys_select_the_leaves_that_setup_gets(run):
-    state = save_version(run, 5)
-    chosen = {"setup": functions.setup_from_dict, "keys": "model/**"}
-    (outcome,) = evaluation(run, **chosen).run()
-    check(outcome, run, state)
-
-
 def test_an_entry_of_the_path_that_is_no_string_is_ignored(run, monkeypatch):
     state = save_version(run, 5)
     monkeypatch.setattr(sys, "path", [run, *sys.path])
@@ -180,12 +173,14 @@ def test_a_worker_that_never_returns_its_task_is_replaced(run):
         (functions.evaluate_poison, r"records 500 to 519.*SIGKILL"),
         (functions.evaluate_naming_nonsense, r"would be longer than a reader accepts"),
         (functions.evaluate_vector, r"MulticlassConfusionMatrix.compute\(\) returned something"),
+        (functions.setup_failing, "FileNotFoundError: tokenizer.json"),
     ],
 )  # fmt: skip
 def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(run, evaluate, cause):
     state = save_version(run, 5)
     workers = 2 if evaluate is functions.evaluate_poison else 0
-    (outcome,) = evaluation(run, evaluate, workers=workers).run()
+    which = "setup" if evaluate is functions.setup_failing else "evaluate"
+    (outcome,) = evaluation(run, workers=workers, **{which: evaluate}).run()
     assert outcome.state == "FAILED"
     opened = Run(run).open(Version(5))
     (record,) = (
@@ -200,13 +195,6 @@ def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(run, evaluate, 
     assert evaluation(run).run() == [], "a failure is not retried by itself"
     (again,) = evaluation(run, select=Selection(retry=True), workers=0).run()
     check(again, run, state)
-
-
-def test_a_failing_setup_is_recorded(run):
-    save_version(run, 5)
-    (outcome,) = evaluation(run, setup=functions.setup_failing, workers=0).run()
-    assert outcome.state == "FAILED"
-    assert "FileNotFoundError: tokenizer.json" in outcome.cause
 
 
 def test_nan_is_recorded_and_never_the_best(run):
@@ -377,13 +365,14 @@ def test_two_evaluations_with_one_name_do_not_run_at_once(run):
     thread.join(60)
 
 
-def test_workers_end_with_their_evaluator(run):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_that_is_stopped_ends_its_workers_and_records_nothing(run, workers):
     save_version(run, 5)
-    slow = evaluation(run, functions.evaluate_slowly, workers=2)
+    slow = evaluation(run, functions.evaluate_slowly, workers=workers)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(slow.run()))
     thread.start()
-    wait_until(lambda: len(slow._pool._places) == 2 and list_leases(Run(run).store), 30)
+    wait_until(lambda: len(slow._pool._places) == workers and list_leases(Run(run).store), 30)
     pids = [place.process.pid for place in slow._pool._places]
     slow.stop()
     thread.join(20)
@@ -533,18 +522,6 @@ def test_an_evaluation_runs_once(run):
     own.run()
     with pytest.raises(LimpetError, match="has been run"):
         own.run()
-
-
-def test_an_evaluation_in_this_process_can_be_stopped(run):
-    save_version(run, 5)
-    own = evaluation(run, functions.evaluate_slowly, workers=0, follow=True)
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(own.run()))
-    thread.start()
-    wait_until(lambda: list_leases(Run(run).store), 30)
-    own.stop()
-    thread.join(20)
-    assert found == [[]]
 
 
 def test_only_the_selected_leaves_are_read(run):

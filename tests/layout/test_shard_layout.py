@@ -10,12 +10,10 @@ from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.shard_layout import (
     MAX_SHARED_CHUNK_BYTES,
     SMALL_BOX_BYTES,
-    LeafBox,
     chunk_cuts,
-    file_order,
 )
-from limpet.types import BLOCK_SIZE, Box
-from tests.layout.random_boxes import DTYPES, shapes
+from limpet.types import BLOCK_SIZE
+from tests.layout.random_boxes import shapes
 
 limits = [
     0, 1, SMALL_BOX_BYTES - 16, SMALL_BOX_BYTES, SMALL_BOX_BYTES + 16, MAX_SHARED_CHUNK_BYTES,
@@ -66,22 +64,6 @@ def test_chunks_tile_the_file_and_follow_all_rules(header, boxes):
         )
         inside = begin[shared & (begin != starts[filled][box])]
         assert ((inside - header) % BLOCK_SIZE == 0).all(), "only unit boundaries cut small boxes"
-
-
-@given(st.lists(st.tuples(st.sampled_from(["a", "b/c", "b/d"]), st.sampled_from(DTYPES), shapes)))
-def test_boxes_are_aligned_and_ordered_by_itemsize_and_size(leaves):
-    holdings = [LeafBox(k, d, s, Box.whole(s)) for k, d, s in leaves]
-    order = file_order(holdings)
-    assert sorted(order) == list(range(len(holdings)))
-    at = 0
-    before = None
-    for h in (holdings[i] for i in order):
-        width = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}[h.dtype]
-        assert at % width == 0
-        order_key = (-width, h.key.split("/")[0], -h.nbytes, h.key)
-        assert before is None or before <= order_key
-        before = order_key
-        at += h.nbytes
 
 
 @given(shapes, st.data())

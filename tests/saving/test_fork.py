@@ -125,33 +125,3 @@ def test_forked_workers_can_load_while_their_parent_saves(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     for step in (1, 2, 3, 4, 5, 11, 12, 13, 14, 15):
         assert limpet.open(tmp_path / "run" / f"version_{step}").verify().ok
-
-
-SAVE_WITH_DATA_LOADER = """
-import warnings
-warnings.simplefilter("ignore")
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-model = torch.nn.Linear(400, 400)
-state = {"model": model, "progress": limpet.Progress()}
-data = TensorDataset(torch.arange(64))
-expected = {}
-with limpet.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
-    for epoch in range(3):
-        for (batch,) in DataLoader(data, batch_size=16, num_workers=2):
-            with torch.no_grad():
-                model.weight += 1
-            expected[ckpt.current_step + 1] = float(model.weight.double().sum())
-            ckpt.step()
-for step, total in expected.items():
-    snapshot = limpet.open(f"{root}/version_{step}")
-    assert snapshot.verify().ok
-    assert float(snapshot["model/weight"].read().double().sum()) == total
-print(len(expected))
-"""
-
-
-@pytest.mark.slow
-def test_data_loader_workers_can_start_while_a_save_runs(tmp_path):
-    done = run_script(tmp_path, SAVE_WITH_DATA_LOADER)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "12\n", "")

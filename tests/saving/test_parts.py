@@ -127,19 +127,3 @@ def test_the_number_of_parts_is_limited(length):
     assert part >= 16 * MIB
     assert -(-length // part) < MAX_PARTS
     assert part == 16 * MIB or -(-length // (part - BLOCK_SIZE)) >= MAX_PARTS - 1
-
-
-def test_threads_that_need_several_buffers_do_not_wait_for_each_other():
-    from concurrent.futures import ThreadPoolExecutor
-
-    pool = BufferPool(4 * BLOCK_SIZE)
-
-    def use(number):
-        for _ in range(50):
-            for buffer in pool.acquire_many(number):
-                pool.release(buffer)
-        return number
-
-    with ThreadPoolExecutor(6) as threads:
-        assert sum(threads.map(use, (1, 2, 3, 4, 3, 2), timeout=60)) == 15
-    assert pool.allocated_bytes <= 4 * BLOCK_SIZE

@@ -73,40 +73,6 @@ def test_one_of_several_jobs_that_save_the_same_version_commits(jobs):
     assert check_promises(store, [1]) == [1]
 
 
-SAVE_24_VERSIONS = """
-import sys, time
-from pathlib import Path
-import limpet
-from limpet.errors import AlreadyExists
-from limpet.errors import CommitError
-from tests.trainings import state_after
-root, gate = sys.argv[1:]
-while not Path(gate).exists():
-    time.sleep(0.001)
-for step in range(1, 25):
-    try:
-        limpet.save(f"{root}/version_{step}", state_after(step))
-        print(step)
-    except (AlreadyExists, CommitError):
-        pass
-"""
-
-
-@pytest.mark.slow
-def test_one_of_two_processes_commits_each_version(tmp_path):
-    root, gate = tmp_path / "run", tmp_path / "gate"
-    command = [sys.executable, "-c", SAVE_24_VERSIONS, str(root), str(gate)]
-    jobs = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) for _ in range(2)]
-    time.sleep(0.5)
-    gate.touch()
-    saved = [[int(line) for line in job.communicate(timeout=60)[0].split()] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0]
-    assert sorted(saved[0] + saved[1]) == list(range(1, 25))
-    assert check_promises(LocalStore(root), range(1, 25), assume_dead_pins=False) == list(
-        range(1, 25)
-    )
-
-
 def test_an_earlier_attempt_that_finishes_late_does_not_replace_the_committed_one():
     store = MemoryStore()
     late = begin_version(store, 1)
