@@ -1,8 +1,6 @@
 """A file in HDFS is closed as soon as a DataNode has reported its last block."""
 
 import gc
-import subprocess
-import sys
 import time
 import uuid
 
@@ -137,29 +135,3 @@ def test_a_writer_that_is_collected_is_not_closed(hdfs, monkeypatch, append):
     assert closed == []
     assert store.remote.look_up(path, "a") is not None
     upload.abort()
-
-
-SLOW_EXIT = """
-import sys, time, limpet
-store = limpet.open_store(sys.argv[1])
-for i in range(20):
-    store.put_if_absent(str(i), b"1")
-class Slow:
-    def __del__(self, sleep=time.sleep):
-        sleep(1)
-sys.slow = Slow()  # the interpreter ends, and other threads may still return
-"""
-
-
-def test_the_end_of_a_process_is_not_disturbed(hdfs):
-    """The last files may have been closed while hdfs-native still pauses."""
-    url = f"{hdfs.url}/{uuid.uuid4().hex}"
-    done = subprocess.run(
-        [sys.executable, "-c", SLOW_EXIT, url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len([*limpet.open_store(url).list("")]) == 20

@@ -36,13 +36,12 @@ class Traits:
     ``connections``: the largest number of parts for which a save takes memory at once; those that
     are staged are in memory anyway. 0: no limit.
     ``read_size``: the largest range to read with one request. A store with it has the method
-    ``open_range``. ``ordered``: the store only appends. A ``write_at`` behind what
-    was written before it needs no copy; other bytes wait in a temporary file (see
+    ``open_range``. ``ordered``: the store only appends. A ``write_at`` behind what was written
+    before it needs no copy; other bytes wait in a temporary file (see
     ``SequentialUpload``), so a save writes with one thread. ``atomic``: of any number of concurrent
     calls of ``put_if_absent``, at most one creates the object; without it, two trainings can both
-    commit. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it
-    waits for at least a second after a server refused a request for its rate. ``hidden_uploads``:
-    what removes the unfinished uploads that ``partials`` cannot list; empty if it lists all.
+    commit. ``hidden_uploads``: what removes the unfinished uploads that ``partials`` cannot list;
+    empty if it lists all.
     ``upload_memory``: how many bytes an unfinished upload keeps in memory: about so many in all if
     the store is ``ordered``, else for each thread that writes to it in other pieces than parts. An
     operation with several uploads or threads limits their number accordingly (``upload_memory``).
@@ -58,7 +57,6 @@ class Traits:
     read_size: int = 0
     ordered: bool = False
     atomic: bool = True
-    retry_after: bool = False
     hidden_uploads: str = ""
     upload_memory: int = 0
     spread: int = 0

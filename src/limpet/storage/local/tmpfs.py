@@ -28,7 +28,6 @@ from limpet.machine import after_fork
 from limpet.storage.local.os_calls import Fs, map_file, populate
 from limpet.storage.local.store import LocalStore, LocalUpload
 from limpet.storage.store import Stat, Traits, Upload
-from limpet.threads import no_op
 from limpet.types import ALIGNMENT, MIB
 
 if sys.platform != "win32":  # where nothing uses this module
@@ -52,16 +51,14 @@ _in_use: weakref.WeakSet[MappedFile | TmpfsStore] = weakref.WeakSet()
 
 class MappedFile:
     """A file that is mapped into memory, with all its pages allocated: on a full file system, a
-    write to a page that does not exist ends the process with SIGBUS. ``on_map`` gets each new
-    buffer.
+    write to a page that does not exist ends the process with SIGBUS.
 
     This object closes ``fd``. A fork gets neither it nor the mapping: the worker of a data loader
     would keep the memory of a deleted file.
     """
 
-    def __init__(self, fd: int, on_map: Callable[[Buffer], object]) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._on_map = on_map
         self.length = 0
         self.buffer = Buffer.over(memoryview(b""))
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -83,9 +80,7 @@ class MappedFile:
         elif length < self.length:
             self.buffer = Buffer.over(self.buffer.view[:length])
             os.ftruncate(self.fd, length)
-        if length != self.length:
-            self.length = length
-            self._on_map(self.buffer)
+        self.length = length
 
     def populate(self) -> None:
         """Map all pages now: the first access to each takes most of the time of a copy."""
@@ -112,7 +107,7 @@ class MappedFile:
 
 class TmpfsStore(LocalStore):
     """A store in a folder on tmpfs. ``spare_files``: how many files of deleted objects are kept for
-    the next uploads. ``on_map``: gets the memory of each file, for example to page-lock it.
+    the next uploads.
 
     Only files that this process wrote and deleted become spare; if another process deletes one, its
     memory is released at the next upload.
@@ -128,11 +123,10 @@ class TmpfsStore(LocalStore):
         root: str | os.PathLike[str],
         *,
         spare_files: int = 1,
-        on_map: Callable[[Buffer], object] = no_op,
         fs: Fs | None = None,
     ) -> None:
         super().__init__(root, fs=fs, direct=False)
-        self.on_map, self._max_spares = on_map, spare_files
+        self._max_spares = spare_files
         self.close()
         _in_use.add(self)
 
@@ -248,7 +242,7 @@ class TmpfsStore(LocalStore):
             self.make_folders(self.url)
             path = self._spare_path()
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-            file, is_kept = MappedFile(self.fs.open(path, flags), self.on_map), False
+            file, is_kept = MappedFile(self.fs.open(path, flags)), False
             try:
                 file.resize(length, self.fs)
                 file.populate()
@@ -325,7 +319,7 @@ class TmpfsUpload(LocalUpload):
 
         self._file = self._tmpfs.take(self._length, move)
         if self._file is None:
-            self._file = MappedFile(super()._create(), self._tmpfs.on_map)
+            self._file = MappedFile(super()._create())
         # The upload closes its descriptor when it ends. The file stays open, to become a spare one.
         return os.dup(self._file.fd)
 

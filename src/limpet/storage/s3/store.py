@@ -70,7 +70,6 @@ class S3Folder(Remote):
             part_size=self.options.part_size,
             connections=self.options.concurrency or max(2, IN_FLIGHT // self.options.part_size),
             read_size=READ_SIZE,
-            retry_after=True,
             upload_memory=2 * self.options.part_size,
             spread=self.options.spread,
         )
