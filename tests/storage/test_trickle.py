@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -121,7 +122,8 @@ def test_the_pages_of_a_listing_end_together(s3, name, tokens):
         return True
 
     store = open_s3(s3)
-    list(store.list(""))  # the first request also looks for credentials
+    with suppress(Unavailable):  # the first request also looks for credentials: a busy machine
+        list(store.list(""))
     s3.hook = page
     bounded(CALLS[name][2], store)
     before = len(s3.log)
