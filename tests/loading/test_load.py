@@ -224,7 +224,7 @@ def test_tensors_are_loaded_to_the_given_device():
 
 def test_into_must_be_a_dict():
     for into in ([], nn.Linear(2, 2), torch.ones(2)):
-        with pytest.raises(PlanError, match="into= is a"):
+        with pytest.raises(limpet.errors.LimpetError, match="into= must be a dict"):
             limpet.load(save_state({"a": 1}), into=into)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from limpet.errors import PlanError
+from limpet.arguments import require
 from limpet.format import tree
 from limpet.format.names import to_dotted
 from limpet.format.numpy_dtypes import from_descr
@@ -34,18 +34,10 @@ class Leniency:
     def __post_init__(self) -> None:
         lenient = {"missing": "keep", "unexpected": "ignore", "mismatched": "keep"}
         for name, choice in lenient.items():
-            if (value := getattr(self, name)) not in ("error", choice):
-                raise PlanError(
-                    f"Invalid value for {name}=",
-                    expected=f'{name}="error" or "{choice}"',
-                    found=f"{name}={value!r}",
-                )
-        if type(self.cast) is not bool:
-            raise PlanError(
-                "Invalid value for cast=",
-                expected="True or False; the dtypes are those of the live tensors",
-                found=f"cast={self.cast!r}",
-            )
+            value = getattr(self, name)
+            require(f"{name}=", value in ("error", choice), f'"error" or "{choice}"', value)
+        expected = "True or False; the dtypes are those of the live tensors"
+        require("cast=", type(self.cast) is bool, expected, self.cast)
 
 
 STRICT = Leniency()

@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from limpet import events
+from limpet.arguments import require
 from limpet.buffers import enough_memory
-from limpet.errors import InexactResume, LimpetError, PlanError, RankFailed
+from limpet.errors import InexactResume, LimpetError, RankFailed
 from limpet.format.tree import walk
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
 from limpet.loading.binder import bind
@@ -32,7 +33,7 @@ from limpet.ranks.collective import Collective, await_all
 from limpet.ranks.group import Group
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import ParameterNames
-from limpet.text import warn_user, with_article
+from limpet.text import warn_user
 from limpet.threads import gc_paused
 
 
@@ -133,12 +134,8 @@ def _bind(
         if tree is ABSENT:
             raise no_match_error(snapshot, keys)
         return targets.add_fresh(tree, ""), None, ""
-    if not isinstance(into, dict):
-        raise PlanError(
-            f"into= is {with_article(type(into).__name__)}",
-            expected='a dict like the one that was saved, such as {"model": model}',
-            found=type(into).__name__,
-        )
+    expected = 'a dict like the one that was saved, such as {"model": model}'
+    require("into=", isinstance(into, dict), expected, into)
     targets.is_live = True
     names = ParameterNames(into)
     binding = Binding(

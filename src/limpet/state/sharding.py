@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from limpet.arguments import require, whole
-from limpet.errors import PlanError, Unsupported
+from limpet.errors import Unsupported
 from limpet.layout.placements import Placements, ShardPlacement, local_boxes
 from limpet.state.arrays import LocalBoxes, library_of, part_library
 from limpet.text import format_list, with_article
@@ -49,7 +49,7 @@ class Boxed:
     position of its first element in the global tensor. ``shape``: the shape of the global tensor.
     Ranks may have equal boxes if the elements are equal too.
 
-    Raises ``PlanError`` if ``tensor`` is of another type or if the box is not within the shape.
+    Raises ``LimpetError`` if ``tensor`` is of another type or if the box is not within the shape.
     """
 
     tensor: Any
@@ -58,22 +58,13 @@ class Boxed:
 
     def __post_init__(self) -> None:
         library = library_of(type(self.tensor))
-        if library is None or type(self.tensor) not in library.plain_types:
-            raise PlanError(
-                f"The tensor of a Boxed is {with_article(type(self.tensor).__name__)}",
-                expected="a torch.Tensor or a numpy.ndarray with this rank's elements",
-                todo="Pass a DTensor without Boxed; its placements describe which part it is",
-            )
+        is_plain = library is not None and type(self.tensor) in library.plain_types
+        expected = "a torch.Tensor or a numpy.ndarray (a DTensor needs no Boxed)"
+        require("The tensor of a Boxed", is_plain, expected, type(self.tensor))
         object.__setattr__(self, "offsets", _to_integers("offsets", self.offsets))
         object.__setattr__(self, "shape", _to_integers("shape", self.shape))
-        if not self.box.is_within(self.shape):
-            raise PlanError(
-                "The box of a Boxed is not within its global tensor",
-                expected=f"a box within {list(self.shape)} with the same number of dimensions",
-                found=f"offsets {list(self.offsets)} and sizes {list(self.box.sizes)}",
-                todo="Pass the position of this tensor's first element in the global tensor as"
-                " offsets, and the shape of the global tensor as shape",
-            )
+        expected = f"within the shape {list(self.shape)}, with as many dimensions"
+        require("The box of a Boxed", self.box.is_within(self.shape), expected, self.box)
 
     @property
     def box(self) -> Box:
