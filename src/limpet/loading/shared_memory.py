@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from limpet.errors import PlanError
 from limpet.layout.read_plan import ReadRequest
@@ -36,8 +35,8 @@ def check_shared_memory(
     claims: Mapping[Any, Mapping[Any, Claim]], snapshot: SnapshotReader
 ) -> None:
     """Raise ``PlanError`` if an array is in read-only memory, or if arrays share elements of memory
-    for which the snapshot has different values. Only arrays whose ranges of memory overlap are read
-    for this, into new memory."""
+    for which the snapshot has different values. Arrays whose ranges of memory overlap are read for
+    this into new memory, which takes their size, and that of their common range, at once."""
     every = [claim for by_leaf in claims.values() for claim in by_leaf.values()]
     on_host = [c for c in every if c.source is not None and c.memory.device == "cpu"]
     for claim, is_read_only in zip(on_host, find_read_only(c.memory.range for c in on_host)):
@@ -48,10 +47,13 @@ def check_shared_memory(
                 todo="Put an array with its own memory into the live state: tensor.clone()",
                 leaf=claim.key,
             )
-    groups = [g for g in _group_by_range(every) if len(g) > 1 or _may_repeat(g[0].memory)]
-    copies = [[part_library(type(c.part)).empty_like(c.part) for c in group] for group in groups]
+    groups = [
+        [(claim, part_library(type(claim.part)).empty_like(claim.part)) for claim in group]
+        for group in _group_by_range(every)
+        if len(group) > 1 or may_repeat((m := group[0].memory).sizes, m.strides, m.itemsize)
+    ]
     requests, targets = [], []
-    for claim, copy in zip(chain(*groups), chain(*copies), strict=True):
+    for claim, copy in chain(*groups):
         if claim.source is None:
             copy[...] = claim.part
         else:
@@ -61,13 +63,12 @@ def check_shared_memory(
     if requests:
         # without headers, because all ranks of a shared read must check the same ones later
         snapshot.read(requests, targets, check_headers=False)
-    for group, made in zip(groups, copies, strict=True):
-        pairs = list(zip(group, map(_raw_bytes, made), strict=True))
-        wrong = _find_overwritten(pairs)
+    for group in groups:
+        wrong = _find_overwritten(group)
         if wrong is not None:
-            tries = (_find_overwritten([pairs[wrong], pair]) == 0 for pair in pairs)
+            tries = (_find_overwritten([group[wrong], pair]) == 0 for pair in group)
             other = next((i for i, differs in enumerate(tries) if differs), wrong)
-            raise _conflict(group[min(wrong, other)], group[max(wrong, other)])
+            raise _conflict(*(group[i][0] for i in sorted((wrong, other))))
 
 
 def _group_by_range(claims: Iterable[Claim]) -> list[list[Claim]]:
@@ -85,31 +86,19 @@ def _group_by_range(claims: Iterable[Claim]) -> list[list[Claim]]:
     return groups
 
 
-def _may_repeat(memory: Memory) -> bool:
-    return may_repeat(memory.sizes, memory.strides, memory.itemsize)
-
-
-def _raw_bytes(copy: Any) -> NDArray[np.uint8]:
-    """Return the bytes of contiguous elements in host memory, without a copy."""
-    memory = part_library(type(copy)).memory(copy)
-    first, stop = (0, 0) if memory is None else memory.range
-    return np.frombuffer(
-        memoryview((ctypes.c_ubyte * (stop - first)).from_address(first)), np.uint8
-    )
-
-
-def _find_overwritten(pairs: Sequence[tuple[Claim, NDArray[np.uint8]]]) -> int | None:
-    """Write the bytes of arrays to one copy of their memory, in turn. Return the first array whose
-    elements are not the written ones afterward, or None."""
-    ranges = [claim.memory.range for claim, _ in pairs]
+def _find_overwritten(group: Sequence[tuple[Claim, Any]]) -> int | None:
+    """Write arrays, given by contiguous copies, to one copy of their memory, in turn. Return the
+    first one whose bytes are not there afterward, or None."""
+    ranges = [claim.memory.range for claim, _ in group]
     first, last = min(start for start, _ in ranges), max(stop for _, stop in ranges)
     memory = np.empty(last - first, np.uint8)
     written = []
-    for claim, raw in pairs:
-        at = claim.memory
-        elements = raw.reshape(*at.sizes, at.itemsize)
-        strides = (*at.strides, 1)
-        view = np.ndarray(elements.shape, np.uint8, memory, at.address - first, strides)
+    for claim, copy in group:
+        at, address = claim.memory, part_library(type(copy)).address(copy)
+        shape = (*at.sizes, at.itemsize)
+        raw: Any = (ctypes.c_ubyte * copy.nbytes).from_address(address)
+        elements = np.ndarray(shape, np.uint8, raw)
+        view = np.ndarray(shape, np.uint8, memory, at.address - first, (*at.strides, 1))
         view[...] = elements
         written.append((view, elements))
     return next((i for i, pair in enumerate(written) if not np.array_equal(*pair)), None)
