@@ -167,8 +167,7 @@ class _Flattener:
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
-    inside_object: int = 0
-    """The number of objects with their own ``state_dict()`` around the value."""
+    inside_object: bool = False  # with its own state_dict()
     key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     enclosing_ids: list[int] = field(default_factory=list)
     first_leaves: dict[Any, int] = field(default_factory=dict)
@@ -266,9 +265,8 @@ class _Flattener:
         """Encode an object by its ``state_dict()``. An error for a value in it names both."""
         with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
             state = value.state_dict()
-        if optimizers.has_groups(value):
-            state = optimizers.name_parameters(value, state, self.name_of, key)
-        self.inside_object += 1
+        state = optimizers.name_parameters(value, state, self.name_of, key)
+        self.inside_object = True
         try:
             return nodes.encode(state, key, self.encode_value, depth)
         except Unsupported as e:
@@ -288,7 +286,7 @@ class _Flattener:
                 member=key,
             ) from e
         finally:
-            self.inside_object -= 1
+            self.inside_object = False
 
     def _find_tied(self, first: LocalLeaf, boxes: LocalBoxes, key: str) -> str:
         """Return the key of the first array with the same elements, which may be this one."""

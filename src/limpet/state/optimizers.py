@@ -120,8 +120,10 @@ def has_groups(value: object) -> bool:
 
 
 def name_parameters(optimizer: Any, state: Any, name_of: NameOf, key: str) -> Any:
-    """Return an optimizer's own ``state_dict()`` by parameter names, where it has PyTorch's form,
-    also in the states of inner optimizers. Raises ``PlanError`` if there are no names."""
+    """Return an object's own ``state_dict()``, of an optimizer by parameter names, where it has
+    PyTorch's form, also in inner ones. Raises ``PlanError`` if there are no names."""
+    if not has_groups(optimizer):
+        return state
     grouped = group_parameter_names(optimizer, name_of)
     if _is_state(state, int):
         _require_names(optimizer, grouped, key)

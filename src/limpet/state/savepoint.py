@@ -228,9 +228,7 @@ class Savepoint:
                 value, walk.map_containers(groups, self._capture_value, self._memo, depth)
             )
         if modules.is_stateful(value) and not isinstance(value, type):
-            state = value.state_dict()
-            if optimizers.has_groups(value):
-                state = optimizers.name_parameters(value, state, self._names.name_of, "")
+            state = optimizers.name_parameters(value, value.state_dict(), self._names.name_of, "")
             state = walk.map_containers(state, self._capture_value, self._memo, depth + 1)
             return PerRank(state) if keeps_per_rank(value) else state
         return value
