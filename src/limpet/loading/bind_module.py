@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -43,12 +43,11 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
         state = module.state_dict()
     names = dict(zip(modules.strip_wrapper_names(module, list(state), key), state, strict=True))
-    loader = _Loader(binding, module, key, state, {**names})
-    own_paths = loader.paths_with_own_code()
+    loader = _Loader(binding, module, key, state, names)
     if node is not ABSENT and "metadata" in node:
         loader.versions = tree.decode(node["metadata"], key, tree.reject_leaf)
-    if own_paths:
-        loader.bind_converted(own_paths, names, members)
+    own_paths = loader.own_paths
+    converted = loader.try_own_code(members) if own_paths else {}
     live = dict(module.named_parameters(remove_duplicate=False))
     live.update(module.named_buffers(remove_duplicate=False))
     in_place = {
@@ -56,24 +55,32 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         for name, t in live.items()
         if _is_dense(t)
     }
-    fresh = loader.fresh
-    for plain_name, name in names.items():
-        value = state[name]
+    fresh, tried = loader.fresh, loader.tried
+    absent = {}  # live members by key that are not saved
+    for plain_name, name in {**names, **converted}.items():
+        value: Any = state.get(name)
         child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
         if child is ABSENT or not binding.selected(k):
-            loader.kept.append(plain_name)
-            if child is ABSENT:
-                loader.absent[k] = value if name in live and _is_dense(value) else None
-            elif _is_dense(value):
+            is_absent = name in loader.missing if name in tried else child is ABSENT
+            if is_absent:
+                absent[k] = value if name in live and _is_dense(value) else None
+            elif name not in tried and _is_dense(value):
                 binding.note_unselected(value, child, k)
+            if name in tried:
+                loader.dropped.add(name)
+            else:
+                loader.kept.append(plain_name)
             continue
-        loader.bound.append(plain_name)
-        if name in live and composites.is_subclass(live[name]):
+        if name not in loader.ignored:
+            loader.bound.append(plain_name)
+        if name in tried:
+            loader.bind_converted(name, child, k)
+        elif name in live and composites.is_subclass(live[name]):
             # the member itself: its alias in the state dict may have copies of inner tensors
             binding.bind_subclass(live[name], child, k)
         elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
             fresh[name] = binding.targets.add_fresh(child, k)
-        elif (source := binding.array_source(value, *_describe(value), child, k)) is None:
+        elif (source := binding.array_source(value, child, k)) is None:
             continue
         elif own_paths and _owner(plain_name, own_paths) is not None:
             binding.claim(value, source, k)
@@ -83,7 +90,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             binding.add_array(value, source, k)
         else:
             fresh[name] = binding.targets.add_fresh(child, k)
-    for k, value in loader.absent.items():
+    for k, value in absent.items():
         if not binding.is_filled(value):  # of tied parameters, some libraries save only one name
             binding.note_missing(k)
     binding.note_unexpected(members.values())
@@ -93,33 +100,33 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
 
 @dataclass
 class _Loader:
-    """What a module's code loads. ``names``: live names by those without wrappers; ``versions``: of
-    the code that saved; ``fresh``: by live name; ``bound``, ``kept``: names of what is loaded or
-    not; ``absent``: live members by key that are not saved; ``dropped``: live names that the code
-    does not get; ``checked``: keys by name of what it should not change; ``is_converting``: it
-    loads other names or shapes, without those ``tolerated``."""
+    """What a module's code loads. ``names``: live names by those without wrappers; ``fresh``: what
+    it gets by live name, beside the live values of others than those ``dropped``."""
 
     binding: Binding
     module: Any
     key: str
     state: dict[str, Any]
     names: dict[str, str]
-    versions: Any = None
+    versions: Any = None  # of the code that saved
     fresh: dict[str, Finalize] = field(default_factory=dict)
-    bound: list[str] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
+    bound: list[str] = field(default_factory=list)  # without wrappers, as the others below
     kept: list[str] = field(default_factory=list)
-    absent: dict[str, Any] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    checked: dict[str, str] = field(default_factory=dict)
-    is_converting: bool = False
-    tolerated: set[str] = field(default_factory=set)
+    checked: dict[str, str] = field(default_factory=dict)  # keys of what it should not change
+    # by live name, of the submodules whose code was tried: the devices of all members, and those
+    # that it does not get, does not use, or does not load because of their shapes
+    tried: dict[str, Any] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    ignored: set[str] = field(default_factory=set)
 
     def load(self) -> Any:
         """Load the module by its code, unless all members were filled in place. Warn of members
         that the code has changed although it is of their version."""
         module, key = self.module, self.key
         is_kept = self.kept and not self.bound
-        if not self.fresh and (is_kept or not _runs_code(module)):
+        if not self.fresh and (is_kept or not self.own_paths):
             return module
         loaded = {name: finalize() for name, finalize in self.fresh.items()}
         for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -131,17 +138,17 @@ class _Loader:
         given: Any = OrderedDict({**self.state, **loaded})
         given._metadata, converted = self._choose_versions(self.bound)
         # a live value must not be converted
-        dropped = {self.names[n] for n in self.kept if not converted.isdisjoint(_paths_of(n))}
-        for name in dropped.union(self.dropped):
+        unconverted = {self.names[n] for n in self.kept if not converted.isdisjoint(_paths_of(n))}
+        for name in unconverted | self.dropped:
             given.pop(name, None)
-        is_strict = not (dropped or self.dropped or self.is_converting)
         with modules.calling(module, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
-            found = chain(*_load_state_dict(module, given, is_strict))
-            others = {*modules.strip_wrapper_paths(module, [*found])}.difference(
-                self.kept, self.tolerated
+            found = modules.strip_wrapper_paths(module, [*chain(*_load_state_dict(module, given))])
+            tolerated = {*self.missing, *self.unexpected, *self.ignored}
+            others = {*found}.difference(
+                self.kept, modules.strip_wrapper_paths(module, [*tolerated])
             )
             if others:
-                raise RuntimeError(f"a copy has loaded {format_list(sorted(others), _MAX_NAMES)}")
+                raise RuntimeError(f"it has not loaded {format_list(sorted(others), _MAX_NAMES)}")
             now = module.state_dict() if self.checked else {}
         changed = [
             k
@@ -163,8 +170,9 @@ class _Loader:
         paths = [path for path, _ in self.module.named_modules(remove_duplicate=False)]
         return dict(zip(paths, modules.strip_wrapper_paths(self.module, paths), strict=True))
 
-    def paths_with_own_code(self) -> dict[str, str]:
-        """Return the live paths of submodules that load their members by own code, by those without
+    @cached_property
+    def own_paths(self) -> dict[str, str]:
+        """The live paths of submodules that load their members by own code, by those without
         wrappers: if it has two, the outermost."""
         module = self.module
         if _is_overridden(module):
@@ -191,127 +199,114 @@ class _Loader:
             saved[path] = {} if entry is None else entry
         return saved, {path for path, is_other in differs.items() if is_other}
 
-    def bind_converted(
-        self, paths: dict[str, str], names: dict[str, str], members: Members
-    ) -> None:
-        """Bind the submodules at ``paths`` whose code loads saved members with other names or
-        shapes than the live ones. ``names``: the live names, by those without wrappers. What is
-        bound is removed from ``names`` and ``members``."""
-        leaves = self.binding.targets.snapshot.leaves
+    def try_own_code(self, members: Members) -> dict[str, str]:
+        """Try the own code of the submodules for which saved members have other names or shapes.
+        Return the live names of what it gets, by those without wrappers."""
+        binding, leaves = self.binding, self.binding.targets.snapshot.leaves
 
         def differs(name: str) -> bool:
-            live_key = join_key(self.key, escape_level(name))
-            if not self.binding.selected(members[name][1] if name in members else live_key):
+            child, k = members.get(name, (None, join_key(self.key, escape_level(name))))
+            if not binding.selected(k):
                 return False
-            if name not in names or name not in members:
+            if name not in self.names or name not in members:
                 return True
-            value, source = self.state[names[name]], self._source(*members[name])
-            is_dense = source is not None and _is_dense(value)
-            return is_dense and leaves[source][1] != tuple(value.shape)
+            value, source = self.state[self.names[name]], binding.tensor_source(child, k)
+            if source is None or not _is_dense(value):
+                return False
+            return leaves[source][1] != tuple(value.shape)
 
-        differing = filter(differs, {**names, **members})
-        for owner in dict.fromkeys(_owner(name, paths) for name in differing):
+        differing = filter(differs, {**self.names, **members})
+        converted: dict[str, str] = {}
+        for owner in dict.fromkeys(_owner(name, self.own_paths) for name in differing):
             if owner is not None:
-                self._bind_converted(owner, paths[owner], names, members)
+                converted |= self._try(owner, self.own_paths[owner], members)
+        return converted
 
-    def _source(self, node: Any, key: str) -> Any:
-        return self.binding.leaf_source(node, key, "tensor")
+    def bind_converted(self, name: str, node: Any, key: str) -> None:
+        """Bind a saved member that the code gets, and may convert, unless it was seen to ignore it
+        because of its shape."""
+        import torch
 
-    def _bind_converted(
-        self, owner: str, path: str, names: dict[str, str], members: Members
-    ) -> None:
+        binding = self.binding
+        value: Any = self.state.get(name)
+        source = binding.tensor_source(node, key)
+        stored, shape = ("", ()) if source is None else binding.targets.snapshot.leaves[source]
+        if name in self.ignored:
+            binding.note_resized(value, key, shape, value.shape)
+            self.dropped.add(name)
+            return
+        self.fresh[name] = binding.targets.add_fresh(node, key, self.tried[name])
+        if name in self.unexpected:
+            binding.note_unexpected([(node, key)])
+        elif source is None or not _is_dense(value):
+            return
+        elif shape != tuple(value.shape):  # its slots do not fit
+            binding.differences.resized[key] = f"{list(shape)}, live {list(value.shape)}"
+        else:
+            binding.claim(value, source, key)
+            if getattr(torch, stored).is_floating_point == value.is_floating_point():
+                binding.array_source(value, node, key)
+
+    def _try(self, owner: str, path: str, members: Members) -> dict[str, str]:
+        """Load the saved members of a submodule into a copy of it, by its code, and record what it
+        does not load. Return nothing if it cannot be tried, and the differences are reported."""
         import torch
 
         binding, start, live_start = self.binding, *(f"{p}." if p else "" for p in (owner, path))
-        live = {name: n for n, name in names.items() if n.startswith(start)}
+        live = {name: n for n, name in self.names.items() if n.startswith(start)}
         for name, n in live.items():  # hooks of a wrapper may have removed its level
             if name.endswith(n[len(start) :]):
                 live_start = name[: len(name) - len(n) + len(start)]
-        saved = {
-            names.get(n, live_start + n[len(start) :]): (n, *member)
-            for n, member in members.items()
-            if n.startswith(start) and binding.selected(member[1])
+        converted = {
+            n: self.names.get(n, live_start + n[len(start) :])
+            for n, (_, k) in members.items()
+            if n.startswith(start) and binding.selected(k)
         }
-        cannot_try = any(sharding.is_distributed_tensor(self.state[name]) for name in live)
-        cannot_try |= any(tag_of(child) == "subclass" for _, child, _ in saved.values())
-        leaves = binding.targets.snapshot.leaves
-        if not saved or cannot_try:
-            return  # the differences are reported
+        is_distributed = any(sharding.is_distributed_tensor(self.state[name]) for name in live)
+        has_subclass = any(tag_of(members[n][0]) == "subclass" for n in converted)
+        if not converted or is_distributed or has_subclass:
+            return {}
         sub = self.module.get_submodule(path)
         first = next(chain(sub.parameters(), sub.buffers()), None)
         device = None if first is None or first.is_meta else first.device
-        found = self._try(path, live_start, {n: m[1:] for n, m in saved.items()}, device)
-        if found is None:
-            return
-        (missing, unexpected, ignored), self.is_converting = found, True
-        self.tolerated.update(modules.strip_wrapper_paths(self.module, [*chain(*found)]))
-        for name, (n, child, k) in saved.items():
-            del members[n]
-            value: Any = self.state.get(name)
-            source = self._source(child, k)
-            if name in ignored:
-                binding.note_resized(value, k, leaves[source][1], value.shape)
-                self.dropped.append(name)
-                continue
-            self.bound.append(n)
-            self.fresh[name] = binding.targets.add_fresh(child, k, device)
-            if name in unexpected:
-                binding.note_unexpected([(child, k)])
-            elif source is not None and _is_dense(value):
-                stored, shape = leaves[source]
-                if shape != tuple(value.shape):  # its slots do not fit
-                    binding.differences.resized[k] = f"{list(shape)}, live {list(value.shape)}"
-                    continue
-                binding.claim(value, source, k)
-                if getattr(torch, stored).is_floating_point == value.is_floating_point():
-                    binding.array_source(value, *_describe(value), child, k)
-        for name, n in live.items():
-            del names[n]
-            if name not in saved:
-                self.dropped.append(name)
-            if name in missing - ignored:
-                value = self.state[name]
-                self.absent[join_key(self.key, escape_level(n))] = (
-                    value if _is_dense(value) else None
-                )
-
-    def _try(self, path: str, start: str, members: Members, device: Any) -> list[set[str]] | None:
-        """Load members, whose names have the prefix ``start``, into a copy of a submodule, by its
-        code. Return the names that are missing, unexpected, and not loaded because of their shape.
-        None: it raises another error."""
-        import torch
-
-        targets = LoadTargets(self.binding.targets.snapshot, is_live=True)
-        finalizers = {n: targets.add_fresh(*member, device) for n, member in members.items()}
+        targets = LoadTargets(binding.targets.snapshot, is_live=True)
+        finalizers = {
+            name.removeprefix(live_start): targets.add_fresh(*members[n], device)
+            for n, name in converted.items()
+        }
         # without headers, because all ranks of a shared read must check the same ones later
         targets.snapshot.read(targets.requests, targets.targets, check_headers=False)
-        given: Any = OrderedDict((n.removeprefix(start), f()) for n, f in finalizers.items())
+        given: Any = OrderedDict((name, finalize()) for name, finalize in finalizers.items())
         versions, above = self._choose_versions(self.names)[0], f"{path}." if path else ""
         given._metadata = {
             p[len(above) :]: v for p, v in versions.items() if f"{p}.".startswith(above)
         }
         # of a submodule, PyTorch calls no load_state_dict()
-        load = torch.nn.Module.load_state_dict if path else _load_state_dict
+        load = partial(torch.nn.Module.load_state_dict, strict=False) if path else _load_state_dict
         try:
-            twin = _copy_module(self.module.get_submodule(path))
+            twin = _copy_module(sub)
             unloaded = {
                 name: _mark(value).clone()
                 for name, value in twin.state_dict().items()
                 if _is_dense(value) and value.shape != getattr(given.get(name), "shape", None)
             }
             with suppress(RuntimeError):  # PyTorch raises it for other shapes, after all others
-                load(twin, copy.copy(given), False)
+                load(twin, copy.copy(given))
             now = twin.state_dict()
             left = {n for n, value in unloaded.items() if torch.equal(now[n], value)}
             ignored = left & given.keys()
             for name in ignored:
                 del given[name]
-            found = [*load(twin, given, False), ignored]
+            missing, unexpected = load(twin, given)
             if load is _load_state_dict and _is_overridden(twin):  # it does not say what it lacks
-                found[0] = left - ignored
+                missing = left
         except Exception:  # noqa: BLE001  (of the module's code: the differences are reported)
-            return None
-        return [{start + n for n in names} for names in found]
+            return {}
+        self.missing.update(live_start + n for n in {*missing} - ignored)
+        self.unexpected.update(live_start + n for n in unexpected)
+        self.ignored.update(live_start + n for n in ignored)
+        self.tried |= dict.fromkeys((*live, *converted.values()), device)
+        return converted
 
 
 def _mark(value: Any) -> Any:
@@ -322,13 +317,13 @@ def _mark(value: Any) -> Any:
     return value.fill_(torch.iinfo(value.dtype).max - 6 if is_integer else 0.739)
 
 
-def _load_state_dict(module: Any, given: Any, is_strict: bool) -> Any:
+def _load_state_dict(module: Any, given: Any) -> Any:
     """Load by the module's method. Return the missing and the unexpected names, unless it is not
     that of PyTorch, which may have other arguments and results."""
     if _is_overridden(module):
         module.load_state_dict(given)
         return (), ()
-    return module.load_state_dict(given, is_strict)
+    return module.load_state_dict(given, False)
 
 
 def _is_overridden(module: Any) -> bool:
@@ -359,10 +354,6 @@ def _owner(name: str, paths: dict[str, str]) -> str | None:
     return next((path for path in _paths_of(name) if path in paths), None)
 
 
-def _describe(value: Any) -> tuple[str, str]:
-    return part_library(type(value)).describe(value)
-
-
 def _memory_key(value: Any, key: str) -> object:
     """Return a key that identifies a tensor's memory: its address, or for a distributed tensor the
     storage of the boxes that this rank has."""
@@ -390,17 +381,9 @@ def _are_same(a: Any, b: Any) -> bool:
     return is_comparable and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
 
 
-def _runs_code(module: Any) -> bool:
-    """Return True if user code runs when the module is loaded: hooks, or overrides other than those
-    in PyTorch's own layers, which only handle old versions of their state."""
-    return _is_overridden(module) or any(
-        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or _has_own_load(m)
-        for m in modules.submodules_of(module)
-    )
-
-
 def _has_own_load(sub: Any) -> bool:
-    """Return True if code that is not PyTorch's own loads the members of a submodule."""
+    """Return True if code that is not PyTorch's own loads the members of a submodule. PyTorch's
+    hooks and layers only handle old versions of their state, and wrappers."""
     hooks = (*sub._load_state_dict_pre_hooks.values(), *sub._load_state_dict_post_hooks.values())
     own = ("torch.nn.modules.", "torch.distributed.")
     return any(

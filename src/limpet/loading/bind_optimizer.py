@@ -11,7 +11,7 @@ from typing import Any
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT, NumberedRenames, find_renames, number_renames, rename
-from limpet.loading.bind_slots import LoadedOptions, SlotOwner, add_slot, bind_slots
+from limpet.loading.bind_slots import SlotOwner, add_slot, bind_slots, loaded_options
 from limpet.loading.bind_stateful import bind_stateful, is_dict
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, tag_of
@@ -46,7 +46,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     renames = _number_renames(binding)
     kept = _resized_parameters(binding, live)
     finalizers: dict[str, dict[str, Finalize]] = {}
-    options = _loaded_options(binding, optimizer, grouped, *members["groups"])
+    options = loaded_options(binding, optimizer, grouped, *members["groups"])
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
     others = _bind_others(binding, optimizer, live, renames, members)
@@ -60,7 +60,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         if name in kept:
             binding.note_kept_slots(kept[name], tree.children(slots, k))
             continue
-        slot_owner = SlotOwner(optimizer, live[name], saved_name, options[name])
+        slot_owner = SlotOwner(optimizer, live[name], saved_name, *options[name])
         if numbered and _note_misfits(binding, slot_owner, name, slots, k):
             continue
         bound = bind_slots(binding, slot_owner, slots, k, exact)
@@ -131,7 +131,7 @@ def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) ->
         members = _name_parameters(binding, optimizer, grouped, members, key)
     if members is None:
         return lambda: optimizer
-    if is_optimizer_node(members):
+    if _is_optimizer(members, "groups", str):
         (state, _), (groups, groups_key) = members["state"], members["groups"]
         node = {"dict": {"state": state, "param_groups": rename(groups, {}, groups_key)}}
     to_live = partial(_rename_parameter, renames=_number_renames(binding))
@@ -173,7 +173,10 @@ def _find_members(
         # from an optimizer with code of its own
         groups, groups_key = members.pop("param_groups")
         members["groups"] = rename(groups, {}, groups_key), f"{key}/groups"
-    if members is None or _note_other_object(binding, optimizer, members, node, key):
+    if members is not None and not _is_optimizer(members, "groups", str):
+        binding.note_other_kind(type(optimizer).__name__, node, key)
+        return None, numbered
+    if members is None or _note_other_class(binding, optimizer, *members["groups"], key):
         return None, numbered
     return members, numbered
 
@@ -183,17 +186,6 @@ def _resized_parameters(binding: Binding, live: dict[str, Any]) -> dict[str, str
     kept as well: saved slots belong to the saved values, and all slots to one another."""
     found = {name: binding.resized_parameter(value, name) for name, value in live.items()}
     return {name: shapes for name, shapes in found.items() if shapes is not None}
-
-
-def _loaded_options(
-    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
-) -> dict[str, LoadedOptions]:
-    """Return the options that apply to each parameter after the load."""
-    found: dict[str, LoadedOptions] = {}
-    for i, (group, names) in enumerate(zip(optimizer.param_groups, grouped, strict=True)):
-        saved = node["list"][i] if i < len(node["list"]) else None
-        found |= dict.fromkeys(names, LoadedOptions.of(binding, group, saved, f"{key}/{i}"))
-    return found
 
 
 def _convert_numbers(optimizer: Any, loaded: list[dict[str, Any]], key: str) -> None:
@@ -209,26 +201,15 @@ def _convert_numbers(optimizer: Any, loaded: list[dict[str, Any]], key: str) -> 
             )
 
 
-def _note_other_object(
-    binding: Binding, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
-) -> bool:
-    """If the saved value is not an optimizer of this class, record a difference and return True."""
-    if is_optimizer_node(members):
-        return _note_other_class(binding, optimizer, *members["groups"], key)
-    binding.note_other_kind(type(optimizer).__name__, node, key)
-    return True
-
-
-def is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
-    """Return True if a node was made by ``optimizers.optimizer_state``. A PyTorch ``state_dict`` of
-    an optimizer has a different structure."""
-    if members.keys() != {"state", "groups"}:
+def _is_optimizer(members: Members, groups_name: str, kind: type) -> bool:
+    """Return True for a saved state and groups of parameters, which are names or numbers."""
+    if members.keys() != {"state", groups_name}:
         return False
-    (state, _), (groups, _) = members["state"], members["groups"]
+    (state, _), (groups, _) = members["state"], members[groups_name]
     return (
         tag_of(state) in ("dict", "items")
         and tag_of(groups) == "list"
-        and all(_params(group, str) is not None for group in groups["list"])
+        and all(_params(group, kind) is not None for group in groups["list"])
     )
 
 
@@ -339,13 +320,9 @@ def _is_added_later(option: str) -> bool:
 
 def _is_numbered(members: Members) -> bool:
     """Return True if a node was made from ``optimizer.state_dict()`` of PyTorch."""
-    if members.keys() != {"state", "param_groups"}:
+    if not _is_optimizer(members, "param_groups", int):
         return False
-    (state, _), (groups, _) = members["state"], members["param_groups"]
-    if tag_of(state) not in ("dict", "items") or tag_of(groups) != "list":
-        return False
-    if any(_params(group, int) is None for group in groups["list"]):
-        return False
+    groups, _ = members["param_groups"]
     numbers = [n for group in groups["list"] for n in _params(group, int) or ()]
     return len({*numbers}) == len(numbers)
 
@@ -416,7 +393,7 @@ def _note_misfits(binding: Binding, owner: SlotOwner, name: str, slots: Any, key
     live_slots, parameter = owner.live_slots, owner.parameter
     misfits = {}
     for slot, child, k in tree.children(slots, key):
-        source = binding.leaf_source(child, k, "tensor")
+        source = binding.tensor_source(child, k)
         if source is None or not binding.selected(k):
             continue
         shape = binding.targets.snapshot.leaves[source][1]

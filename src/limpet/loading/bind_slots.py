@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self, TypeGuard
+from typing import Any, TypeGuard
 
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
@@ -21,27 +21,23 @@ _INDEPENDENT_OF_SLOTS = frozenset(
 """Options that do not decide which slots an optimizer has."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedOptions:
-    """The options of a group after a load. ``change_slots``: one of them may decide which slots the
-    optimizer has, of which shape and dtype: then, the saved slots are those that fit."""
-
-    values: Mapping[str, Any]
-    change_slots: bool
-
-    @classmethod
-    def of(cls, binding: Binding, group: Mapping[str, Any], node: Any, key: str) -> Self:
-        """Return the options of a live group into which the node of a saved group is loaded."""
+def loaded_options(
+    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
+) -> dict[str, tuple[Mapping[str, Any], bool]]:
+    """Return, by parameter name, the options after the load of the saved groups, and True if one of
+    them may decide which slots the optimizer has: then, the saved slots are those that fit."""
+    found: dict[str, tuple[Mapping[str, Any], bool]] = {}
+    for i, (group, names) in enumerate(zip(optimizer.param_groups, grouped, strict=True)):
+        saved = tree.children(node["list"][i], f"{key}/{i}") if i < len(node["list"]) else ()
         loaded = {
             name: child
-            for name, child, k in (() if node is None else tree.children(node, key))
+            for name, child, k in saved
             # a plain value is its own node
             if name in group and type(child) is not dict and binding.selected(k)
         }
-        change_slots = any(
-            _may_change_slots(name, value, group[name]) for name, value in loaded.items()
-        )
-        return cls({**group, **loaded}, change_slots)
+        changes = (_may_change_slots(name, value, group[name]) for name, value in loaded.items())
+        found.update(dict.fromkeys(names, ({**group, **loaded}, any(changes))))
+    return found
 
 
 def _may_change_slots(name: str, saved: Any, live: Any) -> bool:
@@ -54,12 +50,14 @@ def _may_change_slots(name: str, saved: Any, live: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SlotOwner:
-    """A parameter of a live optimizer. ``saved_name``: its name in the snapshot."""
+    """A parameter of a live optimizer. ``saved_name``: its name in the snapshot; ``options``,
+    ``change_slots``: its ``loaded_options``."""
 
     optimizer: Any
     parameter: Any
     saved_name: Any
-    options: LoadedOptions
+    options: Mapping[str, Any]
+    change_slots: bool
 
     @property
     def live_slots(self) -> Mapping[str, Any]:
@@ -70,7 +68,7 @@ class SlotOwner:
     def device_of(self, slot: str) -> Any:
         """Return the device where PyTorch keeps a slot: its parameter's, or the CPU for a step
         counter unless capturable or fused (``load_state_dict`` in torch/optim/optimizer.py)."""
-        options = self.options.values
+        options = self.options
         is_on_cpu = slot == "step" and not (options.get("capturable") or options.get("fused"))
         return "cpu" if is_on_cpu else self.parameter.device
 
@@ -86,7 +84,7 @@ def bind_slots(
     """
     live, saved = owner.live_slots, tree.children(node, key)
     selected = [(slot, child, k) for slot, child, k in saved if binding.selected(k)]
-    comparable = {} if owner.options.change_slots else live
+    comparable = {} if owner.change_slots else live
     resized = dict(_find_resized(binding, comparable, selected))
     if resized:
         shapes = next(iter(resized.values()))
@@ -128,7 +126,7 @@ def _find_resized(
     shapes of one element are all alike."""
     for slot, child, key in selected:
         value = live.get(slot)
-        source = binding.leaf_source(child, key, "tensor")
+        source = binding.tensor_source(child, key)
         if source is not None and _is_tensor(value):
             shape, live_shape = binding.targets.snapshot.leaves[source][1], tuple(value.shape)
             if shape != live_shape and not prod(shape) == prod(live_shape) == 1:
@@ -140,7 +138,7 @@ def _note_other_kind(binding: Binding, live: Any, node: Any, key: str) -> bool:
     yet; a number may be a tensor of one element (early PyTorch, L-BFGS), and the reverse."""
     if live is None or node is None or tag_of(node) in tree.PART_TAGS:
         return False
-    source = binding.leaf_source(node, key, "tensor")
+    source = binding.tensor_source(node, key)
     is_number = type(node) in (int, float)
     if _is_tensor(live):
         fits = source is not None or (is_number and live.numel() == 1)
@@ -179,7 +177,7 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
         is_counter = slot == "step" and live.numel() == 1
         if castable and (binding.cast or is_counter):
             binding.differences.casts[key] = f"{stored} to {live_dtype}"
-        elif stored != live_dtype and (owner.options.change_slots or is_counter):
+        elif stored != live_dtype and (owner.change_slots or is_counter):
             is_replaced = True
         elif stored != live_dtype:
             binding.note_other_dtype(key, stored, live_dtype, castable)
@@ -239,7 +237,7 @@ def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:
         return live
     for signed in (True, False):
         created = create(owner.parameter, signed)
-        if composites.is_subclass(created) and composites.fits(created, node, key):
+        if composites.is_subclass(created) and not composites.misfit(created, node, key):
             return created
     return None
 

@@ -207,7 +207,7 @@ def _bind_array(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         return binding.bind_subclass(value, node, key)
     if tag == "sparse" and library.tag == "tensor":
         return _bind_sparse(binding, value, node, key)
-    source = binding.array_source(value, kind, dtype, node, key)
+    source = binding.array_source(value, node, key)
     if source is None:
         return lambda: value
     body = binding.targets.snapshot.nodes()[source].get("array", (dtype,))

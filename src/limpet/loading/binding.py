@@ -109,9 +109,11 @@ class Binding:
         """Return True if any part of a node is selected."""
         return self.selected(key) or any(self.selected(k) for k, _ in tree.walk(node, key))
 
-    def array_source(self, value: Any, kind: str, name: str, node: Any, key: str) -> str | None:
-        """Return the key of the bytes for a live array of this kind and dtype. Return None, and
-        record the difference, if their kind, shape, or dtype does not fit the array."""
+    def array_source(self, value: Any, node: Any, key: str) -> str | None:
+        """Return the key of the bytes for a live array. Return None, and record the difference, if
+        their kind, shape, or dtype does not fit the array."""
+        library = part_library(type(value))
+        kind, name = library.describe(value)
         source, leaf = self.targets.resolve_leaf(node, key) if is_leaf(node) else (key, {})
         if kind not in leaf:
             self.note_other_kind(kind, node, key)
@@ -124,19 +126,17 @@ class Binding:
             return None
         if name == stored:
             return source
-        castable = part_library(type(value)).can_cast(stored, value)
+        castable = library.can_cast(stored, value)
         if self.cast and castable:
             self.differences.casts[key] = f"{stored} to {name}"
             return source
         self.note_other_dtype(key, stored, name, castable)
         return None
 
-    def leaf_source(self, node: Any, key: str, tag: str) -> str | None:
-        """Return the key of a leaf's bytes, or None if the node is no leaf of this kind."""
-        if not is_leaf(node):
-            return None
-        source, leaf = self.targets.resolve_leaf(node, key)
-        return source if tag in leaf else None
+    def tensor_source(self, node: Any, key: str) -> str | None:
+        """Return the key of a tensor's bytes, or None for a node of another kind."""
+        source, leaf = self.targets.resolve_leaf(node, key) if is_leaf(node) else (key, {})
+        return source if "tensor" in leaf else None
 
     def add_array(self, value: Any, source: str, key: str) -> Finalize:
         """Make a live array of the right shape a target: the boxes that this rank has. Return the
@@ -171,19 +171,15 @@ class Binding:
             saved = node["subclass"]["class"] if tag_of(node) == "subclass" else tag_of(node)
             self.differences.kinds[key] = f"{saved}, live {composites.class_name(value)}"
             return lambda: value
-        body, inner = node["subclass"], composites.inner_tensors(value, key)
-        live = {**composites.describe(value, key), "parts": list(inner)}
-        for name, found in live.items():
-            expected = list(body[name]) if name == "parts" else body[name]
-            if repr(expected) != repr(found):  # 1 and True are different
-                self.differences.kinds[key] = f"{name} {expected}, live {found}"
-                return lambda: value
-        for (part, k), tensor in zip(tree.parts(node, key), inner.values(), strict=True):
-            library = part_library(type(tensor))
-            kind, name = library.describe(tensor)
+        if misfit := composites.misfit(value, node, key):
+            self.differences.kinds[key] = misfit
+            return lambda: value
+        inner = composites.inner_tensors(value, key).values()
+        for (part, k), tensor in zip(tree.parts(node, key), inner, strict=True):
+            kind, name = part_library(type(tensor)).describe(tensor)
             if "subclass" in (kind, tag_of(part)):
                 self.bind_subclass(tensor, part, k)
-            elif (source := self.array_source(tensor, kind, name, part, k)) is not None:
+            elif (source := self.array_source(tensor, part, k)) is not None:
                 stored = self.targets.snapshot.leaves[source][0]
                 if stored == name:
                     self.add_array(tensor, source, k)
@@ -214,7 +210,7 @@ class Binding:
     def note_unselected(self, value: Any, node: Any, key: str) -> None:
         """Record another shape of a live tensor that is not loaded: an optimizer may refer to it,
         whose slots do not fit it then."""
-        source = self.leaf_source(node, key, "tensor")
+        source = self.tensor_source(node, key)
         if source is not None:
             _, shape = self.targets.snapshot.leaves[source]
             if tuple(value.shape) != shape or key in self.resized:

@@ -216,7 +216,7 @@ def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
 def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
     """Return keys that one side lacks, with the number of leaves of each: a level below which
     ``present``, what it has, has no key replaces all keys below it."""
-    present_levels = {level for key in present for level in key_prefixes(key)}
+    present_levels = _levels(present)
     below: dict[str, list[str]] = {}
     for key in keys:
         highest = next((level for level in key_prefixes(key) if level not in present_levels), key)
@@ -491,7 +491,7 @@ def _match_names(new: Sequence[str], old: Sequence[str]) -> dict[str, str]:
 
 
 def _levels(keys: Iterable[str]) -> set[str]:
-    return {level for key in keys for level in accumulate(key.split("/"), join_key)}
+    return {level for key in keys for level in key_prefixes(key)}
 
 
 def _format(renames: Mapping[str, str]) -> str:

@@ -102,10 +102,14 @@ def describe(value: Any, key: str) -> dict[str, Any]:
     }
 
 
-def fits(value: Any, node: Any, key: str) -> bool:
-    """Return True if a live tensor is described by a node."""
-    body = node["subclass"]
-    return all(repr(body[name]) == repr(v) for name, v in describe(value, key).items())
+def misfit(value: Any, node: Any, key: str) -> str:
+    """Return how a live tensor differs from what its node records, without elements, or ""."""
+    body, inner = node["subclass"], inner_tensors(value, key)
+    for name, live in {**describe(value, key), "parts": [*inner]}.items():
+        saved = [*body[name]] if name == "parts" else body[name]
+        if repr(saved) != repr(live):  # 1 and True are different
+            return f"{name} {saved}, live {live}"
+    return ""
 
 
 def _flatten(value: Any, key: str) -> tuple[list[str], Any]:
