@@ -182,19 +182,6 @@ def test_a_pickle_that_would_run_code_is_rejected(folder):
     assert "unpickle" not in run_cli("import", "--help").out  # and no option permits it
 
 
-def test_damaged_files_and_other_files(folder):
-    raw = Path("step_7.pt").read_bytes()
-    Path("step_8.pt").write_bytes(raw[: len(raw) // 2])
-    check_error_line(run_cli("import", "step_8.pt", "run"), 3, "step_8.pt is damaged")
-    Path("step_8.pt").write_text("hello")
-    check_error_line(run_cli("import", "step_8.pt", "run"), 6, "is not a checkpoint", "b'hello'")
-    os.mkdir("empty")
-    check_error_line(run_cli("import", "empty", "run", "--step", 1), 6, "an empty folder")
-    torch.save({"a": {"names": {torch.int8: 1}}}, "step_8.pt")
-    check_error_line(run_cli("import", "step_8.pt", "run"), 6, "'a/names' is a torch.dtype")
-    assert not os.path.exists("run")
-
-
 def test_a_file_without_read_permission(folder, monkeypatch):
     def deny(path, flags):
         raise PermissionError(13, "Permission denied", path)
