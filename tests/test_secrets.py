@@ -31,6 +31,7 @@ URLS = [
     f"fsspec+ftp://me:{SECRET}@host/run",
     f"fsspec+memory://run?password={SECRET}",
     f"s3:/user:{SECRET}@bucket/run",
+    f"az://bucket/run/version_1?sv=1&sig={SECRET}",
     f"az://user:{SECRET}@h//x",
     f"memory://user:{SECRET}@h//x",
     f"redis://:{SECRET}@127.0.0.1:1/0",

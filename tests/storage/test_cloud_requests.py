@@ -332,18 +332,3 @@ def test_empty_objects_of_others_with_any_name_are_listed(server):
         patch.setattr(CloudFolder, "stat", lambda self, key: Stat(key, 0, 0))
         assert [stat.key for stat in store.list("")] == ["a", "b.", "c\\d", "e?f=g"]
         assert len([*store.list_level("")]) == 4
-
-
-@pytest.mark.parametrize("scheme", ["az", "gs"])
-def test_a_query_in_the_last_level_is_refused(scheme, monkeypatch):
-    """``locate`` opens the levels before it as a store, which does not see it."""
-    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "a")
-    monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
-    for url in (f"{scheme}://bucket/version_1?{SAS}", f"{scheme}://bucket/run/version_1?{SAS}"):
-        for verb in (["show"], ["verify"], ["export", "--to", "hf", "out"], ["import", "run"]):
-            result = run_cli(verb[0], url, *verb[1:])
-            assert result.code == 5
-            assert "SECRETSIG" not in result.err + result.out

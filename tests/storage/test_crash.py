@@ -73,18 +73,6 @@ def test_one_object_in_new_folders(write):
 
 
 @WRITERS
-def test_several_objects_in_one_store(write):
-    def work(fs, done):
-        store = LocalStore("/a/run", fs=fs)
-        for key in ("v1/a", "v1/m", "v2/a"):
-            write(store, key)
-            done.append(key)
-
-    for left, done in cut_at_every_call(work):
-        check(left, done)
-
-
-@WRITERS
 def test_a_folder_that_another_process_created_but_did_not_sync(write):
     def work(fs, done):
         other = LocalStore("/a/run", fs=fs).put("v/other", SIZE)

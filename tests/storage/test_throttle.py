@@ -140,13 +140,6 @@ def test_many_refusals_at_once_halve_the_limit_once(clock):
     assert throttle.statistics().throttled == 10
 
 
-def test_the_limit_is_at_least_one(clock):
-    throttle = clock.throttle(concurrency=2)
-    for _ in range(5):
-        throttle.call("Put", clock.deadline(1000), Failing(slow_down(), slow_down()))
-    assert throttle.statistics().concurrency >= 1
-
-
 def test_the_deadline_ends_the_tries(clock):
     throttle = clock.throttle()
     began = clock.now

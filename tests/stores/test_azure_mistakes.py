@@ -1,8 +1,6 @@
 """What people get wrong with ``az://``, on Azurite."""
 
 import os
-import subprocess
-import sys
 import uuid
 
 import numpy as np
@@ -83,27 +81,6 @@ def test_nobody_listens_at_the_endpoint(az, path):
     ):
         with pytest.raises(StoreError, match=r"cannot be reached.*Gave up after"):
             call()
-
-
-def test_a_forked_process_is_refused(az):
-    """A call of obstore in the child would wait for threads of the parent forever."""
-    script = f"""
-import limpet, os
-limpet.save("{az}/run/version_1", {{"n": 1}})
-if pid := os.fork():
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-try:
-    limpet.load("{az}/run/version_1")
-except limpet.errors.StoreError as e:
-    print(e, flush=True)
-    os._exit(0)
-os._exit(1)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "forked from one that used it" in done.stdout
 
 
 def test_the_portal_shows_folders_as_empty_objects(az, azurite):
