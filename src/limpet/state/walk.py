@@ -54,17 +54,7 @@ def slots_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
         slots = [*chain.from_iterable(map(dict.values, per_parameter))]
         if {*map(type, slots)} <= {torch.Tensor}:
             return slots
-    return _find_slots(per_parameter)
-
-
-def _find_slots(per_parameter: Iterable[Any]) -> Iterator[torch.Tensor]:
-    torch: Any = lazy_torch.torch_or_none()
-    for slots in per_parameter:
-        for slot in slots.values() if isinstance(slots, dict) else (slots,):
-            if isinstance(slot, torch.Tensor):
-                yield slot
-            else:
-                yield from find_instances(slot, torch.Tensor)
+    return find_instances([*per_parameter], torch.Tensor)
 
 
 def find_stable_storages(
