@@ -212,11 +212,8 @@ def _parse(device: Any) -> Any:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as e:
-        raise LimpetError(
-            "Invalid mapping in device=",
-            expected='devices, such as {"cuda:0": "cpu"}',
-            found=repr(device)[:80],
-        ) from e
+        expected = 'a mapping of devices, such as {"cuda:0": "cpu"}'
+        raise LimpetError(f"device= must be {expected}, not with {device!r:.80}") from e
 
 
 def _require_device(device: Any, saved: str, key: str, url: str) -> Any:

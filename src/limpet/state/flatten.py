@@ -136,14 +136,9 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
     """Flatten a state, as the rank ``rank`` of the save. Raises ``Unsupported``, which names all
     values that cannot be saved faithfully."""
     if type(state) is not dict:
-        raise Unsupported(
-            f"The state is {with_article(type(state).__name__)}, not a plain dict",
-            expected='a dict such as {"model": model, "optimizer": optimizer}',
-            found=type(state).__name__,
-            todo="Give it a name in a dict, or pass dict(state)"
-            if isinstance(state, dict)
-            else None,
-        )
+        expected = 'a plain dict, such as {"model": model, "optimizer": optimizer}'
+        found = with_article(type(state).__name__)
+        raise Unsupported(f"The state must be {expected}, not {found}")
     flattener = _Flattener(state, rank)
     torch = torch_or_none()
     if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
