@@ -210,7 +210,7 @@ def test_nan_is_recorded_and_never_the_best(run):
     [
         ({"setup": "no.such.module:setup"}, "no.such.module:setup cannot be imported"),
         ({"setup": f"{FUNCTIONS}:missing", "workers": 0}, "missing cannot be imported"),
-        ({"setup": "nonsense"}, "'nonsense' does not name the function setup"),
+        ({"setup": "nonsense"}, "setup= must be a function, or package.module:function"),
         ({"setup": lambda snapshot: None}, "Another process cannot import the function setup"),
         ({"data": f"{FUNCTIONS}:RECORDS", "workers": 0}, "RECORDS is not a function"),
         ({"data": f"{FUNCTIONS}:evaluate_nothing"}, "evaluate_nothing"),

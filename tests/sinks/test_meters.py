@@ -68,5 +68,5 @@ def test_tensorboard_scalars():
         ("limpet/written_bytes", 0, 7),
         ("limpet/background_seconds", 0, 7),
     ]
-    with pytest.raises(LimpetError, match=r"add_scalar.*found Path|PosixPath"):
+    with pytest.raises(LimpetError, match=r"writer= must be a writer with add_scalar"):
         sinks.TensorBoard(Path())

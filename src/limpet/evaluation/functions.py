@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from limpet.arguments import require
 from limpet.errors import LimpetError
 from limpet.text import to_repr
 
@@ -34,12 +35,8 @@ class FunctionName:
         ``LimpetError`` if no other process could import it."""
         if isinstance(function, str):
             module, colon, name = function.partition(":")
-            if not (module and colon and name):
-                raise LimpetError(
-                    f"{to_repr(function)[:200]} does not name the function {what}",
-                    expected="package.module:function",
-                    found=to_repr(function)[:200],
-                )
+            is_name = bool(module and colon and name)
+            require(f"{what}=", is_name, "a function, or package.module:function", function)
             return cls(module, name)
         module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
         if module == _MAIN:

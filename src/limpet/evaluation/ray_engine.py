@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from limpet.arguments import require
 from limpet.errors import LimpetError
 from limpet.evaluation.worker import work_for
 from limpet.settings import ray_address
@@ -74,11 +75,7 @@ class RayCluster:
 
     def __init__(self, options: Mapping[str, Any], device: str | None) -> None:
         unknown = sorted(map(str, options.keys() - set(_OPTIONS)))
-        if unknown:
-            raise LimpetError(
-                f"Invalid value for ray= of Workers: {', '.join(unknown)}",
-                expected=f"some of {', '.join(_OPTIONS)}",
-            )
+        require("ray= of Workers", not unknown, f"some of {', '.join(_OPTIONS)}", unknown)
         self._ray = ray = _connect()
         gpus = {"num_gpus": 1} if str(device).startswith("cuda") else {}
         # Not restarted by Ray: the evaluator starts another one.

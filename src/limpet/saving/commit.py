@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from limpet import errors, events, machine
-from limpet.arguments import whole
+from limpet.arguments import check_whole
 from limpet.deadline import CLEANUP_SECONDS
 from limpet.format import names, tree
 from limpet.format.manifest import (
@@ -38,7 +38,6 @@ from limpet.snapshot import pins
 from limpet.snapshot.location import Location, describe_run, versions_in
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.storage.store import MappedUpload
-from limpet.text import to_repr
 from limpet.threads import Workers, look_up_each, no_op
 from limpet.version import __version__
 
@@ -59,13 +58,10 @@ class VersionMetadata:
 
     def __post_init__(self) -> None:
         """Raise ``LimpetError`` unless ``step`` is one, before anything is written."""
-        step = whole(self.step, 0, names.MAX_STEP)
-        if step is None and self.step is not None:
-            raise errors.LimpetError(
-                f"step must be a whole number, 0 or more, with at most 18 digits; found"
-                f" {to_repr(self.step)[:80]}"
-            )
-        object.__setattr__(self, "step", step)
+        if self.step is not None:
+            expected = "a whole number, 0 or more, with at most 18 digits"
+            step = check_whole("step", self.step, expected, most=names.MAX_STEP)
+            object.__setattr__(self, "step", step)
 
     def to_node(self) -> Any:
         """Return the manifest's ``metadata`` without the statistics. Raises ``Unsupported``."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
+from limpet.arguments import require
 from limpet.errors import LimpetError
 from limpet.machine import OPEN_FLAGS, full_path
 from limpet.sinks.wording import STYLES, bytes_per_second, describe_event, number_field
@@ -180,12 +181,8 @@ class TensorBoard:
     """
 
     def __init__(self, writer: ScalarWriter) -> None:
-        if not callable(getattr(writer, "add_scalar", None)):
-            raise LimpetError(
-                "Invalid writer for the TensorBoard sink",
-                expected="a writer with add_scalar, such as torch.utils.tensorboard.SummaryWriter",
-                found=type(writer).__qualname__,
-            )
+        expected = "a writer with add_scalar, such as torch.utils.tensorboard.SummaryWriter"
+        require("writer=", callable(getattr(writer, "add_scalar", None)), expected, writer)
         self._writer = writer
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
