@@ -529,6 +529,32 @@ def test_a_stream_that_draws_before_its_first_sample_depends_on_its_position(opt
     assert passes[0] == passes[1] == passes[2]
 
 
+class Partial(data.IterableDataset):
+    """A stream whose state lacks its generator."""
+
+    def __init__(self):
+        self.at, self.rng = 0, random.Random(0)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        while self.at < 6:
+            self.at += 1
+            yield self.rng.random()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_pass_begins_with_the_stream_as_it_was_made_also_if_its_state_lacks_a_part(workers):
+    options = {"batch_size": 4, "num_workers": workers, "persistent_workers": bool(workers)}
+    loader = limpet.DataLoader(Partial(), seed=1, **options)
+    passes = [[batch.tolist() for batch in loader] for _ in range(2)]
+    assert passes[0] == passes[1]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_data_pipe_is_refused_where_pytorch_would_divide_it():
     def read(**options):

@@ -242,7 +242,7 @@ class Stream(data.IterableDataset[Any]):
         saved = state.data if state and self._has_state else None
         if saved is not None and not self._continues_exactly(epoch):
             saved = None
-        dataset = self.dataset if self._has_state else copy_of(self.dataset)
+        dataset = copy_of(self.dataset)  # also if it has a state, which may lack a generator
         seed_generators(self.key, ORDER, epoch, worker, self._rank)  # __iter__ may shuffle
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
