@@ -148,15 +148,15 @@ def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) ->
 
 def _named_states(node: Any, key: str) -> Iterator[tuple[tuple[Any, str], tuple[Any, str]]]:
     """Yield state and groups of each node of PyTorch's form, if the parameters have names."""
-    inner = {}
-    if tag_of(node) in ("dict", "ordered"):
+    inner: Members = dict(enumerate(tree.members(node, key) or ()))
+    if is_dict(node):
         inner = {name: (child, k) for name, child, k in tree.children(node, key)}
     groups: Any = inner.get("param_groups", (None, ""))[0]
     if "state" in inner and tag_of(groups) == "list":
         params = [_params(group, str) for group in groups["list"]]
         if params and None not in params:
             yield inner.pop("state"), inner.pop("param_groups")
-    for child, k in inner.values() if inner else tree.members(node, key) or ():
+    for child, k in inner.values():
         yield from _named_states(child, k)
 
 
@@ -357,11 +357,7 @@ def _name_parameters(
                 f"parameters {format_list(names, 5)}, live {format_list(live_names, 5)}"
             )
             return None
-    name_by_number = {
-        n: name
-        for saved, names in zip(numbers, grouped, strict=True)
-        for n, name in zip(saved, names, strict=True)
-    }
+    name_by_number = dict(zip(chain(*numbers), chain(*grouped), strict=True))
     children = tree.children(state, state_key)
     named_slots = {name_by_number.get(n, n): child for n, child, _ in children}
     named_groups = [

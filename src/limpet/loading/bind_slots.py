@@ -68,9 +68,8 @@ class SlotOwner:
     def device_of(self, slot: str) -> Any:
         """Return the device where PyTorch keeps a slot: its parameter's, or the CPU for a step
         counter unless capturable or fused (``load_state_dict`` in torch/optim/optimizer.py)."""
-        options = self.options
-        is_on_cpu = slot == "step" and not (options.get("capturable") or options.get("fused"))
-        return "cpu" if is_on_cpu else self.parameter.device
+        is_on_device = self.options.get("capturable") or self.options.get("fused")
+        return self.parameter.device if slot != "step" or is_on_device else "cpu"
 
 
 def bind_slots(
