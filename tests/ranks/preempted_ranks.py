@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 import limpet
 from limpet.errors import Preempted
-from limpet.preemption import Preemption, PreemptionGuard, SignalNotice, protect_worker
+from limpet.preemption import Preemption, PreemptionGuard, SignalNotice
 from limpet.run.policy import EverySteps
 from tests.fork_server import FORK_SERVER
 
@@ -140,7 +140,6 @@ class Training:
             shuffle=True,
             seed=1,
             num_workers=workers,
-            worker_init_fn=protect_worker if workers else None,
             # the default of Linux, but not in a process of a fork server
             multiprocessing_context="fork" if workers else None,
         )

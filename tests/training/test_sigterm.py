@@ -91,3 +91,35 @@ def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path):
     with start(tmp_path / "run") as restarted:
         assert restarted.communicate(timeout=60)[0] == expected
         assert restarted.returncode == 0
+
+
+WITH_WORKERS = """
+import sys
+import torch, limpet
+
+torch.manual_seed(3)
+model = torch.nn.Linear(1, 1)
+loader = limpet.DataLoader(torch.ones(4000, 1), batch_size=4, num_workers=2)
+with limpet.Checkpointer(sys.argv[1], {"model": model, "loader": loader}) as ckpt:
+    for _ in ckpt.epochs(1):
+        for number, batch in enumerate(loader):
+            ckpt.step()
+            if number == 5:
+                print("in a step", flush=True)
+                sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_of_a_job_does_not_end_the_workers_of_the_loader(tmp_path):
+    command, pipe = [sys.executable, "-c", WITH_WORKERS, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+    ) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "in a step\n"
+        os.killpg(training.pid, signal.SIGTERM)
+        training.communicate("\n", timeout=60)
+    assert training.returncode == 75
+    [(_, reason)] = saved_steps(tmp_path)
+    assert reason == "preemption"

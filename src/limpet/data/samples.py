@@ -4,6 +4,7 @@ for each, so that a batch depends only on its position and on the samples that i
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -61,13 +62,17 @@ def get_back(batch: Any) -> Any:
 
 @dataclass
 class StartWorker:
-    """Calls ``worker_init_fn`` of the user, who expects their own dataset in the worker."""
+    """Calls ``worker_init_fn`` of the user, who expects their own dataset in the worker. The worker
+    outlives a signal to all processes of a job, such as SIGTERM, until the training has saved."""
 
     worker_init_fn: Callable[[int], object] | None
 
     def __call__(self, worker: int) -> None:
         info: Any = data.get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)
+        signals: Any = sys.modules.get("limpet.notices.signals")
+        if signals is not None:  # a training handles signals that go to all processes of a job
+            signals.protect_worker(worker)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
