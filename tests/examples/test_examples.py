@@ -49,13 +49,13 @@ def test_train_saves_what_it_prints_and_prints_the_same_losses_after_a_resume(tm
     # a second run that contains only version 6 of the first
     shutil.copytree(tmp_path / "a" / "version_6", tmp_path / "b" / "version_6")
     resumed = train(tmp_path, "b", 2, 5)
-    assert resumed[0] == "resuming from b/version_6"
+    assert resumed[0] == f"resuming from {tmp_path}/b/version_6"
     assert resumed[1:6] == lines[8:13]
 
 
 def test_train_resumed_for_more_epochs_uses_the_longer_learning_rate_schedule(tmp_path):
     train(tmp_path, "run", 1, 4)
-    assert train(tmp_path, "run", 2, 4)[0] == "resuming from run/version_4"
+    assert train(tmp_path, "run", 2, 4)[0] == f"resuming from {tmp_path}/run/version_4"
     snapshots = limpet.Run(tmp_path / "run").snapshots()
     assert [s.step for s in snapshots] == [4, 6, 8]
     rates = [s["optimizer/groups/0/lr"] for s in snapshots]

@@ -236,8 +236,8 @@ def test_a_state_with_more_tasks_than_a_job_can_have_is_refused():
     queue.add("training", {"f": 1 << 60}, task_size=1, name="t")
     state = queue.state_dict()
     state["jobs"][0]["spec"] = f'["training", "t", [["f", 0, {1 << 60}]], 1, {1 << 60}, null]'
-    state["jobs"][0]["completed"] = [[0, 1 << 99]]
-    state["next_id"] = 1 << 130
+    state["jobs"][0]["completed"] = [[0, 1 << 62]]
+    state["next_id"] = 1 << 63
     with pytest.raises(PlanError, match="a job that does not exist"):
         Queue().load_state_dict(state)
 

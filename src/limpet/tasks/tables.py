@@ -98,6 +98,9 @@ class QueueState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jobs: list[JobState]
 
 
+_DECODER = msgspec.msgpack.Decoder(QueueState)
+
+
 class TaskTable:
     """The tasks of a job, numbered from 0; their ids begin with ``first_id``. Only what steps have
     consumed and tasks have returned is in the state: there, a leased task is open."""
@@ -545,8 +548,8 @@ def check_state(state: object) -> tuple[QueueState, list[TaskTable]]:
     """Return a state after complete checks, and new tables for its jobs. Raises ``PlanError`` if it
     is not that of a queue."""
     try:
-        loaded = msgspec.convert(state, QueueState)
-    except msgspec.ValidationError as e:
+        loaded = _DECODER.decode(msgspec.msgpack.encode(state))
+    except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as e:
         raise _not_a_state("next_id and jobs", e) from e
     tables, next_id = [], 1
     for job in loaded.jobs:

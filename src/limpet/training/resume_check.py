@@ -58,8 +58,14 @@ def check_whole_state(
         if differing:
             events.emit("resume_differs", run=run, url=url, differing=sorted(differing)[:100])
         else:
-            sizes = {"bytes": nbytes, "seconds": seconds, "changes": [*changes]}
-            events.emit("resume_checked", run=run, url=url, **sizes)
+            events.emit(
+                "resume_checked",
+                run=run,
+                url=url,
+                bytes=nbytes,
+                seconds=seconds,
+                changes=[*changes],
+            )
 
 
 def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any) -> _Found:
