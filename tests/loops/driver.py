@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from importlib import import_module
+from multiprocessing import set_start_method
 from pathlib import Path
 
 import torch
@@ -41,6 +42,9 @@ def _check_logged(case, folder, at_each_step):
         os.dup2(out.fileno(), sys.stderr.fileno())
     os.environ["LIMPET_SILENT"] = "30"
     torch.set_num_threads(1)
+    # in a process of a fork server, each loader would start a fork server of its own, which imports
+    # PyTorch, and outlives a training that is killed
+    set_start_method("fork", force=True)
     for name in ("accelerate", "lightning"):
         if case.loop.startswith(name):
             import_module(name)
