@@ -2,7 +2,10 @@
 No save is lost, and every failure is reported."""
 
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,6 +60,7 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store):
     }
     expected = {"rows": rows.copy(), "strided": state["strided"].copy()}
     pending = limpet.save_async("run/version_1", state, note={"lr": 0.1})
+    pending.wait_staged()
     assert not pending.done
     rows[:] = -1
     state["structured"]["a"] = 7
@@ -304,6 +308,68 @@ def test_a_save_is_finished_after_an_interrupted_wait():
         signal.signal(signal.SIGINT, before)
     assert ckpt._saver.pending is None
     assert check_promises(store, [1]) == [1]
+
+
+INTERRUPT_STEPS = """
+import os, signal, threading, time
+import limpet
+from limpet.run.policy import EverySteps
+from limpet.run.policy import KeepLast
+from limpet.storage.memory import MemoryStore
+from tests.crash.promises import check_promises
+from tests.trainings import initial_state, train_step
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupted)
+stopped = 0
+for turn in range(80):
+    store = MemoryStore()
+    state = initial_state()
+    try:
+        with limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
+            for _ in range(4):
+                loss = train_step(state)
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 * (turn % 20 + 1))
+                ckpt.step({"loss": loss})
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        stopped += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    deadline = time.monotonic() + 10
+    # is_alive: if an interrupt stops the start of a thread, Python lists that thread forever
+    while left := [t for t in threading.enumerate() if t.name[:8] == "limpet" and t.is_alive()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.001)
+    check_promises(store)
+assert stopped > 20, stopped
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_survives_an_interrupt_at_any_moment():
+    """The test runs in its own process. One of hundreds of interrupts may occur between the
+    acquisition of a lock of Python's threading module and the ``with`` block that releases it.
+    Then the process can no longer start or end a thread. So the process may hang, but not three
+    times in a row."""
+    for _ in range(3):
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", INTERRUPT_STEPS],
+                cwd=Path(__file__).parents[2],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            continue
+        assert done.returncode == 0, done.stderr
+        return
+    pytest.fail("the process hung three times")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

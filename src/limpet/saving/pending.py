@@ -35,8 +35,10 @@ class Pending:
         finish: Callable[[], Snapshot],
         url: str,
         after: Callable[[], object],
+        staged: Latch | None,
     ) -> None:
         self.url = url
+        self._staged = staged
         self._finish = finish
         self._after = after
         self._snapshot: Snapshot | None = None
@@ -93,6 +95,11 @@ class Pending:
     def forget(self) -> None:
         """Let the process exit with its own code even if this save fails: a newer one counts."""
         _unawaited.discard(self)
+
+    def wait_staged(self) -> None:
+        """Wait until all of the state may change, including parameters and optimizer slots."""
+        if self._staged is not None and self._pid == os.getpid():
+            self._staged.wait()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait for the save and return the committed snapshot.

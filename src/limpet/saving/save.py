@@ -114,7 +114,8 @@ def finish_in_background(
     the save before, because Ctrl-C may come while the thread runs, or None if it never begins."""
     pending = None
     try:
-        pending = Pending(lambda: Snapshot(finish(job)), job.location.url, after)
+        staged = None if job.deferred is None else job.deferred.done
+        pending = Pending(lambda: Snapshot(finish(job)), job.location.url, after, staged)
         register(pending)
         pending.start()
     except BaseException:

@@ -132,7 +132,7 @@ class LocalSnapshots(HostTier):
                 self.locate(last.folder, last.sources), None, last.digest
             )
 
-        pending = Pending(lambda: Snapshot(promote()), run.url, no_op)
+        pending = Pending(lambda: Snapshot(promote()), run.url, no_op, None)
         pending.start()
         return pending, promotions[-1]
 
