@@ -45,6 +45,10 @@ class EpochOrder:
     must_check: bool = False
     """The sampler was not yet seen to draw an order twice, as a resume does."""
 
+    def __len__(self) -> int:
+        """Return the number of samples, or of batches if the sampler gives those."""
+        return len(self.dataset if self.sampler is None else self.sampler)
+
     def parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
         """Yield the parts of ``rank`` in the batches after the position ``at``."""
         if self.sampler is None:
@@ -53,7 +57,7 @@ class EpochOrder:
 
     def _computed_parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
         if self.length is None:
-            self.length = len(self.dataset)
+            self.length = len(self)
         length, size, blocks = self.length, self.size, BatchBlocks()
         order = length, self.key, self.is_shuffled
         least = size if self.drop_last else 1

@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +23,6 @@ from torch.utils import data
 
 from limpet.arguments import check_count, check_rank, check_whole, require
 from limpet.data.epoch_order import EpochOrder, Part, wrapped_samplers
-from limpet.data.permutation import BatchBlocks
 from limpet.data.samples import Samples, StartWorker, Stream, Task, WorkerState, get_back
 from limpet.errors import InexactResume, LimpetError, PlanError
 from limpet.generators import (
@@ -202,10 +202,9 @@ class DataLoader(data.DataLoader[Any]):
         if self._is_stream:
             size, length = self._local_size() or 1, len(self.dataset)  # type: ignore[arg-type]
         elif self._order == "batch_sampler":
-            return len(self._given)
+            return len(self._source)
         else:
-            size = self._samples_per_step()
-            length = len(self.dataset if self._given is None else self._given)  # type: ignore[arg-type]
+            size, length = self._samples_per_step(), len(self._source)
         return length // size if self.drop_last else -(-length // size)
 
     # -- for the Checkpointer ----------------------------------------------------------------------
@@ -619,17 +618,14 @@ class _Order(data.DistributedSampler[Any]):
         self.loader.skip_rest(epoch)
 
     def __len__(self) -> int:
-        loader = self.loader
-        return len(loader.dataset if loader._given is None else loader._given)  # type: ignore[arg-type]
+        return len(self.loader._source)
 
     def __iter__(self) -> Iterator[Any]:
         loader = self.loader
         if loader._given is not None:
             return iter(loader._given)
-        order = len(self), loader._key, loader._order == "shuffled"
-        block, epoch = BatchBlocks(), self.epoch
-        batches = (block.local_batch(order, epoch, (i, i + 1), 1, 0, 1) for i in range(len(self)))
-        return chain.from_iterable(batches)
+        source = replace(loader._source, key=loader._key, size=1, length=None)
+        return chain.from_iterable(part for *_, part in source.parts(self.epoch, 0, 0, 1))
 
 
 class _Batches(data.BatchSampler):

@@ -288,9 +288,8 @@ class Stream(data.IterableDataset[Any]):
         """Return whether a copy of the dataset gives the same samples after a ``load_state_dict``.
         Those that shuffle in a buffer, or read in batches, may lose what they hold."""
         if self._is_exact is None:
-            try:
-                first, second = deepcopy(self.dataset), deepcopy(self.dataset)
-            except Exception:  # noqa: BLE001  (it has an open file, or the like: trust it)
+            first, second = copy_of(self.dataset), copy_of(self.dataset)
+            if first is self.dataset:  # it cannot be copied: trust it
                 self._is_exact = True
                 return True
             for copied in (first, second):
