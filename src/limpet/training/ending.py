@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from threading import current_thread
 from typing import Any
@@ -351,22 +351,20 @@ def record_end(saver: Saver, reason: str, epochs: int, positions: dict[str, int]
         raise e.with_advice(advice, committed=str(version)) from e
 
 
-def read_end(saver: Saver) -> tuple[int, dict[str, int] | None]:
+def read_end(saver: Saver) -> tuple[int, Mapping[str, int] | None]:
     """Return how many epochs were complete when the newest version was left, and the epochs of the
     loaders, or None if it does not have the last steps. All ranks call this; they raise
     ``StoreError`` together."""
 
-    def read() -> tuple[int, dict[str, int] | None]:
+    def read() -> tuple[int, Mapping[str, int] | None]:
         newest = saver.writer.newest
         if newest is None:
             return 0, None
         ends = saver.run.catalog.evaluations.read(version_of(newest), newest.digest).of(Ended)
-        if not ends:
-            return 0, None
-        return ends[-1].epochs, None if ends[-1].positions is None else dict(ends[-1].positions)
+        return (ends[-1].epochs, ends[-1].positions) if ends else (0, None)
 
     operation = f"the end of {saver.url}"
-    return broadcast_from_first(saver.group, operation, read, tuple[int, dict[str, int] | None])
+    return broadcast_from_first(saver.group, operation, read, tuple[int, Mapping[str, int] | None])
 
 
 def report_missing_metrics(saver: Saver) -> None:
