@@ -326,16 +326,21 @@ def numbered(t, ckpt):
         t.end_epoch(ckpt, epoch)
 
 
+def accumulate(t, ckpt, batch, waiting):
+    """Train a batch, of which four make a step. Return how many wait for their step."""
+    t.backward(ckpt, batch)
+    if waiting < 3:
+        return waiting + 1
+    t.update(ckpt, 4)
+    return 0
+
+
 def dropped(t, ckpt):
     """Accumulation over four batches. The last two of an epoch are trained in no step."""
     for epoch in t.epochs(ckpt):
         waiting = 0
         for batch in t.loader:
-            t.backward(ckpt, batch)
-            waiting += 1
-            if waiting == 4:
-                t.update(ckpt, 4)
-                waiting = 0
+            waiting = accumulate(t, ckpt, batch, waiting)
         t.optimizer.zero_grad()
         t.seen = []
         t.end_epoch(ckpt, epoch)
@@ -346,11 +351,7 @@ def carried(t, ckpt):
     waiting = 0
     for epoch in t.epochs(ckpt):
         for batch in t.loader:
-            t.backward(ckpt, batch)
-            waiting += 1
-            if waiting == 4:
-                t.update(ckpt, 4)
-                waiting = 0
+            waiting = accumulate(t, ckpt, batch, waiting)
         t.end_epoch(ckpt, epoch)
 
 
@@ -372,11 +373,7 @@ def after_the_pass(t, ckpt):
     for epoch in t.epochs(ckpt):
         waiting = 0
         for batch in t.loader:
-            t.backward(ckpt, batch)
-            waiting += 1
-            if waiting == 4:
-                t.update(ckpt, 4)
-                waiting = 0
+            waiting = accumulate(t, ckpt, batch, waiting)
         if waiting:
             t.update(ckpt, waiting)
         t.end_epoch(ckpt, epoch)

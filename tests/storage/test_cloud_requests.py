@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -43,6 +44,15 @@ class WebServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
+    @classmethod
+    @contextmanager
+    def running(cls):
+        with cls() as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            yield server
+            server.stopped.set()
+            server.shutdown()
+
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self):
@@ -69,11 +79,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    with WebServer() as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with WebServer.running() as server:
         yield server
-        server.stopped.set()
-        server.shutdown()
 
 
 def open_azure(server, **options):

@@ -1,7 +1,6 @@
 """Servers whose replies trickle in and whose listings never end: no packet renews a deadline."""
 
 import itertools
-import threading
 import time
 from contextlib import suppress
 
@@ -133,11 +132,8 @@ def test_the_pages_of_a_listing_end_together(s3, name, tokens):
 
 @pytest.fixture
 def azure():
-    with WebServer() as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with WebServer.running() as server:
         yield server
-        server.stopped.set()
-        server.shutdown()
 
 
 @pytest.mark.parametrize("name", ["list", "list_level", "run"])
