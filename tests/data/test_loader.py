@@ -300,8 +300,6 @@ def test_a_converted_loader_has_the_arguments():
     assert limpet.elastic(own) is own
     batches = limpet.elastic(data.DataLoader(range(4), batch_sampler=[[1, 2], [3]]))
     assert read(batches) == [[1, 2], [3]]
-    total = limpet.elastic(data.DataLoader(range(8), batch_size=2), total_batch_size=4)
-    assert read(total) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     sampler = data.DistributedSampler(range(8), 2, 1, seed=9, drop_last=True)
     converted = limpet.elastic(data.DataLoader(range(8), batch_size=4, sampler=sampler))
     assert (converted.key, converted.drop_last) == (9, True)

@@ -644,13 +644,7 @@ class _Batches(data.BatchSampler):
         return len(loader._given) if loader._order == "batch_sampler" else super().__len__()
 
 
-def elastic(
-    loader: Any,
-    *,
-    total_batch_size: int | None = None,
-    seed: int | None = None,
-    replay: bool = False,
-) -> Any:
+def elastic(loader: Any, *, seed: int | None = None, replay: bool = False) -> Any:
     """Return a ``limpet.DataLoader`` with the dataset and arguments of a PyTorch ``DataLoader``.
 
     A ``DistributedSampler`` of the loader becomes ``shuffle=``, and its ``batch_size`` stays that
@@ -674,9 +668,6 @@ def elastic(
     found = next((s.loader for s in samplers if isinstance(s, _Order)), None)
     if found is None:
         options = _read_arguments(base, is_wrapped=base is not loader)
-        if total_batch_size is not None:
-            options.pop("batch_size", None)
-            options["total_batch_size"] = total_batch_size
         if seed is not None:
             options["seed"] = seed
         found = DataLoader(base.dataset, replay=replay, **options)
