@@ -6,6 +6,13 @@ import warnings
 import pytest
 
 from limpet.errors import RankFailed, UnsavedSteps
+from limpet.ranks.error_report import (
+    decode_error,
+    decode_raised,
+    encode_error,
+    encode_raised,
+    format_with_notes,
+)
 from limpet.run.policy import AtEnd, EverySteps, OnException
 from limpet.run.run import Run
 from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, matches_uninterrupted
@@ -76,11 +83,20 @@ def test_nothing_is_saved_when_one_rank_raises_while_the_others_end(victim, poli
         assert time.monotonic() - began < SHORT_TIMEOUTS.silent
         assert isinstance(outcomes[victim], ValueError)
         for rank in {0, 1, 2} - {victim}:
-            assert isinstance(outcomes[rank], RankFailed), outcomes
-            assert f"ank {victim}" in str(outcomes[rank])
-            assert "NaN in the loss" in str(outcomes[rank])
+            error = outcomes[rank]  # the wait at the end, or the training, raises it
+            assert isinstance(error, RankFailed | ValueError), outcomes
+            text = format_with_notes(error)
+            assert f"ank {victim}" in text
+            assert "NaN in the loss" in text
         assert job.versions == []
         assert job.leftover_keys() == []
+
+
+def test_an_error_that_another_rank_raises_again_names_its_first_rank():
+    raised = decode_raised(encode_raised(ValueError("NaN in the loss"), 0))
+    error = decode_error(encode_error(raised, 2, "save", commit_begun=False), "save")
+    assert str(error).startswith("Rank 0 failed during save")
+    assert error.fields["rank"] == 0
 
 
 @pytest.mark.parametrize(("early", "saved"), [(0, 7), (2, 7), (0, 5), (2, 5)])

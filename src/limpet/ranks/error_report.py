@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -81,7 +82,7 @@ class ErrorReport(msgspec.Struct, frozen=True):
             fields=_escape_surrogates(more),
             args=_escape_surrogates(error.args) if is_plain else None,
             trace=without_surrogates(trace[-4 * _MAX_LENGTH :]),
-            rank=rank,
+            rank=getattr(error, "limpet_rank", rank),
             operation=operation,
         )
 
@@ -190,6 +191,8 @@ def decode_raised(text: str) -> BaseException:
             todo=f"See the log of rank {report.rank}",
             rank=report.rank,
         )
+    with suppress(AttributeError):  # a collective that it ends here names that rank, too
+        error.limpet_rank = report.rank  # type: ignore[attr-defined]
     error.add_note(f"Raised on rank {report.rank}, whose traceback is:\n{report.trace}")
     return error
 

@@ -75,7 +75,7 @@ def read_request(store: Store) -> str | None:
         raw = get_bounded(store, SAVE_REQUEST, _MAX_BYTES)
     except errors.NotFound:
         return None
-    except errors.FormatError:
+    except errors.ManifestInvalid:
         raw = b""  # too long: a request all the same
     try:
         request_id = unseal(raw, _SAVE_REQUEST, SAVE_REQUEST)[0].id
