@@ -81,9 +81,7 @@ def test_the_load_stays_strict_by_default():
         with pytest.raises(ShapeMismatch) as e:
             limpet.load(url, into=live, **options)
         assert e.value.mismatched == e.value.misfits == ("model/fc.weight", "model/fc.bias")
-        assert str(e.value).endswith(
-            'as needed: mismatched="keep", which keeps model/fc.weight, model/fc.bias.'
-        )
+        assert str(e.value).endswith('as needed: mismatched="keep".')
     assert_same(before, (clone(live["model"].state_dict()), slots_of(live)))
 
 
@@ -92,9 +90,8 @@ def test_slots_of_a_parameter_of_another_shape_are_never_loaded(keys):
     """Also if only the optimizer is loaded. They would break the next step."""
     saved, live = training(1000, 2), training(10)
     url = save_state(saved)
-    with pytest.raises(ShapeMismatch, match=r"6 with a different shape: optimizer/state") as e:
+    with pytest.raises(ShapeMismatch, match=r"6 with a different shape: optimizer/state"):
         limpet.load(url, into=live, keys=keys)
-    assert "which keeps optimizer/state/model.fc.weight (3 leaves), optimizer" in str(e.value)
     assert not live["optimizer"].state
     report = limpet.load(url, into=live, keys=keys, mismatched="keep")
     assert len(report.kept) == 6
@@ -147,9 +144,8 @@ def test_an_optimizer_with_its_own_loading_is_refused_by_name():
     saved, live = training(1000, 2, Own), training(10, 0, Own)
     url = save_state(saved)
     message = r"optimizer the state of all parameters, live Own with model\.fc\.weight of another"
-    with pytest.raises(DTypeMismatch, match=message) as e:
+    with pytest.raises(DTypeMismatch, match=message):
         limpet.load(url, into=live, mismatched="keep")
-    assert 'keys=["model", "n"]' in str(e.value)
     assert not live["optimizer"].state
     assert limpet.load(url, into=live, mismatched="keep", keys=["model", "n"]).kept
 
@@ -163,7 +159,7 @@ def test_frozen_and_added_layers():
     step(saved)
     live["model"].adapter = nn.Linear(8, 2)
     live["optimizer"] = optim.Adam(live["model"].parameters())
-    with pytest.raises(PlanError, match=r'missing="keep", mismatched="keep", which keeps model/fc'):
+    with pytest.raises(PlanError, match=r'missing="keep", mismatched="keep"\.$'):
         limpet.load(url := save_state(saved), into=live)
     report = limpet.load(url, into=live, mismatched="keep", missing="keep")
     added = [key for key, reason in report.kept.items() if reason == "missing in the snapshot"]
@@ -229,135 +225,20 @@ def test_objects_load_their_own_state_as_a_whole():
     assert torch.equal(live["buffer"].state["x"], torch.ones(3))
 
 
-def test_the_suggested_rename_works():
+def test_the_error_names_the_options_and_slots_follow_a_rename():
     saved, live = training(10, 2), training(10)
     live["model"].head = live["model"].fc
     del live["model"].fc
     live["optimizer"] = optim.Adam(live["model"].parameters())
-    with pytest.raises(PlanError, match=r'as needed: rename=\{"model/fc": "model/head"\}\.$'):
+    with pytest.raises(PlanError, match=r"as needed: rename=\{OLD: NEW\}, "):
         limpet.load(url := save_state(saved), into=live)
     report = limpet.load(url, into=live, rename={"model/fc": "model/head"})
     assert report.is_complete
     assert report.renamed == {"model/fc": "model/head"}
-    assert torch.equal(live["model"].head.weight, saved["model"].fc.weight)
-
-
-class Wrapper(nn.Module):
-    def __init__(self, model, head=False):
-        super().__init__()
-        self.backbone = model
-        if head:
-            self.head = nn.Linear(10, 2)
-
-
-def small(n=2):
-    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(n)])
-
-
-def load_as_advised(url, into, model):
-    """Do what the error of a load suggests. Return the advice."""
-    with pytest.raises(PlanError) as e:
-        limpet.load(url, into=into)
-    advice = str(e.value).partition("as needed: ")[2].removesuffix(".")
-    for p in model.parameters():
-        nn.init.zeros_(p)
-    assert advice.startswith("rename={")
-    assert limpet.load(url, into=into, **eval(f"dict({advice})")).loaded
-    return advice
-
-
-@pytest.mark.parametrize("head", [False, True])
-def test_a_model_is_loaded_into_one_that_wraps_it(head):
-    saved, model = small(), Wrapper(small(), head)
-    advice = load_as_advised(save_state({"model": saved}), {"model": model}, model.backbone)
-    assert ("keep" in advice) == head
-    assert_same(dict(saved.state_dict()), dict(model.backbone.state_dict()))
-
-
-@pytest.mark.parametrize("prefix", ["backbone.", "module.", "a.b."])
-def test_a_model_is_loaded_from_one_that_wrapped_it(prefix):
-    saved, model = small(), small()
-    url = save_state({"model": {prefix + n: v for n, v in saved.state_dict().items()}, "n": 1})
-    load_as_advised(url, {"model": model, "n": 0}, model)
-    assert_same(dict(saved.state_dict()), dict(model.state_dict()))
-
-
-def test_slots_follow_a_model_out_of_its_wrapper():
-    saved, model = Wrapper(small()), small()
-    opt, live_opt = optim.Adam(saved.parameters()), optim.Adam(model.parameters())
-    saved.backbone(torch.ones(1, 3)).sum().backward()
-    opt.step()
-    url = save_state({"model": saved, "optimizer": opt})
-    load_as_advised(url, {"model": model, "optimizer": live_opt}, model)
-    assert_same(list(opt.state.values()), list(live_opt.state.values()))
-
-
-def test_no_prefix_is_suggested_if_two_submodules_fit():
-    class Siamese(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = small(), small()
-
-    with pytest.raises(PlanError) as e:
-        limpet.load(save_state({"model": small()}), into={"model": Siamese()})
-    assert str(e.value).endswith("Load into the same state that was saved.")
-
-
-class Lora(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.a, self.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
-
-
-@pytest.mark.parametrize("set_already", [{}, {"missing": "keep"}, {"unexpected": "ignore"}])
-def test_a_rename_is_suggested_whatever_is_tolerated(set_already):
-    saved, model = small(), small()
-    model[1] = Lora(model[1])
-    with pytest.raises(PlanError, match=r'needed: rename=\{"model/1": "model/1\.base"\}') as e:
-        limpet.load(url := save_state({"model": saved}), into={"model": model}, **set_already)
-    assert "ignore" not in str(e.value)
-    rename = {"model/1": "model/1.base"}
-    report = limpet.load(url, into={"model": model}, missing="keep", rename=rename)
-    assert set(report.kept) == {"model/1.a", "model/1.b"}
-    assert torch.equal(model[1].base.weight, saved[1].weight)
-
-
-def stepped(names=("optimizer", "schedule")):
-    model = small()
-    optimizer = optim.Adam(model.parameters())
-    schedule = optim.lr_scheduler.StepLR(optimizer, 2)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    schedule.step()
-    return {"model": model, names[0]: optimizer, names[1]: schedule}
-
-
-def test_renames_of_an_optimizer_and_a_scheduler_are_suggested():
-    saved, live = stepped(), stepped(("opt", "sched"))
-    expected = {"optimizer": "opt", "schedule": "sched"}
-    with pytest.raises(PlanError) as e:
-        limpet.load(url := save_state(saved), into=live)
-    advice = str(e.value).partition("as needed: ")[2].removesuffix(".")
-    assert eval(f"dict({advice})") == {"rename": expected}
-    assert limpet.load(url, into=live, rename=expected).is_complete
-    exp_avg = live["opt"].state[live["model"][0].weight]["exp_avg"]
-    assert torch.equal(exp_avg, saved["optimizer"].state[saved["model"][0].weight]["exp_avg"])
-
-
-def test_no_rename_is_suggested_for_names_that_are_not_close():
-    with pytest.raises(PlanError) as e:
-        limpet.load(save_state(stepped()), into=stepped(("a", "b")))
-    assert "rename=" not in str(e.value)
-
-
-def test_no_option_is_suggested_with_which_a_model_keeps_its_random_values():
-    with pytest.raises(PlanError) as e:
-        limpet.load(
-            save_state({"model": small(), "n": 1}),
-            into={"model": nn.ModuleDict({"a": small(), "b": small()}), "n": 0},
-        )
-    assert str(e.value).endswith("Load into the same state that was saved.")
+    weight, source = live["model"].head.weight, saved["model"].fc.weight
+    assert torch.equal(weight, source)
+    exp_avg = live["optimizer"].state[weight]["exp_avg"]
+    assert torch.equal(exp_avg, saved["optimizer"].state[source]["exp_avg"])
 
 
 def test_the_report_says_what_was_loaded_kept_ignored_and_cast():

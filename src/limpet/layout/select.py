@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from limpet.errors import PlanError
@@ -144,22 +144,6 @@ def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, st
     prefixes = [name[: m.start()] for m in re.finditer(r"\.", name)]
     found = ((old, renames[old]) for old in (*prefixes, name) if old in renames)
     return sorted((number, old, new) for old, (number, new) in found)
-
-
-_SLOT_KEY = re.compile("/(state|groups)/")
-
-
-def is_slot_key(key: str) -> bool:
-    """Return True for a key within the state of an optimizer."""
-    return _SLOT_KEY.search(key) is not None
-
-
-def is_renamed(key: str, names: Iterable[str]) -> bool:
-    """Return True if a key is one of the names or below one, or that of a slot: slots follow their
-    parameters."""
-    return is_slot_key(key) or any(
-        key == name or key.startswith((f"{name}.", f"{name}/")) for name in names
-    )
 
 
 def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:

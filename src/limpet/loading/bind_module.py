@@ -94,7 +94,6 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         if not binding.is_filled(value):  # of tied parameters, some libraries save only one name
             binding.note_missing(k)
     binding.note_unexpected(members.values())
-    binding.differences.modules.append(key)
     return loader.load
 
 

@@ -36,7 +36,6 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     if node is ABSENT:
         if binding.selected(key) or binding.selected(f"{key}/state"):
             binding.differences.missing.append(key)
-            binding.differences.absent.append(key)
         return lambda: optimizer
     grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names.name_of)
     members, numbered = _find_members(binding, optimizer, grouped, node, key)

@@ -31,8 +31,6 @@ def bind_stateful(
     ``convert``: what ``load_state_dict`` gets from the loaded state."""
     if node is ABSENT:
         binding.note_missing(key)
-        if binding.selected(key):
-            binding.differences.absent.append(key)
         return lambda: value
     if not binding.is_any_selected(node, key):
         return lambda: value

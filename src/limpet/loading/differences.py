@@ -6,22 +6,19 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import accumulate, islice
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from limpet.format import tree
 from limpet.format.names import join_key
-from limpet.layout.select import KeyFilter, is_renamed, is_slot_key, make_key_filter
 from limpet.ranks.collective import Collective
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import MAX_SHOWN, for_people, format_list, format_ranks, to_printable
 
 _MAX_MISMATCHES_SHOWN = 5
-_MAX_SUGGESTED_KEYS = 5
 
 SLOT_OF = "slot of a parameter"
 """How the description of an optimizer's slot begins that does not fit because its parameter has
@@ -42,8 +39,6 @@ class Differences:
     casts: dict[str, str] = field(default_factory=dict)  # both dtypes of what is converted
     objects: list[str] = field(default_factory=list)  # that have missing or unexpected keys
     options: list[str] = field(default_factory=list)  # of live optimizers; no error
-    modules: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)  # objects that it lacks as a whole
     ranks: list[int] = field(default_factory=list)  # whose states differ; empty: all
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)  # of per-rank values
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)  # combined: those that differ
@@ -76,7 +71,7 @@ class Differences:
         combined._keep_reassigned(groups)
         on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
         combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
-        for name in ("missing", "growing", "objects", "options", "modules", "absent"):
+        for name in ("missing", "growing", "objects", "options"):
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:
@@ -115,7 +110,6 @@ class Differences:
         self,
         url: str,
         node: tree.Node,
-        selected: KeyFilter,
         *,
         missing: bool = True,
         unexpected: bool = True,
@@ -142,61 +136,33 @@ class Differences:
         counts = (len(lacking), len(surplus), len(shapes), len(others))
         present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         error_class = present[0][1] if len(present) == 1 else PlanError
-        match = Match.find(
-            self.missing,
-            self.unexpected,
-            saved,
-            modules=self.modules,
-            objects=self.absent,
-        )
-        advice = self._advise(match, saved, selected, lacking, surplus, shapes)
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
         raise error_class(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
             + ". ".join(f"{n} {text}: {listing}" for n, _, text, listing in present),
-            todo="Load into the same state that was saved"
-            + (f", or use options as needed: {advice}" if advice else ""),
+            todo="Load into the same state that was saved, or use options as needed: "
+            + self._list_options(lacking, surplus, shapes),
             missing=tuple(lacking),
             unexpected=tuple(surplus),
             misfits=tuple(misfits),
             mismatched=tuple(shapes),
             dtypes=tuple(self.dtypes),
-            match=match,
         )
 
-    def _advise(
-        self,
-        match: Match,
-        saved: Sequence[str],
-        selected: KeyFilter,
-        lacking: Sequence[str],
-        surplus: Sequence[str],
-        shapes: Mapping[str, str],
+    def _list_options(
+        self, lacking: Sequence[str], surplus: Sequence[str], shapes: Mapping[str, str]
     ) -> str:
-        """Return the options that tolerate the differences, without those that do not help. A load
-        that would load nothing is not suggested."""
-        below = [k for k in saved if not self.kinds.keys().isdisjoint(key_prefixes(k))]
-        fitting = {*saved, *self.missing}.difference(self.unexpected, below, shapes, self.dtypes)
-        requested = [*filter(selected, saved)]
-        loads_some = bool(match.rename or self.dtypes) or not fitting.isdisjoint(requested)
-        loads_some = loads_some and not match.unloaded
-        members = "" if lacking else _suggest_keys(requested, [*surplus, *below])
-        if match.rename:
-            lacking, surplus = lacking and match.lacking, surplus and match.surplus
+        """Return the options that tolerate the differences. No other names are searched for."""
         options = (
-            (f"rename={match.rename}", match.rename),
-            (f"keys={members}", members),
-            ('missing="keep"', lacking and loads_some),
-            ('unexpected="ignore"', surplus and loads_some),
+            ("rename={OLD: NEW}", self.missing and self.unexpected),
+            ("keys=[...] without what does not fit", surplus or self.kinds),
+            ('missing="keep"', lacking),
+            ('unexpected="ignore"', surplus),
             ("check_state_dict(state) in a class whose keys change in training", self.objects),
-            (
-                f'mismatched="keep", which keeps {_format_few(shapes, fitting)}',
-                shapes and loads_some,
-            ),
-            ("cast=True", self.dtypes),
-            (f"keys=[...] without {_format_few(self.kinds, fitting)}", self.kinds and not members),
+            ('mismatched="keep"', shapes),
+            ('cast=True (in resume(), mismatched="cast")', self.dtypes),
         )
-        return to_printable(", ".join(option for option, needed in options if needed))
+        return ", ".join(option for option, helps in options if helps)
 
 
 def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
@@ -216,31 +182,12 @@ def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
 def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
     """Return keys that one side lacks, with the number of leaves of each: a level below which
     ``present``, what it has, has no key replaces all keys below it."""
-    present_levels = _levels(present)
+    present_levels = {level for key in present for level in key_prefixes(key)}
     below: dict[str, list[str]] = {}
     for key in keys:
         highest = next((level for level in key_prefixes(key) if level not in present_levels), key)
         below.setdefault(highest, []).append(key)
     return [(h if len(k) > 1 else k[0], len(k)) for h, k in below.items()]
-
-
-def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
-    """Return a value for ``keys=`` without the surplus, or "" if nothing or too much would have to
-    be selected, or the surplus is a part of a model."""
-    unexpected = set(surplus)
-    common = [key for key in saved if key not in unexpected] if surplus else []
-    selected, excluded = fold_keys(common, surplus), fold_keys(surplus, common)
-    parents, excluded_parents = (
-        {key.rpartition("/")[0] for key, n in folded if n == 1} for folded in (selected, excluded)
-    )
-    has_wildcards = any(c in key for key, _ in selected for c in "*?")
-    too_many = not 0 < len(selected) <= _MAX_SUGGESTED_KEYS
-    if too_many or has_wildcards or (parents & excluded_parents) - {""}:
-        return ""
-    if any(map(make_key_filter([key for key, _ in selected]), surplus)):
-        return ""  # a surplus key continues a selected one with a dot
-    quoted = ", ".join(f'"{key}"' for key, _ in selected)
-    return quoted if len(selected) == 1 else f"[{quoted}]"
 
 
 def key_prefixes(key: str) -> Iterator[str]:
@@ -256,10 +203,6 @@ def format_keys(folded: Sequence[tuple[str, int]], limit: int = MAX_SHOWN) -> st
     names = [(to_printable(key), n) for key, n in folded[:limit]]
     shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in names]
     return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[limit:]))
-
-
-def _format_few(keys: Iterable[str], others: Iterable[str]) -> str:
-    return format_keys(fold_keys([*keys], others), _MAX_SUGGESTED_KEYS)
 
 
 def format_mismatches(mismatches: Mapping[str, str]) -> str:
@@ -374,129 +317,3 @@ class LoadReport:
         )
 
     __repr__ = __str__
-
-
-# -- keys of the snapshot and of the live state that have other names, for advice -----------------
-#
-# Only names are compared: a wrapper that one side has in front of all names of a model, and names
-# that ``difflib`` finds close.
-
-_MAX_RENAMES = 16
-"""With more parts of other names, or members, no close names are searched for, and not all renames
-of a wrapper are shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How keys of a snapshot match live keys of other names. ``rename``: Python code or "";
-    ``lacking``, ``surplus``: without counterpart; ``unloaded``: modules that would load nothing."""
-
-    rename: str = ""
-    lacking: Sequence[str] = ()
-    surplus: Sequence[str] = ()
-    unloaded: Sequence[str] = ()
-
-    @classmethod
-    def find(
-        cls,
-        lacking: Sequence[str],
-        surplus: Sequence[str],
-        saved: Sequence[str],
-        *,
-        modules: Sequence[str] = (),
-        objects: Sequence[str] = (),
-    ) -> Self:
-        """Match missing with unexpected keys. ``saved``: all keys of the snapshot; ``objects``:
-        optimizers and other objects that it lacks as a whole."""
-        common = _levels({*saved}.difference(surplus))
-        live, old = ([k for k in keys if not is_slot_key(k)] for keys in (lacking, surplus))
-        renames = _unwrap(live, old) or _match_parts(live, old)
-        members = sorted(k for k in _levels(surplus) - common if not is_renamed(k, renames))
-        renames |= _match_names(objects, members)
-        if renames:
-            lacking = [key for key in lacking if not is_renamed(key, renames.values())]
-            surplus = [key for key in surplus if not is_renamed(key, renames)]
-        unmatched = _levels(lacking) & _levels(surplus) - common
-        unloaded = tuple(key for key in modules if key in unmatched)
-        return cls(_format(renames), tuple(lacking), tuple(surplus), unloaded)
-
-
-def _unwrap(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
-    """Return the renames for a model of which one side has all names with a prefix, because it
-    wraps the model; an empty dict if there is no such model, or several."""
-    live_names, saved_names = _names_by_root(live), _names_by_root(saved)
-    found = []
-    for root in live_names.keys() & saved_names.keys():
-        sides = live_names[root], saved_names[root]
-        for is_live, (wrapper, inner) in ((True, sides), (False, sides[::-1])):
-            if prefix := _find_prefix(wrapper, inner):
-                parts = dict.fromkeys(name.partition(".")[0] for name in inner)
-                pairs = [(join_key(root, p), join_key(root, prefix + p)) for p in parts]
-                found.append(dict(pairs if is_live else [(outer, p) for p, outer in pairs]))
-    return found[0] if len(found) == 1 else {}
-
-
-def _names_by_root(keys: Sequence[str]) -> dict[str, list[str]]:
-    """Return the last levels of keys by the levels above."""
-    names: defaultdict[str, list[str]] = defaultdict(list)
-    for key in keys:
-        root, _, name = key.rpartition("/")
-        names[root].append(name)
-    return names
-
-
-def _find_prefix(wrapper: Sequence[str], inner: Sequence[str]) -> str:
-    """Return the only prefix that gives every name of ``inner`` one of ``wrapper``, or ""."""
-    outer, first = set(wrapper), inner[0]
-    prefixes = {name[: -len(first)] for name in wrapper if name.endswith(f".{first}")}
-    fitting = [p for p in prefixes if all(p + name in outer for name in inner)]
-    return fitting[0] if len(fitting) == 1 else ""
-
-
-def _match_parts(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
-    """Return the renames of parts with equal names below them, such as ``weight`` and ``bias``, if
-    both sides have as many such parts."""
-    new, old = _parts(live), _parts(saved)
-    renames: dict[str, str] = {}
-    if max(len(new), len(old)) > _MAX_RENAMES:
-        return renames
-    for members in {*map(frozenset, new.values())}:
-        names, fitting = ([p for p in s if s[p] == members] for s in (new, old))
-        if len(names) == len(fitting) == 1:
-            renames[fitting[0]] = names[0]
-        elif len(names) == len(fitting):
-            renames |= _match_names(names, fitting)
-    return renames
-
-
-def _parts(keys: Iterable[str]) -> dict[str, set[str]]:
-    """Return the last names of keys by what is in front of them: ``model/fc`` has ``weight``."""
-    parts: defaultdict[str, set[str]] = defaultdict(set)
-    for key in keys:
-        above, separator, name = key.rpartition("." if "." in key.rpartition("/")[2] else "/")
-        if separator and above:
-            parts[above].add(name)
-    return parts
-
-
-def _match_names(new: Sequence[str], old: Sequence[str]) -> dict[str, str]:
-    """Return the renames of old names to the new ones that are close to them, at the same depth."""
-    renames: dict[str, str] = {}
-    if max(len(new), len(old)) > _MAX_RENAMES:
-        return renames
-    for name in new:
-        same = [o for o in old if o.count("/") == name.count("/") and o not in renames]
-        renames |= dict.fromkeys(get_close_matches(name, same, n=1, cutoff=0.5), name)
-    return renames
-
-
-def _levels(keys: Iterable[str]) -> set[str]:
-    return {level for key in keys for level in key_prefixes(key)}
-
-
-def _format(renames: Mapping[str, str]) -> str:
-    """Return renames as an expression in Python, or an empty string."""
-    pairs = [f'"{old}": "{new}"' for old, new in renames.items()]
-    more = [", ..."] if len(pairs) > _MAX_RENAMES else []
-    text = ", ".join(pairs[:_MAX_RENAMES]) + "".join(more)
-    return to_printable(f"{{{text}}}") if pairs else ""

@@ -166,7 +166,6 @@ def _bind(
     binding.differences.raise_if_any(
         snapshot.url,
         tree,
-        selected,
         missing=leniency.missing == "error",
         unexpected=leniency.unexpected == "error",
         mismatched=leniency.mismatched == "error",

@@ -211,14 +211,14 @@ class Resume:
             return error
         is_new = fields["missing"] and not (fields["unexpected"] or fields["misfits"])
         keep = ' Or keep the live values of these keys: resume(missing="keep").' if is_new else ""
-        options = (error.todo or "").partition("options as needed: ")[2].replace("cast=True", CAST)
+        options = (error.todo or "").partition("options as needed: ")[2]
         return type(error)(
             error.what,
             expected=error.expected,
             found=error.found,
             todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
             f' state in a new run: use another folder and resume(start="{self.run.url}@latest"),'
-            f" with options as needed: {options or 'rename={OLD: NEW}'}",
+            f" with options as needed: {options}",
             **fields,
         )
 
@@ -348,10 +348,6 @@ class Resume:
 # -- starting from another run -------------------------------------------------------------------
 
 
-CAST = 'mismatched="cast"'
-"""How ``resume`` requests what ``limpet.load`` does with ``cast=True``."""
-
-
 def check_start(
     start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
 ) -> None:
@@ -385,14 +381,7 @@ def start_from(
     """Load a version of another run, or a part of it. Without a ``Progress``, steps continue from
     its steps only if all of it is loaded, else from 0."""
     snapshot = open_on_all_ranks(start, group)
-    try:
-        report = load_snapshot(snapshot, state, keys, None, leniency, group)
-    except errors.PlanError as e:
-        if "match" not in e.fields:
-            raise
-        # the error of a load, whose into= is the state of a Checkpointer
-        todo = (e.todo or "").replace("into={", "the state {").replace("cast=True", CAST)
-        raise type(e)(e.what, todo=todo, **e.fields) from e.__cause__
+    report = load_snapshot(snapshot, state, keys, None, leniency, group)
     # a conversion of dtypes leaves nothing out
     is_complete = keys is None and replace(leniency, cast=False) == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}
