@@ -60,7 +60,7 @@ def use_everything(url):
 
     def show_all():
         for snapshot in run.snapshots():
-            _ = snapshot.metadata, repr(snapshot), snapshot._repr_html_(), snapshot.tree
+            _ = snapshot.metadata, repr(snapshot), snapshot.tree
 
     def resume(**at):
         state = {"x": np.zeros(3)}

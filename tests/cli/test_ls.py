@@ -159,3 +159,17 @@ def test_only_metrics_are_cut_short_on_a_narrow_terminal(store, monkeypatch, col
         assert narrow_row[:at] == row[:at]
         assert len(narrow_row) <= max(columns, at + len("metrics"))
         assert narrow_row == row or narrow_row.endswith("\u2026")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--json", "ls", "RUN"], ["ls", "--json", "RUN"], ["ls", "RUN", "--json"],
+        ["--json", "ls", "RUN", "--json"],
+    ],
+)  # fmt: skip
+def test_json_may_be_anywhere(run, arguments):
+    result = run_cli(*[run if a == "RUN" else a for a in arguments])
+    assert (result.code, result.err) == (0, "")
+    assert [v["step"] for v in result.json["versions"]] == [20, 40, 60]
+    assert run_cli("ls", run).out.startswith(run)  # it does not stay on

@@ -64,9 +64,7 @@ def test_a_version_instead_of_a_run(folder):
             run_cli(verb, "runs/a@2"), 4, "runs/a@2 is one version, not a run. Use the run: runs/a."
         )
         check_error_line(run_cli(verb, "runs/a@best"), 4, "Use the run: runs/a.")
-        check_error_line(
-            run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps you meant runs/a"
-        )
+        check_error_line(run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Check the path")
     check_error_line(run_cli("pin", "runs/a@2", 2), 4, "Use the run: runs/a.")
 
 
@@ -143,10 +141,7 @@ def test_json_errors(folder):
 
 
 def test_a_typo_in_the_command():
-    result = run_cli("verfiy", "x")
-    assert result.code == 2
-    assert "Did you mean verify?" in result.err
-    assert "ls, show" in run_cli("qqqq").err
+    check_error_line(run_cli("qqqq", "x"), 2, "No such command 'qqqq'. ")
 
 
 @pytest.mark.parametrize(

@@ -214,3 +214,22 @@ def test_any_metadata_is_listed_and_shown(store, name, value):
     for arguments in (("ls", store.url), ("show", f"{store.url}@20")):
         for options in ((), ("--json",)):
             assert run_cli(*arguments, *options).code == 0
+
+
+def test_show_respects_depth_in_json(tmp_path):
+    state = {"model": {"fc": {"w": np.zeros(4), "n": 1}, "b": np.zeros(2)}, "step": 7}
+    hf.save(tmp_path / "version_1", state, step=1)
+
+    def shown(*options):
+        document = run_cli("show", tmp_path / "version_1", "--json", *options).json
+        keys = [[row["key"] for row in document[kind]] for kind in ("leaves", "values")]
+        return keys[0], keys[1], document["collapsed"]
+
+    everything = ["model/fc/w", "model/b"], ["model/fc/n", "step"]
+    fc = {"key": "model/fc", "kind": "dict", "leaves": 2, "bytes": 32}
+    model = {"key": "model", "kind": "dict", "leaves": 3, "bytes": 48}
+    assert shown() == (*everything, [])
+    assert shown("--depth", 1) == ([], ["step"], [model])
+    assert shown("--depth", 2) == (["model/b"], ["step"], [fc])
+    assert shown("--depth", 3) == shown("--depth", 9) == (*everything, [])
+    assert shown("--all") == (*everything, [])

@@ -478,8 +478,7 @@ def test_two_checkpoints_in_one_folder(tmp_path):
 
 
 def test_missing_and_unusual_paths(tmp_path):
-    (tmp_path / "model.pt").write_bytes(b"")
-    with pytest.raises(NotFound, match=r"Perhaps you meant .*/model\.pt"):
+    with pytest.raises(NotFound, match="Check the path"):
         read_foreign_checkpoint(str(tmp_path / "modell.pt"))
     with pytest.raises(NotFound, match=r"nothing at memory://unused/model\.pt"):
         read_foreign_checkpoint("memory://unused/model.pt")

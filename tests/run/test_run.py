@@ -273,16 +273,11 @@ def test_a_lineage_whose_versions_are_all_deleted(store):
         Run(store).latest()
 
 
-def test_the_error_for_an_address_without_run_suggests_another(tmp_path):
-    limpet.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
+def test_the_error_for_an_address_without_run(tmp_path):
     for address in ("@80", "@80.1", "@latest", "@best", "@best:val/loss"):
-        with pytest.raises(
-            NotFound, match=r"bigg is not a run with versions\. Perhaps you meant .*/runs/big"
-        ):
-            open_version(f"{tmp_path}/runs/bigg{address}")
         with pytest.raises(NotFound, match=r"zzz is not a run with versions\. Check the path"):
             open_version(f"{tmp_path}/runs/zzz{address}")
-        (tmp_path / "runs" / "empty").mkdir(exist_ok=True)
+        (tmp_path / "runs" / "empty").mkdir(parents=True, exist_ok=True)
         with pytest.raises(NotFound, match="Check the path"):
             open_version(f"{tmp_path}/runs/empty{address}")
         with pytest.raises(NotFound, match="Check the path"):

@@ -4,7 +4,6 @@ import copy
 import re
 import threading
 import time
-from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from limpet.errors import StoreError
 from limpet.run.run import Run
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot, SubtreeView, missing_key, reader_of
+from limpet.snapshot.snapshot import Snapshot, SubtreeView, reader_of
 from limpet.storage.memory import MemoryStore
 from tests.docs.reference import render
 from tests.trainings import trained_run
@@ -44,38 +43,6 @@ def save(state, **options):
     return snapshot, calls
 
 
-class Checker(HTMLParser):
-    """Checks that tags are balanced, and collects them and the text."""
-
-    def __init__(self):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[Any] = []
-        self.text = ""
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def check_html(html):
-    checker = Checker()
-    checker.feed(html)
-    checker.close()
-    assert checker.open == []
-    assert {*checker.tags} <= {"div", "b", "ul", "li", "details", "summary", "code"}
-    assert all(attribute == ("open", None) for attribute in checker.attributes)
-    return checker
-
-
 def test_a_snapshot_is_a_mapping_of_its_state():
     snapshot, calls = save(STATE, step=12)
     assert len(snapshot) == len(snapshot.keys()) == len(list(snapshot))
@@ -91,42 +58,9 @@ def test_a_snapshot_is_a_mapping_of_its_state():
     assert "history" in snapshot
     for missing in ("", "mod", "model/", "/model", "model/fc/weights", 5, None):
         assert missing not in snapshot
-    with pytest.raises(KeyError, match=r"mod is not a key; .*the keys are model/fc/weight"):
+    with pytest.raises(KeyError, match=r"mod is not a key; the keys are model/fc/weight"):
         snapshot["mod"]
     assert calls == []  # nothing was read
-
-
-@pytest.mark.parametrize(
-    ("typo", "meant"),
-    [
-        ("modle", "model"), ("model/fc/wieght", "model/fc/weight"), ("model/stps", "model/steps"),
-        ("modell/fc/weight", "model/fc/weight"), ("model.fc.weight", "model/fc/weight"),
-        ("zzz", None), ("model/zzz", None), ("model/fc/", None), (7, None), ("", None),
-    ],
-)  # fmt: skip
-def test_a_typo_in_a_key_gets_a_suggestion(typo, meant):
-    snapshot, _ = save(STATE, step=12)
-    views = [(snapshot, "")]
-    if meant is not None and "model/" in meant and str(typo).startswith("model/"):
-        views.append((snapshot["model"], "model/"))
-    for view, start in views:
-        with pytest.raises(KeyError) as e:
-            view[typo[len(start) :] if start else typo]
-        if meant is None:
-            assert "perhaps" not in str(e.value)
-        else:
-            assert f"; perhaps you meant {meant.removeprefix(start)}; the keys" in str(e.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["layers.{}.attn.q_proj.weight", "w{}"])
-def test_a_suggestion_among_many_names_is_fast(name):
-    known = [name.format(i) for i in range(50_000)]
-    meant = known[12_345]
-    typo = f"{meant[:-2]}{meant[-1]}" if "." in meant else f"x{meant[1:]}"
-    began = time.process_time()
-    assert f"perhaps you meant {meant};" in missing_key(typo, known)
-    assert time.process_time() - began < 1.0  # without a bound: 1 to 6 s
 
 
 def test_the_keys_of_a_sub_mapping_are_relative():
@@ -178,16 +112,15 @@ def test_a_snapshot_without_leaves_is_not_false():
     assert snapshot
     assert len(snapshot) == 0
     assert repr(snapshot) == "<Snapshot memory://memory: 4.00 KiB: empty>"
-    check_html(snapshot._repr_html_())
 
 
 def test_the_repr_shows_step_size_and_members():
     snapshot, calls = save(STATE, step=12)
     assert repr(snapshot).startswith("<Snapshot memory://memory: step 12, ")
     assert repr(snapshot).endswith(
-        " KiB: model (3), history, mixed (2), nothing (0), none, numbers (2), and 1 more>"
+        " KiB: model, history, mixed, nothing, none, numbers, and 1 more>"
     )
-    assert repr(snapshot["model"]) == "<SubtreeView model: 3 keys, 72 B: fc (2), steps>"
+    assert repr(snapshot["model"]) == "<SubtreeView model: 3 keys, 72 B: fc, steps>"
     assert calls == []
 
 
@@ -201,28 +134,14 @@ def test_the_repr_of_an_unread_snapshot_reads_nothing():
     assert repr(unread) == "<Snapshot memory://memory/version_60, not read yet>"
 
 
-def test_html_shows_every_member_and_escapes_names_and_values():
-    state = {**STATE, ATTACK: {ATTACK: np.zeros(2), "value": ATTACK, "list": [ATTACK]}}
-    snapshot, calls = save(state, step=12)
-    shown = check_html(snapshot._repr_html_())
-    assert "step 12" in shown.text
-    for text in ("model", "fc", "float64 [3, 2], 48 B", "[1, 2.5, 'three']", "<script>alert('x')"):
-        assert text in shown.text
-    assert "\x1b" not in shown.text + repr(snapshot) + repr(snapshot["model"])
-    assert "\n" not in repr(snapshot)
-    key = next(k for k in snapshot if k.startswith("<script>")).rpartition("/")[0]
-    assert "\x1b" not in repr(snapshot[key])
-    check_html(snapshot[key]._repr_html_())
+def test_the_repr_escapes_names():
+    snapshot, calls = save({ATTACK: {ATTACK: np.zeros(2), "value": ATTACK}})
+    key = next(iter(snapshot)).rpartition("/")[0]
+    shown = repr(snapshot) + repr(snapshot[key])
+    assert "<script>" in shown
+    assert "\x1b" not in shown
+    assert "\n" not in shown
     assert calls == []
-
-
-def test_metrics_are_shown():
-    store = MemoryStore()
-    with limpet.Checkpointer(store, {"x": np.zeros(2)}, save=limpet.EverySteps(1)) as ckpt:
-        ckpt.step({"<loss>": 0.25})
-    snapshot = limpet.open(store.at("version_1"))
-    assert snapshot.metrics == {"<loss>": 0.25}
-    assert ", <loss> 0.25" in check_html(snapshot._repr_html_()).text
 
 
 @pytest.mark.slow
@@ -234,22 +153,16 @@ def test_a_large_state_displays_quickly_and_briefly(nested):
     state = {"model": members, "optimizer": members, "progress": {"step": 1}}
     snapshot, _ = save(state)
     began = time.process_time()
-    html, text = snapshot._repr_html_(), repr(snapshot)
-    part, part_html = repr(snapshot["model"]), snapshot["model"]._repr_html_()
+    text = repr(snapshot) + repr(snapshot["model"])
     for i in range(1000):  # a lookup does not depend on the number of leaves
         snapshot["model"][f"layer{i}"]
     assert time.process_time() - began < 10  # 0.5 s on an idle machine
-    for shown in (html, part_html):
-        assert len(shown) < 50_000
-        check_html(shown)
-    assert "optimizer" in html
-    assert len(text) + len(part) < 1000
+    assert len(text) < 1000
 
 
 def test_long_names_are_shortened():
     snapshot, _ = save({"n" * 50_000: {"m" * 50_000: 1}})
     assert len(repr(snapshot)) < 300
-    assert len(snapshot._repr_html_()) < 2000
 
 
 PUBLIC_NAMES = [

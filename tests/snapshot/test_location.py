@@ -80,7 +80,6 @@ def test_reading_a_run_as_a_snapshot_raises_an_error_that_names_a_version(run):
     [
         ("nope.pt", "no such file or folder. Check the path"),
         ("a/nope", "no such file or folder. Check the path"),
-        ("wieghts", "no such file or folder. Perhaps you meant weights."),
         ("empty", "found none.*never committed"),
     ],
 )

@@ -12,7 +12,6 @@ May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``
 
 from __future__ import annotations
 
-import difflib
 import gc
 import os
 import sys
@@ -23,9 +22,10 @@ from keyword import iskeyword
 from typing import IO, Any
 
 import click
+from click.shell_completion import CompletionItem
+from click.types import StringParamType
 
 from limpet import events
-from limpet.cli.completion import LocationType
 from limpet.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from limpet.errors import LimpetError
 from limpet.text import hide_secrets
@@ -76,6 +76,15 @@ def _one_line() -> Iterator[None]:
         raise UsageErrorLine(e.format_message(), e.ctx) from e
 
 
+class _LocationType(StringParamType):
+    """The type of arguments that name a run, a snapshot, or a file: the shell completes paths."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
 def _store_json_flag(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         from limpet.cli.output import store_json_flag
@@ -101,18 +110,8 @@ class VerbGroup(click.Group):
         command: click.Command = getattr(import_module(f"limpet.cli.verbs.{module}"), name)
         for param in command.params:
             if isinstance(param, click.Argument) and param.type is click.STRING:
-                param.type = param.type if param.callback else LocationType()
+                param.type = param.type if param.callback else _LocationType()
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if not name.startswith("-") and name not in VERBS:
-            close = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
-            advice = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(VERBS)}."
-            raise click.UsageError(f"No such command {name!r}. {advice}", ctx)
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         thresholds = gc.get_threshold()

@@ -19,8 +19,6 @@ from limpet.snapshot.location import (
     Url,
     is_snapshot,
     locate,
-    path_advice,
-    suggest_similar_path,
     versions_in,
 )
 from limpet.snapshot.reader import SnapshotReader, open_snapshot
@@ -246,7 +244,7 @@ def _has_partials(store: Store) -> bool:
 def _not_found_error(url: str, wanted: str) -> NotFound:
     """Return the error that states what is at ``url`` instead of a run or a snapshot."""
     place, inside = _local_path(url), _names_in(url)
-    todo = path_advice(None if place is None else suggest_similar_path(place))
+    todo = "Check the path"
     if wanted == "snapshot":
         todo = f"{todo}. {ADDRESS_FORMS}"
     if inside is None:

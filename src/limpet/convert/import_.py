@@ -35,7 +35,7 @@ from limpet.format.strict_json import unique_members
 from limpet.machine import full_path, path_text
 from limpet.saving.commit import VersionMetadata, raise_if_exists
 from limpet.saving.save import begin_save, finish_save
-from limpet.snapshot.location import Location, Url, locate, path_advice, suggest_similar_path
+from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten
@@ -101,8 +101,7 @@ def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> F
     if location is not None:
         checkpoint = _read_stored(location, advance)
     elif not os.path.lexists(path):
-        todo = path_advice(suggest_similar_path(path))
-        raise _nothing_error(path, todo)
+        raise _nothing_error(path, "Check the path")
     elif os.path.isdir(path):
         checkpoint = _read_folder(ForeignFolder(path, None), advance)
     else:

@@ -31,7 +31,7 @@ from limpet.run.lineage import find_best, find_latest
 from limpet.run.records import read_recorded_objectives
 from limpet.run.run import Run
 from limpet.sinks.terminal import default_terminal
-from limpet.snapshot.location import Location, Url, locate, path_advice, suggest_similar_path
+from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader, open_location, open_snapshot
 from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.open import open_store
@@ -111,7 +111,7 @@ def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReade
         return run.catalog.open(found)
     raise NotFound(
         f"{run.url} is not a run with versions",
-        todo=path_advice(suggest_similar_path(url)),
+        todo="Check the path",
         key=text,
         store=run.url,
     )

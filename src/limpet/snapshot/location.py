@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -172,28 +171,12 @@ def describe_missing(location: Location) -> tuple[str, str]:
     if isinstance(location.store, LocalStore) and not os.path.isdir(url):
         if os.path.lexists(url):
             return "a file", "Name the folder of a snapshot"
-        return "no such file or folder", path_advice(suggest_similar_path(url))
+        return "no such file or folder", "Check the path"
     return (
         "none",
         "`limpet ls RUN` lists the versions of a run; a folder without a manifest is from a save"
         " that was never committed",
     )
-
-
-def suggest_similar_path(path: str) -> str | None:
-    """Return an existing path with a name similar to that of a missing local path, or None."""
-    folder, name = os.path.split(full_path(path))
-    if os.path.lexists(path):
-        return None
-    matches: list[str] = []
-    with suppress(OSError):  # the folder is missing, or nobody may list it
-        matches = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)
-    return os.path.join(os.path.dirname(path), matches[0]) if matches else None
-
-
-def path_advice(similar: str | None) -> str:
-    """Return the advice for a missing path, to which ``similar`` is similar."""
-    return "Check the path" if similar is None else f"Perhaps you meant {similar}"
 
 
 def describe_run(versions: Sequence[Version]) -> str:

@@ -5,40 +5,24 @@ The packages below use readers only, so that users cannot come to depend on inte
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from difflib import get_close_matches
-from html import escape
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 from limpet.format import torch_types, tree
-from limpet.format.names import Version, to_dotted
+from limpet.format.names import Version
 from limpet.format.tree import LeafSpecs
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import CheckedChunks, Report
-from limpet.text import LongRepr, format_size, to_printable
+from limpet.text import format_size, to_printable
 from limpet.threads import gc_paused
 from limpet.types import DTYPES
-
-_MAX_ROWS = 200
-"""The largest number of rows of the HTML of a snapshot."""
-
-_MAX_MEMBERS = 40
-"""The largest number of members that one container shows in HTML."""
 
 _MAX_LISTED = 6
 """The largest number of members in a ``repr``."""
 
 _MAX_NAME = 80
-
-_MAX_COMPARED = 500
-"""The largest number of names with which a wrong one is compared: about 50 ms."""
-
-_short_repr = LongRepr()
-_short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.maxdict = 6
-_short_repr.maxstring = _short_repr.maxother = 60
 
 
 class SubtreeView(Mapping[str, Any]):
@@ -78,51 +62,22 @@ class SubtreeView(Mapping[str, Any]):
     @property
     def nbytes(self) -> int:
         """The number of bytes of the elements of its leaves."""
-        return _measure(self._leaves, self._node, self.key)[1]
+        keys = (k for k, _ in tree.walk(self._node, self.key))
+        leaves = (self._leaves[k] for k in keys if k in self._leaves)
+        return sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in leaves)
 
     def __repr__(self) -> str:
-        count, nbytes = _measure(self._leaves, self._node, self.key)
-        members = describe_members(self._leaves, self._node, self.key)
+        count, nbytes = len(self), self.nbytes
+        keys = f"{count:,} key{'' if count == 1 else 's'}"
         size = f", {format_size(nbytes)}" if nbytes else ""
-        return f"<SubtreeView {short_name(self.key)}: {_count(count)}{size}: {members}>"
-
-    def _repr_html_(self) -> str:
-        return to_html(repr(self).partition(": ")[0][1:], self._leaves, self._node, self.key)
+        members = describe_members(self._node, self.key)
+        return f"<SubtreeView {short_name(self.key)}: {keys}{size}: {members}>"
 
 
 def missing_key(key: object, known: list[str], of: str = "") -> str:
     """Return the message of a ``KeyError``."""
     names = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "") or "none"
-    similar = _similar_key(str(key), known)
-    hint = "" if similar is None else f"perhaps you meant {similar}; "
-    return f"{key} is not a key{of}; {hint}the keys are {names}"
-
-
-def _similar_key(key: str, known: list[str]) -> str | None:
-    """Return the key that was meant, perhaps: the same one with other dots and slashes, or the one
-    that differs at the first level that is wrong."""
-    dotted, start = to_dotted(key), 0
-    for k in known:
-        if to_dotted(k) == dotted:
-            return k
-    for level in key.split("/"):
-        names = {k[start:].partition("/")[0] for k in known if k.startswith(key[:start])}
-        if level not in names:
-            close = get_close_matches(level, _candidates(level, names), n=1)
-            meant = [key[:start] + name for name in close]
-            whole = [m + key[start + len(level) :] for m in meant]
-            return next((k for k in whole if k in known), next(iter(meant), None))
-        start += len(level) + 1
-    return None
-
-
-def _candidates(name: str, names: Collection[str]) -> list[str]:
-    """Return the names to compare with one. Among very many, those with one half in common: to
-    compare 50,000 would take seconds."""
-    if len(names) <= _MAX_COMPARED:
-        return sorted(names)
-    start, end = name[: len(name) // 2], name[len(name) // 2 :]
-    return [n for n in names if n.startswith(start) or n.endswith(end)][:_MAX_COMPARED]
+    return f"{key} is not a key{of}; the keys are {names}"
 
 
 def short_name(text: str) -> str:
@@ -132,84 +87,16 @@ def short_name(text: str) -> str:
 
 
 @gc_paused
-def describe_members(leaves: LeafSpecs, root: Any, key: str) -> str:
-    """Return the first members of a container, each with its number of leaves and values."""
-    members = list(_members(root, key))
-    shown = []
-    for node, k in members[:_MAX_LISTED]:
-        count = "" if _members_or_none(node, k) is None else f" ({_measure(leaves, node, k)[0]:,})"
-        shown.append(short_name(k.rpartition("/")[2]) + count)
-    more = len(members) - len(shown)
-    return ", ".join([*shown, *([f"and {more:,} more"] if more else [])]) or "empty"
-
-
-@gc_paused
-def to_html(title: str, leaves: LeafSpecs, root: Any, key: str) -> str:
-    """Return a container as a tree of at most ``_MAX_ROWS`` rows in HTML, without scripts, level by
-    level: every member of the root comes before the members of the first one."""
-    chosen: dict[str, list[tuple[Any, str]]] = {}
-    queue, rows = deque([(root, key)]), 0
-    while queue and rows < _MAX_ROWS:
-        node, k = queue.popleft()
-        members = list(_members(node, k))[: min(_MAX_MEMBERS, _MAX_ROWS - rows)]
-        chosen[k] = members
-        rows += len(members)
-        queue.extend(m for m in members if _members_or_none(*m) is not None)
-    return f"<div><b>{escape(title)}</b>{_html_list(leaves, root, key, chosen, 0)}</div>"
-
-
-def _html_list(
-    leaves: LeafSpecs, node: Any, key: str, chosen: dict[str, list[tuple[Any, str]]], depth: int
-) -> str:
-    items = []
-    for child, k in chosen.get(key, ()):
-        name = escape(short_name(k.rpartition("/")[2]))
-        inner = _members_or_none(child, k)
-        if inner is None:
-            items.append(
-                f"<li><code>{name}</code>: {escape(_describe_leaf(leaves, child, k))}</li>"
-            )
-            continue
-        count, nbytes = _measure(leaves, child, k)
-        size = f", {format_size(nbytes)}" if nbytes else ""
-        summary = f"<summary><code>{name}</code>: {_count(count)}{size}</summary>"
-        body = (
-            _html_list(leaves, child, k, chosen, depth + 1)
-            if k in chosen
-            else "<ul><li>…</li></ul>"
-        )
-        items.append(f"<li><details{' open' * (depth == 0)}>{summary}{body}</details></li>")
-    more = len(list(_members(node, key))) - len(chosen.get(key, ()))
-    if more:
-        items.append(f"<li>and {more:,} more</li>")
-    return f"<ul>{''.join(items)}</ul>"
-
-
-def _describe_leaf(leaves: LeafSpecs, node: Any, key: str) -> str:
-    tag = next(iter(node), "") if type(node) is dict else ""
-    if tag == "tied":
-        return f"the same tensor as {short_name(node['tied'])}"
-    if tag not in tree.LEAF_TAGS:
-        value = tree.decode(node, key, lambda inner, _: torch_types.describe(inner))
-        return to_printable(_short_repr.repr(value))
-    dtype, shape = leaves[key]
-    size = format_size(prod(shape) * DTYPES[dtype].itemsize)
-    return f"{dtype} [{', '.join(map(str, shape))}], {size}"
-
-
-def _members(node: Any, key: str) -> Iterator[tuple[Any, str]]:
-    return iter(_members_or_none(node, key) or ())
-
-
-def _members_or_none(node: Any, key: str) -> list[tuple[Any, str]] | None:
-    """Return the node and key of each member of a container; None for a leaf or a plain value,
-    such as a list of plain values."""
-    if not is_container(node, key):
-        return None
-    inner = tree.members(node, key)
-    if inner is None:
-        return [(part, k) for k, part in tree.walk(node, key)]  # of a sparse tensor
-    return list(inner)
+def describe_members(node: Any, key: str) -> str:
+    """Return the names of the first members of a dict, list, tuple, or sparse tensor."""
+    members = tree.members(node, key)
+    if members is None:  # a sparse tensor
+        keys = [k for k, _ in tree.walk(node, key)]
+    else:
+        keys = [k for _, k in members]
+    names = [short_name(k.rpartition("/")[2]) for k in keys[:_MAX_LISTED]]
+    more = len(keys) - len(names)
+    return ", ".join([*names, *([f"and {more:,} more"] if more else [])]) or "empty"
 
 
 def is_container(node: Any, key: str) -> bool:
@@ -236,22 +123,6 @@ def _is_leaf(node: Any) -> bool:
     return type(node) is dict and next(iter(node), "") in (*tree.LEAF_TAGS, "tied")
 
 
-def _measure(leaves: LeafSpecs, node: Any, key: str) -> tuple[int, int]:
-    """Return the number of leaves and values below a node, and the bytes of the leaves."""
-    count = nbytes = 0
-    for k, n in tree.walk(node, key):
-        count += 1
-        if type(n) is dict and next(iter(n)) in tree.LEAF_TAGS:
-            dtype, shape = leaves[k]
-            nbytes += prod(shape) * DTYPES[dtype].itemsize
-    return count, nbytes
-
-
-def _count(number: int) -> str:
-    return f"{number:,} key{'' if number == 1 else 's'}"
-
-
-_SHOWN_METRICS = 6
 _MISSING = object()
 
 
@@ -269,13 +140,8 @@ class Snapshot:
     def __repr__(self) -> str:
         if not self._reader.is_open:  # nothing is read for this
             return f"<Snapshot {self.url}, not read yet>"
-        members = describe_members(self._reader.leaves, self._reader.manifest.tree, "")
+        members = describe_members(self._reader.manifest.tree, "")
         return f"<Snapshot {self._title}: {members}>"
-
-    def _repr_html_(self) -> str:
-        metrics = "".join(f", {k} {v:.6g}" for k, v in [*self.metrics.items()][:_SHOWN_METRICS])
-        leaves, root = self._reader.leaves, self._reader.manifest.tree
-        return to_html(f"{self._title}{metrics}", leaves, root, "")
 
     def __eq__(self, other: object) -> bool:
         """Return True for another ``Snapshot`` of the same reader, such as what a second
