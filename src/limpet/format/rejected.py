@@ -18,22 +18,15 @@ _ADVICE_BY_CLASS = {
     "datetime.date": "Save value.isoformat(), which fromisoformat() of its class reads",
     "datetime.time": "Save value.isoformat(), which fromisoformat() of its class reads",
     "datetime.timedelta": "Save (value.days, value.seconds, value.microseconds)",
-    "datetime.tzinfo": "Save str(value)",
     "decimal.Decimal": "Save str(value)",
-    "fractions.Fraction": "Save (value.numerator, value.denominator)",
     "uuid.UUID": "Save str(value)",
     "enum.Flag": "Save member.value, from which Class(value) returns the member",
     "enum.Enum": "Save member.name, from which Class[name] returns the member",
     "argparse.Namespace": "Save vars(value)",
     "types.SimpleNamespace": "Save vars(value)",
-    "builtins.mappingproxy": "Save dict(value)",
     "collections.deque": "Save list(value)",
-    "collections.UserDict": "Save dict(value)",
-    "collections.UserList": "Save list(value)",
     "array.array": "Save numpy.asarray(value)",
-    "builtins.memoryview": "Save bytes(value)",
     "builtins.range": "Save (value.start, value.stop, value.step)",
-    "builtins.slice": "Save (value.start, value.stop, value.step)",
     "random.Random": "Save generator.getstate(), and call setstate() after the load",
     "numpy.generic": "Save value.item()",
     "numpy.Generator": _NUMPY_RANDOM,
@@ -46,12 +39,6 @@ _ADVICE_BY_CLASS = {
     "torch.dtype": "Save str(value)",
     "torch.device": "Save str(value)",
     "torch.Size": "Save tuple(value)",
-    "torch.layout": "Save str(value)",
-    "torch.memory_format": "Save str(value)",
-    "torch.finfo": "Save value.dtype",
-    "torch.iinfo": "Save value.dtype",
-    "torch.UntypedStorage": "Save torch.tensor(storage, dtype=torch.uint8)",
-    "torch.TypedStorage": "Save torch.tensor(storage)",
     "pandas.DataFrame": 'Save frame.to_dict("list")',
     "pandas.Series": "Save series.to_list()",
     "PIL.Image": "Save numpy.asarray(image)",
@@ -64,7 +51,6 @@ _ADVICE_BY_CLASS = {
     "builtins.method": _CODE,
     "functools.partial": _CODE,
     "builtins.module": _CODE,
-    "builtins.code": _CODE,
     "builtins.generator": "Save its position, and create it again at that position",
     "_io.BytesIO": "Save file.getvalue()",
     "_io.StringIO": "Save file.getvalue()",
@@ -73,17 +59,6 @@ _ADVICE_BY_CLASS = {
     "logging.Logger": _LEAVE_OUT,
     "threading.Thread": _LEAVE_OUT,
     "_thread.lock": _LEAVE_OUT,
-    "_thread.RLock": _LEAVE_OUT,
-    "_socket.socket": _LEAVE_OUT,
-    "builtins.dict": "Save dict(value)",
-    "builtins.tuple": "Save tuple(value)",
-    "builtins.list": "Save list(value)",
-    "builtins.set": "Save set(value)",
-    "builtins.frozenset": "Save frozenset(value)",
-    "builtins.str": "Save str(value)",
-    "builtins.bytes": "Save bytes(value)",
-    "builtins.int": "Save int(value)",
-    "builtins.float": "Save float(value)",
 }
 """By the package and the name of a class: advice for its instances and those of its subclasses. The
 classes are not imported, and their modules may move within a package."""
@@ -148,6 +123,8 @@ def _advise(value: Any) -> str:
         return "Save attrs.asdict(value)"
     if kind not in _PLAIN_CLASSES:
         for base in kind.__mro__:
+            if base in _PLAIN_CLASSES:
+                return f"Save {base.__name__}(value)"
             package = base.__module__.partition(".")[0]
             if (advice := _ADVICE_BY_CLASS.get(f"{package}.{base.__qualname__}")) is not None:
                 return advice
@@ -160,24 +137,6 @@ def nested_too_deeply(value: Any, key: str, why: str) -> Unsupported:
     error = unsupported(value, key, why, "Remove the reference to itself, or use fewer levels")
     error.fields["ends_search"] = True
     return error
-
-
-def add_container(error: Unsupported, value: Any, key: str) -> None:
-    """Note a container that has the value of an error that ends the search, from the inside out."""
-    error.fields.setdefault("containers", []).append((value, key))
-
-
-def _name_cycle(error: Unsupported) -> Unsupported:
-    """Return the error for the outermost value that contains itself, or the same error if none
-    does. Only now are the containers known, since the search has left them."""
-    found: Unsupported | None = None
-    keys: dict[int, str] = {}  # of the containers inside, by identity
-    for value, key in error.fields.pop("containers", ()):
-        if (inner := keys.get(id(value))) is not None:
-            why = f"it contains itself, as {inner[:_MAX_KEY]!r}"
-            found = unsupported(value, key, why, "Remove the reference to itself")
-        keys[id(value)] = key
-    return error if found is None else found
 
 
 def collect(errors: Sequence[Unsupported]) -> Unsupported:
@@ -209,10 +168,7 @@ def rejections_within(error: Unsupported, member: str) -> list[Rejection]:
 
 
 def list_all(error: Unsupported) -> Unsupported:
-    """Return one error for all rejections of ``error``: itself, if there is only one and it is not
-    about a value that contains itself."""
-    if (cycle := _name_cycle(error)) is not error:
-        return cycle
+    """Return one error for all rejections of ``error``: itself, if there is only one."""
     rejections = rejections_of(error)
     if len(rejections) == 1:
         return error

@@ -39,7 +39,6 @@ from limpet.format import torch_types
 from limpet.format.names import escape_level, join_key
 from limpet.format.numpy_dtypes import from_descr, to_descr
 from limpet.format.rejected import (
-    add_container,
     collect,
     ends_search,
     list_all,
@@ -87,10 +86,9 @@ def encode_root(value: Any, key: str, encode_other: EncodeOther) -> Node:
     try:
         return encode(value, key, encode_other)
     except Unsupported as e:
-        add_container(e, value, key)
         if (error := list_all(e)) is e:
             raise
-        raise error from (None if ends_search(e) else e)
+        raise error from e
 
 
 def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> Node:
@@ -178,7 +176,6 @@ def _encode_members(
             nodes.append(encode(value, key, encode_other, depth))
         except Unsupported as e:
             if ends_search(e):
-                add_container(e, value, key)
                 raise
             errors.append(e)
     if errors:

@@ -24,8 +24,6 @@ Members = dict[Any, tuple[Any, str]]
 
 _WRAPPERS = ("module", "_orig_mod")
 
-_MIN_DIFFERING_OPTIONS = 2
-
 
 def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
     """Bind an optimizer's slots and options; the snapshot may also have its ``state_dict()``.
@@ -175,8 +173,6 @@ def _find_members(
     if members is not None and not _is_optimizer(members, "groups", str):
         binding.note_other_kind(type(optimizer).__name__, node, key)
         return None, numbered
-    if members is None or _note_other_class(binding, optimizer, *members["groups"], key):
-        return None, numbered
     return members, numbered
 
 
@@ -210,26 +206,6 @@ def _is_optimizer(members: Members, groups_name: str, kind: type) -> bool:
         and tag_of(groups) == "list"
         and all(_params(group, kind) is not None for group in groups["list"])
     )
-
-
-def _note_other_class(
-    binding: Binding, optimizer: Any, node: Any, groups_key: str, key: str
-) -> bool:
-    """If another class was saved, record a difference and return True. The class is not stored, but
-    most classes have several options that the other lacks; PyTorch's releases only add some."""
-    saved = {option for group in node["list"] for option in group["dict"]}
-    live = {option for group in optimizer.param_groups for option in group}
-    saved_only = sorted(option for option in saved - live if not _is_added_later(option))
-    live_only = sorted((set(optimizer.defaults) & live) - saved)
-    is_other_class = min(len(saved_only), len(live_only)) >= _MIN_DIFFERING_OPTIONS and any(
-        binding.selected(f"{groups_key}/{i}/{saved_only[0]}") for i in range(len(node["list"]))
-    )
-    if is_other_class:
-        binding.differences.kinds[key] = (
-            f"saved with {', '.join(saved_only)}, live {type(optimizer).__name__} with"
-            f" {', '.join(live_only)}"
-        )
-    return is_other_class
 
 
 def _number_renames(binding: Binding) -> NumberedRenames:
