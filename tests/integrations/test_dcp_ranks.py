@@ -5,10 +5,10 @@ The tests cover what PyTorch's own DCP tests cover. ``upstream.py`` runs PyTorch
 
 import gc
 import inspect
-import shutil
 import warnings
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import limpet
-from limpet.errors import CommitError, DigestMismatch, LimpetError, NotFound
+from limpet.errors import CommitError, DigestMismatch, NotFound, Unsupported
 from limpet.integrations.dcp import StorageReader, StorageWriter
 from limpet.snapshot.snapshot import reader_of
 from tests.integrations.world import SIZE, RankProcesses
@@ -535,88 +535,33 @@ needs_collectives_option = pytest.mark.skipif(
 )
 
 
-def save_and_load_without_collectives(folder):
-    rank = dist.get_rank()
-    state = {"weight": arange(4, 3) + rank, "name": f"rank {rank}"}
-    save(state, folder, use_collectives=False)
-    into = load({"weight": torch.zeros(4, 3), "name": ""}, folder)
-    assert into["weight"].equal(state["weight"])
-    assert into["name"] == state["name"]
-    with pytest.raises(LimpetError, match="rank_"):
-        save(state, folder, use_collectives=False)
-    dist.barrier()
-    return {"rank": rank}
+def save_without_collectives(folder):
+    with pytest.raises(Unsupported, match="cannot save with use_collectives=False"):
+        save(distributed_state(), folder, use_collectives=False)
 
 
 @needs_collectives_option
-def test_without_collectives_each_rank_saves_its_own_snapshot(world, tmp_path):
-    run, folder = str(tmp_path), tmp_path / "version_7"
-    world.run(save_and_load_without_collectives, str(folder))
-    assert sorted(p.name for p in folder.iterdir()) == [f"rank_{r}" for r in range(SIZE)]
-    for rank in range(SIZE):
-        snapshot = limpet.open(folder / f"rank_{rank}")
-        assert snapshot.step == 7
-        assert snapshot.verify().ok
-        assert limpet.load(snapshot.url, keys="weight")["weight"].equal(arange(4, 3) + rank)
-    # it is not a version of the run, and a sweep removes nothing of it
-    assert limpet.Run(run).latest() is None
-    assert not limpet.Run(run).sweep(grace=0).removed
-    assert limpet.open(folder / "rank_1").verify().ok
-
-
-def save_shards_without_collectives(folder):
-    state = {"weight": distribute((8, 4), init_device_mesh("cpu", (SIZE,)), [Shard(0)], True)}
-    try:
-        save(state, folder, use_collectives=False)
-    except LimpetError as e:
-        return str(e)
-    return ""
-
-
-@needs_collectives_option
-def test_a_shard_without_the_rest_of_its_tensor_is_refused(world, tmp_path):
-    for rank, message in enumerate(world.run(save_shards_without_collectives, str(tmp_path / "a"))):
-        assert f"Rank {rank} cannot save its part of 1 sharded tensors by itself" in message
-        assert "parts of weight. Omit use_collectives." in message
+def test_a_save_without_collectives_is_refused(world, tmp_path):
+    world.run(save_without_collectives, str(tmp_path / "a"))
     assert not [f for f in tmp_path.rglob("*") if f.is_file()]
 
 
-def load_on_the_last_rank_fails(folder):
-    into = {"weight": torch.zeros(4, 3), "name": ""}
+def load_damaged_manifest(folder):
+    save(distributed_state(), folder)
+    if dist.get_rank() == 0:
+        manifest = Path(folder, "manifest.json")
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+    dist.barrier()
     try:
-        load(into, folder)
+        load(distributed_state(), folder)
     except CheckpointException as e:
         return str(e)
     return ""
 
 
-@needs_collectives_option
-def test_a_rank_whose_own_snapshot_is_missing_is_named(world, tmp_path):
-    folder = tmp_path / "version_7"
-    world.run(save_and_load_without_collectives, str(folder))
-    shutil.rmtree(folder / f"rank_{SIZE - 1}")
-    messages = world.run(load_on_the_last_rank_fails, str(folder))
-    assert all(f"rank_{SIZE - 1}" in m and "rank_0" not in m for m in messages)
-
-
-def save_twice(folder):
-    save(distributed_state(), folder)
-    try:
-        save(distributed_state(), folder, use_collectives=False)
-    except LimpetError as e:
-        return type(e).__name__
-    return ""
-
-
-@needs_collectives_option
-def test_a_snapshot_of_all_ranks_is_not_hidden_by_those_of_each(world, tmp_path):
-    assert {*world.run(save_twice, str(tmp_path / "a"))} == {"AlreadyExists"}
-    manifest = tmp_path / "a" / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:-9])
-    (tmp_path / "a" / "rank_0").mkdir()
-    for message in world.run(load_on_the_last_rank_fails, str(tmp_path / "a")):
-        assert "rank local metadata read failed" in message
-        assert message.count("manifest") >= 2
+def test_a_damaged_manifest_fails_the_load_on_all_ranks(world, tmp_path):
+    for message in world.run(load_damaged_manifest, str(tmp_path / "a")):
+        assert "manifest" in message
 
 
 def load_native(folder):

@@ -62,7 +62,7 @@ from limpet.saving.write import write_index, write_shard
 from limpet.snapshot import pins as pin
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.location import Location, Url, locate
-from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import part_library
 from limpet.state.flatten import LocalLeaf
 from limpet.text import format_list
@@ -95,12 +95,6 @@ class SnapshotStorage:
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
-
-
-def rank_location(url: Url, rank: int) -> Location:
-    """Return where a rank saves its own snapshot at ``url`` if DCP does not use collectives."""
-    location = locate(url)
-    return replace(location, folder=location.key(f"rank_{rank}"))
 
 
 def completed_future(value: Any) -> Future[Any]:
@@ -145,7 +139,6 @@ class _ActiveSave:
 
     location: Location
     version: names.Version | None
-    rank: int | None
     attempt: str
     began: float
     release_pin: Callable[[], object] = no_op
@@ -170,11 +163,9 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     save raises ``AlreadyExists``. DCP wraps errors in its own ``CheckpointException``, whose
     ``failures`` contain them by rank.
 
-    With ``use_collectives=False`` on several ranks, each rank saves its own state as the snapshot
-    ``rank_N`` in the folder of ``url``, and knows nothing of the other ranks.
-
     ``save_id`` is a unique name that planners receive. The snapshot records the coordinator's.
-    Raises ``Unsupported`` for ``_extensions``, with which DCP's own writer transforms its files.
+    Raises ``Unsupported`` for ``_extensions``, with which DCP's own writer transforms its files. A
+    save with ``use_collectives=False`` on several ranks raises it, too.
     """
 
     def __init__(self, url: Url, *, _extensions: Sequence[Any] | None = None) -> None:
@@ -199,17 +190,18 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
         self.save_id = names.random_id()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        base = locate(self.url)
-        version = names.parse_version(base.folder.rpartition("/")[2])
-        locations = [base] if is_coordinator else []
-        location, rank = base, None
         if rank_and_world_size()[1] > 1 and not kwargs.get("use_collectives", True):
-            rank = kwargs["rank"]
-            location = rank_location(self.url, rank)
-            locations = [base, location]
-        self._save = _ActiveSave(location, version, rank, names.random_id(), time.perf_counter())
-        for existing in locations:
-            raise_if_exists(existing)
+            raise errors.Unsupported(
+                "A StorageWriter cannot save with use_collectives=False: one snapshot has the state"
+                " of all ranks",
+                todo='Omit use_collectives; or call limpet.save(url, state, group="alone") on each'
+                " rank, with a URL of its own",
+            )
+        location = locate(self.url)
+        version = names.parse_version(location.folder.rpartition("/")[2])
+        self._save = _ActiveSave(location, version, names.random_id(), time.perf_counter())
+        if is_coordinator:
+            raise_if_exists(location)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(p, storage_data=_SaveRank(i, len(plans))) for i, p in enumerate(plans)]
@@ -221,8 +213,6 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
             save_rank = _SaveRank(rank, world_size)
         try:
             resolved = [_resolve_item(item, planner, plan.planner_data) for item in plan.items]
-            if save.rank is not None:
-                _require_whole_tensors(save.rank, [leaf for _, leaf in resolved])
             results = [
                 WriteResult(item.index, written.leaf_box.nbytes, written)
                 for item, (written, _) in zip(plan.items, resolved, strict=True)
@@ -294,20 +284,6 @@ def _resolve_item(
     leaf = LocalLeaf(key, dtype, shape, tensor, box)
     node = {"tensor": [dtype, [*shape]]}
     return _WrittenItem(path, LeafBox(key, dtype, shape, box), node), leaf
-
-
-def _require_whole_tensors(rank: int, leaves: list[LocalLeaf]) -> None:
-    """Raise ``Unsupported`` if a rank that saves by itself has only a part of a tensor."""
-    parts = [leaf.key for leaf in leaves if leaf.box.sizes != leaf.shape]
-    if parts:
-        raise errors.Unsupported(
-            f"Rank {rank} cannot save its part of {len(parts)} sharded tensors by itself: a"
-            " snapshot has whole tensors",
-            expected="ranks that save one snapshot together, or tensors that each rank has as a"
-            " whole",
-            found="use_collectives=False, and parts of " + format_list(parts, 5),
-            todo="Omit use_collectives",
-        )
 
 
 def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
@@ -422,8 +398,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
 
     Every byte is checked before it is used. The leaf ``model/fc.weight`` has the FQN
     ``model.fc.weight`` in DCP and is loaded into ``state["model"]["fc.weight"]``. ``load_id`` is a
-    unique name of the load. If ``url`` has no snapshot of all ranks, each rank loads its own, which
-    a save with ``use_collectives=False`` has left.
+    unique name of the load.
     """
 
     def __init__(self, url: Url) -> None:
@@ -433,8 +408,6 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         self._snapshot: SnapshotReader | None = None
         self._entries: dict[str, fqns.FqnEntry] = {}
         self._saved_by_dcp = False
-        self._is_of_rank = False
-        self._error: errors.LimpetError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -443,9 +416,11 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         self._snapshot = None
 
     def read_metadata(self, *args: Any, rank: int | None = None, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata for the snapshot. If this fails, DCP calls it with the ``rank``,
-        whose own snapshot must not hide one of all ranks that cannot be read."""
-        snapshot = self._snapshot = self._open(rank)
+        """Return DCP's metadata for the snapshot. If this fails, DCP calls it with a ``rank``, and
+        would then load on this rank without the others."""
+        if rank is not None:
+            raise errors.Unsupported("A snapshot has the state of all ranks, not of one alone")
+        snapshot = self._snapshot = open_reader(self.url)
         dcp_metadata = snapshot.metadata.get(METADATA_KEY)
         self._saved_by_dcp = dcp_metadata is not None
         dcp_metadata = dcp_metadata or {}
@@ -477,21 +452,6 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
             ),
         )
 
-    def _open(self, rank: int | None) -> SnapshotReader:
-        self._is_of_rank = rank is not None
-        if rank is not None:
-            if self._error is not None and not isinstance(
-                self._error, errors.NotFound | errors.NoSnapshot
-            ):
-                raise self._error
-            return open_location(rank_location(self.url, rank))
-        self._error = None
-        try:
-            return open_reader(self.url)
-        except errors.LimpetError as e:
-            self._error = e
-            raise
-
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -499,9 +459,8 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        if self._snapshot is None or self._is_of_rank:
-            return replace(plan, storage_data=None)
-        return replace(plan, storage_data=self._snapshot.digest)
+        digest = None if self._snapshot is None else self._snapshot.digest
+        return replace(plan, storage_data=digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise ``PlanError`` if the ranks have found different versions at an address."""
