@@ -161,23 +161,13 @@ def test_two_names_can_be_swapped():
 @pytest.mark.parametrize(
     ("names", "message_part"),
     [
-        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `limpet show SNAPSHOT --keys"),
+        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. Write rename={"),
         ({"model/a.weight": "a.weight"}, "another level. Expected keys that differ"),
         ({"model/a.weight": "model/a.bias"}, "would be called 'a.bias'"),
-        ({"net": "model"}, "not in the snapshot: net. The snapshot has model, so write "
-                           "rename={'model': 'net'}: the name in the snapshot comes first."),
-        ({"a": "b", "model/x": "model/deep"}, "write rename={'model/deep': 'model/x'}"),
-        ({"model/**": "net/**"}, "must not be patterns, but 'model/**': 'net/**' is a pattern. "
-                                 "rename={'model': 'net'} renames model and everything"),
-        ({"net/**": "model/**"}, "must not be patterns, but 'net/**': 'model/**' is a pattern. "
-                                 "The snapshot has model, so write rename={'model': 'net'}"),
-        ({"model/*": "net/*"}, "rename={'model': 'net'} renames"),
-        ({"model/a.????": "model/b"}, "must not be patterns, but 'model/a.????'"),
-        ({"model/a.?": "net/b.?"}, "must not be patterns, but 'model/a.?': 'net/b.?' is a pattern. "
-                                   "`limpet show SNAPSHOT --keys"),
-        ({"**": "x/**"}, "but '**': 'x/**' is a pattern. `limpet show SNAPSHOT"),
-        ({"model": "net/**"}, "rename={'model': 'net'} renames"),
-        ({"model.a": "model.b"}, "not in the snapshot: model.a. `limpet show SNAPSHOT"),
+        ({"net": "model"}, "not in the snapshot: net. "),
+        ({"model/**": "net/**"}, "another level"),
+        ({"model/a.*": "model/b.*"}, "not in the snapshot: model/a.*. "),
+        ({"model.a": "model.b"}, "not in the snapshot: model.a. "),
     ],
 )  # fmt: skip
 def test_an_invalid_rename_is_refused_with_advice(names, message_part):

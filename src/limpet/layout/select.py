@@ -95,16 +95,8 @@ def _with_stored_key(leaf: Any, key: str) -> Any:
 def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
     """Return the tree with members, and those that continue them with a dot, renamed. Raises
     ``PlanError`` for another level, no match, or two members with one name."""
-    patterns = [old for old, new in renames.items() if _WILDCARDS & set(old + new)]
-    members = _find_members(node, patterns, key)
     for old, new in renames.items():
-        if _WILDCARDS & set(old + new) and not (_same_level(old, new) and old in members):
-            raise PlanError(
-                f"Keys to rename must not be patterns, but {old!r}: {new!r} is a pattern",
-                todo=_advice(node, old.rstrip("*/"), new.rstrip("*/"), key),
-                leaf=old,
-            )
-        if not _same_level(old, new):
+        if old.rpartition("/")[0] != new.rpartition("/")[0]:
             raise PlanError(
                 f"Renaming {old!r} to {new!r} would move it to another level",
                 expected="keys that differ only in their last level",
@@ -114,21 +106,13 @@ def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
     used: set[str] = set()
     renamed = _rename_members(node, number_renames(renames), key, used)
     if unused := sorted(set(renames) - used):
-        members = _find_members(node, [renames[old] for old in unused], key)
-        old = next((o for o in unused if renames[o] in members), unused[0])
         raise PlanError(
             f"Keys to rename are not in the snapshot: {', '.join(unused)}",
-            todo=_advice(node, old, renames[old], key),
-            leaf=old,
+            todo="Write rename={'name in the snapshot': 'new name'}. There are no wildcards: a name"
+            " includes what is below it. `limpet show SNAPSHOT --keys '**'` prints the keys",
+            leaf=unused[0],
         )
     return renamed
-
-
-_WILDCARDS = frozenset("*?")
-
-
-def _same_level(old: str, new: str) -> bool:
-    return old.rpartition("/")[0] == new.rpartition("/")[0]
 
 
 def number_renames(renames: Mapping[str, str]) -> NumberedRenames:
@@ -144,28 +128,6 @@ def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, st
     prefixes = [name[: m.start()] for m in re.finditer(r"\.", name)]
     found = ((old, renames[old]) for old in (*prefixes, name) if old in renames)
     return sorted((number, old, new) for old, (number, new) in found)
-
-
-def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:
-    """Return those of the keys that the tree has."""
-    found: set[str] = set()
-    if keys:
-        _rename_members(node, number_renames({k: k for k in keys}), key, found)
-    return found
-
-
-def _advice(node: Any, old: str, new: str, key: str) -> str:
-    """Return advice on how to correct a rename that matches nothing."""
-    if old and new and old != new and _same_level(old, new):
-        members = _find_members(node, [old, new], key)
-        if old in members:
-            return f"rename={{{old!r}: {new!r}}} renames {old} and everything below it"
-        if new in members:
-            return (
-                f"The snapshot has {new}, so write rename={{{new!r}: {old!r}}}:"
-                " the name in the snapshot comes first"
-            )
-    return "`limpet show SNAPSHOT --keys '**'` prints the keys"
 
 
 def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: set[str]) -> Any:
