@@ -392,10 +392,10 @@ def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run):
     best = min(losses, key=losses.__getitem__)
     assert limpet.open(f"{run}@best").step == best
     assert limpet.open(f"{run}@best:val/loss").step == best
-    with pytest.raises(NotFound, match=r"does not record whether.*limpet evaluate RUN --metric"):
+    with pytest.raises(NotFound, match=r"does not name a version.*limpet evaluate RUN --metric"):
         limpet.open(f"{run}@best:accuracy")
     evaluation(run, workers=0, select=ALL, name="again", objective=("val/loss", "max")).run()
-    with pytest.raises(NotFound, match="does not record whether"):
+    with pytest.raises(NotFound, match="does not name a version"):
         limpet.open(f"{run}@best:val/loss")
 
 

@@ -72,31 +72,26 @@ def test_the_current_lineage_counts(tmp_path):
     assert reader_of(limpet.open(f"{tmp_path}/a@best")).location.folder == "version_2.1"
 
 
-def test_several_metrics_are_an_error_that_lists_them(tmp_path):
-    train(tmp_path / "a", BEST_LOSS | KeepBest(1, "acc", "max"))
+@pytest.mark.parametrize(
+    ("keep", "stop", "address", "found"),
+    [
+        (BEST_LOSS | KeepBest(1, "acc", "max"), None, "@best",
+         "metrics acc, val/loss, and the modes acc (max), val/loss (min)"),
+        (None, None, "@best", "metrics acc, val/loss, and the modes (none)"),
+        (None, None, "@best:acc", "metrics acc, val/loss, and the modes (none)"),
+        (None, None, "@best:bleu", "metrics acc, val/loss, and the modes (none)"),
+        (KeepLast(3) | KeepBest(1, "bleu", "max"), None, "@best", "the modes bleu (max)"),
+        (BEST_LOSS, StopWhen("val/loss", 9, "max"), "@best:val/loss", "modes val/loss (both)"),
+    ],
+)  # fmt: skip
+def test_an_error_says_which_metrics_and_modes_are_recorded(tmp_path, keep, stop, address, found):
+    train(tmp_path / "a", keep, stop, last=2)
     with pytest.raises(NotFound) as caught:
-        limpet.open(f"{tmp_path}/a@best")
-    text = str(caught.value)
-    assert "acc (max), val/loss (min)" in text
-    assert f"Write {tmp_path}/a@best:acc or {tmp_path}/a@best:val/loss" in text
-    assert limpet.open(f"{tmp_path}/a@best:acc").step == 3
-    assert run_cli("show", f"{tmp_path}/a@best").code == 4
-
-
-def test_without_a_recorded_metric_the_error_says_what_to_write(tmp_path):
-    train(tmp_path / "a", last=2)
-    with pytest.raises(NotFound, match=r"found none\. Get the version .*\.best\(METRIC, mode="):
-        limpet.open(f"{tmp_path}/a@best")
-    with pytest.raises(NotFound, match=r"a larger acc .*found no mode of any metric\. Get .*'acc'"):
-        limpet.open(f"{tmp_path}/a@best:acc")
-    with pytest.raises(NotFound, match=r"a value of bleu\. Found these metrics: acc, val/loss"):
-        limpet.open(f"{tmp_path}/a@best:bleu")
-
-
-def test_a_recorded_metric_that_no_version_has(tmp_path):
-    train(tmp_path / "a", KeepLast(3) | KeepBest(1, "bleu", "max"))
-    with pytest.raises(NotFound, match=r"has a value of bleu\. Found these metrics: acc, val/loss"):
-        limpet.load(f"{tmp_path}/a@best")
+        limpet.open(f"{tmp_path}/a{address}")
+    assert f"a{address} does not name a version. Expected one metric" in str(caught.value)
+    assert found in str(caught.value)
+    assert f".Run('{tmp_path}/a').best(METRIC, mode=" in str(caught.value)
+    assert run_cli("show", f"{tmp_path}/a{address}").code == 4
 
 
 def test_a_metric_that_is_always_nan(tmp_path):
@@ -104,14 +99,8 @@ def test_a_metric_that_is_always_nan(tmp_path):
     keep = KeepLast(2) | KeepBest(1, "loss")
     with limpet.Checkpointer(tmp_path / "a", state, save=EverySteps(1), keep=keep) as ckpt:
         ckpt.step({"loss": float("nan")})
-    with pytest.raises(NotFound, match="has a value of loss other than NaN"):
+    with pytest.raises(NotFound, match="a value other than NaN, found the metrics loss"):
         limpet.open(f"{tmp_path}/a@best")
-
-
-def test_a_metric_with_two_modes(tmp_path):
-    train(tmp_path / "a", BEST_LOSS, StopWhen("val/loss", 9, "max"))
-    with pytest.raises(NotFound, match=r"smaller or a larger val/loss .*val/loss \(both\)"):
-        limpet.open(f"{tmp_path}/a@best:val/loss")
 
 
 def test_a_run_without_versions(tmp_path):

@@ -275,7 +275,9 @@ def test_abandoned_versions_can_be_pinned(store):
     assert run.pin(40, branch=0) == Version(40)
     assert run.pin(60, branch=0) == Version(60)
     assert run.pins() == [Version(40), Version(40, 1), Version(60)]
-    assert run.unpin(60) == Version(60)  # the only pinned version of this step
+    with pytest.raises(NotFound, match="on the current lineage"):
+        run.unpin(60)
+    assert run.unpin(60, branch=0) == Version(60)
     assert run.unpin(40) == Version(40, 1)
     assert run.unpin(40, branch=0) == Version(40)
 

@@ -60,7 +60,7 @@ def test_a_missing_run_has_no_versions():
     with pytest.raises(NotFound):
         run.find(1)
     for at in (5, -5, 0):
-        with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Omit at="):
+        with pytest.raises(NoSnapshot, match=f"has no version of step {at} on .* found none"):
             run.newest(lambda s: None, at=at)
 
 
@@ -248,10 +248,8 @@ def test_addresses(tmp_path):
 @pytest.mark.parametrize(
     ("at", "branch", "message"),
     [
-        (60, None, r"of step 60 on the .*lineage.*version_60 on another branch\. Name the branch as"
-                   r" well: \"60\.0\""),
-        (60, 1, r"version_60 on another branch.*\"60\.0\""),
-        (30, None, r"found version_20, version_40\.1 \(and 2 on other branches\)\. `limpet"),
+        (60, None, r"of step 60 on .*lineage.*found version_20, version_40\.1 \(and 2 on other"),
+        (60, 1, r"\(and 2 on other branches\)\. `limpet ls RUN` .*resume\(at=\"120\.1\"\)"),
         (-5, None, r"no version of step -5 .*found version_20, version_40\.1 \(and 2 on"),
     ],
 )  # fmt: skip
@@ -267,9 +265,7 @@ def test_a_lineage_whose_versions_are_all_deleted(store):
     branch_off(store, at=20, to=40)
     for version in (Version(40, 1), Version(20)):  # by hand: Run.delete keeps the newest
         store.delete(f"{version}/{MANIFEST}")
-    with pytest.raises(
-        NoSnapshot, match=r"no version on the .*lineage.*found version_40, version_60"
-    ):
+    with pytest.raises(NoSnapshot, match=r"no version on the .*found none \(and 2 on other"):
         Run(store).latest()
 
 

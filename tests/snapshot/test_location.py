@@ -95,7 +95,7 @@ def test_the_error_for_a_missing_path_says_what_is_there(
 
 def test_a_file_is_no_snapshot(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(NotFound, match=r"found a file\. Name the folder"):
+    with pytest.raises(NotFound, match=r"found a file\. .*import_checkpoint"):
         open_snapshot(tmp_path / "notes.txt")
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from limpet.deadline import Deadline
-from limpet.errors import NotFound, StoreError
+from limpet.errors import NotFound
 from limpet.format.names import Version, split_address
 from limpet.loading.binding import Leniency
 from limpet.loading.load import load_snapshot
@@ -31,11 +31,11 @@ from limpet.run.lineage import find_best, find_latest
 from limpet.run.records import read_recorded_objectives
 from limpet.run.run import Run
 from limpet.sinks.terminal import default_terminal
-from limpet.snapshot.location import Location, Url, locate
+from limpet.snapshot.location import Url, locate
 from limpet.snapshot.reader import SnapshotReader, open_location, open_snapshot
 from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.open import open_store
-from limpet.storage.store import list_level, within
+from limpet.storage.store import within
 from limpet.text import format_list
 
 ADDRESS_FORMS = (
@@ -98,7 +98,7 @@ def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReade
             if version is None:
                 if "versions" in e.fields:  # a run: the error names one of its versions
                     raise
-                raise e.with_advice(_foreign_advice(text) or ADDRESS_FORMS) from e
+                raise e.with_advice(ADDRESS_FORMS) from e
     url, version = resolve_address(text, deadline)
     run = _open_run(url, deadline)
     if version is None or not version[0].isdecimal():
@@ -114,30 +114,6 @@ def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReade
         todo="Check the path",
         key=text,
         store=run.url,
-    )
-
-
-_FOREIGN = (".metadata", ".bin", ".ckpt", ".pt", ".pth", ".safetensors", ".index.json")
-"""What the names of files that other libraries write end with."""
-
-
-def _foreign_advice(path: str) -> str:
-    """Return how to load the checkpoint of another library if there may be one at a path or URL, or
-    an empty string. No file is read."""
-    is_file, names = "://" not in path and os.path.isfile(path), list[str]()
-    with suppress(StoreError, OSError):
-        if "://" not in path:
-            names = [] if is_file else os.listdir(path)
-        elif (location := locate(path)).folder:
-            names = [e.name for e in list_level(location.store, location.folder)]
-            if not names:
-                location.store.stat(location.folder)
-                is_file = True
-    if not is_file and not any(name.endswith(_FOREIGN) for name in names):
-        return ""
-    return (
-        "If this is a checkpoint of another library, import it once, and load the snapshot:"
-        f" limpet.import_checkpoint({path!r}, SNAPSHOT), or `limpet import {path} RUN`"
     )
 
 
@@ -173,47 +149,19 @@ def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader
         best = find_best(run.catalog, metric, "min" if mode == "min" else "max")
         if best is not None:
             return best
-    fields = {"key": run.url, "store": run.url}
-    listed = [f"{name} ({how})" for name, how in sorted(objectives.items())]
-    recorded_modes = format_list(listed, _MAX_LISTED)
-    if not metric:  # not exactly one metric is recorded
-        choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
-        raise NotFound(
-            f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
-            if objectives
-            else f"{newest.url} does not record which metric makes a version the best",
-            expected="one metric that KeepBest, StopWhen, or an evaluation records",
-            found=recorded_modes or "none",
-            todo=f"Write {format_list(choices, 5, ' or ')}"
-            if objectives
-            else _BEST_IN_PYTHON.format(run.url, "METRIC"),
-            **fields,
-        )
     available = {name for record in run.records() for name in record.metrics}
-    if metric not in available or mode in ("min", "max"):
-        raise NotFound(
-            f"No version of {run.url} has a value of {metric}"
-            + (" other than NaN" if metric in available else ""),
-            found=f"these metrics: {format_list(sorted(available), _MAX_LISTED) or 'none'}",
-            todo="Check the name; pass the metric to step() or save(), or add it with"
-            " `limpet evaluate` or Run.add_metrics. `limpet ls RUN` shows evaluations that have"
-            " failed or are in progress",
-            **fields,
-        )
+    listed = [f"{name} ({how})" for name, how in sorted(objectives.items())]
     raise NotFound(
-        f"{newest.url} does not record whether a smaller or a larger {metric} is better",
-        expected=f"the mode of {metric}",
-        found=recorded_modes or "no mode of any metric",
-        todo=_BEST_IN_PYTHON.format(run.url, repr(metric)),
-        **fields,
+        f"{run.url}@{version} does not name a version",
+        expected="one metric with a recorded mode, and a version with a value other than NaN",
+        found=f"the metrics {format_list(sorted(available), _MAX_LISTED) or '(none)'},"
+        f" and the modes {format_list(listed, _MAX_LISTED) or '(none)'}",
+        todo=f"Write {run.url}@best:METRIC, or get the version in Python:"
+        f" limpet.Run({run.url!r}).best(METRIC, mode=...). KeepBest, StopWhen, and"
+        " `limpet evaluate RUN --metric METRIC --mode min|max` record a mode",
+        key=run.url,
+        store=run.url,
     )
-
-
-_BEST_IN_PYTHON = (
-    "Get the version in Python with limpet.Run({!r}).best({}, mode=...), and name it by its step."
-    " To record the mode: `limpet evaluate RUN --metric METRIC --mode min|max`, or a Checkpointer"
-    " with KeepBest or StopWhen, in the versions that it saves"
-)
 
 
 # -- all ranks -----------------------------------------------------------------------------------
@@ -299,22 +247,8 @@ def load(  # noqa: PLR0913  (the public face)
     else:
         location = locate(url).limit("load", timeout)
         with failing_together(ranks, f"the load of {location.url}", location.deadline):
-            snapshot = _open_here(location, url)
+            snapshot = open_location(location)
     with ExitStack() as shown:
         if into is not None:
             shown.callback(default_terminal.open(snapshot.url))
         return load_snapshot(snapshot, into, keys, device, leniency, ranks)
-
-
-def _open_here(location: Location, url: Url) -> SnapshotReader:
-    """Open the snapshot at a location. For a checkpoint of another library, the error tells the
-    user to import it."""
-    try:
-        return open_location(location)
-    except NotFound as e:
-        advice = ""
-        if isinstance(url, str | os.PathLike) and "versions" not in e.fields:
-            advice = _foreign_advice(path_text("A URL", url))
-        if not advice:
-            raise
-        raise e.with_advice(advice) from e

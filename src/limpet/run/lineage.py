@@ -307,43 +307,24 @@ def _no_version_error(
             skipped=tuple(map(str, failed)),
             **({"live_state": "not valid"} if state_invalid else {}),
         )
-    if not versions:
-        return errors.NoSnapshot(
-            f"{url} has no versions",
-            expected=f"a {wanted}",
-            found="none",
-            todo="Omit at= to start a new training",
-            skipped=(),
-        )
-    found, todo = alternatives(at, lineage, versions)
     return errors.NoSnapshot(
         f"{url} has no {wanted} on the requested lineage",
         expected=f"a {wanted}",
-        found=found,
-        todo=todo,
+        found=describe_versions(lineage, versions),
+        todo=OTHER_BRANCHES,
         skipped=(),
     )
 
 
-def alternatives(
-    step: int | None, lineage: Sequence[Version], versions: Sequence[Version]
-) -> tuple[str, str]:
-    """Return ``found`` and ``todo`` for the error that a lineage has no version of a step, or
-    (None) no version at all. ``versions`` are all versions of the run."""
-    on_other_branches = [v for v in versions if v.step == step]
-    if on_other_branches:
-        branch = on_other_branches[-1].branch
-        return (
-            f"{', '.join(map(str, on_other_branches))} on another branch",
-            f'Name the branch as well: "{step}.{branch}"',
-        )
-    if step is None:
-        newest = format_list(versions[-3:], 3, total=len(versions))
-        return newest, f'resume(at="{versions[-1]}") continues from there'
-    nearest = sorted(lineage, key=lambda v: abs(v.step - step))[:_MAX_LISTED]
+def describe_versions(lineage: Sequence[Version], versions: Sequence[Version]) -> str:
+    """Describe, for an error, the newest versions of a lineage in a run with ``versions``."""
+    newest = [str(v) for v in lineage[-_MAX_LISTED:]]
+    found = format_list(newest, _MAX_LISTED, total=len(lineage)) or "none"
     others = len(versions) - len(lineage)
-    return (
-        (format_list(sorted(nearest), _MAX_LISTED, total=len(lineage)) or "none")
-        + (f" (and {others:,} on other branches)" if others else ""),
-        "`limpet ls RUN` lists all versions, including those on other branches",
-    )
+    return found + (f" (and {others:,} on other branches)" if others else "")
+
+
+OTHER_BRANCHES = (
+    "`limpet ls RUN` lists all versions, including those on other branches, such as RUN@120.1,"
+    ' resume(at="120.1"), for step 120 on branch 1'
+)

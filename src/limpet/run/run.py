@@ -111,12 +111,11 @@ class Run:
         if not matches:
             versions = self.line(listing, branch)
             where = "the current lineage" if branch is None else f"the lineage of branch {branch}"
-            found, todo = lineage.alternatives(step, versions, listing.versions)
             raise NotFound(
                 f"{self.url} has no version of step {step} on {where}",
                 expected=f"a version of step {step}",
-                found=found,
-                todo=todo,
+                found=lineage.describe_versions(versions, listing.versions),
+                todo=lineage.OTHER_BRANCHES,
                 key=str(Version(step, branch or 0)),
                 store=self.url,
             )
@@ -270,32 +269,17 @@ class Run:
         return version
 
     def unpin(self, step: int, branch: int | None = None) -> Version:
-        """Remove the lasting pin of a version.
-
-        The version is the one of ``step`` on the current lineage, or on that of ``branch``. If
-        ``branch`` is None and the current lineage has no version of ``step``, it is the only
-        pinned version of ``step`` on any other branch. Raises ``NotFound`` if the version does
-        not exist or is not pinned.
-        """
-        try:
-            version = self.find(step, branch)
-        except NotFound:
-            pinned_at_step = [v for v in self.pins() if v.step == step]
-            if branch is not None or len(pinned_at_step) != 1:
-                raise
-            version = pinned_at_step[0]
+        """Remove the lasting pin of a version. Raises ``NotFound`` if the version does not exist or
+        is not pinned."""
+        version = self.find(step, branch)
         key = names.pin_name(str(version))
         try:
             self.store.stat(key)
         except NotFound as e:
-            todo = f"Pinned versions: {', '.join(map(str, self.pins())) or 'none'}"
-            if e.found is not None:  # something else has the name of the pin
-                todo = f"Move {self.url}/{key} away; it protects nothing. {todo}"
             raise NotFound(
                 f"{version} of {self.url} is not pinned",
-                expected=e.expected,
                 found=e.found,
-                todo=todo,
+                todo=f"Pinned versions: {', '.join(map(str, self.pins())) or 'none'}",
                 key=key,
                 store=self.url,
             ) from e

@@ -167,15 +167,16 @@ def is_snapshot(location: Location) -> bool:
 
 def describe_missing(location: Location) -> tuple[str, str]:
     """Return ``found`` and ``todo`` for the error that there is no manifest at a location."""
-    url = location.url
+    url, found = location.url, "none"
     if isinstance(location.store, LocalStore) and not os.path.isdir(url):
-        if os.path.lexists(url):
-            return "a file", "Name the folder of a snapshot"
-        return "no such file or folder", "Check the path"
+        if not os.path.lexists(url):
+            return "no such file or folder", "Check the path"
+        found = "a file"
     return (
-        "none",
-        "`limpet ls RUN` lists the versions of a run; a folder without a manifest is from a save"
-        " that was never committed",
+        found,
+        "`limpet ls RUN` lists the versions of a run. A folder without a manifest is from a save"
+        " that was never committed. To load a checkpoint of another library, import it first:"
+        " limpet.import_checkpoint(PATH, SNAPSHOT)",
     )
 
 
