@@ -160,16 +160,6 @@ class BufferPool:
                     self._may_collect.notify()
         return buffers
 
-    def preallocate(self, nbytes: int) -> None:
-        """Create buffers until there are ``nbytes`` or no budget is left. A thread calls this."""
-        while True:
-            with self._lock:
-                enough = self._count >= min(-(-nbytes // self.buffer_size), self._limit)
-                if enough or self._closed:
-                    return
-                self._count += 1
-            self.release(self._create_buffer())
-
     def _create_buffer(self) -> Buffer:
         """Create a buffer that is counted already, without the lock: it takes milliseconds."""
         try:

@@ -211,7 +211,7 @@ def test_the_environment_cannot_permit_code(tmp_path, canary, monkeypatch):
 
 def test_a_bare_pickle_is_not_read(tmp_path, canary):
     (tmp_path / "x.pt").write_bytes(pickle.dumps(MaliciousPickle(canary)))
-    with pytest.raises(Unsupported, match="a bare pickle"):
+    with pytest.raises(Unsupported, match="is not a checkpoint"):
         read_foreign_checkpoint(str(tmp_path / "x.pt"))
 
 
@@ -436,8 +436,7 @@ def test_a_part_without_a_dict(tmp_path):
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (b"", "an empty file"), (b"hello", "begins with b'hello'"), (b"\x89HDF\r\n", "HDF5"),
-        (b"\x93NUMPY", "NumPy"), (b"GGUF\3\0", "GGUF"), (b"\x1f\x8b\x08", "gzip"),
+        (b"", "an empty file"), (b"hello", "begins with b'hello'"), (b"GGUF\3\0", "b'GGUF"),
         (b"\xff" * 8 + b"{", "begins with"), (b"\1" + bytes(7) + b"{", "begins with"),
     ],
 )  # fmt: skip
@@ -452,7 +451,7 @@ def test_a_file_without_a_checkpoint(tmp_path, data, found):
 def test_other_zip_files(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as opened:
         opened.writestr("a/b", "c")
-    with pytest.raises(Unsupported, match="a zip file without data"):
+    with pytest.raises(Unsupported, match="begins with b'PK"):
         read_foreign_checkpoint(str(tmp_path / "x.zip"))
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as opened:
         for name in ("data.pkl", "constants.pkl"):

@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as to_safetensors
 
 import limpet
-from limpet.convert import stored_files
 from limpet.convert.arrange import arrange_state
 from limpet.convert.import_ import read_foreign_checkpoint, save_foreign_checkpoint
 from limpet.convert.stored_files import size_of_foreign
@@ -111,26 +110,6 @@ def test_a_safetensors_file_is_read_once_and_not_copied(store, monkeypatch, tmp_
         "path": f"{store.url}/models/step_7.safetensors",
         "kind": "safetensors",
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", [1, 16])
-def test_small_tensors_are_read_together(store, monkeypatch, kept):
-    monkeypatch.setattr(stored_files, "_MAX_EXTENTS", kept)
-    model = {f"{i}": torch.full((1 + i % 300,), i, dtype=torch.float32) for i in range(20_000)}
-    model |= {f"{i}h": torch.full((3,), i % 100, dtype=torch.int8) for i in range(1000)}
-    model["large"] = torch.randn(100_000)
-    store.put_if_absent("m.safetensors", to_safetensors(model))
-    checkpoint = read_foreign_checkpoint(Location(store, "m.safetensors"))
-    store.ranges.clear()
-    to = MemoryStore()
-    flat = flatten(arrange_state(checkpoint.value, None).state)
-    save_foreign_checkpoint(Location(to, "version_7"), flat, checkpoint, 7)
-    if kept == 16:
-        assert len(store.ranges) < 20
-    length = store.stat("m.safetensors").length
-    assert sum(n for _, _, n in store.ranges) <= (1 if kept == 16 else 2) * length
-    assert_equal(limpet.load(to.at("version_7"))["model"], model)
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])

@@ -10,12 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
-from threading import Lock
 from typing import Any, Protocol
 
 from limpet.convert.mmap_files import MappedFile, format_error
@@ -28,13 +25,7 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.open import check_url
 from limpet.storage.store import Stat, list_level
 from limpet.threads import Workers, no_op
-from limpet.types import BLOCK_SIZE, DTYPES, Advance
-
-_SMALL = 64 * 1024
-"""Tensors of fewer bytes are read together with their neighbors: a request takes as long."""
-
-_MAX_EXTENTS = 16
-"""The largest number of extents of a file that are in memory."""
+from limpet.types import BLOCK_SIZE, Advance
 
 
 class ForeignFile(Protocol):
@@ -64,8 +55,6 @@ class StoredFile:
         self._store, self._key, self._advance = location.store, location.folder, advance
         self._stat = self._read_stat()
         self.length = self._stat.length
-        self._extent: _Extent | None = None  # of the last small tensor
-        self._in_memory: deque[_Extent] = deque()
 
     def _read_stat(self) -> Stat:
         try:
@@ -92,19 +81,7 @@ class StoredFile:
             import torch
 
             return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        nbytes, extent = prod(shape) * DTYPES[dtype].itemsize, self._extent
-        if nbytes >= _SMALL:
-            return StoredTensor(self, dtype, shape, start)
-        if extent is None or extent.stop != start or start + nbytes - extent.start > BLOCK_SIZE:
-            extent = self._extent = _Extent(self, start)
-        extent.stop = start + nbytes
-        return StoredTensor(self, dtype, shape, start, extent)
-
-    def keep_in_memory(self, extent: _Extent) -> None:
-        """Count an extent that was read, and drop the oldest one if there are too many."""
-        self._in_memory.append(extent)
-        if len(self._in_memory) > _MAX_EXTENTS:
-            self._in_memory.popleft().data = None
+        return StoredTensor(self, dtype, shape, start)
 
     def mapped(self, advance: Advance = no_op) -> MappedFile:
         """Fetch the whole object into a temporary file, which lasts as long as the result;
@@ -148,45 +125,18 @@ class StoredFile:
         return format_error(self.path, expected, found, offset)
 
 
-class _Extent:
-    """Small tensors of a file, read with one request and kept until all have been used or the file
-    drops them. Then, each is read alone: no order of them reads more than twice the bytes."""
-
-    def __init__(self, file: StoredFile, start: int) -> None:
-        self.file, self.start, self.stop = file, start, start
-        self.data: bytes | None = None
-        self._unused: int | None = None  # bytes, if the extent was read
-        self._lock = Lock()
-
-    def read_into(self, start: int, view: memoryview) -> None:
-        with self._lock:
-            data = self.data  # the file may drop it now
-            if self._unused is None:
-                data = self.data = self.file.read(self.start, self.stop)
-                self._unused = len(data)
-                self.file.keep_in_memory(self)
-            if data is None:
-                self.file.read_into(start, view)
-                return
-            view[:] = data[start - self.start : start - self.start + len(view)]
-            self._unused -= len(view)
-            if self._unused <= 0:
-                self.data = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor(Source):
-    """A tensor in a stored file. ``extent``: if it is small."""
+    """A tensor in a stored file."""
 
     file: StoredFile
     dtype: str
     shape: tuple[int, ...]
     start: int
-    extent: _Extent | None = None
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes of the tensor from ``start``. Raises ``StoreError``."""
-        (self.extent or self.file).read_into(self.start + start, view)
+        self.file.read_into(self.start + start, view)
 
 
 def require_space(files: Sequence[ForeignFile]) -> None:

@@ -10,16 +10,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from threading import Thread
 from typing import Any
 
-from limpet.buffers import Buffer, BufferPool
+from limpet.buffers import Buffer
 from limpet.ranks.group import Group
 from limpet.saving.image import Image, Piece, release_buffers, synchronize
 from limpet.state.arrays import part_library
-from limpet.state.flatten import FlatState, flatten
+from limpet.state.flatten import FlatState
 from limpet.storage.store import MappedUpload
-from limpet.threads import Latch, Workers, start_thread
+from limpet.threads import Latch, Workers
 
 
 def stage_pieces(
@@ -66,34 +65,6 @@ def shard_bytes(flat: FlatState, group: Group) -> int:
         int(leaf.source.nbytes) // (group.size if leaf.box.sizes == leaf.shape else 1)
         for leaf in flat.leaves
     )
-
-
-class BufferReservation:
-    """Allocates buffers on a thread: to touch new memory takes ten times as long as a copy."""
-
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
-        self._nbytes = 0
-        self._thread: Thread | None = None
-
-    def measure(self, state: Any, group: Group) -> None:
-        """Determine how much buffer memory this rank needs. Raises the errors of ``flatten``."""
-        flat = flatten(state, group.rank)
-        self._nbytes = 2 * self._pool.buffer_size + shard_bytes(flat, group)
-
-    def start(self) -> None:
-        """Allocate the buffers, once. Call it at the first step that does not save: a save
-        allocates its buffers itself, and would take longer while a thread does the same."""
-        nbytes, self._nbytes = self._nbytes, 0
-        if nbytes:
-            thread = Thread(target=self._pool.preallocate, args=(nbytes,), name="limpet-buffers")
-            if start_thread(thread):  # otherwise, the first save allocates
-                self._thread = thread
-
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        if self._thread is not None:
-            self._thread.join()
 
 
 # -- overlap: stable tensors are copied in the background while the next step is computed ----------

@@ -29,6 +29,7 @@ from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher
 from limpet.snapshot.location import Url
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
+from limpet.state.flatten import flatten
 from limpet.storage.throttle import store_statistics
 from limpet.tiers.tiers import Tier, Tiers
 from limpet.training import state_check
@@ -579,9 +580,7 @@ class Checkpointer:
     def _save_if_due(self, agreed: frozenset[str]) -> None:
         requested, busy = self._watcher.pending_request is not None, self._saver.must_wait
         reason = self._cadence.save_reason(requested, agreed, self._agreement, busy)
-        if reason is None:
-            self._saver.reservation.start()
-        else:
+        if reason is not None:
             self._saver.warn_or_raise(
                 self._saver.wait_before_save, self._step_counter.progress.step
             )
@@ -671,7 +670,7 @@ class Checkpointer:
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state)
-        self._saver.reservation.measure(self.state, self._group)
+        flatten(self.state, self._group.rank)  # raises for what no save can write
         step, seeds = self._step_counter.progress.step, self._step_counter.loader_seeds()
         return {**self._arguments, "current_step": str(step), **seeds}
 

@@ -21,7 +21,7 @@ from limpet.run.writer import VersionWriter
 from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.pending import Pending
 from limpet.saving.save import begin_save, finish_in_background, finish_save
-from limpet.saving.staging import BufferReservation, DeferredStaging
+from limpet.saving.staging import DeferredStaging
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.state.flatten import FlatState
@@ -78,7 +78,6 @@ class Saver:
         self._overlap, self.on_error = options.overlap, options.on_error
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=page_lock)
-        self.reservation = BufferReservation(self._pool)
         self._tiers, self.can_flush = tiers, tiers.can_flush
         self._saves: Sequence[tuple[Pending, Promotion | None]] = ()  # oldest first
         self._errors: list[Exception] = []  # of saves that have ended: each wait raises one
@@ -441,7 +440,6 @@ class Saver:
             self._guard = None
         if not (self.busy or self._is_saving_savepoint):
             self._pool.close()
-        self.reservation.join()
 
 
 # -- what a save writes besides the state --------------------------------------------------------
