@@ -139,14 +139,13 @@ def test_the_shards_of_a_lost_host_come_from_its_peer(cluster, lost):
 
 
 @pytest.mark.parametrize("host", ["a", "b"])
-def test_a_host_that_lacks_only_the_manifest_has_files_that_count(cluster, host):
+def test_a_state_whose_manifest_a_host_lacks_is_not_loaded(cluster, host):
     """The training was killed while the hosts stored the manifest. No other host has the files."""
     cluster.train_and_die("aabb", 33, copies=1)
     (manifest,) = (p for p in cluster.files(host, MANIFEST) if p.parent.name == "version_30")
     manifest.unlink()
     cluster.train_and_die("aabb", 34, copies=1)
-    assert cluster.resumed_step == 30
-    assert not cluster.warnings
+    assert cluster.resumed_step == 25
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])

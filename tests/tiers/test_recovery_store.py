@@ -67,7 +67,7 @@ class CapturedState:
 
 def served_by(*hosts):
     """Return the sources of the state, all of whose files are on each host."""
-    return Sources(2, [Holder(host, [0, 2], has_manifest=True) for host in hosts])
+    return Sources(2, [Holder(host, [0, 2]) for host in hosts])
 
 
 class Server:

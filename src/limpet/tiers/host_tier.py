@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from math import inf
 from threading import main_thread
 from typing import Any, NamedTuple
 
-from msgspec.structs import replace
-
 from limpet.errors import Denied, LimpetError, StoreError
-from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import MANIFEST, Version, index_name, parse_version, shard_name
 from limpet.machine import full_path
 from limpet.ranks.collective import Collective, await_all
@@ -282,30 +279,8 @@ class HostTier:
         if not self.is_open:
             return []
         own = inventory.take_inventory(self.store, self.group.rank) if self._hosts.is_first else []
-        states = inventory.gather_files(collective, own)
-        found = inventory.find_snapshots(states, self.name)
-        unclear = collective.broadcast(
-            inventory.find_unclear(states, found), list[inventory.TierSnapshot]
-        )
-        if unclear:
-            states += inventory.gather_files(collective, list(self._look_again(own, unclear)))
-            found = inventory.find_snapshots(states, self.name)
-        return found
-
-    def _look_again(
-        self, own: Sequence[inventory.HostFiles], unclear: Sequence[inventory.TierSnapshot]
-    ) -> Iterator[inventory.HostFiles]:
-        """Yield what this host has of states whose manifest it lacks, and reads from others."""
-        for snapshot in unclear:
-            folder, digest = snapshot.folder, snapshot.digest
-            if any(s.folder == folder and s.digest != digest for s in own):
-                with suppress(LimpetError):  # then its files do not count
-                    key, source = f"{folder}/{MANIFEST}", self.locate(folder, snapshot.sources)
-                    raw = source.store.get(key, MAX_MANIFEST)
-                    lengths = {s.key.rpartition("/")[2]: s.length for s in self.store.list(folder)}
-                    state = inventory.describe_files(self.group.rank, folder, raw, lengths)
-                    if state.digest == digest:
-                        yield replace(state, has_manifest=False)
+        gathered = collective.gather(own, list[inventory.HostFiles])
+        return inventory.find_snapshots(chain.from_iterable(gathered or ()), self.name)
 
     def locate(self, folder: str, sources: inventory.Sources) -> Location:
         """Return the location from which this rank loads a state. Any rank of a host serves its

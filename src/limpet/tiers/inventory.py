@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from math import inf
 from operator import attrgetter
 from typing import Literal
@@ -15,7 +14,6 @@ import msgspec
 from limpet.errors import FormatError, NotFound, StoreError
 from limpet.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
-from limpet.ranks.collective import Collective
 from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.run.lineage import branch_origin, newest_version
 from limpet.run.run import Run
@@ -39,15 +37,13 @@ class HostFiles(msgspec.Struct, frozen=True, array_like=True):
     count: int = 0  # of the files that the manifest names
     held: list[int] = []
     problem: str = ""  # why the manifest is damaged
-    has_manifest: bool = True  # otherwise, it was read from another host
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """The ``rank``, ``held``, and ``has_manifest`` of a ``HostFiles``."""
+    """The ``rank`` and ``held`` of a ``HostFiles``. The host has the manifest, too."""
 
     rank: int
     held: list[int]
-    has_manifest: bool
 
 
 class Sources(msgspec.Struct, frozen=True, array_like=True):
@@ -58,9 +54,9 @@ class Sources(msgspec.Struct, frozen=True, array_like=True):
     holders: list[Holder] = []
 
     @property
-    def with_manifest(self) -> list[int]:
+    def ranks(self) -> list[int]:
         """The ranks that serve the manifest."""
-        return [holder.rank for holder in self.holders if holder.has_manifest]
+        return [holder.rank for holder in self.holders]
 
     def by_file(self) -> list[list[int]]:
         """Return, for each file by its number, the ranks that serve it."""
@@ -147,12 +143,6 @@ def describe_files(rank: int, folder: str, raw: bytes, lengths: Mapping[str, int
     return HostFiles(rank, folder, digest, manifest.parent, len(files), held)
 
 
-def gather_files(collective: Collective, own: list[HostFiles]) -> list[HostFiles]:
-    """Return the states of all ranks on rank 0, and none on the others."""
-    gathered = collective.gather(own, list[HostFiles])
-    return [] if gathered is None else [*chain.from_iterable(gathered)]
-
-
 def _find_held(files: Mapping[str, int], lengths: Mapping[str, int]) -> list[int]:
     """Return which ``files`` are there in full length (see ``HostFiles.held``)."""
     held: list[int] = []
@@ -187,17 +177,9 @@ def _make_snapshot(folder: str, states: Sequence[HostFiles], tier: TierName) -> 
         return TierSnapshot(folder, "", None, Sources(), tier, problem) if problem else None
     digest = max(sorted(counts), key=counts.__getitem__)
     equal = sorted((s for s in states if s.digest == digest), key=attrgetter("rank"))
-    holders = [Holder(s.rank, s.held, s.has_manifest) for s in equal]
+    holders = [Holder(s.rank, s.held) for s in equal]
     first = equal[0]
     return TierSnapshot(folder, digest, first.parent, Sources(first.count, holders), tier)
-
-
-def find_unclear(states: Iterable[HostFiles], found: Sequence[TierSnapshot]) -> list[TierSnapshot]:
-    """Return the snapshots that lack files which a host without their manifest may have: the
-    training was killed while the hosts stored it."""
-    others = {(state.folder, state.digest) for state in states}
-    folders = Counter(folder for folder, _ in others)
-    return [c for c in found if c.digest and folders[c.folder] > 1 and not c.is_whole]
 
 
 def files_of(manifest: Manifest) -> Mapping[str, int]:

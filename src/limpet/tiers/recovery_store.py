@@ -83,7 +83,7 @@ class RecoveryStore:
         with suppress(NotFound):
             return self._own.get(key, limit)
         if key == self._manifest_key:
-            ranks = self._sources.with_manifest
+            ranks = self._sources.ranks
             self._manifest = self._manifest or self._ask(
                 key, ranks, lambda peer: peer.fetch_file(key, limit)
             )
@@ -136,7 +136,7 @@ class RecoveryStore:
                     f"{self._folder}/{name}": (length, ranks[number])
                     for number, (name, length) in enumerate(lengths.items())
                 }
-                self._files[key] = len(raw), self._sources.with_manifest
+                self._files[key] = len(raw), self._sources.ranks
                 self._manifest = b""  # it may be large
             return self._files
 
