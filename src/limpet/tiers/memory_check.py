@@ -145,66 +145,49 @@ def _mount_of(mounts: list[_Mount], path: str) -> _Mount | None:
     return max(reversed(above), key=lambda m: len(m.point), default=None)
 
 
-class _GroupFiles(NamedTuple):
-    """The file system and the files of one version of control groups (``/proc/self/cgroup``)."""
-
-    kind: str
-    controller: str
-    limits: tuple[str, ...]
-    usage: str
-    reclaimable: str
-
-
-_VERSIONS = (
-    # above memory.high, the kernel stops the processes for longer and longer
-    _GroupFiles("cgroup2", "", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    _GroupFiles(
-        "cgroup",
-        "memory",
-        ("memory.limit_in_bytes",),
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-)
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+"""The files with a limit, in versions 2 and 1 of control groups. Above ``memory.high``, the kernel
+stops the processes for longer and longer."""
 
 
 def _group_limits(mounts: list[_Mount], present: int) -> Iterator[MemoryLimit]:
     """Yield the limits of the control groups of this process, from its own one to the root."""
-    for version in _VERSIONS:
-        for mount in mounts:
-            is_memory = version.kind == "cgroup2" or "memory" in mount.options.split(",")
-            if mount.kind != version.kind or not is_memory:
-                continue
+    for mount in mounts:
+        if mount.kind == "cgroup2" or (
+            mount.kind == "cgroup" and "memory" in mount.options.split(",")
+        ):
             top = _ROOT / mount.point.lstrip("/")
-            folder = top / _group_path(version, mount.root)
-            yield from _limits_of(folder, version, present)
+            folder = top / _group_path(mount)
+            yield from _limits_of(folder, present)
             while folder != top:
                 folder = folder.parent
-                yield from _limits_of(folder, version, present)
+                yield from _limits_of(folder, present)
 
 
-def _group_path(version: _GroupFiles, mount_root: str) -> str:
-    """Return the control group of this process below the mount point: "." in a container that sees
+def _group_path(mount: _Mount) -> str:
+    """Return the control group of this process below a mount point: "." in a container that sees
     the path of the host, or one above its namespace, and whose own group is mounted."""
+    controller = "memory" if mount.kind == "cgroup" else ""
     for line in _read_lines(_ROOT / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if version.controller in controllers.split(","):
+        if controller in controllers.split(","):
             pure = PurePosixPath(path)
-            if pure.is_relative_to(mount_root) and ".." not in pure.parts:
-                return str(pure.relative_to(mount_root))
+            if pure.is_relative_to(mount.root) and ".." not in pure.parts:
+                return str(pure.relative_to(mount.root))
     return "."
 
 
-def _limits_of(folder: Path, version: _GroupFiles, present: int) -> Iterator[MemoryLimit]:
+def _limits_of(folder: Path, present: int) -> Iterator[MemoryLimit]:
     """Yield the limits of one control group. As for the kubelet, pages of files that were not read
     lately are not used: the kernel drops them first."""
-    usage = _read_number(folder / version.usage)
+    usage = _read_number(folder / "memory.current")
     if usage is None:
-        return
-    reclaimable = _read_fields(folder / "memory.stat").get(version.reclaimable, 0)
+        usage = _read_number(folder / "memory.usage_in_bytes") or 0
+    stat = _read_fields(folder / "memory.stat")
+    reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
     used = max(0, usage - reclaimable - present)
-    for name in version.limits:
+    for name in _LIMITS:
         limit = _read_number(folder / name)
         if limit is not None and limit < _NO_LIMIT:
             yield MemoryLimit(
