@@ -27,7 +27,7 @@ from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.store import Store
 from limpet.tiers import inventory
 from limpet.tiers.flush import MemoryRecord, record_memory
-from limpet.tiers.hosts import Hosts, RankFacts, shorten_names
+from limpet.tiers.hosts import Hosts, RankFacts
 from limpet.tiers.memory_check import TierCost
 from limpet.tiers.peers.addresses import PeerAddress, choose_address, job_secret, look_up, publish
 from limpet.tiers.peers.client import PeerConnection
@@ -130,8 +130,7 @@ class HostTier:
             self._nbytes = state_bytes(state, group)
             facts = RankFacts.of_this_rank(folder, self._domain, self._nbytes)
             gathered = collective.gather(facts, RankFacts)
-            short = None if gathered is None else shorten_names(gathered)
-            all_facts = collective.broadcast(short, list[RankFacts])
+            all_facts = collective.broadcast(gathered, list[RankFacts])
             self._hosts = Hosts(all_facts, collective.rank, self._copies)
             self.store = self._make_store(folder, self._hosts)
             self.store.folder_mode = 0o700  # also if somebody deletes the folder meanwhile

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import xxhash
 from msgspec.structs import replace
 
 from limpet import machine
@@ -97,7 +98,8 @@ def _other_ranks(group: Sequence[Domain], number: int, position: int) -> Iterato
 
 
 class RankFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others when a tier starts."""
+    """What a rank tells the others when a tier starts: digests of names, because only whether two
+    are equal counts, and each rank reads those of all others. "" stands for an unknown name."""
 
     machine: str  # or container
     boot: str  # of the kernel below it
@@ -109,28 +111,17 @@ class RankFacts(msgspec.Struct, frozen=True, array_like=True):
     def of_this_rank(cls, folder: str, domain: str | None, nbytes: int) -> RankFacts:
         host, boot, _ = machine.process_identity()
         name = f"{host} {boot}"
-        memory = f"{name} {os.path.realpath(folder)}"
-        return cls(machine=name, boot=boot, memory=memory, domain=domain, nbytes=nbytes)
-
-
-def shorten_names(facts: Sequence[RankFacts]) -> list[RankFacts]:
-    """Return the same facts with short names: only whether two are equal counts, and each rank
-    reads those of all others."""
-    numbers: dict[str, str] = {"": ""}
-
-    def shorten(name: str) -> str:
-        return numbers.setdefault(name, str(len(numbers)))
-
-    return [
-        RankFacts(
-            machine=shorten(f.machine),
-            boot=shorten(f.boot),
-            memory=shorten(f.memory),
-            domain=None if f.domain is None else shorten(f.domain),
-            nbytes=f.nbytes,
+        return cls(
+            machine=_digest(name),
+            boot=_digest(boot) if boot else "",
+            memory=_digest(f"{name} {os.path.realpath(folder)}"),
+            domain=None if domain is None else _digest(domain),
+            nbytes=nbytes,
         )
-        for f in facts
-    ]
+
+
+def _digest(name: str) -> str:
+    return xxhash.xxh3_64_hexdigest(os.fsencode(name))
 
 
 class Hosts:
