@@ -247,21 +247,8 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
 def test_options_reach_the_function(shelf):
     limpet.open_store("shelf://a", label="x").put_if_absent("m", b"1")
     assert ("a", "x") in shelf
-    with pytest.raises(StoreError, match=r"options .* shelf://.*Expected label, found.*'colour'"):
+    with pytest.raises(TypeError, match="colour"):
         limpet.open_store("shelf://a", colour="x")
-    with pytest.raises(StoreError, match=r"options .* memory://.*Expected no options.*'timeout'"):
-        open_store("memory://a", timeout=3)
-
-
-def test_a_type_error_inside_the_function_is_not_hidden(shelf):
-    def open_failing(url, *, label):
-        return len(label)
-
-    limpet.register_store("failing", open_failing)
-    with pytest.raises(TypeError, match="no len"):
-        open_store("failing://a", label=3)
-    with pytest.raises(TypeError, match="label"):
-        open_store("failing://a")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file", "memory", "", "a b", "1x"])
@@ -293,7 +280,7 @@ def test_a_package_adds_a_scheme_by_an_entry_point(monkeypatch):
         open_store("twice://a")
 
 
-@pytest.mark.parametrize("url", ["a/b", "file:///a/b", MemoryStore()])
+@pytest.mark.parametrize("url", ["a/b", "file:///a/b", "memory://a", MemoryStore()])
 def test_a_store_without_options_refuses_them(url):
     with pytest.raises(StoreError, match="options"):
         open_store(url, region="x")

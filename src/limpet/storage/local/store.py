@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import unquote
 
 from limpet.buffers import address_of, as_byte_view, direct_io_length
@@ -657,8 +657,8 @@ class LocalUpload(Upload):
         self._store.remove_empty_folders(self._folder)
 
 
-def open_local(url: str, **options: Any) -> LocalStore:
-    """Return the store at a path or at ``file:///path``. Raises ``StoreError`` for any option."""
+def open_local(url: str) -> LocalStore:
+    """Return the store at a path or at ``file:///path``."""
     path = url
     if url.startswith("file://"):
         host, slash, rest = url.removeprefix("file://").partition("/")
@@ -667,6 +667,4 @@ def open_local(url: str, **options: Any) -> LocalStore:
         path = unquote(slash + rest)
     if not path:
         raise StoreError("The URL does not name a folder", expected="file:///path", found=url)
-    if options:
-        raise StoreError(f"A local folder has no options, but got {', '.join(options)}")
     return LocalStore(path, direct=read_settings().direct)
