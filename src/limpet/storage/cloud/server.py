@@ -119,8 +119,7 @@ class GoogleOptions(CloudOptions):
 
 
 class CloudServer(Server):
-    """The clients with certain options in this process. ``suspect``: the URLs of containers one
-    reply of which was not that of such a server."""
+    """The clients with certain options in this process."""
 
     def __init__(self, options: CloudOptions, variables: frozenset[tuple[str, str]]) -> None:
         super().__init__(options.concurrency, options.timeout)
@@ -133,7 +132,6 @@ class CloudServer(Server):
             url.startswith("http://")
             for url in (options.endpoint or "", *(v for n, v in variables if n in _URL_VARIABLES))
         )
-        self.suspect: set[str] = set()
         self._clients: dict[tuple[str, int], Any] = {}
         self._lock = Lock()
 
@@ -233,7 +231,6 @@ _TLS = re.compile(
     r"corrupt message|InvalidContentType|invalid peer certificate|InvalidCertificate"
     r"|HandshakeFailure|ProtocolVersion|invalid HTTP version|Parse\(\s*Version"
 )
-_FOREIGN = re.compile(r"Header missing from response|invalid (?:list|bulk delete) response")
 _BAD_REPLY = re.compile(
     r"HTTP error|body error|missing from response|invalid (?:list|bulk delete) response"
     r"|response body|error decoding|Error receiving"
@@ -268,7 +265,7 @@ def translated(action: str, key: str, url: str) -> Iterator[None]:
 
 def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     """Return the store's error for one of obstore. Fields: ``status``; ``throttled`` and
-    ``outcome`` for ``Throttle``; ``foreign`` if another kind of server may have replied."""
+    ``outcome`` for ``Throttle``."""
     if isinstance(error, StoreError):
         return error
     scheme = url.partition(":")[0]
@@ -301,9 +298,8 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
             f"{what}: the server cannot be reached", todo="Check the endpoint", **fields
         )
     if _BAD_REPLY.search(text):
-        if _FOREIGN.search(text):
-            fields["foreign"] = True
-        return Unavailable(f"{what}: there is no valid reply", outcome="unknown", **fields)
+        what = f"{what}: there is no valid reply, as from another kind of server"
+        return Unavailable(what, outcome="unknown", **fields)
     if kind == "InvalidPathError":  # the name of an object of somebody else
         todo = "Rename or delete that object: its name has an empty or a relative part"
         return StoreError(f"{what}: {_first_line(text)}", todo=todo, **fields)

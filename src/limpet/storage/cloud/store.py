@@ -263,23 +263,8 @@ class CloudFolder(Remote):
         except Denied:
             server.forget_clients()  # they keep credentials, and that there were none
             raise
-        except Unavailable as e:
-            if "foreign" in e.fields and self.root not in server.known:
-                if self.root in server.suspect:
-                    raise self._foreign_server_error(e) from None
-                server.suspect.add(self.root)  # one reply may be damaged
-            raise
         server.known.add(self.root)
         return result
-
-    def _foreign_server_error(self, error: Unavailable) -> StoreError:
-        """Return the error for a server none of whose replies has been valid: a web server."""
-        name = {"az": "Azure", "gs": "Google Cloud Storage"}[self.options.scheme]
-        return StoreError(
-            f"The server of {self.root} does not answer as {name} does",
-            todo="Check the endpoint",
-            **error.fields,
-        )
 
 
 def _to_stat(found: Any, key: str) -> Stat:
