@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from threading import Event, Thread
+from threading import Event
 from typing import Any, Literal
 
 from limpet import events
@@ -21,7 +20,6 @@ from limpet.evaluation.pool import WorkerError, WorkerLost, WorkerPool
 from limpet.evaluation.worker import resolve
 from limpet.format.names import Version
 from limpet.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
-from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run.lease import LEASE_SECONDS, LeaseHolder
 from limpet.run.records import check_job_name, make_objective, record_objective
 from limpet.run.run import Run
@@ -35,9 +33,6 @@ POLL_SECONDS = 2.0
 
 _MAX_UNAVAILABLE = 10
 """The number of times in a row that something is tried again because the store did not answer."""
-
-_STOP_SECONDS = 10.0
-"""The time that an evaluation in the background gets to end after an exception of the training."""
 
 _MAX_WAITING = 10_000
 """The number of waiting versions that the lease protects. With ``MAX_RECORD``, more could make it
@@ -124,7 +119,7 @@ class Evaluation:
         self._follower = Follower(self._run, name, select)
         self._pool = WorkerPool(self._workers, functions, batch_size, keys, device)
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
-        self._stopping, self._is_training_over = Event(), Event()
+        self._stopping = Event()
         self._started_at = self._ended_at = -inf
         self._was_run = self._has_recorded_objective = self._has_waited = False
 
@@ -188,55 +183,6 @@ class Evaluation:
             self._lease.release()
         return outcomes
 
-    @contextmanager
-    def background(self, group: GroupSpec = None) -> Iterator[list[Outcome]]:
-        """Return a context manager that evaluates versions of a training while it runs::
-
-            with evaluation.background(), limpet.Checkpointer("runs/a", state) as ckpt:
-                train(ckpt)
-
-        It yields a list, which gets the outcomes, each exactly of one version. The worker processes
-        run on the machine of the first rank (of ``group``); on other ranks, this does nothing. The
-        training never waits for them. The end of the block waits until the newest version has been
-        evaluated; after an exception, such as ``Preempted``, it ends the workers at once.
-
-        An error of ``run`` ends only the evaluation: the event ``evaluation_stopped`` reports it,
-        and a normal end of the block raises it. Raises ``LimpetError`` without ``follow=True``,
-        or with ``workers=0``, which would use the random numbers of the training.
-        """
-        require("follow=", self._follow, "True, to run in the background", self._follow)
-        count = self._workers.count
-        expected = "1 or more, to run in the background"
-        require("workers=", not self._workers.is_inline, expected, count)
-        outcomes: list[Outcome] = []
-        if saving_group(group).rank:
-            yield outcomes
-            return
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                self.run(outcomes.append)
-            except Exception as e:  # noqa: BLE001  (top of a thread: reported, and raised below)
-                errors.append(e)
-                if not self._stopping.is_set():
-                    url, name = self._run.url, self.name
-                    events.emit("evaluation_stopped", run=url, evaluation=name, error=e)
-
-        thread = Thread(target=run, name="limpet-evaluation", daemon=True)
-        thread.start()
-        try:
-            yield outcomes
-            self._is_training_over.set()
-            while thread.is_alive():  # in parts, so that an interrupt is noticed
-                thread.join(0.5)
-        except BaseException:
-            self.stop()
-            thread.join(_STOP_SECONDS)
-            raise
-        if errors:
-            raise errors[0]
-
     def _wait_for_version(self) -> Snapshot | None:
         """Return the next version, protected by the lease; None if the evaluation has ended."""
         is_later = self._ended_at > -inf
@@ -252,8 +198,7 @@ class Evaluation:
                 return None
             try:
                 # asked first: the training may save its last version, and end, in between
-                is_over = not self._follow or self._is_training_over.is_set()
-                is_last = is_over or self._run.ended() is not None
+                is_last = not self._follow or self._run.ended() is not None
                 snapshot = self._find_version()
                 self._record_objective(self._follower.metrics)
                 if snapshot is not None or is_last:
