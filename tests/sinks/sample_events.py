@@ -77,12 +77,6 @@ EVENTS: dict[str, dict[str, Any]] = {
     },
     "notice_source_failed": {"source": "the AWS metadata server", "error": "timeout"},
     "platform_detected": {"sources": ["the AWS metadata server", "Slurm's time limit"]},
-    "structure_changed": {
-        "version": "version_9",
-        "added": ["a", "b"],
-        "removed": [],
-        "changed": ["c"],
-    },
     "staged": {"url": "runs/a/version_1300", "bytes": 1, "seconds": 0.1},
 }  # fmt: skip
 

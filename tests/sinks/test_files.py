@@ -29,7 +29,6 @@ def test_logging_records(caplog):
         "read_alone": "WARNING", "request_unseen": "WARNING", "not_agreed": "WARNING",
         "ranks_awaited": "WARNING", "notice": "WARNING", "preempted": "WARNING",
         "notice_source_failed": "WARNING", "platform_detected": "INFO",
-        "structure_changed": "INFO",
     }  # fmt: skip
     first = caplog.records[0]
     assert first.getMessage() == (

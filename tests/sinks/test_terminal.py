@@ -95,8 +95,6 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(monkeypatch):
         ("options_replaced", "resumed the options of runs/a/version_1200. lr: the script has "
                              "0.0001, had 0.001; the version's 0.00042 is in use"),
         ("pin_left", "could not remove the pin pin-1.json: timeout"),
-        ("structure_changed", "detected changed leaves of the state in version_9: 2 added, "
-                              "1 changed"),
         ("waiting", "waiting for up to 4.83 min to write manifest.json in s3://b/runs/a: NoSpace: "
                     "No space for shard-0. Expected 4096 bytes, found 1024."),
         ("read_alone", "read runs/a/version_1200 without shared memory: rank 2 cannot map it"),

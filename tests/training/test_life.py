@@ -595,28 +595,6 @@ def test_the_error_for_another_training_lists_all_differences():
     assert "new run" in str(e.value)  # with the advice
 
 
-def test_a_changed_structure_is_saved_and_reported():
-    store = MemoryStore()
-    emitted, attached = record_events()
-    with attached, training(store, EverySteps(5)) as (state, ckpt):
-        train(state, ckpt, 5)
-        state["adapter"] = np.ones(7)
-        del state["small"]["bias"]
-        state["small"]["bias"] = np.ones(5)
-        for _ in range(5):
-            ckpt.step()
-        ckpt.wait()
-    [fields] = [f for n, f in emitted if n == "structure_changed"]
-    assert fields["added"] == ["adapter"]
-    assert fields["changed"] == ["small/bias"]
-    assert fields["removed"] == []
-    newest = Run(store).latest()
-    assert newest is not None
-    assert newest["adapter"].shape == (7,)
-    with training(store, EverySteps(5)) as (state, ckpt), pytest.raises(PlanError, match="adapter"):
-        ckpt.resume()
-
-
 BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
 
 

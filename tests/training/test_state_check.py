@@ -135,32 +135,3 @@ def test_a_complete_state_is_not_reported(name, tmp_path):
     if name == "a frozen backbone":
         trained[0].requires_grad_(requires_grad=False)
     assert warnings_of(tmp_path, state, trained) == []
-
-
-class Mean(nn.Module):
-    def __init__(self, is_constant=False, persistent=False):
-        super().__init__()
-        self.register_buffer("count", torch.tensor(float("nan")), persistent=persistent)
-        self.register_buffer("flag", torch.zeros(2, 3, dtype=torch.bool).T, persistent=persistent)
-        self.is_constant = is_constant
-
-    def forward(self, x):
-        if not self.is_constant:
-            self.count = torch.nan_to_num(self.count) + 1
-        return x
-
-
-def test_a_module_that_saves_nothing_is_reported(tmp_path):
-    found = []
-    state = {"metrics": [Mean()], "one": Mean(), "own": Own()}
-    with limpet.attach(lambda name, fields: name == "members_unsaved" and found.append(fields)):
-        assert warnings_of(tmp_path, state) == []  # the buffers may be constants
-    assert [fields["members"] for fields in found] == [["metrics/0", "one"]]
-
-
-@pytest.mark.parametrize(
-    "module",
-    [Mean(is_constant=True), Mean(persistent=True), nn.Sequential(nn.Linear(2, 2), Mean())],
-)
-def test_modules_that_lose_nothing(module, tmp_path):
-    assert warnings_of(tmp_path, {"one": module}) == []

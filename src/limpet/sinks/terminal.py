@@ -165,7 +165,6 @@ _MIN_INTERVAL = 60.0
 _OMITTED = frozenset(
     {
         "save_waited",
-        "structure_changed",
         "platform_detected",
         "left_unsaved",  # a warning says it
         "preempted",  # the process says it as its last line

@@ -20,14 +20,14 @@ from limpet.text import (
 )
 
 _LESS = (
-    *("fewer_copies", "uncopied", "evaluation_idle", "members_unsaved", "metric_missing"),
+    *("fewer_copies", "uncopied", "evaluation_idle", "metric_missing"),
     "restarts_uncounted",
 )
 """Events that say what a training does or saves less of than one may expect."""
 
 STYLES = {
     "saved": "green",
-    **dict.fromkeys(("save_waited", "structure_changed", "platform_detected", "deleted"), "dim"),
+    **dict.fromkeys(("save_waited", "platform_detected", "deleted"), "dim"),
     **dict.fromkeys(
         ("began", "loaded", "resumed", "resume_checked", "stopped", "finished", "taken_over"),
         "cyan",
@@ -114,10 +114,6 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         end = "" if seconds is None else f" for up to {format_duration(seconds)}"
         action, store = text_field(fields, "action"), text_field(fields, "store")
         return f"waiting{end} to {action} in {store}: {_error_without_todo(fields)}"
-    if name == "structure_changed":
-        counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
-        leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
-        return f"detected changed leaves of the state in {version}: {', '.join(leaves)}"
     if name == "stopped":
         best, metric = fields.get("best"), text_field(fields, "metric")
         if best is None:
@@ -236,9 +232,6 @@ def _error_without_todo(fields: Mapping[str, Any]) -> str:
 
 def _describe_less(name: str, fields: Mapping[str, object]) -> str:
     """Describe what a training does or saves less of than one may expect."""
-    if name == "members_unsaved":
-        members = ", ".join(_list_field(fields, "members"))
-        return f"{members} saves nothing of its buffers: use persistent=True if they change"
     if name == "metric_missing":
         metrics, given = (", ".join(_list_field(fields, n)) for n in ("metrics", "given"))
         return (

@@ -398,11 +398,9 @@ class Saver:
         self._goodput.save_durations.add(time.perf_counter() - job.started_at)
         spec.on_finished(True)
         try:
-            if job.collective.rank == 0:  # the rank that committed the version
-                emit_structure_change(self.run.url, self.writer.newest, snapshot)
-                if spec.deadline is None:
-                    self.early_stop.after_save(snapshot)
-                    self.retention.after_save(snapshot)
+            if job.collective.rank == 0 and spec.deadline is None:  # it has committed the version
+                self.early_stop.after_save(snapshot)
+                self.retention.after_save(snapshot)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
             self._post_commit_error = e
         seconds = time.perf_counter() - began
@@ -483,20 +481,3 @@ def warn_save_failed(error: errors.LimpetError, last_saved_step: int) -> None:
         else f"NOTHING WAS SAVED; there is no version since step {last_saved_step}"
     )
     warn_user(f"{message}: {format_with_notes(error)}", errors.SaveFailed)
-
-
-def emit_structure_change(
-    run_url: str, before: SnapshotReader | None, after: SnapshotReader
-) -> None:
-    """Emit ``structure_changed`` if a version has other leaves than the one before: no error,
-    because slots are created and layers unfrozen, but a help for people."""
-    old, new = {} if before is None else before.leaves, after.leaves
-    if old and old != new:
-        events.emit(
-            "structure_changed",
-            run=run_url,
-            version=str(after.version),
-            added=sorted(new.keys() - old.keys()),
-            removed=sorted(old.keys() - new.keys()),
-            changed=sorted(k for k in new.keys() & old.keys() if new[k] != old[k]),
-        )

@@ -6,14 +6,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from inspect import signature
 from itertools import islice
 from math import isfinite
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
 
-from limpet import events
 from limpet.data.progress import Progress
 from limpet.data.rng import RNG
 from limpet.errors import InexactResume, LimpetError
@@ -81,25 +79,17 @@ def check_ended(iterators: list[tuple[str, ref[Any]]]) -> None:
 
 def report_lacking(run_url: str, state: dict[str, Any]) -> None:
     """Warn, after the second step, of trained parameters that the state lacks; unknown objects may
-    have them. Modules with buffers that save nothing are an event: these may be constants."""
+    have them."""
     torch: Any = torch_or_none()
     if torch is None:
         return
     scheduler, scaler = torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
     module, optimizer, loaders = torch.nn.Module, torch.optim.Optimizer, loader_kinds()
     known: Any = module, optimizer, scheduler, scaler, Progress, RNG, *loaders
-    modules, unsaved, are_known = dict[str, Any](), list[str](), True
-    members = find_members(state, _Stateful)
-    for key, member in members.items():
-        are_known &= isinstance(member, known)
-        if isinstance(member, torch.nn.Module):
-            modules[key] = member
-            if _saves_nothing(member):
-                unsaved.append(key)
-    if unsaved:
-        events.emit("members_unsaved", run=run_url, members=unsaved)
-    if not are_known:
+    members = find_members(state, _Stateful).values()
+    if not all(isinstance(member, known) for member in members):
         return
+    modules = [member for member in members if isinstance(member, module)]
     if gaps := _find_untrained(state, modules, torch):
         warn_user(
             f"A resume of {run_url} would not be exact, because the state lacks something:"
@@ -109,18 +99,12 @@ def report_lacking(run_url: str, state: dict[str, Any]) -> None:
         )
 
 
-def _saves_nothing(module: Any) -> bool:
-    has_parameters = next(module.parameters(), None) is not None
-    has_buffers = next(module.buffers(), None) is not None
-    return has_buffers and not has_parameters and not module.state_dict()
-
-
-def _find_untrained(state: dict[str, Any], modules: Mapping[str, Any], torch: Any) -> list[str]:
+def _find_untrained(state: dict[str, Any], modules: list[Any], torch: Any) -> list[str]:
     """Describe the parameters that an optimizer has changed, and that the state lacks."""
     if not modules:
         return []
     lacking: dict[str, list[Any]] = {}
-    saved = {id(p) for module in modules.values() for p in module.parameters()}
+    saved = {id(p) for module in modules for p in module.parameters()}
     for key, optimizer in find_members(state, torch.optim.Optimizer).items():
         for p in parameters_of(optimizer) if is_standard_optimizer(optimizer) else ():
             # fully_shard replaces the sharded parameters of a module during a forward pass
