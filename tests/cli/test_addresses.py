@@ -146,7 +146,7 @@ def test_the_commands_that_take_a_step_take_the_version_itself(folder, form, ste
 def test_pin_takes_names_and_rm_does_not(folder, address):
     version = ADDRESSES[address]
     assert run_cli("pin", f"runs/a{address}", "--json").json["version"] == version
-    for words in ([f"runs/a{address}"], ["runs/a", address[1:]], ["runs/a@2", f"runs/a{address}"]):
+    for words in ([f"runs/a{address}"], ["runs/a", address[1:]]):
         result = run_cli("rm", *words)
         assert result.code == 2
         assert f"`limpet show runs/a{address}`, and write its step" in result.err
@@ -155,7 +155,7 @@ def test_pin_takes_names_and_rm_does_not(folder, address):
 
 def test_several_versions_of_one_run(folder, monkeypatch):
     monkeypatch.chdir(folder / "runs" / "a")
-    result = run_cli("rm", "version_3", "../a@1", ".@2.0", "--json")
+    result = run_cli("rm", ".", "1", "3.0", "2", "--json")
     assert result.json["deleted"] == ["version_1", "version_2", "version_3"]
     monkeypatch.chdir("version_3.1")
     assert run_cli("pin", ".").out == "version_3.1 is pinned\n"
@@ -182,9 +182,8 @@ NO_VERSION = [
     ("runs/a", 2, "is a run; name the version: cli VERB runs/a STEP, or cli VERB runs/a@STEP"),
     ("runs/b", 4, "no run at runs/b"),
     ("runs/b@1", 4, "no run at runs/b"),
-    ("runs/a@1 runs/b@1", 2, "runs/b@1 and runs/a@1 are in different runs"),
-    ("runs/a@1 runs/b", 2, "runs/b is not a version"),
-    ("runs/a@1 2", 4, "runs/a@1 is one version, not a run. Use the run: runs/a"),
+    ("runs/a@1 runs/a@2", 2, "runs/a@1 is one version; for several, write runs/a STEP"),
+    ("runs/a@1 2", 2, "runs/a@1 is one version; for several, write runs/a STEP"),
     ("runs/a runs/a@1", 2, "'runs/a@1' is not a step"),
     ("runs/a@1.1", 4, "no version_1.1 in runs/a. Found version_1"),
     ("runs/a@9", 4, "no version of step 9 on the current lineage"),

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import limpet as hf
-from limpet.cli.verbs import import_
 from limpet.errors import NoSpace
 from limpet.format.names import Version
 from limpet.storage.open import open_store
@@ -34,7 +33,7 @@ def test_a_file_becomes_a_version(folder):
     result = run_cli("import", "step_7.pt", "runs/a")
     assert result.code == 0
     assert result.out.splitlines() == [
-        "a file of torch.save  step_7.pt",
+        "torch  step_7.pt",
         "runs/a/version_7  2 leaves, 4.03 KiB",
     ]
     model = nn.Linear(3, 2)
@@ -88,9 +87,6 @@ def test_every_kind_of_checkpoint(folder):
         assert (report["kind"], report["step"]) == (kind, step)
         assert hf.load(f"run/version_{step}", keys="model/weight")
     assert [s.step for s in hf.Run("run").snapshots()] == [10, 20, 30, 40]
-    assert {*import_._KIND_NAMES} == {
-        "torch", "lightning", "safetensors", "huggingface", "accelerate", "transformers", "dcp",
-    }  # fmt: skip
 
 
 def test_changes_of_the_content_are_reported(folder):
@@ -157,9 +153,7 @@ def test_the_destination_must_be_a_run(folder):
 
 
 def test_missing_files(folder):
-    check_error_line(
-        run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "you meant step_7.pt"
-    )
+    check_error_line(run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt")
     check_error_line(run_cli("import", "memory://b/x.pt", "run"), 4, "nothing at memory://b/x.pt")
     check_error_line(run_cli("import", "s3://b/x.pt", "run"), 5, "does not name a bucket")
     check_error_line(run_cli("import", "", "run"), 4)

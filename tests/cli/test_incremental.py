@@ -73,7 +73,7 @@ def test_verify_names_every_version_that_a_damaged_base_affects(store):
     assert [tuple(p["leaves"]) for p in problems] == [("frozen",)] * 3
     assert [p["fields"].get("base") for p in problems] == [None, "version_1", "version_1"]
     text_result = run_cli("verify", store.url)
-    assert "3 of 3 damaged" in text_result.out
+    assert "problems in 3 of 3 versions" in text_result.out
     assert text_result.out.count(f"{shard_of(store, 'version_1')}, byte ") == 1
     assert "also affects version_2, version_3\n" in text_result.out
     assert text_result.out.count("is damaged between bytes") == 1
@@ -94,7 +94,7 @@ def test_verify_distinguishes_two_problems_of_one_file(store, deleted):
     assert text_result.out.count("also affects version_5\n") == 1
     if not deleted:  # damage of the header affects no other version
         assert text_result.out.count(f"{shard_of(store, 'version_1')}, byte ") == 2
-    assert "5 of 5 damaged" in text_result.out
+    assert "problems in 5 of 5 versions" in text_result.out
 
 
 def branch_without_versions(store):

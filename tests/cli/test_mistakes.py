@@ -65,7 +65,7 @@ def test_a_version_instead_of_a_run(folder):
         )
         check_error_line(run_cli(verb, "runs/a@best"), 4, "Use the run: runs/a.")
         check_error_line(run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Check the path")
-    check_error_line(run_cli("pin", "runs/a@2", 2), 4, "Use the run: runs/a.")
+    check_error_line(run_cli("pin", "runs/a@2", 2), 2, "runs/a@2 is one version")
 
 
 @pytest.mark.parametrize("address", ["@best:", "@version_2", "@", "/2", "@-1", "/best"])

@@ -128,9 +128,11 @@ def test_a_run_in_a_local_folder(tmp_path, no_waiting):
     assert not (tmp_path / "to" / SAVE_REQUEST).exists()
 
 
-def test_an_empty_folder_can_belong_to_a_training_without_saves(tmp_path):
-    result = run_cli("request-save", tmp_path, "--no-wait")
-    assert (result.code, result.out) == (0, "Requested a save at the next step\n")
+def test_a_training_without_a_version(tmp_path):
+    with hf.Checkpointer(tmp_path, {"x": np.arange(3)}, save=hf.Never()) as ckpt:
+        ckpt.step()
+        result = run_cli("request-save", tmp_path, "--no-wait")
+        assert (result.code, result.out) == (0, "Requested a save at the next step\n")
 
 
 @pytest.mark.parametrize("location", ["none", "other", "run/version_1", "file"])

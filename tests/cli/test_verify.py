@@ -103,7 +103,7 @@ def test_an_unreadable_version_is_not_called_damaged(store, monkeypatch):
     monkeypatch.setattr(Catalog, "open", fail)
     result = run_cli("verify", store.url)
     assert result.code == 5
-    assert "3 of 3 unreadable" in result.out  # which is not damage
+    assert "problems in 3 of 3 versions" in result.out
     assert "damaged" not in result.out
 
 

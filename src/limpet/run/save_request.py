@@ -115,7 +115,7 @@ def request_and_wait(
                 pending_id = put_request(run.store, request_id)
             remaining = deadline - clock()
             if remaining <= 0:
-                raise _unanswered_error(run, timeout, _find_new_version(run, before))
+                raise _unanswered_error(run, timeout)
             wait(min(interval, remaining))
     except BaseException:
         with suppress(errors.StoreError):  # a request that is left behind costs only one save
@@ -137,23 +137,12 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
     return newest
 
 
-def _unanswered_error(
-    run: Run, timeout: float, new_version: Version | None
-) -> errors.DeadlinePassed:
-    if new_version is None:
-        found = "none"
-        todo = (
-            "Check that a training is running and saves to this folder. If it does, its log shows"
-            " the save that failed. Use --timeout to wait longer"
-        )
-    else:
-        found = f"{new_version}, which does not answer the request"
-        todo = "A training writes to this folder. Wait longer with --timeout, or check its log"
+def _unanswered_error(run: Run, timeout: float) -> errors.DeadlinePassed:
     return errors.DeadlinePassed(
         f"No training answered the request to save {run.url}; the request was withdrawn",
         expected=f"a version within {timeout:g} s",
-        found=found,
-        todo=todo,
+        todo="Check that a training is running and saves to this folder: its log shows a save that"
+        " failed. Use --timeout to wait longer",
         run=run.url,
     )
 

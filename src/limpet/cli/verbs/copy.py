@@ -80,14 +80,10 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     """
     source = resolve.resolve_run_or_snapshot(a)
     began = perf_counter()
-    with resolve.remove_folder_if_empty(
-        locate(b).store if isinstance(source, SnapshotReader) else Run(b).store
-    ):
-        result = (
-            _copy_single(source, b, as_json)
-            if isinstance(source, SnapshotReader)
-            else _copy_run(*source, Run(b), as_json)
-        )
+    if isinstance(source, SnapshotReader):
+        result = _copy_single(source, b, as_json)
+    else:
+        result = _copy_run(*source, Run(b), as_json)
     print_result(as_json, _build_document, render, result, perf_counter() - began)
     exit_on_errors(ctx, (e for _, e in result.damaged))
 

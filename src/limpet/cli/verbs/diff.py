@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import output_width, print_line, print_table, progress_bar, truncate
+from limpet.cli.console import print_line, print_table, progress_bar
 from limpet.cli.exit_codes import DIFFERS
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import resolve_snapshot
@@ -221,14 +221,8 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
     for key in differences.only_b:
         print_line(f"only in B  {key}", "green")
     if differences.changes:
-        width = output_width()
-        changes = [truncate(_format_change(c), max(34, width // 2)) for c in differences.changes]
-        key_width = max(20, width - max(map(len, changes)) - 3)
-        # truncate at the front: the end of a key is more specific
-        keys = [k if len(k) <= key_width else "\u2026" + k[1 - key_width :]
-                for k in (c.key for c in differences.changes)]  # fmt: skip
-        print_table([[(k, ""), (c, "")] for k, c in zip(keys, changes, strict=True)],
-                    ("key", "change"))  # fmt: skip
+        changes = [[(c.key, ""), (_format_change(c), "")] for c in differences.changes]
+        print_table(changes, ("key", "change"), flexible=-1)
     if differences.is_same:
         count = format_count(differences.equal_count, "leaf or value", "leaves and values")
         print_line(f"Identical: {count}", "green")

@@ -25,16 +25,6 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import flatten
 from limpet.text import format_count, format_list, format_size
 
-_KIND_NAMES = {
-    "torch": "a file of torch.save",
-    "lightning": "a Lightning checkpoint",
-    "safetensors": "a safetensors file",
-    "huggingface": "a Hugging Face folder",
-    "accelerate": "a folder of Accelerate",
-    "transformers": "a checkpoint of Transformers",
-    "dcp": "a torch.distributed.checkpoint folder",
-}
-
 
 @click.command("import", short_help="Save another library's checkpoint as a version.")
 @click.argument("file_or_dir")
@@ -126,7 +116,7 @@ def render(
         ),
         (left_out, f"Not imported: {left_out}"),
     )
-    print_line(f"{_KIND_NAMES[checkpoint.kind]}  {checkpoint.path}", "dim")
+    print_line(f"{checkpoint.kind}  {checkpoint.path}", "dim")
     for applies, note in notes:
         if applies:
             print_line(note, "yellow")

@@ -11,7 +11,7 @@ import click
 
 from limpet.cli.console import print_line
 from limpet.cli.output import json_option, print_json
-from limpet.cli.resolve import is_same_run, resolve_run, split_version
+from limpet.cli.resolve import resolve_run, split_version
 from limpet.errors import NotFound
 from limpet.format.names import Version
 from limpet.run.address import open_version
@@ -43,10 +43,10 @@ def pin(ctx: click.Context, version: Sequence[str], remove: bool, as_json: bool)
 
 
 @click.command("rm", short_help="Delete versions.")
-@click.argument("versions", metavar="RUN STEP...|SNAPSHOT...", nargs=-1, required=True)
+@click.argument("versions", metavar="RUN STEP...|SNAPSHOT", nargs=-1, required=True)
 @json_option
 def rm(versions: Sequence[str], as_json: bool) -> None:
-    """Delete the versions of each STEP in RUN, or each SNAPSHOT: all of them, or none and an error.
+    """Delete the versions of each STEP in RUN, or SNAPSHOT: all of them, or none and an error.
 
     A version is not deleted if it is pinned, if a process or an evaluation is using it, if another
     version refers to it, or if it is the newest one, from which a training would continue.
@@ -73,11 +73,13 @@ Target = tuple[int, int | None]
 
 def resolve_targets(words: Sequence[str], *, by_name: bool = True) -> tuple[Run, list[Target]]:
     """Return the run and the versions that arguments name: a run and steps (``runs/a 120 240.1``),
-    or versions of one run. Unless ``by_name``, ``latest`` and ``best`` are refused."""
+    or one version. Unless ``by_name``, ``latest`` and ``best`` are refused."""
     url, *steps = words
     if (first := split_version(url)) is not None:
         url, step = first
-        steps = [step, *(_split_other(word, url, words[0]) for word in words[1:])]
+        if steps:
+            raise _usage_error(f"{words[0]} is one version; for several, write {url} STEP ...")
+        steps = [step]
     for step in steps:
         _check_step(step, url, by_name)
     run, _ = resolve_run(url)
@@ -87,18 +89,6 @@ def resolve_targets(words: Sequence[str], *, by_name: bool = True) -> tuple[Run,
             f"{url} is a run; name the version: {verb} {url} STEP, or {verb} {url}@STEP"
         )
     return run, [_find_target(run, step) for step in steps]
-
-
-def _split_other(word: str, run: str, first: str) -> str:
-    """Return the step that a word after ``first``, a version of ``run``, names."""
-    split = split_version(word)
-    if split is None:
-        if _STEP.fullmatch(word):
-            resolve_run(first)  # raises an error: it is one version, not a run
-        raise _usage_error(f"{word} is not a version; write {first} and others like it")
-    if not is_same_run(run, split[0]):
-        raise _usage_error(f"{word} and {first} are in different runs; name those of one run")
-    return split[1]
 
 
 def _check_step(step: str, url: str, by_name: bool) -> None:

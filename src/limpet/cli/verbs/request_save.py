@@ -8,7 +8,7 @@ import click
 
 from limpet.cli.console import print_line, progress_bar
 from limpet.cli.output import json_option, parse_duration, print_json
-from limpet.cli.resolve import resolve_run_allow_empty
+from limpet.cli.resolve import resolve_run
 from limpet.format.names import random_id
 from limpet.run.run import Run
 from limpet.run.save_request import RequestedSave, put_request, request_and_wait
@@ -32,7 +32,7 @@ def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
     If a request already exists, this command waits for the same save. If the training does not
     answer in time, or on Ctrl-C, the request is withdrawn.
     """
-    opened = resolve_run_allow_empty(run)
+    opened = resolve_run(run, require_version=False)[0]
     if no_wait:
         attempt = random_id()
         version, joined = None, put_request(opened.store, attempt) != attempt

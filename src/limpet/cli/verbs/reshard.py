@@ -12,7 +12,7 @@ import click
 
 from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.output import json_option, print_result
-from limpet.cli.resolve import check_version_name, remove_folder_if_empty, resolve_snapshot
+from limpet.cli.resolve import check_version_name, resolve_snapshot
 from limpet.convert.reshard import SPLITS, reshard
 from limpet.format.names import Version
 from limpet.snapshot.location import Location, locate, versions_in
@@ -51,10 +51,7 @@ def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) ->
     location = _resolve_destination(old, dest)
     began = perf_counter()
     nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in old.leaves.values())
-    with (
-        remove_folder_if_empty(location.store),
-        progress_bar("resharding", nbytes, quiet=as_json) as advance,
-    ):
+    with progress_bar("resharding", nbytes, quiet=as_json) as advance:
         new = reshard(old, location, shards, split, advance)
     build_document = partial(_build_document, split)
     print_result(as_json, build_document, render, old, new, perf_counter() - began)

@@ -50,12 +50,6 @@ class VerifyResult:
     problems: tuple[Problem, ...]
     is_version: bool = True
 
-    @property
-    def is_unreadable(self) -> bool:
-        """True if the only problems are that the store does not return the bytes."""
-        denied = [isinstance(p.error, errors.Denied | errors.Unavailable) for p in self.problems]
-        return bool(denied) and all(denied)
-
 
 @click.command("verify", short_help="Read every byte and compare it with its digest.")
 @click.argument("run_or_snapshot", metavar="RUN|SNAPSHOT")
@@ -274,12 +268,10 @@ def render(results: list[VerifyResult], seconds: float, danger: str | None) -> N
         if others:
             print_line(f"also affects {', '.join(others)}", "dim")
     nbytes = sum(r.nbytes for r in results)
-    unreadable = sum(r.is_unreadable for r in results)
-    damaged = sum(bool(r.problems) for r in results) - unreadable
-    counts = ((damaged, "damaged"), (unreadable, "unreadable"))
-    failures = ", ".join(f"{n} of {len(results)} {status}" for n, status in counts if n)
+    failures = sum(bool(r.problems) for r in results)
     noun = "version" if not results or results[0].is_version else "exported file"
-    verdict = failures or f"{format_count(len(results), noun)} intact"
+    count = format_count(len(results), noun)
+    verdict = f"problems in {failures} of {count}" if failures else f"{count} intact"
     compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
     print_line()
     print_line(f"{verdict}; {compared}", "red" if failures else "green")
