@@ -5,7 +5,6 @@ import functools
 import os
 import shutil
 import tempfile
-import time
 from collections import OrderedDict
 
 import numpy as np
@@ -96,16 +95,6 @@ def test_a_load_into_live_tensors_increments_their_version_counters(mode):
         passed.backward()
 
 
-def test_a_load_that_fails_after_a_change_increments_the_version_counters():
-    url = save_state({"a": ONE, "b": torch.randn(100_000)})
-    damage(limpet.open_store(url.rpartition("/")[0]), "b", limpet.open(url))
-    live = {"a": ONE * 0, "b": torch.zeros(100_000)}
-    counts = [t._version for t in live.values()]
-    with pytest.raises(DigestMismatch):
-        limpet.load(url, into=live)
-    assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
-
-
 def test_only_selected_leaves_are_read():
     url = save_state({"a": ONE, "b": torch.randn(100_000)})
     store = limpet.open_store(url.rpartition("/")[0])
@@ -184,25 +173,6 @@ def test_an_existing_name_with_a_star_is_not_a_pattern():
     )
 
 
-def test_a_rename_applies_to_the_parameter_names_of_an_optimizer():
-    def make(name):
-        m = nn.ModuleDict({name: nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
-        opt = torch.optim.Adam(m.parameters())
-        for p in m.parameters():
-            p.grad = torch.randn_like(p)
-        return m, opt
-
-    (m, opt), (live, live_opt) = make("old"), make("new")
-    opt.step()
-    limpet.load(
-        save_state({"model": m, "o": opt}),
-        into={"model": live, "o": live_opt},
-        rename={"model/old": "model/new"},
-    )
-    assert_same(list(m.parameters()), list(live.parameters()))
-    assert_same(list(opt.state.values()), list(live_opt.state.values()))
-
-
 def test_tensors_are_loaded_to_the_given_device():
     state = {"t": ONE, "a": np.ones(2), "n": 1}
     assert_same(state, limpet.load(save_state(state), device="cpu"))
@@ -218,14 +188,17 @@ def test_into_must_be_a_dict():
             limpet.load(save_state({"a": 1}), into=into)
 
 
-def test_the_error_for_damage_states_that_the_live_state_is_not_valid():
+def test_a_load_of_damaged_bytes_says_that_the_live_state_is_not_valid():
+    """The damaged bytes never reach it, and PyTorch knows which tensors may have changed."""
     url = save_state({"a": ONE, "b": torch.randn(100_000)})
     damage(limpet.open_store(url.rpartition("/")[0]), "b", limpet.open(url))
-    with pytest.raises(DigestMismatch) as e:
-        limpet.load(url, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
-    assert "is not valid" in str(e.value)
-    assert e.value.live_state == "not valid"
-    assert e.value.leaf == "b"
+    live = {"a": torch.zeros(2), "b": torch.zeros(100_000)}
+    counts = [t._version for t in live.values()]
+    with pytest.raises(DigestMismatch, match="is not valid") as e:
+        limpet.load(url, into=live)
+    assert (e.value.live_state, e.value.leaf) == ("not valid", "b")
+    assert not live["b"].any()
+    assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
     with pytest.raises(DigestMismatch) as e:
         limpet.load(url)
     assert "is not valid" not in str(e.value)
@@ -241,15 +214,6 @@ def test_the_error_of_a_store_states_that_the_live_state_is_not_valid(monkeypatc
     with pytest.raises(StoreError, match=r"on fire.*is not valid") as e:
         limpet.load(url, into={"a": torch.zeros(1000)})
     assert e.value.leaf == "a"
-
-
-def test_damaged_bytes_never_reach_the_live_state():
-    url = save_state({"b": torch.ones(100_000)})
-    damage(limpet.open_store(url.rpartition("/")[0]), "b", limpet.open(url))
-    live = torch.zeros(100_000)
-    with pytest.raises(DigestMismatch):
-        limpet.load(url, into={"b": live})
-    assert not live.any()
 
 
 def test_differences_are_raised_before_any_bytes_are_read(monkeypatch):
@@ -389,21 +353,6 @@ def test_a_tensor_of_more_than_four_gigabytes_is_restored():
         assert int(t.count_nonzero()) == 0
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_leaves_are_restored(tmp_path):
-    one = torch.arange(4.0)
-    state = {f"layer{i}": {f"w{j}": one + i for j in range(100)} for i in range(1000)}
-    began = time.perf_counter()
-    limpet.save(tmp_path / "version_1", state)
-    saved_at = time.perf_counter()
-    live = {k: {n: torch.empty(4) for n in v} for k, v in state.items()}
-    made_at = time.perf_counter()
-    limpet.load(tmp_path / "version_1", into=live)
-    loaded_at = time.perf_counter()
-    print(f"saved in {saved_at - began:.2f} s, loaded in {loaded_at - made_at:.2f} s")
-    assert all(torch.equal(t, live[k][n]) for k, v in state.items() for n, t in v.items())
-
-
 MEASURE_MEMORY = """
 import sys, torch, limpet
 from tests.memory_peak import print_peak_resident
@@ -427,10 +376,11 @@ with print_peak_resident():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strided", [False, True])
-def test_saving_and_loading_512_mib_needs_at_most_256_mib_of_extra_memory(strided):
+def test_saving_and_loading_512_mib_needs_at_most_256_mib_of_extra_memory():
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        for what in ("strided" if strided else "save", "load", "plain"):
+        for what in ("save", "load", "plain", "strided"):
+            shutil.rmtree(f"{folder}/version_0", ignore_errors=True)
+            if what == "strided":
+                shutil.rmtree(f"{folder}/version_1")
             [growth] = numbers_of(MEASURE_MEMORY, what, folder)
             assert growth - 512 * MIB * (what == "plain") < 257 * MIB, what
-            shutil.rmtree(f"{folder}/version_0")

@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import limpet
 from limpet.errors import DTypeMismatch, PlanError, ShapeMismatch
-from tests.states import Stateful, assert_same, clone, save_state
+from tests.states import assert_same, clone, save_state
 
 ADAM_SLOTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -201,28 +201,6 @@ def test_another_kind_or_dtype_is_not_kept():
             limpet.load(save_state({"x": saved}), into={"x": live}, mismatched="keep")
     live = {"x": torch.ones(3).double()}  # both differ, so that no element could be loaded
     limpet.load(save_state({"x": torch.ones(2)}), into=live, mismatched="keep")
-
-
-def test_a_kept_tensor_is_not_overwritten_through_another_name():
-    shared = torch.zeros(2)
-    url = save_state({"a": torch.ones(2), "b": torch.ones(3)})
-    for live in ({"a": shared, "b": shared}, {"b": shared, "a": shared}):
-        with pytest.raises(
-            PlanError,
-            match=r"share memory.*what one of them keeps",
-        ):
-            limpet.load(url, into=live, mismatched="keep")
-        assert torch.equal(shared, torch.zeros(2))
-    both = save_state({"a": torch.ones(4), "b": torch.ones(3)})
-    report = limpet.load(both, into={"a": shared, "b": shared}, mismatched="keep")
-    assert len(report.kept) == 2
-
-
-def test_objects_load_their_own_state_as_a_whole():
-    live = {"buffer": Stateful(x=torch.zeros(2)), "t": torch.zeros(1)}
-    url = save_state({"buffer": Stateful(x=torch.ones(3)), "t": torch.ones(2)})
-    limpet.load(url, into=live, mismatched="keep")
-    assert torch.equal(live["buffer"].state["x"], torch.ones(3))
 
 
 def test_the_error_names_the_options_and_slots_follow_a_rename():

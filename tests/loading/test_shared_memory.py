@@ -193,12 +193,14 @@ def test_a_tensor_that_keeps_its_value_is_not_overwritten_by_a_part():
     assert t.tolist() == [0, 0, 0, 0]
     t.fill_(1)
     assert limpet.load(url, into={"a": t, "b": t[1:3]}, mismatched="keep").kept
+    both = limpet.load(url, into={"a": t[:2], "b": t[:2]}, mismatched="keep")
+    assert [*both.kept] == ["a", "b"]
 
 
 def test_many_views_are_compared_at_once(monkeypatch):
     """The cost grows with the views, not with their pairs; arrays that share nothing cost none."""
-    table = torch.arange(30_000.0)
-    live = {"table": table, "rows": [*table.view(10_000, 3)], "windows": [*table.unfold(0, 3, 1)]}
+    table = torch.arange(3_000.0)
+    live = {"table": table, "rows": [*table.view(1_000, 3)], "windows": [*table.unfold(0, 3, 1)]}
     url = save_state(live)
     calls = []
     read = limpet.snapshot.reader.SnapshotReader.read
@@ -212,10 +214,10 @@ def test_many_views_are_compared_at_once(monkeypatch):
     )
     table.zero_()
     limpet.load(url, into=live)
-    assert table.tolist() == [*range(30_000)]
-    assert calls == [29_999, 39_999]  # the tied ones once
+    assert table.tolist() == [*range(3_000)]
+    assert calls == [2_999, 3_999]  # the tied ones once
     limpet.load(url, into={**live, "windows": []}, keys="rows/**")
-    assert calls[2:] == [10_000]
+    assert calls[2:] == [1_000]
 
 
 @pytest.mark.parametrize("order", [*permutations("abc")])
@@ -226,22 +228,3 @@ def test_the_order_of_the_views_does_not_matter(order):
     with pytest.raises(PlanError, match=r"'b' and 'c' share memory"):
         limpet.load(url, into={k: views[k] for k in order})
     assert not t.any()
-
-
-def test_a_resume_refuses_and_accepts_the_same(tmp_path):
-    def make(a, b):
-        return {"a": a, "b": [b], "p": limpet.Progress()}
-
-    memory = torch.zeros(8)
-    apart = make(torch.ones(4), torch.full((4,), 2.0))
-    with limpet.Checkpointer(tmp_path, apart, save=limpet.EverySteps(1), quiet=True) as ckpt:
-        ckpt.step()
-    with (
-        pytest.raises(PlanError, match="'a' and 'b/0' share memory, but would get different"),
-        limpet.Checkpointer(tmp_path, make(memory[:4], memory[2:6]), quiet=True) as ckpt,
-    ):
-        ckpt.resume()
-    assert not memory.any()
-    with limpet.Checkpointer(tmp_path, make(memory[::2], memory[1::2]), quiet=True) as ckpt:
-        ckpt.resume()
-    assert memory.tolist() == [1, 2] * 4
