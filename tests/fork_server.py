@@ -3,7 +3,21 @@
 An import of PyTorch takes about two seconds of processor time.
 """
 
-from multiprocessing import get_context
+import os
+from multiprocessing import get_context, popen_forkserver
+from threading import Lock
+
+_poll = popen_forkserver.Popen.poll
+
+
+def poll_once(process, flag=os.WNOHANG):
+    """Read the exit code of a process, which can be read once. Each start of a process polls all
+    processes, while another thread may wait for one."""
+    with process.__dict__.setdefault("lock", Lock()):
+        return _poll(process, flag)
+
+
+popen_forkserver.Popen.poll = poll_once  # type: ignore[method-assign]
 
 FORK_SERVER = get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(

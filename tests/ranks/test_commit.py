@@ -31,6 +31,9 @@ from tests.ranks.faults import (
 SAVES = pytest.mark.parametrize(
     "save", [ThreadedJob.save, ThreadedJob.save_async], ids=["save", "save_async"]
 )
+JOBS = pytest.mark.parametrize(
+    ("size", "save"), [(2, ThreadedJob.save), (3, ThreadedJob.save_async)], ids=["2", "3 async"]
+)
 MANIFEST = "version_1/manifest.json"
 Save = Callable[[ThreadedJob, int, int], Any]
 
@@ -72,8 +75,7 @@ def test_a_save_without_a_fault_leaves_nothing(trial_stores, save):
 
 
 @pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize("size", [2, 3])
+@JOBS
 def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
     trials = trials_of_all_calls(size, kill_rank, save=save)
     leftover_counts = []
@@ -92,8 +94,7 @@ def test_all_ranks_raise_or_commit_when_a_rank_dies(trial_stores, size, save):
 
 
 @pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize("size", [2, 3])
+@JOBS
 def test_all_ranks_raise_when_a_call_fails(trial_stores, size, save):
     """All ranks stay alive. The same group saves again and leaves no keys behind."""
     errors = (NoSpace("The disk is full", key="k"), Unavailable("It does not answer"))
@@ -136,8 +137,7 @@ def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(trial_stores):
 
 
 @pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize("size", [2, 3])
+@JOBS
 def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(trial_stores, size, save):
     trials = trials_of_all_calls(size, kill_store, target="kv", save=save)
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=False))

@@ -78,8 +78,11 @@ def inject_all_faults(make_fault, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [False, True], ids=["fails", "its reply is lost"])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [(errno.ENOSPC, False), (errno.EIO, True)],
+    ids=["ENOSPC", "EIO, and its reply is lost"],
+)
 def test_the_ranks_agree_when_any_file_system_call_fails(trial_stores, tmp_path, error, lost):
     def make_fault(kind, occurrence):
         return Fault(kind, occurrence, error, lost=lost)

@@ -96,7 +96,7 @@ def processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_save_load_lose_a_rank_and_join_again(processes):
+def test_processes_save_load_lose_a_rank_join_again_and_miss_a_rank(processes):
     script = """
 with join("three", 3) as group:
     saved = limpet.save(f"{run}/version_1", part(group, 10), group=group)
@@ -126,6 +126,9 @@ with join("the two that are left", 2) as group:
         try_get = KVClient.try_get
         KVClient.try_get = lambda *args, **options: time.sleep(0.3) or try_get(*args, **options)
     limpet.load(f"{run}/version_5", part(group, 0), group=group)
+os.environ["LIMPET_STUCK"] = "3"
+group = join("three of which one does not join", 3)
+report["missing"] = error_of(limpet.save, f"{run}/version_9", part(group, 0), group=group)
 """
     processes.start(script, 3, stuck=30)
     reports = processes.reports(killed=2)
@@ -138,6 +141,11 @@ with join("the two that are left", 2) as group:
         assert (name, lost, "version_5" in text) == ("RankFailed", 2, True)
         assert report["resumed"] == 4
         assert seconds < 20
+        name, text, missing, seconds = report["missing"]
+        assert (name, missing) == ("RankFailed", 2)
+        assert "Rank 2 did not join the save of" in text
+        assert "that the rank never joined" in text
+        assert 2 < seconds < 20
     run = limpet.Run(processes.run)
     assert [version.step for version in run.snapshots()] == [2, 3, 4, 5]
     for step, ranks in ((3, 3), (5, 2)):
@@ -149,22 +157,6 @@ with join("the two that are left", 2) as group:
         assert state["table"][:, 0].tolist() == rows.tolist()
         assert state["dense"].tolist() == [value] * 1000
         assert state["own"] == {str(rank): rank for rank in range(ranks)}
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_join_is_named(processes):
-    script = """
-group = join("three", 3)
-report["error"] = error_of(limpet.save, f"{run}/version_1", part(group, 0), group=group)
-"""
-    processes.start(script, 2, stuck=3)
-    for report in processes.reports():
-        name, text, missing, seconds = report["error"]
-        assert (name, missing) == ("RankFailed", 2)
-        assert "Rank 2 did not join the save of" in text
-        assert "that the rank never joined" in text
-        assert 2 < seconds < 20
-    assert limpet.Run(processes.run).latest() is None
 
 
 def test_a_name_is_used_once_by_each_rank_and_with_one_size(tmp_path):

@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import partial
+from threading import Lock
 
 import pytest
 
@@ -51,115 +53,139 @@ def committed_at(folder, step):
     return (folder / "run" / f"version_{step}" / "manifest.json").stat().st_mtime
 
 
-@pytest.fixture(scope="module")
-def stopped_at(tmp_path_factory):
-    """Return the weights of a training that nothing disturbed, except that it was restarted after a
+class Undisturbed:
+    """The weights of trainings that nothing disturbed, except that they were restarted after a
     step: DDP sums the gradients of its first step in another order."""
 
-    @cache
-    def train(step):
-        folder = tmp_path_factory.mktemp("undisturbed")
-        complete(folder, step)
-        return [r["weights"] for r in complete(folder)]
+    def __init__(self, folder):
+        self._folder = folder
+        self._weights: dict[int, list[str]] = {}
+        self._lock = Lock()
 
-    return train
+    def weights(self, restarted_at):
+        with self._lock:
+            if restarted_at not in self._weights:
+                folder = self._folder / f"undisturbed-{restarted_at}"
+                complete(folder, restarted_at)
+                self._weights[restarted_at] = [r["weights"] for r in complete(folder)]
+            return self._weights[restarted_at]
 
 
-@pytest.mark.parametrize(("fault", "victim"), [(signal.SIGSTOP, 1), (signal.SIGKILL, 0)])
-def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_in_time(
-    tmp_path, fault, victim, memory, stopped_at
-):
-    """C3: with the parts of the dead rank."""
+def check_complete_state(folder, memory, undisturbed, fault, victim):
+    """C3: the newest complete state in memory is saved, with the parts of the dead rank, and the
+    live ranks leave in time."""
     scenario = Scenario(victim=victim, fault=fault, noticed=2, memory=memory)
     if fault == signal.SIGKILL:  # the others must know of the notice before the connection is lost
         scenario = replace(scenario, slow_step=3.0)
-    _store, processes = start(tmp_path, scenario)
+    _store, processes = start(folder, scenario)
     codes, ended = finish(processes, {*range(SIZE)} - {victim})
-    newest = newest_version(tmp_path)
-    assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
+    newest = newest_version(folder)
     assert newest.metadata["reason"] == "memory"
-    assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
     if fault == signal.SIGKILL:  # the error that ended the training may have another cause
-        assert "RuntimeError: " in logs(tmp_path)
+        assert "RuntimeError: " in logs(folder)
     else:  # no call to a stopped rank returns, so they end themselves early
-        saved, before = committed_at(tmp_path, newest.step), committed_at(tmp_path, 5)
-        left = scenario.seconds - (saved - before - 1.0)
-        assert ended - saved < 0.75 * left + EXIT_SECONDS
-    resumed = complete(tmp_path)
+        check_time(folder, scenario, newest, ended)
+    check_codes(folder, codes, newest)
+    check_resume(folder, newest, undisturbed)
+
+
+def check_codes(folder, codes, newest):
+    """Check the codes of ranks that have saved the captured state of the last or the step before: a
+    capture may be skipped, because the one before is not complete."""
+    assert newest.step in (6, 7), logs(folder)
+    assert newest.verify().ok
+    # 75 if the rank learned in time that its last step is saved
+    assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(folder)
+
+
+def check_time(folder, scenario, newest, ended):
+    saved, before = committed_at(folder, newest.step), committed_at(folder, 5)
+    assert ended - saved < 0.75 * (scenario.seconds - (saved - before - 1.0)) + EXIT_SECONDS
+
+
+def check_resume(folder, newest, undisturbed):
+    resumed = complete(folder)
     assert [r["resumed"] for r in resumed] == [newest.step] * SIZE
-    assert [r["weights"] for r in resumed] == stopped_at(newest.step)
+    assert [r["weights"] for r in resumed] == undisturbed.weights(newest.step)
     assert [r["mine"] for r in resumed] == [{"rank": r, "steps": 12} for r in range(SIZE)]
 
 
-def test_nothing_is_committed_without_a_tier(tmp_path):
+def check_nothing_committed(folder, memory, undisturbed):
+    """Without a tier, a state of which the dead rank has a part cannot be saved."""
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, is_sharded=True)
-    _store, processes = start(tmp_path, scenario)
+    _store, processes = start(folder, scenario)
     codes, _ = finish(processes, [0, 2])
-    assert codes == [76, 76], logs(tmp_path)
-    assert [s.step for s in Run(str(tmp_path / "run")).snapshots()] == [5]
+    assert codes == [76, 76], logs(folder)
+    assert [s.step for s in Run(str(folder / "run")).snapshots()] == [5]
 
 
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_state(
-    tmp_path, is_sharded, memory
-):
-    scenario = Scenario(
-        victim=1,
-        fault=signal.SIGSTOP,
-        noticed=2,
-        is_sharded=is_sharded,
-        is_pipeline=not is_sharded,
-        memory=memory,
-    )
-    _store, processes = start(tmp_path, scenario)
+def check_part_of_the_dead_rank(folder, memory, undisturbed, **options):
+    scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, memory=memory, **options)
+    _store, processes = start(folder, scenario)
     codes, ended = finish(processes, [0, 2])
-    newest = newest_version(tmp_path)
-    saved, before = committed_at(tmp_path, newest.step), committed_at(tmp_path, 5)
-    assert ended - saved < 0.75 * (scenario.seconds - (saved - before - 1.0)) + EXIT_SECONDS
-    # 75 if the rank learned in time that its last step is saved
-    assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
-    assert newest.step in (6, 7)  # a capture may be skipped, because the one before is not complete
-    assert newest.verify().ok
+    newest = newest_version(folder)
+    check_time(folder, scenario, newest, ended)
+    check_codes(folder, codes, newest)
     assert limpet.load(newest.url)["mine"]["1"]["steps"] == newest.step
 
 
-def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(tmp_path, memory):
-    """Their training threads never return from a long step."""
+def check_without_savepoints(folder, memory, undisturbed):
+    """The training threads of the live ranks never return from a long step."""
     scenario = Scenario(noticed=2, slow_step=60.0, memory=memory, has_savepoints=False)
-    _store, processes = start(tmp_path, scenario)
+    _store, processes = start(folder, scenario)
     codes, _ = finish(processes)
-    newest = newest_version(tmp_path)
-    assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
+    newest = newest_version(folder)
     assert newest.metadata["reason"] == "memory"
-    assert newest.verify().ok
-    assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
+    check_codes(folder, codes, newest)
 
 
-def test_a_stopped_rank_that_continues_damages_nothing(tmp_path, memory, stopped_at):
+def check_rank_that_continues(folder, memory, undisturbed):
+    """A stopped rank that continues damages nothing."""
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, memory=memory)
-    _store, processes = start(tmp_path, scenario)
+    _store, processes = start(folder, scenario)
     try:
-        manifest = tmp_path / "run" / "version_5" / "manifest.json"
-        wait_until(manifest.exists, 30, lambda: logs(tmp_path))
+        manifest = folder / "run" / "version_5" / "manifest.json"
+        wait_until(manifest.exists, 30, lambda: logs(folder))
         time.sleep(6.5)
         os.kill(processes[1].pid, signal.SIGCONT)
         codes = wait_for(processes, 60)
-        assert {*codes} <= {75, 76, 1}, (codes, logs(tmp_path))
+        assert {*codes} <= {75, 76, 1}, (codes, logs(folder))
     finally:
         kill(processes)
-    newest = newest_version(tmp_path)
-    assert newest.step is not None
-    assert newest.step >= 6, (codes, logs(tmp_path))
-    assert newest.verify()
-    resumed = complete(tmp_path)
-    assert [r["weights"] for r in resumed] == stopped_at(newest.step)
+    newest = newest_version(folder)
+    assert (newest.step or 0) >= 6, (codes, logs(folder))
+    assert newest.verify().ok
+    check_resume(folder, newest, undisturbed)
 
 
-def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_path):
-    """All ranks are alive."""
-    _store, processes = start(tmp_path, Scenario(noticed=1, slow_step=30.0, seconds=8.0))
+def check_long_step(folder, memory, undisturbed):
+    """All ranks are alive, in a step longer than the grace period, and save the step before."""
+    _store, processes = start(folder, Scenario(noticed=1, slow_step=30.0, seconds=8.0))
     codes, _ = finish(processes)
-    assert codes == [75] * SIZE, logs(tmp_path)
-    newest = newest_version(tmp_path)
+    assert codes == [75] * SIZE, logs(folder)
+    newest = newest_version(folder)
     assert newest.step == 7
     assert limpet.load(newest.url)["mine"]["2"]["steps"] == 7
+
+
+CHECKS = (
+    partial(check_complete_state, fault=signal.SIGSTOP, victim=1),
+    partial(check_complete_state, fault=signal.SIGKILL, victim=0),
+    partial(check_part_of_the_dead_rank, is_sharded=True),
+    partial(check_part_of_the_dead_rank, is_pipeline=True),
+    check_without_savepoints,
+    check_rank_that_continues,
+    check_nothing_committed,
+    check_long_step,
+)
+
+
+def test_the_live_ranks_save_what_they_have(tmp_path, memory):
+    """The checks run at the same time, because they mostly wait."""
+    undisturbed = Undisturbed(tmp_path)
+
+    def run(number):
+        CHECKS[number](tmp_path / f"{number}", f"{memory}/{number}", undisturbed)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(len(CHECKS))))
