@@ -193,4 +193,4 @@ def test_a_name_that_is_no_dtype_or_device_is_never_used(node):
 def test_the_text_of_a_node():
     for value in (torch.int8, torch.Size([1])):
         node = torch_types.encode(value)
-        assert repr(torch_types.describe(node)) == repr(value)
+        assert torch_types.describe(node) == repr(value)

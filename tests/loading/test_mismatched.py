@@ -238,7 +238,7 @@ def test_the_report_says_what_was_loaded_kept_ignored_and_cast():
         "kept 1 of another shape: model/fc saved [4], live [3]\n"
         "kept 2 missing in the snapshot: new (2 leaves)\n"
         "ignored 1 of the snapshot: z\n"
-        "cast 1: model/trunk from float32 to bfloat16\n"
+        "cast 1: model/trunk float32 to bfloat16\n"
         "renamed 1: model/body to model/trunk"
     )
     assert str(report) == repr(report) == text

@@ -74,7 +74,7 @@ def test_each_rank_loads_its_own_values_and_new_ranks_keep_theirs(saving_ranks, 
     )
     for live in live_states[:saving_ranks]:  # lists get the saved length
         live["loader"].value.position = 0
-    message = r"t, nested/0, loader \(saved by \d ranks?, loaded by \d\): "
+    message = r"t, nested/0, loader \(saved by ranks? .*, loaded by ranks? .*\)\. A rank without"
     with warns_if_ranks_changed(saving_ranks, loading_ranks, message):
         load_on_ranks(store, *live_states)
     for rank, live in enumerate(live_states):
@@ -94,9 +94,7 @@ def test_a_load_without_a_live_state_returns_per_rank_values_by_rank_number():
 
 def test_values_of_absent_ranks_are_ignored_and_mismatched_ones_are_errors():
     store = save_on_ranks(*for_each_rank(3, lambda r: {"a": PerRank(floats(*range(r + 1)))}))
-    with warns_if_ranks_changed(
-        3, 1, r"a \(saved by 3 ranks, loaded by 1\): the values of ranks 1, 2 are ignored\. If"
-    ):
+    with warns_if_ranks_changed(3, 1, r"a \(saved by ranks 0, 1, 2, loaded by rank 0\)\."):
         load_on_ranks(store, {"a": PerRank(floats(9))})
     live_states = for_each_rank(2, lambda r: {"a": PerRank(floats(9))})
     for e in load_errors(store, ShapeMismatch, *live_states):
@@ -123,9 +121,7 @@ def load_warnings(store, *live_states, **options):
     assert {w.category for w in caught} <= {InexactResume}
     # the warning points to the line that calls load
     assert {w.filename for w in caught} <= {rank_threads.__file__}
-    return [
-        str(w.message).partition(" load them: ")[2].partition(". If a value")[0] for w in caught
-    ]
+    return [str(w.message).partition(" load them: ")[2].partition(". A rank")[0] for w in caught]
 
 
 def test_one_warning_names_all_values_of_other_ranks():
@@ -133,15 +129,9 @@ def test_one_warning_names_all_values_of_other_ranks():
         return {"loader": PerRank({"at": 1, "x": floats(r)}), "a": [PerRank(r)], "w": floats(1)}
 
     store = save_on_ranks(*for_each_rank(4, state))
-    expected = "loader, a/0 (saved by 4 ranks, loaded by {}): {}"
-    for loading_ranks, outcome in (
-        (1, "the values of ranks 1, 2, 3 are ignored"),
-        (3, "the value of rank 3 is ignored"),
-        (5, "rank 4 keeps its current value"),
-        (6, "ranks 4, 5 keep their current values"),
-    ):
+    for loading_ranks, loaded in ((1, "rank 0"), (5, "ranks 0, 1, 2, 3, 4")):
         assert load_warnings(store, *for_each_rank(loading_ranks, state)) == [
-            expected.format(loading_ranks, outcome)
+            f"loader, a/0 (saved by ranks 0, 1, 2, 3, loaded by {loaded})"
         ]
     assert load_warnings(store, *for_each_rank(4, state)) == []
 
@@ -153,11 +143,10 @@ def test_no_warning_if_the_ranks_with_a_per_rank_value_are_the_same():
     store = save_on_ranks(*for_each_rank(4, lambda r: state(r, 1, 3)))
     assert load_warnings(store, *for_each_rank(5, lambda r: state(r, 1, 3))) == []
     assert load_warnings(store, *for_each_rank(4, lambda r: state(r, 0, 1))) == [
-        "a (saved by 2 ranks, loaded by 2): rank 0 keeps its current value,"
-        " the value of rank 3 is ignored"
+        "a (saved by ranks 1, 3, loaded by ranks 0, 1)"
     ]
     assert load_warnings(store, *for_each_rank(2, lambda r: state(r, 1))) == [
-        "a (saved by 2 ranks, loaded by 1): the value of rank 3 is ignored"
+        "a (saved by ranks 1, 3, loaded by rank 1)"
     ]
 
 

@@ -66,17 +66,8 @@ def decode(node: Any, key: str) -> Any:
     return value
 
 
-class TorchText(str):
-    """The text of a value, shown without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def describe(node: Any) -> TorchText:
+def describe(node: Any) -> str:
     """Return a valid node as text, without torch."""
     ((tag, body),) = node.items()
     text = {"dtype": f"torch.{body}", "device": f"torch.device({body!r})"}
-    return TorchText(text.get(tag, f"torch.Size({body})"))
+    return text.get(tag, f"torch.Size({body})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from math import prod
@@ -163,24 +163,25 @@ def _find_members(
     """Return the slots and the groups of a saved optimizer, and whether it was saved with numbered
     parameters. Return None, and record a difference, if the node is of another kind."""
     members = binding.dict_members(optimizer, node, key)
-    numbered = members is not None and _is_numbered(members)
-    if members is not None and numbered:
-        members = _name_parameters(binding, optimizer, grouped, members, key)
-    elif members is not None and "param_groups" in members and "groups" not in members:
+    if members is None:
+        return None, False
+    if _is_numbered(members):
+        return _name_parameters(binding, optimizer, grouped, members, key), True
+    if "param_groups" in members and "groups" not in members:
         # from an optimizer with code of its own
         groups, groups_key = members.pop("param_groups")
         members["groups"] = rename(groups, {}, groups_key), f"{key}/groups"
-    if members is not None and not _is_optimizer(members, "groups", str):
+    if not _is_optimizer(members, "groups", str):
         binding.note_other_kind(type(optimizer).__name__, node, key)
-        return None, numbered
-    return members, numbered
+        return None, False
+    return members, False
 
 
-def _resized_parameters(binding: Binding, live: dict[str, Any]) -> dict[str, str]:
+def _resized_parameters(binding: Binding, live: Iterable[str]) -> dict[str, str]:
     """Return the parameters that keep their live values because of their shapes. Their slots are
     kept as well: saved slots belong to the saved values, and all slots to one another."""
-    found = {name: binding.resized_parameter(value, name) for name, value in live.items()}
-    return {name: shapes for name, shapes in found.items() if shapes is not None}
+    shapes = binding.resized_names
+    return {name: shapes[name] for name in live if name in shapes}
 
 
 def _convert_numbers(optimizer: Any, loaded: list[dict[str, Any]], key: str) -> None:

@@ -66,7 +66,6 @@ class Binding:
     renames: Mapping[str, str] = field(default_factory=dict)
     resized: Mapping[str, str] = field(default_factory=dict)
     taken: frozenset[str] | None = None
-    resized_ids: dict[int, str] = field(default_factory=dict)
     differences: Differences = field(default_factory=Differences)
     claims: dict[Memory | None, dict[Any, Claim]] = field(default_factory=dict)
     """What the memory of live arrays gets, each once."""
@@ -199,8 +198,6 @@ class Binding:
         """Record that a leaf has another shape than the live value, here or on another rank."""
         text = self.resized.get(key, f"{list(saved)}, live {list(live)}")
         self.differences.resized[key] = text
-        if getattr(value, "requires_grad", False):  # not a temporary of a state dict
-            self.resized_ids[id(value)] = text
         if not self.selected(key):
             return
         self.differences.shapes[key] = text
@@ -222,13 +219,6 @@ class Binding:
             if self.selected(key):
                 self.differences.shapes[key] = f"{SLOT_OF} {shapes}"
 
-    def resized_parameter(self, parameter: Any, name: str | None) -> str | None:
-        """Return both shapes of a parameter if they differ. One in no module is found by its
-        ``id``."""
-        if not (self.resized or self.resized_ids):
-            return None
-        return self._resized_names.get(name) or self.resized_ids.get(id(parameter))
-
     @cached_property
     def saved_orders(self) -> dict[Any, list[Any]]:
         """The unusual orders of dimensions in memory, by the names as parameters."""
@@ -242,7 +232,8 @@ class Binding:
         return {to_dotted(key): dtype for key, (dtype, _) in self.targets.snapshot.leaves.items()}
 
     @cached_property
-    def _resized_names(self) -> dict[str | None, str]:
+    def resized_names(self) -> dict[str | None, str]:
+        """Both shapes of the parameters that differ in shape, by their names."""
         return {to_dotted(key): text for key, text in self.resized.items()}
 
     def note_other_dtype(self, key: str, stored: object, live: object, can_cast: bool) -> None:

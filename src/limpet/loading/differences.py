@@ -102,7 +102,8 @@ class Differences:
         """Describe the per-rank values that are loaded by other ranks than saved them."""
         keys_by_text: dict[str, list[tuple[str, int]]] = {}
         for key, saved in self.saved_ranks.items():
-            text = _describe_reassignment(saved, self.loaded_ranks[key])
+            loaded = self.loaded_ranks[key]
+            text = f"(saved by {format_ranks(saved)}, loaded by {format_ranks(loaded)})"
             keys_by_text.setdefault(text, []).append((key, 1))
         return "; ".join(f"{format_keys(keys)} {text}" for text, keys in keys_by_text.items())
 
@@ -163,20 +164,6 @@ class Differences:
             ('cast=True (in resume(), mismatched="cast")', self.dtypes),
         )
         return ", ".join(option for option, helps in options if helps)
-
-
-def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
-    """Describe how the ranks that saved a per-rank value differ from those that load it."""
-    new, gone = sorted({*loaded} - {*saved}), sorted({*saved} - {*loaded})
-    effects = []
-    if new:
-        keeps = "keeps its current value" if len(new) == 1 else "keep their current values"
-        effects.append(f"{format_ranks(new)} {keeps}")
-    if gone:
-        ignored = "value of {} is ignored" if len(gone) == 1 else "values of {} are ignored"
-        effects.append(f"the {ignored.format(format_ranks(gone))}")
-    savers = f"{len(saved)} rank{'s' * (len(saved) != 1)}"
-    return f"(saved by {savers}, loaded by {len(loaded)}): {', '.join(effects)}"
 
 
 def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
@@ -297,7 +284,7 @@ class LoadReport:
             f"kept {len(slots)} slots of such parameters": self._format_folded(slots),
             f"kept {len(missing)} {MISSING}": self._format_folded(missing),
             f"ignored {len(self.ignored)} of the snapshot": self._format_folded(self.ignored),
-            f"cast {len(self.cast)}": self._format_casts(),
+            f"cast {len(self.cast)}": format_mismatches(self.cast),
             f"renamed {len(renames)}": format_list(renames, _MAX_REPORTED),
         }
         lines = [f"{what}: {keys}" for what, keys in others.items() if keys]
@@ -305,15 +292,5 @@ class LoadReport:
 
     def _format_folded(self, keys: Sequence[str]) -> str:
         return format_keys(fold_keys(keys, self.loaded)) if keys else ""
-
-    def _format_casts(self) -> str:
-        keys_by_dtypes: dict[str, list[str]] = {}
-        for key, dtypes in self.cast.items():
-            keys_by_dtypes.setdefault(dtypes, []).append(key)
-        others = [key for key in self.loaded if key not in self.cast] if self.cast else []
-        return ", ".join(
-            f"{format_keys(fold_keys(keys, others), _MAX_REPORTED)} from {dtypes}"
-            for dtypes, keys in keys_by_dtypes.items()
-        )
 
     __repr__ = __str__

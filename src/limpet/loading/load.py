@@ -86,8 +86,9 @@ def _load(
     if reassigned and collective.rank == 0:
         warn_user(
             f"The per-rank values in {targets.snapshot.url} do not match the ranks that load them:"
-            f" {reassigned}. If a value counts the data that one rank has seen, some samples will"
-            " be repeated and some skipped; limpet.DataLoader continues with any number of"
+            f" {reassigned}. A rank without a saved value keeps its own, and the values of other"
+            " ranks are ignored. If a value counts the data that one rank has seen, some samples"
+            " will be repeated and some skipped; limpet.DataLoader continues with any number of"
             " ranks.",
             InexactResume,
         )
