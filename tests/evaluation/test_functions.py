@@ -30,26 +30,22 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "scoring_of_user.py").write_text("def setup(state): return state\n")
     (tmp_path / "wrong_of_user.py").write_text("def setup(state)\n")
-    (tmp_path / "needing_of_user.py").write_text("import not_installed_here\n")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("name", "found"),
     [
-        ("nowhere_of_user:setup", "Start the command in the folder of the module"),
-        ("nowhere_of_user.part:setup", "Start the command in the folder of the module"),
-        ("scoring_of_user.py:setup", "Write the module as in an import statement"),
-        ("./scoring_of_user.py:setup", "Write the module as in an import statement"),
-        ("scoring_of_user:missing", "Check the name of the function"),
-        ("wrong_of_user:setup", "The module was found, but it fails"),
-        ("needing_of_user:setup", "The module was found, but it fails"),
+        ("nowhere_of_user.part:setup", "ModuleNotFoundError"),
+        ("./scoring_of_user.py:setup", "ModuleNotFoundError|TypeError"),
+        ("scoring_of_user:missing", "AttributeError"),
+        ("wrong_of_user:setup", "SyntaxError"),
     ],
 )
-def test_the_error_of_an_import_says_what_to_do(folder, name, advice):
-    with pytest.raises(LimpetError, match="cannot be imported") as caught:
+def test_the_error_of_an_import_says_what_was_found_and_what_to_do(folder, name, found):
+    message = f"cannot be imported.*found ({found}): .*Start the command in the folder"
+    with pytest.raises(LimpetError, match=message):
         FunctionName.of(name, "setup").resolve()
-    assert advice in str(caught.value)
 
 
 def test_a_script_that_starts_an_evaluation_on_import_gets_the_advice(folder, monkeypatch):

@@ -14,7 +14,7 @@ from limpet.evaluation import Workers
 from limpet.evaluation.pool import WorkerLost, WorkerPool
 from limpet.evaluation.worker import Worker
 from limpet.snapshot.snapshot import reader_of
-from limpet.tasks import EvaluationTask, RemoteQueue
+from limpet.tasks import RemoteQueue
 
 TRIVIAL = {name: f"tests.evaluation.trivial:{name}" for name in ("setup", "evaluate", "data")}
 
@@ -35,7 +35,7 @@ class ThreadWorker:
                 task = self._queue.evaluation.get(timeout=0.5)
                 if task is not None:
                     self._tasks -= 1
-                    worker.do(task, EvaluationTask.done)
+                    worker.do(task)
         except TaskError:
             pass
         self._queue.close()

@@ -7,7 +7,7 @@ import pytest
 from limpet.errors import LimpetError
 from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.worker import Work, Worker, describe
-from limpet.tasks import EvaluationTask, Queue
+from limpet.tasks import Queue
 
 
 def call_library(text):
@@ -46,6 +46,6 @@ def test_a_worker_that_cannot_import_the_functions_leaves_its_task_to_others():
     task = queue.evaluation.get()
     assert task is not None
     with pytest.raises(LimpetError, match=r"cannot take part: no\.such\.module:setup"):
-        Worker().do(task, EvaluationTask.done)
+        Worker().do(task)
     assert job.error is None
     assert queue.evaluation.get("another worker") is not None

@@ -99,37 +99,6 @@ def test_a_remote_queue_does_what_a_queue_does():
         assert not worker.training.finished()
 
 
-def test_an_exchange_reports_one_task_and_leases_the_next():
-    queue = Queue(lease_seconds=None)
-    job = queue.add("evaluation", 3, task_size=1, name="e")
-    with remote(queue, 2) as (first, second):
-        old = first.evaluation.get()
-        task = first.exchange(old, 10)
-        assert (task.start, job.completed) == (1, 1)
-        with pytest.raises(TaskError, match="cannot return the result"):
-            first.exchange(task, {1, 2})
-        other = second.evaluation.get()
-        task = first.exchange(task, 11)
-        assert task is None  # the last one is at work elsewhere
-        assert job.completed == 2
-        assert second.exchange(other, 12) is None
-        assert first.exchange(old, 99) is None  # complete: the result does not count
-        assert job.results() == [10, 11, 12]
-
-
-def test_an_exchange_of_an_old_attempt_leases_a_task():
-    queue = Queue(lease_seconds=None)
-    job = queue.add("evaluation", 2, task_size=1, name="e")
-    with remote(queue) as (worker,):
-        old = worker.evaluation.get()
-        newer = worker.evaluation.get()  # the first attempt has failed
-        assert newer.start == old.start
-        assert worker.exchange(old, "first").start == 1  # it counts all the same, and goes on
-        assert worker.exchange(newer, "second") is not None
-        assert job.completed == 1
-        assert queue.evaluation.get("x") is None
-
-
 def test_errors_arrive_as_they_were_raised():
     queue = Queue(attempts=1)
     queue.add("evaluation", 2, task_size=1, name="e")

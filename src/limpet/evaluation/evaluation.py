@@ -17,7 +17,7 @@ from limpet.errors import FormatError, LimpetError, NotFound, PlanError, TaskErr
 from limpet.evaluation.follower import Follower
 from limpet.evaluation.options import Selection, Workers
 from limpet.evaluation.pool import WorkerError, WorkerLost, WorkerPool
-from limpet.evaluation.worker import resolve
+from limpet.evaluation.worker import MAX_UNAVAILABLE, POLL_SECONDS, resolve
 from limpet.format.names import Version
 from limpet.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
 from limpet.run.lease import LEASE_SECONDS, LeaseHolder
@@ -27,12 +27,6 @@ from limpet.snapshot import pins
 from limpet.snapshot.location import Url
 from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.threads import no_op
-
-POLL_SECONDS = 2.0
-"""Seconds between two looks at a run that is followed."""
-
-_MAX_UNAVAILABLE = 10
-"""The number of times in a row that something is tried again because the store did not answer."""
 
 _MAX_WAITING = 10_000
 """The number of waiting versions that the lease protects. With ``MAX_RECORD``, more could make it
@@ -214,7 +208,7 @@ class Evaluation:
     def _wait_for_store(self, error: Unavailable, failures: int) -> int:
         """Wait before the store is asked again. Returns the number of failures in a row, of which
         there were ``failures`` before. Raises the error if these are too many."""
-        if failures >= _MAX_UNAVAILABLE:
+        if failures >= MAX_UNAVAILABLE:
             raise error
         self._stopping.wait(POLL_SECONDS)
         return failures + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -55,7 +54,6 @@ class FunctionName:
 
     def resolve(self) -> Callable[..., Any]:
         """Import the function. Raises ``LimpetError`` with the cause if that fails."""
-        value: Any = None
         try:
             value = self._import_module()
             for part in self.name.split("."):
@@ -65,27 +63,15 @@ class FunctionName:
                 f"{self} cannot be imported",
                 expected="a module on the path of Python with this function",
                 found=e.what if isinstance(e, LimpetError) else f"{type(e).__name__}: {e}",
-                todo=self._advise(e, is_imported=value is not None),
+                todo="Each worker imports the script: put all but imports and definitions under"
+                ' `if __name__ == "__main__":`'
+                if self.script is not None
+                else "Write package.module:function, as in an import statement. Start the command"
+                " in the folder of the module, or set PYTHONPATH",
             ) from e
         if not callable(value):
             raise LimpetError(f"{self} is not a function", found=to_repr(value)[:200])
         return value  # type: ignore[no-any-return]
-
-    def _advise(self, error: BaseException, *, is_imported: bool) -> str:
-        """Return what to do about an error of the import."""
-        if is_imported:
-            return "Check the name of the function, which must be at the top level"
-        if self.script is not None:
-            return (
-                "Each worker imports the script: put all but imports and definitions under"
-                ' `if __name__ == "__main__":`'
-            )
-        if self.module.endswith(".py") or os.sep in self.module:
-            return "Write the module as in an import statement: scoring, not ./scoring.py"
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{self.module}.".startswith(f"{missing}."):
-            return "Start the command in the folder of the module, or set PYTHONPATH"
-        return "The module was found, but it fails: correct it, or install what it needs"
 
     def _import_module(self) -> Any:
         if self.script is None:

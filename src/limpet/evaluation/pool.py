@@ -22,7 +22,6 @@ from limpet.evaluation.ray_engine import RayCluster
 from limpet.evaluation.worker import Work, Worker, describe, resolve
 from limpet.tasks.queue import Job, Queue
 from limpet.tasks.remote import TaskServer, parse_address
-from limpet.tasks.task import EvaluationTask
 
 _MAX_RESTARTS = 5
 """The number of times in a row that a worker is started again although no task was completed."""
@@ -221,7 +220,7 @@ class WorkerPool:
                 if not self._is_inline:
                     self._tend(job, is_starting=work.kind == "count")
                 elif (task := self.queue.evaluation.get()) is not None:
-                    self._inline.do(task, EvaluationTask.done)
+                    self._inline.do(task)
             return job.results()
         except JobFailed as e:
             cause, attempts = e.fields["cause"].rstrip("."), self._workers.attempts

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from threading import Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from limpet.errors import LeaseLost, LimpetError, NotFound, TaskError, Unavailable
 from limpet.evaluation.functions import FunctionName
@@ -31,13 +31,11 @@ from limpet.snapshot.snapshot import Snapshot
 from limpet.tasks.remote import RemoteQueue, parse_address
 from limpet.tasks.task import EvaluationTask
 
-T = TypeVar("T")
-
 POLL_SECONDS = 2.0
-"""Seconds before a version is loaded again of which the store did not answer."""
+"""Seconds before a store that did not answer, or a run that is followed, is looked at again."""
 
-_MAX_UNAVAILABLE = 10
-"""How many times in a row a version is loaded of which the store does not answer."""
+MAX_UNAVAILABLE = 10
+"""How many times in a row something is tried of which the store does not answer."""
 
 _CONNECT_SECONDS, _RETRY_SECONDS = 60.0, 0.5
 """For how long a worker tries to connect to an evaluator, and how often."""
@@ -86,20 +84,19 @@ class Worker:
         self._loaded = ("", "")
         self._templates: dict[str, Any] = {}
 
-    def do(self, task: EvaluationTask, report: Callable[[EvaluationTask, Any], T]) -> T | None:
-        """Do a task, and ``report`` its result, or why it has none. Returns what that returns.
-        Raises ``TaskError`` without the evaluator, and ``LimpetError`` if only this worker lacks
-        the functions or the data."""
+    def do(self, task: EvaluationTask) -> None:
+        """Do a task, and report its result, or why it has none. Raises ``TaskError`` without the
+        evaluator, and ``LimpetError`` if only this worker lacks the functions or the data."""
         work = Work.decode(task.data)
         try:
             if not self._records:
                 self._start(task, work)
         except LeaseLost:
-            return None
+            return
         except Exception as e:
             if work.kind == "count":
                 task.fail(describe(e), final=True)
-                return None
+                return
             task.release()
             raise LimpetError(f"This worker cannot take part: {describe(e)}") from e
         is_loaded, size = False, work.batch_size
@@ -112,10 +109,9 @@ class Worker:
                     result["state"] = self._evaluate(size, task.start, task.stop)
                 else:
                     result["metrics"] = self._merge(size, work.states)
-            return report(task, result)
+            task.done(result)
         except Exception as e:  # noqa: BLE001  (the evaluator reports it)
             task.fail(describe(e), final=not is_loaded)
-            return None
 
     def _start(self, task: EvaluationTask, work: Work) -> None:
         """Import the functions, and create the data."""
@@ -132,7 +128,7 @@ class Worker:
         if self._loaded == (work.url, work.digest):
             return
         self._loaded, self._model = ("", ""), None  # not two models at once
-        for left in reversed(range(_MAX_UNAVAILABLE)):
+        for left in reversed(range(MAX_UNAVAILABLE)):
             _renew(task, work.load)
             try:
                 self._model = self._set_up(work)
@@ -262,12 +258,11 @@ def work_for(queue: RemoteQueue) -> None:
     """Do the tasks of an evaluator until it ends the connection."""
     os.dup2(2, 1)  # what the functions print does not belong to the result of a command
     worker, process = Worker(), os.getpid()
-    task: EvaluationTask | None = None
     while True:
         try:
-            task = task or queue.evaluation.get(timeout=_WAIT_SECONDS)
+            task = queue.evaluation.get(timeout=_WAIT_SECONDS)
             if task is not None:
-                task = worker.do(task, queue.exchange)
+                worker.do(task)
         except TaskError:
             if os.getpid() != process:  # a copy that a function of the user made with os.fork()
                 os._exit(1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import inf
 from threading import Lock
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -27,7 +27,6 @@ from limpet.tasks.queue import Queue
 from limpet.tasks.spec import Kind, check_kind
 from limpet.tasks.task import (
     EvaluationSide,
-    EvaluationTask,
     Report,
     Task,
     TrainingSide,
@@ -95,11 +94,10 @@ class Consumed(wire.Message, frozen=True):
 
 
 class Done(wire.Message, frozen=True):
-    """A task is complete. ``next``: the answer is that to this request."""
+    """A task is complete."""
 
     report: Report
     result: str
-    next: Get | None = None
 
 
 class Failed(wire.Message, frozen=True):
@@ -325,10 +323,8 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
                 value = queue.finished(check_kind(kind))
             case Consumed(reports):
                 queue.report_consumed(reports)
-            case Done(report, result, next_request):
+            case Done(report, result):
                 value = queue.report_done(report, decode_result(result))
-                if next_request is not None:
-                    return self._do(next_request, worker)
             case Failed(report, cause, is_final):
                 value = queue.report_failed(report, cause, is_final)
             case Released(report):
@@ -410,21 +406,12 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         end = time.monotonic() + timeout
         while True:
             left = max(0.0, end - time.monotonic())
-            task = self._task(self._request(Get(kind, lease_seconds, min(left, _LONGEST_WAIT))))
-            if task is not None or not left:
-                return task
-
-    def exchange(self, task: EvaluationTask, result: Any) -> EvaluationTask | None:
-        """Report the result of a task, and lease the next one, by one request: what each request
-        takes counts if it interrupts a computation. Raises as ``EvaluationTask.done``."""
-        done = Done(task.report, _encode_result(result), Get("evaluation", None))
-        return cast("EvaluationTask | None", self._task(self._request(done)))
-
-    def _task(self, answer: Leased | Reply) -> Task | None:
-        if not isinstance(answer, Leased):
-            return None
-        fields = {name: getattr(answer, name) for name in _TASK}
-        return make_task(answer.kind, owner=self, **fields)
+            answer = self._request(Get(kind, lease_seconds, min(left, _LONGEST_WAIT)))
+            if isinstance(answer, Leased):
+                fields = {name: getattr(answer, name) for name in _TASK}
+                return make_task(answer.kind, owner=self, **fields)
+            if not left:
+                return None
 
     def finished(self, kind: Kind) -> bool:
         """Return ``Queue.finished``."""
