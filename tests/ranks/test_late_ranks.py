@@ -92,7 +92,6 @@ SCENARIOS = [
     Scenario(resume=True, resume_again=True),
     Scenario("warn", request_save=True),
     Scenario(options=_options(stop=StopWhen("loss", patience=5)), save_at_end=True),
-    Scenario("warn", options=_options(busy="skip")),
     Scenario(raise_at_end=True),
     Scenario("warn", raise_at_end=True, resume=True),
 ]

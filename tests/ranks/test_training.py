@@ -152,56 +152,6 @@ def test_all_ranks_wait_for_a_save_in_flight(rank):
         assert len([s for s in waited if s == 10]) == 3
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_all_ranks_skip_a_save_while_another_is_in_flight(rank):
-    """A skipped save is made up for as soon as no save is in flight, as in one process."""
-    with TrainingJob(3) as job, recorded_events() as events:
-        until = threading.Event()
-        delay_shards(job, rank, until)
-
-        def before_step():
-            if job.ranks[0].ckpt.current_step == 65:
-                until.set()
-                job.wait_for_saves()
-            if job.ranks[0].ckpt.current_step > 65:
-                pause()
-
-        job.before_step = before_step
-        job.train(118, save=EverySteps(20), busy="skip")
-        skipped = sorted(f["step"] for name, f in events if name == "save_skipped")
-        assert skipped[:6] == [40] * 3 + [60] * 3
-        assert len(skipped) == 6
-        first, second, *others = job.versions
-        assert first == 20
-        assert 66 <= second <= 80
-        assert others == ([80, 100] if second < 80 else [100])
-        assert all(trainer.saved_steps == job.versions for trainer in job.ranks)
-        assert [trainer.ckpt.statistics()["skipped"] for trainer in job.ranks] == [2, 2, 2]
-
-
-@pytest.mark.slow
-def test_a_requested_save_is_not_skipped():
-    """Only one rank has the request, at a step at which all ranks skip a save."""
-    with TrainingJob(2) as job:
-        until = threading.Event()
-        delay_shards(job, 1, until)
-
-        def before_step():
-            step = job.ranks[0].ckpt.current_step
-            if step == 19:
-                job.ranks[1].ckpt._preemption.on_notice(Notice("a test", stops=False))
-            if step > 19:
-                pause()
-
-        job.before_step = before_step
-        threading.Timer(1, until.set).start()
-        job.train(98, save=EverySteps(10), busy="skip")
-        assert job.versions[0] == 10
-        assert 20 not in job.versions
-        assert [trainer.saved_steps for trainer in job.ranks] == [job.versions] * 2
-        assert [trainer.ckpt._watcher.pending_request for trainer in job.ranks] == [None] * 2
-
-
 def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save():
     with TrainingJob(2) as job:
 
@@ -408,7 +358,7 @@ def test_only_rank_0_manages_the_run():
             lambda r: {"save": EverySteps(5 + 2 * r) | EverySeconds(60)},
             r"save=EverySteps\(steps=5\) \| EverySeconds\(seconds=60\).*=7.*rank 1",
         ),
-        (lambda r: {"busy": "skip" if r == 2 else "wait"}, "busy='wait'.*'skip' on rank 2"),
+        (lambda r: {"on_error": "warn" if r == 2 else "raise"}, "='raise'.*'warn' on rank 2"),
         (lambda r: {"incremental": 30 if r else 20}, "incremental=20.*30 on rank 1"),
         (lambda r: {"overlap": r == 1}, "overlap=False.*True on rank 1"),
     ],

@@ -25,7 +25,6 @@ NO_SPACE = NoSpace("No space for shard-0", expected="4096 bytes", found="1024", 
 EVENTS: dict[str, dict[str, Any]] = {
     "saved": SAVED,
     "save_failed": {"run": "runs/a", "step": 1400, "error": NO_SPACE},
-    "save_skipped": {"run": "runs/a", "step": 1400},
     "save_waited": {"run": "runs/a", "step": 1400, "seconds": 1.2},
     "began": {"run": "runs/a"},
     "stopped": {"run": "runs/a", "step": 1500, "metric": "val_loss", "best": 0.231234},

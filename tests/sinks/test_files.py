@@ -21,7 +21,7 @@ def test_logging_records(caplog):
             sink(name, fields)
     levels = {r.event: r.levelname for r in caplog.records}
     assert levels == {
-        "saved": "INFO", "save_failed": "ERROR", "save_skipped": "WARNING", "save_waited": "INFO",
+        "saved": "INFO", "save_failed": "ERROR", "save_waited": "INFO",
         "began": "INFO", "stopped": "INFO", "finished": "INFO", "resume_checked": "INFO",
         "resume_differs": "WARNING", "options_replaced": "WARNING", "left_unsaved": "WARNING",
         "taken_over": "INFO", "resumed": "INFO", "skipped": "WARNING", "deleted": "INFO",

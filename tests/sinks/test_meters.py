@@ -28,10 +28,9 @@ def test_prometheus_counters_and_gauges():
     sink("saved", {**SAVED, "referred": 5})
     sink("saved", {**SAVED, "bytes": -1, "seconds": float("nan"), "blocked": "long"})
     sink("save_failed", EVENTS["save_failed"])
-    sink("save_skipped", EVENTS["save_skipped"])
     sink("preempted", EVENTS["preempted"])
     expected = {
-        "saves_total": 2, "resumes_total": 1, "save_failures_total": 1, "saves_skipped_total": 1,
+        "saves_total": 2, "resumes_total": 1, "save_failures_total": 1,
         "preemptions_total": 1, "written_bytes_total": SAVED["bytes"], "referred_bytes_total": 5,
         "blocked_seconds_total": 0.0123, "background_seconds_total": 2.31, "last_step": 1300,
         "last_success_timestamp_seconds": 1e9,

@@ -78,7 +78,6 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(monkeypatch):
     [
         ("save_failed", "FAILED to save step 1400: NoSpace: No space for shard-0. Expected 4096 "
                         "bytes, found 1024. Free space."),
-        ("save_skipped", "skipped the save of step 1400: another save was in progress"),
         ("save_waited", "waited 1.20 s to save step 1400: another save was in progress"),
         ("began", "started a new training in runs/a: it has no version yet"),
         ("stopped", "stopped at step 1500: val_loss no longer improved, its best value was 0.2312"),

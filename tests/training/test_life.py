@@ -130,7 +130,6 @@ def test_a_read_only_folder_raises_at_the_first_step():
         ({"state": [1]}, "state must be"),
         ({"incremental": "no"}, "incremental="),
         ({"incremental": 0}, "incremental"),
-        ({"busy": "drop"}, "busy"),
         ({"on_error": "ignore"}, "on_error"),
         ({"overlap": 1}, "overlap="),
     ],
@@ -629,7 +628,7 @@ def test_the_saved_event():
         sum(f["blocked"] for f in saved) < statistics["blocked_seconds"]
     )  # the statistics include other steps and the wait
     assert statistics["saves"] == 2
-    assert statistics["failures"] == statistics["skipped"] == 0
+    assert statistics["failures"] == 0
     assert 0 < statistics["goodput"] <= 1
 
 

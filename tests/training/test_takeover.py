@@ -238,7 +238,7 @@ def test_a_discarded_checkpointer_still_completes_its_save():
 def test_an_invalid_new_one_leaves_the_earlier_one_open(tmp_path):
     old = start(tmp_path / "a", 2)
     with pytest.raises(LimpetError, match="must be"):
-        Checkpointer(tmp_path / "a", initial_state(), busy="later")
+        Checkpointer(tmp_path / "a", initial_state(), on_error="later")
     assert old.save().step == 2
     old.close()
 

@@ -1,6 +1,5 @@
 """Correct programs that come close to the condition of each warning, with warnings as errors."""
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +12,6 @@ from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, Never
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, train, trained_run
-from tests.unreliable_stores import HookedStore
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -49,13 +47,6 @@ def an_unfinished_save_is_newer():
 def a_person_goes_back():
     with limpet.Checkpointer(trained_run(), initial_state(), save=Never()) as ckpt:
         assert ckpt.resume(at=20)
-
-
-@close_to(errors.SaveFailed)
-def due_saves_are_skipped_while_one_is_in_flight():
-    gate, store = threading.Event(), HookedStore(MemoryStore())
-    store.before = lambda method, key: gate.wait(0.05) and None
-    run_steps(store, 9, EverySteps(1) | AtEnd(), busy="skip", on_error="warn")
 
 
 @close_to(errors.SaveFailed)

@@ -96,7 +96,6 @@ class Logging:
 _COUNTERS = {
     "saves": "Versions committed",
     "save_failures": "Saves that failed",
-    "saves_skipped": "Saves skipped because another save was in progress",
     "resumes": "Number of resumes from a version",
     "preemptions": "Exits after a notice that the process will be stopped",
     "written_bytes": "Bytes that saves wrote",
@@ -111,7 +110,6 @@ _GAUGES = {
 _EVENT_COUNTERS = {
     "saved": "saves",
     "save_failed": "save_failures",
-    "save_skipped": "saves_skipped",
     "resumed": "resumes",
     "preempted": "preemptions",
 }

@@ -156,11 +156,8 @@ def _pause_progress_bars(stream: TextIO) -> AbstractContextManager[object]:
 
 # -- the lines of a training if nobody has attached a sink ----------------------------------------
 
-_FREQUENT = frozenset({"saved", "save_skipped"})
-"""A training may emit these at every step."""
-
 _MIN_INTERVAL = 60.0
-"""The least number of seconds between two lines of the same frequent event of a run."""
+"""The least number of seconds between two lines for saves of a run, which may come at each step."""
 
 _OMITTED = frozenset(
     {
@@ -186,7 +183,7 @@ class DefaultTerminal:
         self._terminal: Terminal | None = None
         self._runs: Counter[str] = Counter()
         self._attached = ExitStack()
-        self._last_lines: dict[tuple[str, str], float] = {}
+        self._last_lines: dict[str, float] = {}
 
     def open(self, run: str) -> Callable[[], None]:
         """Print ``run``'s events until the result is called once, unless ``LIMPET_QUIET`` is 1."""
@@ -217,11 +214,11 @@ class DefaultTerminal:
             return
         if not _is_terminal(sys.stderr) and (name not in _ALWAYS or not _is_open(sys.stderr)):
             return
-        if name in _FREQUENT:
-            now, last = self._clock(), self._last_lines.get((name, run))
+        if name == "saved":
+            now, last = self._clock(), self._last_lines.get(run)
             if last is not None and now - last < _MIN_INTERVAL:
                 return
-            self._last_lines[name, run] = now
+            self._last_lines[run] = now
         self._get_terminal()(name, fields)
 
 

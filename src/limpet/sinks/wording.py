@@ -34,7 +34,7 @@ STYLES = {
     ),
     **dict.fromkeys(
         (
-            *("resume_differs", "options_replaced", "skipped", "save_skipped", "left_unsaved"),
+            *("resume_differs", "options_replaced", "skipped", "left_unsaved"),
             *("pin_left", "read_again", "waiting", *_LESS),
             *("request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
             *("ranks_awaited", "notice", "notice_source_failed", "preempted"),
@@ -134,7 +134,6 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         " the policy AtEnd() saves them",
         "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
         "save_failed": f"failed to save step {step}: {error}",
-        "save_skipped": f"skipped the save of step {step}: another save was in progress",
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
         "deleted": f"deleted {version}",
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",

@@ -10,11 +10,9 @@ from __future__ import annotations
 import time
 from typing import Literal, NamedTuple
 
-from limpet import events
 from limpet.ranks.agreement import Agreement, LocalAgreement
-from limpet.ranks.group import Group, broadcast_from_first
+from limpet.ranks.group import Group
 from limpet.run.policy import PolicyInput, SavePolicy
-from limpet.training.goodput import Goodput
 from limpet.training.preemption_plan import SAVE_BEFORE_STOP, SAVE_ON_REQUEST
 from limpet.training.step_counter import StepCounter
 
@@ -28,31 +26,15 @@ class _Moment(NamedTuple):
 
 
 class Cadence:
-    """Evaluates the save policy at each step. ``busy``: a due save waits for the one in flight
-    (``"wait"``), or is skipped (``"skip"``)."""
+    """Evaluates the save policy at each step."""
 
-    def __init__(
-        self,
-        policy: SavePolicy,
-        busy: Literal["wait", "skip"],
-        group: Group,
-        step_counter: StepCounter,
-        goodput: Goodput,
-        run_url: str,
-    ) -> None:
+    def __init__(self, policy: SavePolicy, group: Group, step_counter: StepCounter) -> None:
         self._policy = policy
-        self._skip_allowed = busy == "skip"
         self._group = group
         self._step_counter = step_counter
-        self._goodput, self._run_url = goodput, run_url
         self._save_number = 0
         self._begun_step: int | None = None
         self.restart()
-
-    @property
-    def skipped_since_save(self) -> bool:
-        """True if a save was skipped since the last save."""
-        return self._last_skip is not self._last_save
 
     @property
     def has_begun(self) -> bool:
@@ -65,47 +47,42 @@ class Cadence:
         step, epochs = self._step_counter.progress.step, self._step_counter.progress.epoch
         self._begun_step = step if is_saving and since is None else None
         step, epochs = (step, epochs) if since is None else since
-        self._last_save = self._last_skip = _Moment(step, time.monotonic(), epochs)
+        self._last_save = _Moment(step, time.monotonic(), epochs)
 
     def save_reason(
         self,
         requested: bool,
         agreed_proposals: frozenset[str],
         agreement: Agreement | LocalAgreement,
-        busy: bool,
     ) -> Literal["request", "cadence", "preemption"] | None:
         """Return why the state after this step must be saved, or None. ``requested``: on this rank;
-        ``agreed_proposals``: of the ranks, for this step; ``busy``: a save is in flight."""
+        ``agreed_proposals``: of the ranks, for this step."""
         if self.has_begun:  # ``end_epoch``, or the end of a guarded call, follows the step
             # neither epochs nor proposals until now cause a save: there is a version already
             self._save_number += 1
-            last, epochs = self._last_save, self._step_counter.progress.epoch
-            self._last_save = self._last_skip = last._replace(epochs=epochs)
+            epochs = self._step_counter.progress.epoch
+            self._last_save = self._last_save._replace(epochs=epochs)
             return None
         if not agreed_proposals.isdisjoint((SAVE_BEFORE_STOP, SAVE_ON_REQUEST)):
             return "preemption" if SAVE_BEFORE_STOP in agreed_proposals else "request"
-        may_skip = self._skip_allowed
         if self._group.size == 1:
-            due, may_skip = requested or self.is_due(), may_skip and not requested
+            due = requested or self.is_due()
         else:
             # the number lets a save that begins before the agreed step answer the proposal too
             by_clock, by_request = f"save {self._save_number}", f"request {self._save_number}"
             is_agreed = not {by_clock, by_request}.isdisjoint(agreed_proposals)
             requested = requested or by_request in agreed_proposals
             # a count is due on all ranks, as no time is involved
-            last = self._last_skip if self._skip_allowed else self._last_save
-            due = is_agreed or self.is_due(last, by_clock=False)
-            may_skip = may_skip and not is_agreed
-            if not due and (requested or self._is_due_by_clock(busy)):
+            due = is_agreed or self.is_due(by_clock=False)
+            if not due and (requested or (self._group.rank == 0 and self.is_due())):
                 agreement.propose(by_request if requested else by_clock)
-        if not due or (may_skip and self._skip_if_busy(busy)):
+        if not due:
             return None
         return "request" if requested else "cadence"
 
-    def is_due(self, last: _Moment | None = None, *, by_clock: bool = True) -> bool:
-        """Return True if a save is due by the counts, and the clock of this rank, after ``last``,
-        or after the last save."""
-        last = last or self._last_save
+    def is_due(self, *, by_clock: bool = True) -> bool:
+        """Return True if a save is due by the counts, and the clock of this rank."""
+        last = self._last_save
         now = PolicyInput(
             step=self._step_counter.progress.step,
             seconds=time.monotonic() if by_clock else last.seconds,
@@ -115,20 +92,3 @@ class Cadence:
             last_epochs=last.epochs,
         )
         return self._policy.due(now)
-
-    def _is_due_by_clock(self, busy: bool) -> bool:
-        """Return True if this is rank 0 and a save is due by its clock."""
-        return self._group.rank == 0 and not (self._skip_allowed and busy) and self.is_due()
-
-    def _skip_if_busy(self, busy: bool) -> bool:
-        """Return True if the due save is skipped because one is in flight on rank 0. The same save,
-        due at the next steps, is counted once."""
-        operation = "the decision to skip a save"
-        if not broadcast_from_first(self._group, operation, lambda: busy, bool):
-            return False
-        if self._group.size > 1 or self.is_due(self._last_skip):
-            now = self._step_counter.progress
-            self._last_skip = _Moment(now.step, time.monotonic(), now.epoch)
-            self._goodput.counts["skipped"] += 1
-            events.emit("save_skipped", run=self._run_url, step=now.step)
-        return True

@@ -91,11 +91,10 @@ class Checkpointer:
     ``tiers``: a ``MemoryTier`` also keeps the newest states in memory, and a ``LocalTier`` saves to
     a fast local disk first.
 
-    A save that is due waits for the one in flight (``busy="wait"``), or is skipped (``"skip"``). If
-    a save fails in the background, or takes more than ``save_timeout`` seconds, the next call of
-    ``step`` (with several ranks: the next one whose save is due), ``save``, ``wait``, or ``close``
-    raises the error. With ``on_error="warn"``, a store
-    failure causes only a ``SaveFailed`` warning in ``step`` and ``close``.
+    A save that is due waits for the one in flight. If a save fails in the background, or takes more
+    than ``save_timeout`` seconds, the next call of ``step`` (with several ranks: the next one whose
+    save is due), ``save``, ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a
+    store failure causes only a ``SaveFailed`` warning in ``step`` and ``close``.
 
     On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
     saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1`` turns this off.
@@ -125,7 +124,6 @@ class Checkpointer:
         overlap: bool = False,
         tiers: Sequence[Tier] = (),
         preemption: Preemption | None = DEFAULT,
-        busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         quiet: bool = False,
@@ -144,7 +142,6 @@ class Checkpointer:
             overlap=overlap,
             tiers=tiers,
             preemption=preemption,
-            busy=busy,
             save_timeout=save_timeout,
             on_error=on_error,
             quiet=quiet,
@@ -175,12 +172,7 @@ class Checkpointer:
         )
         self._acquire_lock = self._saver.writer_lock.acquire
         self._cadence = Cadence(
-            policy=options.save,
-            busy=options.busy,
-            group=self._group,
-            step_counter=self._step_counter,
-            goodput=self._goodput,
-            run_url=self.run.url,
+            policy=options.save, group=self._group, step_counter=self._step_counter
         )
         self._agreement = make_agreement(Group(), "training")
         self._note: Mapping[str, Any] = {}
@@ -198,7 +190,6 @@ class Checkpointer:
         self._ending = Ending(
             policy=options.save,
             saver=self._saver,
-            cadence=self._cadence,
             lifecycle=self._lifecycle,
             step_counter=self._step_counter,
             start_save=self._start_save,
@@ -518,7 +509,7 @@ class Checkpointer:
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.
 
-        - ``saves``, ``failures``, ``skipped``: saves that were committed, failed, were skipped.
+        - ``saves``, ``failures``: saves that were committed, and that failed.
         - ``bytes``, ``referred_bytes``: bytes that saves wrote, and referred to.
         - ``blocked_seconds``, ``last_blocked_seconds``, ``waited_seconds``: for how long training
           was blocked, also by the last save, and saves waited for the save before.
@@ -578,8 +569,8 @@ class Checkpointer:
             preemption.leave_without_ranks(e)
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
-        requested, busy = self._watcher.pending_request is not None, self._saver.must_wait
-        reason = self._cadence.save_reason(requested, agreed, self._agreement, busy)
+        requested = self._watcher.pending_request is not None
+        reason = self._cadence.save_reason(requested, agreed, self._agreement)
         if reason is not None:
             self._saver.warn_or_raise(
                 self._saver.wait_before_save, self._step_counter.progress.step

@@ -29,7 +29,6 @@ from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user
 from limpet.threads import no_op
 from limpet.tiers.ladder import Ladder
-from limpet.training.cadence import Cadence
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
 from limpet.training.saver import Saver, SaveSpec, version_of
 from limpet.training.step_counter import StepCounter, find_positions
@@ -52,7 +51,6 @@ class Ending:
         self,
         policy: SavePolicy,
         saver: Saver,
-        cadence: Cadence,
         lifecycle: Lifecycle,
         step_counter: StepCounter,
         start_save: Callable[..., object],
@@ -62,7 +60,6 @@ class Ending:
         self.policy = policy
         self._group = saver.group
         self.saver = saver
-        self._cadence = cadence
         self._lifecycle = lifecycle
         self.step_counter = step_counter
         self._start_save = start_save
@@ -251,8 +248,7 @@ class Ending:
         if step != saved_step and not isinstance(self.policy, Never):
             events.emit("left_unsaved", run=url, step=step, since=saved_step)
             if self._group.rank == 0:
-                skipped = self._cadence.skipped_since_save
-                reason = unsaved_reason(self.policy, error, skipped)
+                reason = unsaved_reason(self.policy, error)
                 message = describe_unsaved_steps(url, step, saved_step, reason)
                 warn_user(message, errors.UnsavedSteps)
 
@@ -439,8 +435,8 @@ def describe_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: bool) -> str:
-    """Return why the last steps were not saved, and what to do. ``skipped``: a save was skipped."""
+def unsaved_reason(policy: SavePolicy, error: BaseException | None) -> str:
+    """Return why the last steps were not saved, and what to do."""
     if error is not None:
         return (
             f"the training ended with an exception ({describe_cause(error)}). Only OnException()"
@@ -448,9 +444,10 @@ def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: boo
         )
     if policy.at_end:
         return "the process was ending. Call close() earlier, or use a with block"
-    what = 'the save that was due was skipped (busy="skip")'
-    what = what if skipped else f"{policy} saves nothing at the end of the training"
-    return f"{what}. Write save={policy} | AtEnd(), or call ckpt.save() after the last step"
+    return (
+        f"{policy} saves nothing at the end of the training. Write save={policy} | AtEnd(), or call"
+        " ckpt.save() after the last step"
+    )
 
 
 # -- a newer Checkpointer takes the run over ------------------------------------------------------

@@ -65,7 +65,7 @@ class Goodput:
         self.call_durations = Durations()
         """Those of the calls of ``PreemptionGuard.run``, which may make several steps each."""
 
-        self.counts = Counter(saves=0, failures=0, skipped=0, bytes=0, referred_bytes=0)
+        self.counts = Counter(saves=0, failures=0, bytes=0, referred_bytes=0)
         self.seconds = dict.fromkeys(("blocked", "last_blocked", "waited", "background"), 0.0)
 
     @property

@@ -33,7 +33,6 @@ class Options:
     save: SavePolicy
     keep: KeepPolicy
     stop: StopWhen | None
-    busy: Literal["wait", "skip"]
     save_timeout: float | None
     on_error: Literal["raise", "warn"]
     incremental: bool | int
@@ -62,7 +61,6 @@ def check_arguments(options: Options) -> dict[str, str]:
             '[MemoryTier(every=EverySteps(10)), LocalTier("/local/nvme")], one of these, or []',
         ),
         "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
-        "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "overlap": (type(values["overlap"]) is bool, "True or False"),
         "quiet": (type(values["quiet"]) is bool, "True or False"),
     }

@@ -153,7 +153,7 @@ class TrainingEvaluation:
         self._agreed |= self._agreement.step()
         self._seen_step = step
         is_free, agreed = self._share is None and is_new, self._agreed
-        if is_free and cadence.save_reason(False, agreed, self._agreement, False) is not None:
+        if is_free and cadence.save_reason(False, agreed, self._agreement) is not None:
             self._begin(step)
         if self._share is not None:
             self._advance(self._share, step, may_end=is_new)
@@ -164,14 +164,7 @@ class TrainingEvaluation:
         if self._cadence is not None and ckpt._step_counter.progress.step >= self._seen_step:
             return self._cadence
         if self._cadence is None:
-            self._cadence = Cadence(
-                policy=self._every,
-                busy="wait",
-                group=self._group,
-                step_counter=ckpt._step_counter,
-                goodput=ckpt._goodput,
-                run_url=ckpt.run.url,
-            )
+            self._cadence = Cadence(self._every, self._group, ckpt._step_counter)
             self._agreement = make_agreement(self._group, f"evaluation {self.name}")
         else:
             self._abandon("the training has resumed from an earlier version")
