@@ -21,11 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::limpet.errors.SkippedVersion")
 
 HUGE = {"int": "0x" + "f" * 400}
 VALUES = [
-    None, True, -1, 1.5, HUGE, {"float": "nan"}, {"float": "x"}, 1 << 70, "x", [], {}, {"nope": 1},
-    {"dict": None}, {"dict": {"a": None}}, {"dict": {"m": "x"}}, {"dict": {"m": None}},
-    {"dict": {"m": HUGE}}, {"dict": {"m": True}}, {"dict": {"m": {"float": "nan"}}},
-    {"dict": {"m": {"dict": {}}}}, {"dict": {"dict": {"dict": {}}}}, {"list": [1, None, "x"]},
-    {"list": [{"list": [HUGE, {"float": "nan"}]}]}, {"tuple": None}, {"items": [[1, 2]]},
+    None, True, 1.5, HUGE, {"float": "x"}, 1 << 70, "x", {}, {"nope": 1}, {"dict": None},
+    {"dict": {"m": "x"}}, {"dict": {"m": None}}, {"dict": {"m": {"float": "nan"}}},
+    {"dict": {"m": {"dict": {}}}}, {"list": [{"list": [HUGE, None]}]}, {"items": [[1, 2]]},
     {"bytes": "AAA="}, {"tensor": ["float32", [1]]},
 ]  # fmt: skip
 FIELDS = [

@@ -9,14 +9,14 @@ import torch
 
 import limpet as hf
 from limpet.cli.tree_rows import iter_tree_rows
-from limpet.cli.verbs.show import fitting_depth, render
-from limpet.format.names import MANIFEST, Version
+from limpet.cli.verbs.show import render
+from limpet.format.names import Version
 from limpet.format.records import FailedEvaluation
 from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from tests.cli.invoke import run_cli
-from tests.forging import seal, sealed_content, small_state
+from tests.forging import small_state
 
 
 def test_header_and_tree(run):
@@ -113,15 +113,7 @@ def test_depth_limits_the_tree(run):
     result = run_cli("show", f"{run}/version_40", "--depth", "1")
     assert "small" in result.out
     assert "bias" not in result.out
-    assert "--all" in result.out
     assert run_cli("show", f"{run}/version_40", "--depth", "0").code == 2
-
-
-def test_a_long_tree_is_limited_to_the_levels_that_fit(empty_url):
-    state = {f"block{i}": {str(j): np.zeros(1) for j in range(10)} for i in range(8)}
-    snapshot = hf.save(empty_url, state)
-    assert fitting_depth(list(iter_tree_rows(reader_of(snapshot)))) == 1
-    assert fitting_depth(list(iter_tree_rows(reader_of(snapshot)))[:30]) is None
 
 
 def test_a_shard_of_wrong_length_is_reported(tmp_path):
@@ -177,7 +169,7 @@ def test_each_row_is_looked_at_a_few_times_whatever_the_number_of_containers(emp
 
     snapshot = hf.open(empty_url)
     rows = Rows(iter_tree_rows(reader_of(snapshot)))
-    render(reader_of(snapshot), rows, None, None, may_limit=True)
+    render(reader_of(snapshot), rows, None, None)
     assert len(rows) == 2001
     assert rows.looked_at <= 10 * len(rows)
 
@@ -202,20 +194,6 @@ def test_patterns_show_full_keys(run):
     assert {"weights", "small/bias", "progress/step"} <= set(first)
 
 
-@pytest.mark.parametrize("value", [None, 5, "x", {"dict": {"loss": "low"}}])
-@pytest.mark.parametrize("name", ["metrics", "reason", "note", "statistics"])
-def test_any_metadata_is_listed_and_shown(store, name, value):
-    """Other programs may write it."""
-    key = f"version_20/{MANIFEST}"
-    content = sealed_content(store.get(key, 1 << 20))
-    content["metadata"]["dict"][name] = value
-    store.delete(key)
-    store.put_if_absent(key, seal(content))
-    for arguments in (("ls", store.url), ("show", f"{store.url}@20")):
-        for options in ((), ("--json",)):
-            assert run_cli(*arguments, *options).code == 0
-
-
 def test_show_respects_depth_in_json(tmp_path):
     state = {"model": {"fc": {"w": np.zeros(4), "n": 1}, "b": np.zeros(2)}, "step": 7}
     hf.save(tmp_path / "version_1", state, step=1)
@@ -232,4 +210,3 @@ def test_show_respects_depth_in_json(tmp_path):
     assert shown("--depth", 1) == ([], ["step"], [model])
     assert shown("--depth", 2) == (["model/b"], ["step"], [fc])
     assert shown("--depth", 3) == shown("--depth", 9) == (*everything, [])
-    assert shown("--all") == (*everything, [])

@@ -346,11 +346,6 @@ def test_policies_are_values():
     assert EverySteps(3) | EverySeconds(5) == EverySteps(3) | EverySeconds(5)
     assert hash(KeepLast(3)) == hash(KeepLast(3))
     assert KeepBest(2, "loss") == KeepBest(2, "loss", mode="min")
-    assert repr(KeepBest(2, "loss")) == "KeepBest(count=2, metric='loss', mode='min')"
-    assert repr(KeepBest(2, "loss", unscored=3)).endswith("mode='min', unscored=3)")
-    assert [repr(KeepEvery(5)), repr(KeepEvery(seconds=9))] == [
-        "KeepEvery(steps=5)", "KeepEvery(seconds=9)"
-    ]  # fmt: skip
     assert AtSteps([30, 10, 10]) == AtSteps((10, 30)) != AtSteps([10])
     assert hash(KeepSteps([2, 1])) == hash(KeepSteps({1, 2}))
     with pytest.raises(AttributeError):

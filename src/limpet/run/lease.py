@@ -242,17 +242,11 @@ class LeaseHolder:
                     raise NotFound(f"There is no {own} of this process", store=self._store.url)
             self._put(self._number + 1)
         except (NotFound, AlreadyExists) as e:
-            has_successor = bool(list_leases(self._store, self._name))
             raise LimpetError(
                 f"The lease of evaluation {self._name} of {self._store.url} is lost",
                 expected=f"the file {own}, renewed every {self.seconds / _RENEWALS:.1f} s",
-                found="another process has taken the evaluation over"
-                if has_successor
-                else "no file of this lease",
-                todo="This process may have been stopped for a while. The other one goes on"
-                if has_successor
-                else "The run may have been moved or deleted: start the evaluation again where it"
-                " is",
+                todo="Another process may have taken the evaluation over, because this one was"
+                " stopped for a while; or the run was moved or deleted",
             ) from e
 
     def _put(self, number: int) -> None:

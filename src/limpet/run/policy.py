@@ -273,7 +273,7 @@ class KeepLast(KeepPolicy):
         return frozenset(r.version for r in records[-self.count :])
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class KeepEvery(KeepPolicy):
     """Keep the first version at or after each positive multiple of ``steps`` or of ``seconds``.
 
@@ -293,10 +293,6 @@ class KeepEvery(KeepPolicy):
         seconds = check_seconds("seconds= of KeepEvery", self.seconds)
         object.__setattr__(self, "seconds", seconds)
         require("steps= of KeepEvery", self.steps is None, "None with seconds=", self.steps)
-
-    def __repr__(self) -> str:
-        argument = f"steps={self.steps}" if self.seconds is None else f"seconds={self.seconds}"
-        return f"KeepEvery({argument})"
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         first: dict[float, Version] = {}
@@ -335,7 +331,7 @@ class KeepSteps(KeepPolicy):
         return frozenset(records[p].version for p in positions if p < len(records))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class KeepBest(KeepPolicy):
     """Keep the ``count`` versions with the best value of ``metric``.
 
@@ -359,10 +355,6 @@ class KeepBest(KeepPolicy):
         object.__setattr__(self, "mode", mode)
         unscored = check_count("unscored= of KeepBest", self.unscored, 0, "versions")
         object.__setattr__(self, "unscored", unscored)
-
-    def __repr__(self) -> str:
-        rest = f", unscored={self.unscored}" if self.unscored else ""
-        return f"KeepBest(count={self.count}, metric={self.metric!r}, mode={self.mode!r}{rest})"
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         best = best_first(records, self.metric, self.mode)[: self.count]

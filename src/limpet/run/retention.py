@@ -141,21 +141,12 @@ def _require_deletable(
         )
     if reasons:
         version = min(reasons)
-        also = " Nothing was deleted" if len(versions) > 1 else ""
         raise LimpetError(
             f"{version} of {catalog.store.url} was not deleted: {reasons[version]}",
             found=format_list([f"{v}: {reasons[v]}" for v in sorted(reasons)[1:]], 5) or None,
-            todo=(
-                "Nothing is deleted through a link. Remove the link and its target yourself"
-                if version in linked and version not in kept
-                else "Keep the version that the training would continue from. After"
-                " resume(at=...) has started a branch from an older one, it can be deleted"
-                if version not in kept
-                else "`limpet pin RUN STEP --remove` removes a lasting pin"
-                if version in roots.pinned
-                else "Delete the versions that refer to it first, or together with it"
-            )
-            + (f".{also}" if also else ""),
+            todo="Nothing was deleted. `limpet pin RUN STEP --remove` removes a pin. What others"
+            " refer to can be deleted together with them; a link and its target, only by hand; and"
+            " the newest version, after resume(at=...) has started a branch from an older one",
             version=str(version),
             versions=tuple(map(str, sorted(reasons))),
         )

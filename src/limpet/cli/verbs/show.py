@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,9 +21,6 @@ from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, format_metrics, format_size, to_repr
 
-MAX_TREE_LINES = 40
-"""Maximum number of rows of the tree on a terminal, unless an option selects the rows."""
-
 Layouts = dict[str, list[tuple[int, IndexBox]]]
 
 
@@ -32,22 +28,19 @@ Layouts = dict[str, list[tuple[int, IndexBox]]]
 @click.argument("snapshot")
 @output.keys_option
 @click.option("--depth", type=click.IntRange(1), help="Number of levels of the tree to show.")
-@click.option("--all", "everything", is_flag=True, help="Show the whole tree, whatever its length.")
 @click.option("--layout", is_flag=True, help="Show which shard contains which boxes of each leaf.")
 @output.json_option
 def command(
     snapshot: str,
     keys: Sequence[str],
     depth: int | None,
-    everything: bool,
     layout: bool,
     as_json: bool,
 ) -> None:
     """Show the origin of SNAPSHOT, and its tree of leaves and values.
 
     If SNAPSHOT is a run, its newest version is shown. Only the manifest is read, and with --layout
-    the indexes. On a terminal, a long tree is limited to the levels that fit, unless
-    --all, --depth, or --keys is given.
+    the indexes.
     """  # fmt: skip
     opened, note = resolve_newest(snapshot)
     if note is not None and not as_json:
@@ -64,7 +57,7 @@ def command(
     if as_json:
         output.print_json(_build_document(opened, rows, layouts, depth))
     else:
-        render(opened, rows, layouts, depth, may_limit=not everything and not keys)
+        render(opened, rows, layouts, depth)
 
 
 def _container_name(row: TreeRow) -> str:
@@ -72,14 +65,6 @@ def _container_name(row: TreeRow) -> str:
     if row.kind == "subclass":
         return str(row.node["subclass"]["class"]).rpartition(".")[2]
     return "dict" if "metadata" in row.node else row.kind
-
-
-def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
-    """Return the maximum depth at which the tree has at most ``MAX_TREE_LINES`` rows; None: all."""
-    if len(rows) <= MAX_TREE_LINES:
-        return None
-    depths = range(1, max(r.depth for r in rows) + 1)
-    return max((d for d in depths if sum(r.depth < d for r in rows) <= MAX_TREE_LINES), default=1)
 
 
 def _read_layouts(snapshot: SnapshotReader) -> Layouts:
@@ -183,17 +168,9 @@ def _find_problem(snapshot: SnapshotReader) -> FormatError | None:
 
 
 def render(
-    snapshot: SnapshotReader,
-    rows: Sequence[TreeRow],
-    layouts: Layouts | None,
-    depth: int | None,
-    *,
-    may_limit: bool,
+    snapshot: SnapshotReader, rows: Sequence[TreeRow], layouts: Layouts | None, depth: int | None
 ) -> None:
-    """Print the header and ``depth`` levels of the tree: None for all, or with ``may_limit`` those
-    that fit on a terminal."""
-    if depth is None and may_limit and sys.stdout.isatty():
-        depth = fitting_depth(rows)
+    """Print the header and ``depth`` levels of the tree, or all."""
     print_line(snapshot.url, "bold")
     problem = _find_problem(snapshot)
     fields: list[list[Cell]] = [[(n, "dim"), (v, "")] for n, v in _header_fields(snapshot)]
@@ -207,9 +184,6 @@ def render(
         for name, description, size, style in _table_lines(rows, depth, layouts)
     ]
     print_table(table, ("key", "content", "size"), right_aligned=("size",), flexible=0)
-    if depth is not None and any(r.depth >= depth for r in rows):
-        note = f"Limited to --depth {depth}; --all shows everything, --keys selects keys"
-        print_line(note, "dim")
 
 
 def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
