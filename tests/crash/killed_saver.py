@@ -3,7 +3,9 @@
 ``python -m tests.crash.killed_saver ROOT WORK`` prints each step after its save has returned.
 """
 
+import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from limpet import threads
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.saving import save  # noqa: F401  (the fork server imports it only once)
+from limpet.storage.local.os_calls import Fs
 from tests.trainings import initial_state, state_after, train
 
 
@@ -51,12 +54,28 @@ def train_forever(root):
 WORK = {"saves": save_and_sweep, "trains": resume_and_step, "loops": train_forever}
 
 
-def run_when_traced(release, output, root, work, count):
-    """Run as a child of a fork server: wait for ``release``, and print to ``output``."""
+CHANGES = ("mkdir", "fallocate", "pwrite", "fsync", "link", "rename_noreplace", "unlink", "rmdir")
+"""The system calls of ``LocalStore`` that change the file system."""
+
+
+def run_until_call(output, root, work, count, last_call):
+    """Run as a child of a fork server, print to ``output``, and die before the ``last_call``-th
+    change."""
+    calls = itertools.count(1)
+
+    def kill_before(method):
+        def call(*args, **options):
+            if next(calls) >= last_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args, **options)
+
+        return call
+
+    for name in CHANGES:
+        setattr(Fs, name, kill_before(getattr(Fs, name)))
     os.environ["LIMPET_THREADS"] = str(count)
     threads.BYTES_PER_THREAD = 1
     os.dup2(output.fileno(), sys.stdout.fileno())
-    release.recv_bytes()
     WORK[work](root)
 
 
