@@ -11,6 +11,7 @@ from pathlib import Path
 
 import limpet
 from limpet import threads
+from limpet.errors import StoreError
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.saving import save  # noqa: F401  (the fork server imports it only once)
@@ -54,13 +55,13 @@ def train_forever(root):
 WORK = {"saves": save_and_sweep, "trains": resume_and_step, "loops": train_forever}
 
 
-CHANGES = ("mkdir", "fallocate", "pwrite", "fsync", "link", "rename_noreplace", "unlink", "rmdir")
-"""The system calls of ``LocalStore`` that change the file system."""
+CHANGES = ("mkdir", "fallocate", "pwrite", "link", "rename_noreplace", "unlink", "rmdir")
+"""The system calls of ``LocalStore`` after which a killed program leaves other files."""
 
 
-def run_until_call(output, root, work, count, last_call):
+def run_until_call(output, root, work, count, last_call=1 << 62):
     """Run as a child of a fork server, print to ``output``, and die before the ``last_call``-th
-    change."""
+    change. A ``StoreError`` is printed, too."""
     calls = itertools.count(1)
 
     def kill_before(method):
@@ -76,7 +77,11 @@ def run_until_call(output, root, work, count, last_call):
     os.environ["LIMPET_THREADS"] = str(count)
     threads.BYTES_PER_THREAD = 1
     os.dup2(output.fileno(), sys.stdout.fileno())
-    WORK[work](root)
+    try:
+        WORK[work](root)
+    except StoreError:
+        print("StoreError", flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
 """Trainings on real ext4 and xfs file systems, with power cuts at random times."""
 
 import random
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from limpet.storage.local.store import LocalStore
+from tests.crash.killed_saver import run_until_call
 from tests.crash.promises import check_promises
+from tests.fork_server import FORK_SERVER
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
-ROUNDS = 5
+ROUNDS = 4
 MAX_ROUNDS = 40
 
 
@@ -42,25 +41,23 @@ def train_until_cut(disk, root, rng):
 
     Return the steps whose save had returned.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.killed_saver", str(root), "loops"],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        for _ in range(rng.randrange(1, 12)):
-            last_line = process.stdout.readline()
-        time.sleep(rng.random() * 0.05)
-        disk.cut_power()
-        kill_timer = threading.Timer(20, process.kill)
-        kill_timer.start()
-        remaining_lines, errors = process.communicate()
-        kill_timer.cancel()
-    finally:
-        process.kill()
-    assert process.returncode == 1, errors
-    assert "StoreError" in errors
-    return [int(line) for line in [last_line, *remaining_lines.split()]]
+    reader, output = FORK_SERVER.Pipe(duplex=False)
+    program = FORK_SERVER.Process(target=run_until_call, args=(output, str(root), "loops", 2))
+    program.start()
+    output.close()
+    kill_timer = threading.Timer(20, program.kill)
+    with open(reader.fileno(), closefd=False) as printed:
+        try:
+            for _ in range(rng.randrange(1, 12)):
+                last_line = printed.readline()
+            time.sleep(rng.random() * 0.05)
+            disk.cut_power()
+            kill_timer.start()
+            remaining_lines = printed.read().split()
+            program.join(20)
+        finally:
+            kill_timer.cancel()
+            program.kill()
+    assert program.exitcode == 1
+    assert remaining_lines.pop() == "StoreError"
+    return [int(line) for line in [last_line, *remaining_lines]]

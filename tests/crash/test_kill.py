@@ -1,7 +1,7 @@
 """Kill the program (kill -9) at the system calls of a save.
 
-It dies before each call that changes the file system. A read does not change the disk, so the disk
-is the same at every read between two changes.
+It dies before each call that changes what another process sees. A read or an fsync does not, so the
+files are the same at each of them between two changes.
 """
 
 import itertools
