@@ -114,7 +114,7 @@ class StoreContract:
                     read_key()
                 self.assert_names(caught.value, store, key)
 
-    @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 8192, 12_000])
+    @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12_000])
     @pytest.mark.parametrize("length", [0, 1, 4096, 5000, 8000])
     def test_ranges(self, store: Store, offset: int, length: int) -> None:
         data = random_bytes(20_000)
@@ -123,14 +123,6 @@ class StoreContract:
             buffer = Buffer(32_768)
             store.get_range("a", offset, length, buffer.view[:capacity])
             assert buffer.view[:length] == data[offset : offset + length]
-
-    def test_a_range_up_to_the_end(self, store: Store) -> None:
-        data = random_bytes(10_001)
-        put(store, "a", data)
-        for offset in (0, 4096, 8192, 10_000, 10_001):
-            buffer = Buffer(16_384)
-            store.get_range("a", offset, 10_001 - offset, buffer.view)
-            assert buffer.view[: 10_001 - offset] == data[offset:]
 
     @pytest.mark.parametrize(
         ("offset", "length", "found"),
@@ -265,12 +257,6 @@ class StoreContract:
             assert list(list_level(store, prefix)) == []
             assert list(store.partials(prefix)) == []
 
-    def test_many_keys(self, store: Store) -> None:
-        names = [f"v/{number:04}" for number in range(120)]
-        for name in names:
-            store.put_if_absent(name, b"")
-        assert keys(store) == keys(store, "v") == names
-
     def test_partials_can_be_deleted(self, store: Store) -> None:
         put(store, "v/a", b"1")
         upload = store.put("v/b", 5)
@@ -358,16 +344,6 @@ class StoreContract:
         assert keys(store) == ["v/a"]
         assert partial_keys(store) == []
 
-    def test_pieces_in_any_order_from_many_threads(self, store: Store) -> None:
-        data, piece = random_bytes(2_000_003), 65_536
-        starts = list(range(0, len(data), piece))
-        random.Random(1).shuffle(starts)
-        view = memoryview(data)
-        with store.put("v/a", len(data)) as upload, ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda at: upload.write_at(at, view[at : at + piece]), starts))
-            upload.commit()
-        assert store.get("v/a", len(data)) == data
-
     def test_pieces_need_not_be_aligned(self, store: Store) -> None:
         data, cuts = random_bytes(50_000), [0, 1, 4095, 4097, 12_288, 20_481, 49_999, 50_000]
         buffer = Buffer(65_536)
@@ -427,9 +403,6 @@ class StoreContract:
     ) -> None:
         with store.put("v/a", 10) as upload, pytest.raises(StoreError):
             upload.write_at(offset, memoryview(bytes(size)))
-        self.assert_empty(store)
-
-    def test_a_negative_length_is_an_error(self, store: Store) -> None:
         with pytest.raises(StoreError):
             store.put("a", -1)
         self.assert_empty(store)
@@ -457,20 +430,16 @@ class StoreContract:
             raise KeyError
         self.assert_empty(store)
 
-    def test_abort_after_commit_changes_nothing(self, store: Store) -> None:
-        with store.put("v/a", 3) as upload:
-            upload.write_at(0, memoryview(b"abc"))
-            upload.commit()
-            upload.abort()
-        assert store.get("v/a", 3) == b"abc"
-
     @pytest.mark.parametrize("end", ["commit", "abort"])
     def test_an_ended_upload_refuses_calls(self, store: Store, end: str) -> None:
-        with store.put("v/a", 0) as upload:
+        with store.put("v/a", 3) as upload:
+            upload.write_at(0, memoryview(b"abc"))
             getattr(upload, end)()
             for call in (upload.commit, lambda: upload.write_at(0, memoryview(b""))):
                 with pytest.raises(StoreError):
                     call()
+            upload.abort()
+        assert keys(store) == (["v/a"] if end == "commit" else [])
 
     def test_abort_while_threads_write(self, store: Store) -> None:
         upload, data = store.put("v/a", 64 * 4096), memoryview(bytes(4096))
@@ -509,12 +478,13 @@ class StoreContract:
         assert store.get("v/a", len(data)) == data
         assert partial_keys(store) == []
 
-    def test_small_pieces_of_a_large_object_in_any_order(self, store: Store) -> None:
+    @pytest.mark.parametrize("piece", [65_536, 777_777])
+    def test_small_pieces_of_a_large_object_in_any_order(self, store: Store, piece: int) -> None:
         data = memoryview(random_bytes(2 * self.part_length(store) + 77))
-        starts = list(range(0, len(data), 777_777))
+        starts = list(range(0, len(data), piece))
         random.Random(2).shuffle(starts)
         with begin(store, "v/a", len(data), 100) as upload, ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda at: upload.write_at(at, data[at : at + 777_777]), starts))
+            list(threads.map(lambda at: upload.write_at(at, data[at : at + piece]), starts))
             upload.commit()
         assert store.get("v/a", len(data)) == data
 
