@@ -65,7 +65,7 @@ def test_a_renewal_of_credentials_that_hangs(s3, monkeypatch, tmp_path, is_used)
 
 def test_a_program_for_credentials_that_prints_something_else(s3, monkeypatch, tmp_path):
     use_program(monkeypatch, tmp_path, "echo SECRET")
-    with pytest.raises(Denied, match=r"not printed JSON. Check credential_process") as caught:
+    with pytest.raises(Denied, match=r"no credentials.*credential_process") as caught:
         open_run(s3).stat("a")
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
@@ -86,9 +86,13 @@ def test_a_profile_of_sso_without_a_login(s3, monkeypatch, tmp_path):
     [
         ("http://user:SECRET@127.0.0.1:9", Unavailable, "cannot be reached. Check HTTP_PROXY"),
         ("socks5://user:SECRET@127.0.0.1:9", Unavailable, "proxy cannot be reached"),
-        ("http://user:SEC/RET@127.0.0.1:9", StoreError, "proxy is invalid. Check HTTP_PROXY"),
-        ("http://user:SEC#RET@127.0.0.1:9", StoreError, "proxy is invalid"),
-        ("http://user:SECRET@127.0.0.1:99999", StoreError, "proxy is invalid"),
+        (
+            "http://user:SEC/RET@127.0.0.1:9",
+            StoreError,
+            "is invalid.*HTTP_PROXY",
+        ),
+        ("http://user:SEC#RET@127.0.0.1:9", StoreError, "is invalid"),
+        ("http://user:SECRET@127.0.0.1:99999", StoreError, "is invalid"),
         ("http://user:SEC\nRET@127.0.0.1:9", Unavailable, "proxy cannot be reached"),
     ],
 )
@@ -106,7 +110,7 @@ def test_a_wrong_proxy_shows_no_password(s3, monkeypatch, proxy, kind, message):
 def test_a_token_with_a_line_break_is_not_shown(s3, monkeypatch):
     store = open_run(s3, timeout=30)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "SECRET\n")
-    with pytest.raises(Denied, match="contains a line break") as caught:
+    with pytest.raises(StoreError, match="contains a line break") as caught:
         store.stat("a")
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 

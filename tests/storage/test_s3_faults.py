@@ -311,26 +311,6 @@ def test_an_invalid_endpoint_in_the_environment(s3, monkeypatch, url):
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_date_of_retry_after_is_compared_with_the_clock_of_the_server(s3):
-    seen = []
-
-    def busy(method, path, handler):
-        seen.append(path)
-        if len(seen) > 1:
-            return False
-        handler.send_response_only(503)
-        handler.send_header("Date", "Wed, 25 Nov 2020 03:00:00 GMT")
-        handler.send_header("Retry-After", "Wed, 25 Nov 2020 03:00:01 GMT")
-        handler.send_header("Content-Length", "0")
-        handler.end_headers()
-        return True
-
-    s3.objects["run/a"], s3.hook = b"1", busy
-    start = time.monotonic()
-    assert open_run(s3, timeout=60).stat("a").length == 1
-    assert 1 <= time.monotonic() - start < 30
-
-
 def test_a_save_and_a_load(s3):
     """The fake server is good enough for the rest of this file."""
     store, state = open_run(s3), {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}

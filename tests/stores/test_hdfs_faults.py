@@ -567,9 +567,8 @@ def test_what_people_get_wrong(hdfs, monkeypatch, tmp_path):
         assert "S3CRET" not in str(caught.value)
     with pytest.raises(StoreError, match="HADOOP_CONF_DIR"):
         limpet.open_store("hdfs:///runs").stat("x")
-    with pytest.raises(StoreError, match="the URL has no port") as caught:
+    with pytest.raises(StoreError, match="Add the port"):
         limpet.open_store("hdfs://127.0.0.1/runs/a").stat("x")
-    assert "InvalidArgument" not in str(caught.value)
     monkeypatch.setenv("HADOOP_CONF_DIR", str(hdfs.configuration))
     monkeypatch.setattr(hdfs_server, "_servers", {})
     with pytest.raises(NotFound):

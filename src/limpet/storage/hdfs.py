@@ -669,16 +669,14 @@ def _translate_client(
     text: str, what: str, fields: dict[str, Any], unknown: dict[str, str]
 ) -> StoreError:
     """Return the error for one that no server has sent. ``text`` describes it."""
-    if "No NameNode hosts found" in text:
+    is_url = text.startswith(("InvalidArgument", "UrlParseError", "InvalidPath"))
+    if is_url or "No NameNode hosts found" in text:
         return StoreError(
-            f"{what}: the URL has no port, and no name service is known by this name",
+            f"{what}: {text}",
             expected="hdfs://NAMENODE:PORT/folder, or a name service of hdfs-site.xml",
             todo="Add the port, or set HADOOP_CONF_DIR to the folder of hdfs-site.xml",
             **fields,
         )
-    if text.startswith(("InvalidArgument", "UrlParseError", "InvalidPath")):
-        todo = "Check the URL, and that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
-        return StoreError(f"{what}: {text}", todo=todo, **fields)
     if text.startswith(("SASL", "GSSAPI", "NoSASL")):
         todo = "Renew the Kerberos ticket (kinit)"
         return Denied(f"{what}: {text}", todo=todo, **fields)

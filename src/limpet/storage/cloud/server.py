@@ -226,7 +226,9 @@ _NOT_SENT = re.compile(r"kind: Connect,|ConnectError\(|dns error|tcp connect err
 _NO_CONTAINER = re.compile(
     r"ContainerNotFound|NoSuchBucket|specified (?:container|bucket) does not exist"
 )
-_KEY_FILE = re.compile(r"service account file|OpenCredentials|DecodeCredentials|ReadCredentials")
+_BAD_CREDENTIALS = re.compile(
+    r"service account file|OpenCredentials|DecodeCredentials|ReadCredentials|credential provider"
+)
 _TLS = re.compile(
     r"corrupt message|InvalidContentType|invalid peer certificate|InvalidCertificate"
     r"|HandshakeFailure|ProtocolVersion|invalid HTTP version|Parse\(\s*Version"
@@ -284,12 +286,12 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
         return Denied(f"{what}: there are no credentials", todo=_CREDENTIALS[scheme], **fields)
     if status:
         return _translate_status(status, f"{what}: {_reason(status, text)}", text, fields)
-    if _KEY_FILE.search(text):  # which may be the key itself, instead of the path of a file
-        todo = "service_account= and GOOGLE_SERVICE_ACCOUNT must be the path of a key file"
-        return StoreError(f"{what}: the file with the key cannot be read", todo=todo, **fields)
-    if "credential provider" in text:  # of an option
-        todo = "Check account_key= and sas_token="
-        return Denied(f"{what}: the credentials are not valid", todo=todo, **fields)
+    if _BAD_CREDENTIALS.search(text):  # which may show a key
+        todo = (
+            "Check account_key= and sas_token=, or that service_account= and GOOGLE_SERVICE_ACCOUNT"
+            " are the path of a key file"
+        )
+        return Denied(f"{what}: the credentials cannot be used", todo=todo, **fields)
     if _TLS.search(text):
         todo = "Check whether the endpoint begins with http:// or https://, and its certificate"
         return StoreError(f"{what}: TLS failed, or the server needs it", todo=todo, **fields)

@@ -174,19 +174,13 @@ class S3Server(Server):
         )
 
     def _create_client(self, timeout: int) -> Any:
-        options = self._options
-        client = self._create_addressing(timeout, options.addressing or "auto")
-        if options.addressing is None and not _AWS.search(client.meta.endpoint_url):
-            # most servers have one name, to which "auto" would prepend that of the bucket
-            client = self._create_addressing(timeout, "path")
-        return client
-
-    def _create_addressing(self, timeout: int, addressing: str) -> Any:
         import boto3
         import botocore
         from botocore.config import Config
 
         options = self._options
+        # most servers have one name, to which "auto" would prepend that of the bucket
+        addressing = options.addressing or ("auto" if _AWS.search(self.url) else "path")
         return self._session.client(
             "s3",
             endpoint_url=options.endpoint,

@@ -7,11 +7,9 @@ The server is asked to create an object only if the key does not exist (``If-Non
 from __future__ import annotations
 
 import base64
-import email.utils
 import hashlib
 import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -87,25 +85,18 @@ class S3Folder(Remote):
             if isinstance(e, Denied) or e.fields.get("status") == 400:
                 self.send("get_object", "look up", key, Key=name, Range="bytes=0-0")["Body"].close()
             raise
-        for header in ("ContentLength", "LastModified"):
-            if header not in reply:
-                with suppress(Denied):
-                    self._list_any()  # raises if this is a web server, not a lost header
-                raise Unavailable(
-                    f"The reply for {key} in {self.url} lacks {header}", key=key, store=self.url
-                )
-        return Stat(key, int(reply["ContentLength"]), int(reply["LastModified"].timestamp()))
+        if "LastModified" not in reply:
+            self._require_bucket()  # raises if this is a web server
+        with self.translated("look up", key):  # without one of these, ``Unavailable``
+            return Stat(key, int(reply["ContentLength"]), int(reply["LastModified"].timestamp()))
 
     def _require_bucket(self) -> None:
         """Raise ``StoreError`` if the bucket is missing."""
         if self.root not in self.server.known:
             with suppress(Denied):  # it may be there
-                self._list_any()
+                page = self.send("list_objects_v2", "look up", "", Prefix=self.prefix, MaxKeys=1)
+                self._require_field(page, "IsTruncated")
             self.server.known.add(self.root)
-
-    def _list_any(self) -> None:
-        page = self.send("list_objects_v2", "look up", "", Prefix=self.prefix, MaxKeys=1)
-        self._require_field(page, "IsTruncated")
 
     def open(self, key: str, offset: int, length: int | None, tag: str) -> Reply:
         fields: dict[str, Any] = {"IfMatch": tag} if tag else {}
@@ -503,7 +494,8 @@ _DENIED = {
 _CREDENTIALS = (
     "Tried: the options access_key_id and profile of limpet.open_store, the variables"
     " AWS_ACCESS_KEY_ID, AWS_PROFILE, and AWS_WEB_IDENTITY_TOKEN_FILE, the files ~/.aws/config and"
-    " ~/.aws/credentials, and the metadata services of ECS and EC2."
+    " ~/.aws/credentials (with credential_process, or SSO after `aws sso login`), and the metadata"
+    " services of ECS and EC2."
     " For a public bucket, use limpet.open_store(url, anonymous=True)"
 )
 
@@ -514,14 +506,13 @@ _NO_TLS = re.compile(
 """The reasons of OpenSSL that are not gone at the next try."""
 
 
-_BAD_HEADER, _BAD_ENDPOINT = "Invalid header value", "Invalid endpoint"
-_BAD_PROXY, _NO_PROXY = "Failed to parse: ", "Failed to connect to proxy"
+_BAD_VALUES = ("Invalid header value", "Invalid endpoint", "Failed to parse: ")
+_NO_PROXY = "Failed to connect to proxy"
 
 
 def shows_credentials(error: Exception) -> bool:
     """Return True if the text of an error of boto3 may contain a header or a password."""
-    text = str(error)
-    return any(words in text for words in (_BAD_HEADER, _BAD_ENDPOINT, _BAD_PROXY, _NO_PROXY))
+    return any(words in str(error) for words in (*_BAD_VALUES, _NO_PROXY))
 
 
 def translate(error: Exception, action: str, key: str, url: str, server: str) -> StoreError:
@@ -536,19 +527,18 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
         if action == "read" and status == 412:
             return replaced_error(key, url)
         return _translate_reply(error, what, server, fields)
-    if isinstance(error, json.JSONDecodeError):
-        todo = "Check credential_process in the configuration of AWS"
-        return Denied(
-            f"{what}: the program for credentials has not printed JSON", todo=todo, **fields
-        )
-    if isinstance(error, boto.SSOError):
-        return Denied(f"{what}: {error}", todo="Log in again: aws sso login", **fields)
-    if isinstance(error, boto.NoCredentialsError | boto.CredentialRetrievalError):
-        return Denied(f"{what}: there are no credentials", todo=_CREDENTIALS, **fields)
-    if isinstance(
-        error, boto.PartialCredentialsError | boto.ProfileNotFound | boto.TokenRetrievalError
-    ):
+    if isinstance(error, boto.ProfileNotFound | boto.PartialCredentialsError):
         return Denied(f"{what}: {error}", todo=_CREDENTIALS, **fields)
+    if isinstance(
+        error,
+        boto.NoCredentialsError
+        | boto.CredentialRetrievalError
+        | boto.TokenRetrievalError
+        | boto.SSOError
+        | json.JSONDecodeError,
+    ):  # the text may be what a program for credentials has printed
+        what = f"{what}: there are no credentials ({type(error).__name__})"
+        return Denied(what, todo=_CREDENTIALS, **fields)
     if isinstance(error, ResponseParserError):
         todo = "Check the endpoint"
         return StoreError(f"{what}: {server} does not answer as S3 does", todo=todo, **fields)
@@ -563,25 +553,22 @@ def _translate_unanswered(
     from botocore import exceptions as boto
 
     text = hide_secrets(str(error).strip())
-    if _BAD_ENDPOINT in text:
-        return StoreError(f"{what}: the endpoint is not http://HOST or https://HOST", **fields)
-    if _BAD_HEADER in text:
-        what = f"{what}: the session token or the access key contains a line break"
-        return Denied(what, todo="Remove it from the variable or the file", **fields)
-    if _BAD_PROXY in text:  # urllib3 has split the URL in the middle of the password
-        todo = 'Check HTTP_PROXY and HTTPS_PROXY: write "/" as %2F and "#" as %23 in a password'
-        return StoreError(f"{what}: the URL of the proxy is invalid", todo=todo, **fields)
+    if any(words in text for words in _BAD_VALUES):  # it may be a password
+        what = f"{what}: the endpoint, the URL of the proxy, or a credential is invalid"
+        todo = (
+            "Check that the endpoint is http://HOST or https://HOST, that HTTP_PROXY and"
+            ' HTTPS_PROXY have "/" as %2F and "#" as %23 in a password, and that no credential'
+            " contains a line break"
+        )
+        return StoreError(what, todo=todo, **fields)
     if _NO_PROXY in text:
         todo = "Check HTTP_PROXY, HTTPS_PROXY, and NO_PROXY"
         return Unavailable(f"{what}: the proxy cannot be reached", todo=todo, **fields)
     if isinstance(error, boto.SSLError) and _NO_TLS.search(text):
         todo = f"Check the endpoint, {server}, and the certificate (AWS_CA_BUNDLE)"
         return StoreError(f"{what}: {text}", todo=todo, **fields)
-    if isinstance(error, boto.InvalidRegionError):
-        todo = "Check AWS_DEFAULT_REGION, or region="
-        return StoreError(f"{what}: {text}", todo=todo, **fields)
-    if isinstance(error, boto.ParamValidationError | ValueError | UnicodeError):
-        todo = "Check the URL, and the endpoint (http://HOST or https://HOST)"
+    if isinstance(error, boto.ParamValidationError | ValueError):
+        todo = "Check the URL, the region, and the endpoint (http://HOST or https://HOST)"
         return StoreError(f"{what}: {text}", todo=todo, **fields)
     broken = boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | OSError
     if isinstance(error, broken | urllib3.exceptions.HTTPError):
@@ -605,7 +592,8 @@ def _translate_reply(error: Any, what: str, server: str, fields: dict[str, Any])
     message = details.get("Message") or code
     what = f"{what}: {code}" if message in (code, "Unknown") else f"{what}: {code}: {message}"
     if code in _THROTTLED or status in (429, 503):
-        pause = _seconds(headers.get("retry-after"), headers.get("date"))
+        asked = headers.get("retry-after", "").strip()
+        pause = float(asked) if asked.isdecimal() else None  # a date: as if it did not say
         if code == "503":  # not of S3, but of a proxy, which may have passed the request on
             fields["outcome"] = "unknown"
         return Unavailable(what, throttled=True, retry_after=pause, **fields)
@@ -626,21 +614,6 @@ def _translate_reply(error: Any, what: str, server: str, fields: dict[str, Any])
     if code in ("QuotaExceeded", "EntityTooLarge"):
         return NoSpace(what, todo="Raise the quota, or save elsewhere", **fields)
     return StoreError(what, todo=f"Check the endpoint, {server}", **fields)
-
-
-def _seconds(retry_after: str | None, date: str | None) -> float | None:
-    """Return the pause of a Retry-After header, in seconds or a date; ``date``: the reply's time,
-    because the clocks may differ."""
-    if retry_after is None:
-        return None
-    if retry_after.strip().isdecimal():
-        return float(retry_after)
-    parse = email.utils.parsedate_to_datetime
-    try:
-        now = parse(date).timestamp() if date else time.time()
-        return max(0.0, parse(retry_after).timestamp() - now)
-    except (TypeError, ValueError):
-        return None
 
 
 def no_tag_error(key: str, url: str) -> Unavailable:
