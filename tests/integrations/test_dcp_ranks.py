@@ -1,6 +1,6 @@
 """DCP with Limpet's reader and writer on four gloo ranks: layouts, wrappers, options, failures.
 
-The tests cover what PyTorch's own DCP tests cover. ``upstream.py`` runs PyTorch's tests themselves.
+The tests cover what PyTorch's own DCP tests cover.
 """
 
 import gc
