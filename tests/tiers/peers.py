@@ -18,7 +18,7 @@ from limpet.tiers.peers.client import PeerConnection
 from limpet.tiers.peers.server import PeerLimits, PeerServer
 
 SECRET = make_secret()
-LIMITS = PeerLimits(file_bytes=1 << 30, peer_bytes=1 << 30, total_bytes=1 << 30)
+LIMITS = PeerLimits(file_bytes=1 << 30, total_bytes=1 << 30)
 
 
 def file(name):

@@ -393,7 +393,7 @@ def test_a_link_that_replaces_a_file_while_it_is_served(folder, tmp_path, monkey
 
 @pytest.mark.parametrize(
     ("limit", "message"),
-    [("file_bytes", "A file"), ("peer_bytes", "rank 0"), ("total_bytes", "all peers")],
+    [("file_bytes", "A file"), ("total_bytes", "all peers")],
 )
 def test_the_limits_of_sizes(folder, source, limit, message):
     put(source, B, random_bytes(SIZE, 1))
@@ -412,7 +412,7 @@ def test_the_limits_of_sizes(folder, source, limit, message):
 
 
 def test_an_enormous_length_is_refused_before_memory_is_allocated(folder):
-    limits = replace(LIMITS, file_bytes=1 << 60, peer_bytes=1 << 60, total_bytes=1 << 60)
+    limits = replace(LIMITS, file_bytes=1 << 60, total_bytes=1 << 60)
     with serving(folder, limits) as server:
         channel = channel_to(server)
         channel.send(Offer(A, 1 << 59))
@@ -532,6 +532,3 @@ def test_closing_ends_the_transfers(folder, source):
         assert partial_keys(LocalStore(folder)) == []
         with pytest.raises(Unavailable):
             peer.send_file(source, A)
-
-
-# addresses and processes

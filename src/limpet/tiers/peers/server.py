@@ -15,7 +15,7 @@ from limpet.format.names import MANIFEST, parse_attempt, parse_version
 from limpet.ranks.wire import Channel, Connections, HandshakeLimits, Listener, Session
 from limpet.storage.local.os_calls import BeneathFs
 from limpet.storage.local.store import LocalStore
-from limpet.storage.store import Store, put_mapped
+from limpet.storage.store import Store, exists, put_mapped
 from limpet.tiers.peers import transfer
 
 
@@ -24,8 +24,7 @@ class PeerLimits:
     """The limits of a server."""
 
     file_bytes: int  # of one file
-    peer_bytes: int  # of all files that one rank may have here at once
-    total_bytes: int  # of all ranks
+    total_bytes: int  # of all files that peers may have here at once
     connections: int = 32  # authenticated, each with a thread
     handshakes: HandshakeLimits = field(default_factory=HandshakeLimits)
     part_seconds: float = 120.0  # for the answer to a request, and for each ``PART_BYTES``
@@ -38,37 +37,26 @@ class PeerAccounts:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = Lock()
-        self._files: dict[tuple[int, str], int] = {}
-        self._sending: list[tuple[int, int]] = []
+        self._files: dict[str, int] = {}
+        self._sending: list[int] = []
 
     @contextmanager
-    def reserving(self, rank: int, key: str, length: int, limits: PeerLimits) -> Iterator[None]:
+    def reserving(self, key: str, length: int, limits: PeerLimits) -> Iterator[None]:
         """Count a file that a rank sends; if the block succeeds, until it is deleted. Raises
         ``NoSpace`` if a limit does not allow the file."""
         self._check("A file", length, limits.file_bytes, key)
-        entry = (rank, length)
         with self._lock:
-            self._forget_deleted()
-            counted = [*self._sending, *((r, n) for (r, _), n in self._files.items())]
-            of_rank = sum(n for r, n in counted if r == rank)
-            total = sum(n for _, n in counted)
-            self._check(f"The files of rank {rank}", of_rank + length, limits.peer_bytes, key)
+            self._files = {k: n for k, n in self._files.items() if exists(self._store, k)}
+            total = sum(self._sending) + sum(self._files.values())
             self._check("The files of all peers", total + length, limits.total_bytes, key)
-            self._sending.append(entry)
+            self._sending.append(length)
         try:
             yield
             with self._lock:
-                self._files[rank, key] = length
+                self._files[key] = length
         finally:
             with self._lock:
-                self._sending.remove(entry)
-
-    def _forget_deleted(self) -> None:
-        for rank, key in list(self._files):
-            try:
-                self._store.stat(key)
-            except NotFound:
-                del self._files[rank, key]
+                self._sending.remove(length)
 
     def _check(self, what: str, nbytes: int, limit: int, key: str) -> None:
         if nbytes > limit:
@@ -134,14 +122,12 @@ class PeerServer:
             request = channel.receive(transfer.Offer, transfer.Fetch)
             channel.deadline = replace(channel.deadline, purpose=f"a request of rank {rank}")
             channel.renew(request.length if isinstance(request, transfer.Offer) else 0)
-            self._answer(channel, rank, request)
+            self._answer(channel, request)
             channel.deadline = self._idle_deadline()
 
-    def _answer(
-        self, channel: Channel, rank: int, request: transfer.Offer | transfer.Fetch
-    ) -> None:
+    def _answer(self, channel: Channel, request: transfer.Offer | transfer.Fetch) -> None:
         if isinstance(request, transfer.Offer):
-            channel.send(self._receive(channel, rank, request))
+            channel.send(self._receive(channel, request))
             return
         self._check_key(request.key, "read", MANIFEST)
         file_length = self._to_read.stat(request.key).length
@@ -153,14 +139,14 @@ class PeerServer:
             channel.interrupt()  # the peer would read a message as bytes of the file
             raise
 
-    def _receive(self, channel: Channel, rank: int, offer: transfer.Offer) -> transfer.Stored:
+    def _receive(self, channel: Channel, offer: transfer.Offer) -> transfer.Stored:
         """Store a file that a peer offers, or find out that it is stored already."""
         store, key = self._store, offer.key
         self._check_key(key, "write")
         with suppress(NotFound):
             return self._find(channel, key)
         with ExitStack() as stack:
-            stack.enter_context(self._accounts.reserving(rank, key, offer.length, self.limits))
+            stack.enter_context(self._accounts.reserving(key, offer.length, self.limits))
             if (upload := put_mapped(store, key, offer.length)) is None:
                 raise Denied(f"{store.url} is not memory: it takes no copies", key=key)
             stack.enter_context(upload)
