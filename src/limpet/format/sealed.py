@@ -14,7 +14,7 @@ import msgspec
 
 from limpet.errors import DigestMismatch, FormatTooNew, ManifestInvalid, Unsupported
 from limpet.format.digest import HEX_LENGTH, digest
-from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder, describe_invalid
+from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
 from limpet.text import VERIFY_ADVICE
 
 FORMAT = 1
@@ -106,7 +106,7 @@ def decode_struct(raw: bytes, decoder: StrictDecoder[T], file: str) -> T:
         raise ManifestInvalid(
             f"{file} violates the format",
             expected="the fields that docs/format.md specifies",
-            found=describe_invalid(raw, e),
+            found=str(e),
             file=file,
         ) from e
 

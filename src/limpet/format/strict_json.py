@@ -7,9 +7,7 @@ describes a type at its first use, and two threads that do so at once crash the 
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,16 +15,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from limpet.text import with_article
-
 T = TypeVar("T")
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions of ``StrictDecoder.decode``."""
 
-_ANY = msgspec.json.Decoder(Any)
-_FIELD = re.compile(r"- at `\$([^`]*)`$")
-_STEP = re.compile(r"\.(\w+)|\[([0-9]+)\]")
+_DUPLICATE = "Object has two members with the same name"
 _encoder = msgspec.json.Encoder()
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _NOT_QUOTE_OR_COLON = bytes(set(range(256)) - {*b'":'})
@@ -45,38 +39,19 @@ class StrictDecoder(Generic[T]):
         return value
 
 
-def describe_invalid(raw: bytes, error: Exception) -> str:
-    """Return the text of a decoder's error about ``raw``, with the value of the invalid field."""
-    message = str(error)
-    path = _FIELD.search(message)
-    if path is None:
-        return message
-    try:
-        value: Any = _ANY.decode(raw)
-        for name, number in _STEP.findall(path[1]):
-            value = value[int(number)] if number else value[name]
-    except (*DECODE_ERRORS, LookupError, TypeError):  # a member of a dict, which has no path
-        return message
-    is_plain = value is None or isinstance(value, str | int | float)
-    return f"{message}: {repr(value)[:80] if is_plain else with_article(type(value).__name__)}"
-
-
 def require_unique_names(raw: bytes, value: object) -> None:
     """Raise ``msgspec.ValidationError`` unless each name in JSON text occurs once in its object:
     exactly then the text has no more members than ``value``, to which it was decoded."""
     encoded = _encoder.encode(value)
     if encoded != raw and _count_members(encoded) != _count_members(raw):
-        raise msgspec.ValidationError(_describe_duplicate(raw))
+        raise msgspec.ValidationError(_DUPLICATE)
 
 
 def unique_members(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object's members, an ``object_pairs_hook``; ``ValueError`` for a repeated name."""
     members = dict(pairs)
     if len(members) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(
-            f"Object has two members with the name {counts.most_common(1)[0][0][:80]!r}"
-        )
+        raise ValueError(_DUPLICATE)
     return members
 
 
@@ -88,12 +63,3 @@ def _count_members(text: bytes) -> int:
     is_quote = marks == ord('"')
     quotes_before = np.cumsum(is_quote, dtype=np.uint8)  # modulo 256, which keeps the parity
     return int(np.count_nonzero(~is_quote & (quotes_before % 2 == 0)))
-
-
-def _describe_duplicate(raw: bytes) -> str:
-    try:
-        json.loads(raw, object_pairs_hook=unique_members, parse_int=len)
-    except (ValueError, RecursionError) as e:
-        if "two members" in str(e):
-            return str(e)
-    return "Object has two members with the same name"

@@ -194,8 +194,7 @@ def device_chooser(snapshot: SnapshotReader, device: Any) -> Callable[[str], Any
                 expected="a version in which all ranks that have the tensor recorded one kind of"
                 " device",
                 found="no record" if records[0] is None else "a record without this tensor",
-                todo="Versions of earlier releases of Limpet have no record. Pass one device,"
-                ' such as device="cpu"',
+                todo='Pass one device, such as device="cpu"',
                 leaf=key,
             )
         if saved not in checked:
@@ -223,10 +222,8 @@ def _require_device(device: Any, saved: str, key: str, url: str) -> Any:
     try:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as e:
-        is_mapped = str(device) != saved
         raise LimpetError(
-            f"{key!r} in {url} was saved from {saved}"
-            + (f", which device= maps to {device}" if is_mapped else ""),
+            f"{key!r} in {url} was saved from {saved}, and device= loads it to {device}",
             expected=f"the device {device} in this process",
             found=str(e).partition("\n")[0][:200] or type(e).__name__,
             todo=f'Map it to a device that exists: device={{"{saved}": "cpu"}}, or pass one device'
