@@ -42,7 +42,7 @@ def test_progress_is_restored():
 
 
 def test_progress_rejects_another_state():
-    with pytest.raises(PlanError, match="epoch, step, and samples"):
+    with pytest.raises(PlanError, match="not the state of a Progress"):
         limpet.Progress().load_state_dict({"epoch": 1})
 
 

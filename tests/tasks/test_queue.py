@@ -431,7 +431,7 @@ def test_45_48_a_job_ends_with_the_last_of_its_tasks_and_not_before():
     assert job.tasks == 8
     for completed in range(8):
         assert not queue.finished("evaluation")
-        with pytest.raises(TaskError, match=f"found {completed}, and 0 at work"):
+        with pytest.raises(TaskError, match=f": {completed} of 8 .*, and 0 at work"):
             job.wait(0)
         assert evaluation(queue, "w").done(completed)
     job.wait(0)
@@ -650,7 +650,7 @@ def test_a_wait_for_a_job_ends_with_the_job_or_with_the_time():
     job = queue.add("evaluation", 2, task_size=1, name="e")
     evaluation(queue, "w").done(1)
     evaluation(queue, "w")
-    with pytest.raises(TaskError, match=r"did not end within 0 s.*2 completed.*found 1, and 1 at"):
+    with pytest.raises(TaskError, match=r"did not end within 0 s: 1 of 2 .*, and 1 at"):
         job.wait(0)
     with pytest.raises(TaskError, match="did not end"):
         job.results()

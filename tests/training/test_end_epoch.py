@@ -327,7 +327,7 @@ def test_an_invalid_count_is_refused(name, count):
     if name == "step":
         with pytest.raises(LimpetError, match=r"progress\.step must be a whole number, 0 or more"):
             progress.step = count
-    with pytest.raises(PlanError, match="does not exist"):
+    with pytest.raises(PlanError, match="not the state of a Progress"):
         progress.load_state_dict({**progress.state_dict(), name: count})
     assert (progress.epoch, progress.step) == (0, 0)
 

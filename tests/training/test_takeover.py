@@ -281,7 +281,7 @@ def test_a_training_of_another_thread_is_not_closed():
     thread = threading.Thread(target=work)
     thread.start()
     begun.wait(30)
-    with pytest.raises(LimpetError, match=r"one at step 5, which another thread"):
+    with pytest.raises(LimpetError, match="by another thread, which has made it"):
         start(store, 4)
     go_on.set()
     thread.join()

@@ -72,17 +72,16 @@ class Progress:
 
     def check_state_dict(self, state: object) -> None:
         """Raise ``PlanError`` if this is not the state of a ``Progress``."""
-        if not isinstance(state, dict) or set(state) - _OPTIONAL_FIELDS != _FIELDS:
+        if not (
+            isinstance(state, dict)
+            and set(state) - _OPTIONAL_FIELDS == _FIELDS
+            and _is_count(state["epoch"])
+            and _is_count(state["step"])
+        ):
             raise PlanError(
                 "The loaded value is not the state of a Progress",
-                expected="epoch, step, and samples",
-                found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
-            )
-        if not all(_is_count(state[n]) for n in ("epoch", "step")):
-            raise PlanError(
-                "The state of a Progress contains a position that does not exist",
-                expected="an int of 0 or more as epoch and as step",
-                found=f"epoch={state['epoch']!r}, step={state['step']!r}"[:200],
+                expected="epoch and step, which are ints of 0 or more, and samples",
+                found=repr(state)[:200],
             )
 
     def load_state_dict(self, state: dict[str, int]) -> None:

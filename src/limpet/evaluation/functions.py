@@ -45,10 +45,8 @@ class FunctionName:
         is_bound = inspect.ismethod(function) and not inspect.isclass(function.__self__)
         if not is_reachable or is_bound or not callable(function):
             raise LimpetError(
-                f"Another process cannot import the function {what}",
-                expected="a function at the top level of a module or script",
-                found=to_repr(function)[:200],
-                todo="Move it into a module, or use workers=0, which evaluates in this process",
+                f"Another process cannot import the function {what}, {to_repr(function)[:200]}:"
+                " move it to the top level of a module or script, or use workers=0"
             )
         return cls(module, name, script if module == "__main__" else None)
 

@@ -77,8 +77,7 @@ def compute(states: Sequence[State], templates: Mapping[str, Any]) -> dict[str, 
         total, count = _exact_sum(s for s, _ in found), _exact_sum(c for _, c in found)
         if count == 0:
             raise LimpetError(
-                f"The metric {name} has no samples: the counts of all batches add up to 0",
-                todo="Return the number of samples of the batch as the count",
+                f"The metric {name} has no samples: the counts of all batches add up to 0"
             )
         metrics[name] = total / count
     for name in _names(state["states"] for state in states):
@@ -98,11 +97,8 @@ def check_mergeable(name: str, metric: Any) -> None:
     averaged = [k for k, r in reductions.items() if getattr(r, "__name__", "") == "dim_zero_mean"]
     if averaged:
         raise LimpetError(
-            f"The metric {name} cannot be merged exactly",
-            expected="states that are summed, concatenated, or compared",
-            found=f"{type(metric).__name__} averages {', '.join(averaged)} over parts of the data,"
-            " whatever their sizes",
-            todo="Return (sum, count) instead",
+            f"The metric {name} cannot be merged exactly, because it averages"
+            f" {', '.join(averaged)} over parts of any size: return (sum, count) instead"
         )
 
 
@@ -138,10 +134,7 @@ def _to_float(value: Any, name: str, where: str) -> float:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError) as e:
         raise LimpetError(
-            f"{where} returned something other than a number for {name}",
-            expected="one number",
-            found=to_repr(value)[:200],
-            todo="Return one number per name, such as the mean over classes",
+            f"{where} returned something other than a number for {name}: {to_repr(value)[:200]}"
         ) from e
 
 

@@ -170,11 +170,10 @@ class WorkerPool:
         other = {result["records"] for result in results} - {self._records}
         if other:
             raise LimpetError(
-                "A worker has other data than the one that counted the records",
+                "A worker has other data than the one that counted the records: data() must return"
+                " the same data each time",
                 expected=f"{self._records} records",
                 found=", ".join(map(str, other)),
-                todo="Let data() return the same data each time. If the data has changed, start the"
-                " evaluation again",
             )
         states: tuple[State, ...] = tuple(result["state"] for result in results)
         if any(state["states"] for state in states):  # a worker has the metrics that merge them

@@ -194,9 +194,8 @@ def count_records(data: Any) -> int:
         _ = data.__getitem__
     except (TypeError, AttributeError) as e:
         raise LimpetError(
-            "The data of an evaluation is not a map-style dataset",
-            expected="an object with len() and [index], such as a torch Dataset or a list",
-            found=f"a {type(data).__name__}",
+            "The data of an evaluation is not a map-style dataset, with len() and [index], but a"
+            f" {type(data).__name__}"
         ) from e
     if not records:
         raise LimpetError("The data of an evaluation is empty", expected="one record or more")

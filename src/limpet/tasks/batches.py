@@ -128,8 +128,7 @@ class TaskBatches:
         if self._idle_passes >= 2:  # one may inspect the data
             raise TaskError(
                 f"No step has consumed a batch of the last {self._idle_passes} passes, so every"
-                " pass yields the same batches",
-                todo="Call consumed() in each step",
+                " pass yields the same batches: call consumed() in each step"
             )
         self._pass_number += 1
         for task in self._held():

@@ -404,10 +404,8 @@ class Job:
         table = self._table
         if not self.has_ended(timeout):
             raise TaskError(
-                f"Job {self.name!r} did not end within {timeout} s",
-                expected=f"{self.tasks} completed tasks",
-                found=f"{self.completed}, and {len(table.leases)} at work",
-                todo="Allow more time, or check that workers ask for its tasks",
+                f"Job {self.name!r} did not end within {timeout} s: {self.completed} of"
+                f" {self.tasks} tasks are complete, and {len(table.leases)} at work",
                 job=self.name,
             )
         with self._owner._entered():

@@ -216,11 +216,8 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
             raise
         if not is_started:
             other.close()
-            raise TaskError(
-                f"Cannot connect worker {worker!r}",
-                expected="an open TaskServer, and a limit of threads that allows one more",
-                found="a closed one" if self._connections.is_closed else "no more threads",
-            )
+            cause = "is closed" if self._connections.is_closed else "cannot start one more thread"
+            raise TaskError(f"Cannot connect worker {worker!r}: the TaskServer {cause}")
         return other
 
     def listen(self, host: str = "127.0.0.1", port: int = 0, secret: str | None = None) -> str:

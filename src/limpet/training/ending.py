@@ -22,7 +22,6 @@ from limpet.ranks.group import Group, all_reduce, broadcast_from_first
 from limpet.run.policy import Never, SavePolicy
 from limpet.run.records import put_about_version
 from limpet.run.run import Run
-from limpet.run.writer_lock import find_writer
 from limpet.snapshot import pins
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
@@ -535,38 +534,21 @@ def _check_may_close(training: Ending) -> None:
     if running is not None:
         found = f"a call of {running[0]}() in {running[1]} thread"
     elif lifecycle.made_by is not current_thread():
-        step = training.step_counter.progress.step
-        found = f"one at step {step}, which another thread has made"
+        found = "another thread, which has made it"
     else:
         return
     raise errors.LimpetError(
-        f"An earlier Checkpointer of this process is in use for {training.saver.url}",
-        expected="a run without an open Checkpointer, or one of this thread that is idle",
-        found=found,
-        todo="Close that Checkpointer first, or give each training its own run",
+        f"An earlier Checkpointer of this process is in use for {training.saver.url}, by {found}:"
+        " close that one first, or give each training its own run"
     )
 
 
 def _is_same_run(earlier: Saver, run: Run) -> bool:
     """Return True if a training has this run, however it is spelled."""
     first, second = earlier.run.store, run.store
-    if first is second:
-        return True
     if isinstance(first, LocalStore) and isinstance(second, LocalStore):
-        if os.path.realpath(first.url) == os.path.realpath(second.url):
-            return True
-        with suppress(OSError):  # neither folder may exist yet
-            return os.path.samefile(first.url, second.url)
-        return False
+        return os.path.realpath(first.url) == os.path.realpath(second.url)
     if isinstance(first, MemoryStore) and isinstance(second, MemoryStore):
         return first.shares_objects_with(second) and first.url == second.url
-    if first.traits.in_memory or second.traits.in_memory or first.url != second.url:
-        return False
-    lock_id = earlier.writer_lock.id
-    if lock_id is None:
-        return True
-    try:  # two servers may use the same URL
-        writer = find_writer(second)
-    except (errors.StoreError, errors.FormatTooNew):
-        return False
-    return writer is not None and writer.attempt == lock_id
+    is_in_memory = first.traits.in_memory or second.traits.in_memory
+    return first is second or (first.url == second.url and not is_in_memory)

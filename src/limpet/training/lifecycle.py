@@ -81,14 +81,9 @@ class Lifecycle:
         """Return the error for a call of ``name`` during another one."""
         self.check_not_forked()
         callee, where = self.running_call() or ("another method", "another")
-        if current_thread().name == "limpet-save":
-            return LimpetError(
-                f"{name}() was called in the thread of a save, which cannot wait for itself: call"
-                " it in the training thread"
-            )
         return LimpetError(
             f"{name}() was called while {callee}() of the same Checkpointer was running in {where}"
-            " thread: make one call at a time, and to save on a signal, use"
+            " thread: make one call at a time, in the training thread, and to save on a signal, use"
             " SignalNotice(signal.SIGUSR1, stops=False)"
         )
 
