@@ -4,6 +4,7 @@ import pytest
 
 import limpet
 from limpet.errors import StoreError
+from limpet.format.names import Version
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore, _MemoryUpload
 from tests.cli.invoke import run_cli, train_branch
@@ -73,6 +74,8 @@ def test_a_command_that_is_repeated_after_a_kill_at_any_call(name, store, kill_a
     run = Run(store)
     run.pin(40, branch=0)
     run.add_metrics(run.find(40), {"m": 1.0})
+    if "whole" in name:  # three versions on two branches: each call is one run of the command
+        run.delete(Version(20), Version(60))
     document, number = None, 0
     for after in (False, True):
         at = 1

@@ -99,10 +99,6 @@ def test_commands_that_write(run, parent, tmp_path):
     assert run_cli("reshard", f"{run}@2", f"{parent}/resharded/version_2", "--shards", 3).code == 0
     assert shard_folders(f"{parent}/resharded") == {"version_2"}
     assert run_cli("diff", f"{run}@2", f"{parent}/resharded@2").code == 0
-    assert run_cli("pin", run, 1).code == 0
-    assert Run(run).pins() == [Run(run).find(1)]
-    assert run_cli("request-save", run, "--no-wait").code == 0
-    assert run_cli("pin", run, 1, "--remove").code == 0
 
 
 def test_what_to_delete_or_move_is_named_by_its_place(run, parent):
