@@ -14,7 +14,7 @@ from limpet.errors import (
     UnexpectedLeaf,
 )
 from limpet.snapshot.snapshot import reader_of
-from tests.states import Stateful, assert_same, round_trip, save_state, tensor_bytes, unused_url
+from tests.states import Stateful, assert_same, round_trip, save_state, unused_url
 
 
 def net(seed=0):
@@ -255,30 +255,6 @@ def test_a_shape_that_a_hook_changes_is_checked_before_anything_is_changed():
     with pytest.raises(ShapeMismatch, match=r"m/weight \[1, 2\], live \[1, 3\]"):
         limpet.load(save_state({"first": torch.ones(2), "m": make(2)}), into=live)
     assert live["first"].tolist() == [0, 0]
-
-
-def test_lazy_modules_are_restored_after_their_initialization():
-    m = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    with pytest.raises(limpet.errors.Unsupported, match="UninitializedParameter"):
-        limpet.save(unused_url(), {"model": m})
-    m(torch.randn(4, 5))
-    live = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    save_and_load(m, live)
-    assert_same_state_dict(m, live)
-    x = torch.randn(4, 5)
-    assert tensor_bytes(m(x)) == tensor_bytes(live(x))
-
-
-def test_a_module_on_the_meta_device_is_refused_until_it_has_memory():
-    m = net()
-    with torch.device("meta"):
-        live = net()
-    url = save_state({"model": m})
-    with pytest.raises(PlanError, match=r"'model/0.weight' has no memory.*to_empty"):
-        limpet.load(url, into={"model": live})
-    live.to_empty(device="cpu")
-    limpet.load(url, into={"model": live})
-    assert_same_state_dict(m, live)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -595,19 +571,7 @@ def test_an_option_that_an_optimizer_adds_at_its_first_step_is_loaded():
     assert fresh.param_groups[0]["step"] == 7
 
 
-def test_an_option_with_another_name_needs_a_lenient_load():
-    m = net()
-    older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
-    for group in (older.param_groups[0], older.defaults):
-        group["friction"] = group.pop("dampening")
-    for to in (older, newer):
-        url = save_state({"m": m, "o": newer if to is older else older})
-        with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
-            limpet.load(url, into={"m": m, "o": to})
-        limpet.load(url, into={"m": m, "o": to}, unexpected="ignore")
-
-
-def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimizer():
+def test_options_of_another_pytorch_version():
     m = net()
     older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
     for group in (older.param_groups[0], older.defaults):
@@ -615,8 +579,6 @@ def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimize
     limpet.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
     with pytest.raises(UnexpectedLeaf, match="1 unexpected in the snapshot: o/groups/0/fused"):
         limpet.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older})
-    newer.param_groups[0]["name"] = "all"  # a user's option does not make another kind either
-    limpet.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
     limpet.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
 
 

@@ -458,6 +458,18 @@ def test_an_overridden_method_does_not_hide_what_is_missing():
     assert torch.equal(live.weight, source.weight)
 
 
+def test_an_overridden_method_that_is_strict_gets_the_values_that_are_kept():
+    class Strict(nn.Linear):
+        def load_state_dict(self, state):
+            return super().load_state_dict(state)
+
+    live = Strict(2, 3)
+    before = live.weight.clone()
+    report = by_load(Strict(2, 5), live, mismatched="keep")
+    assert [*report.kept] == ["m/weight", "m/bias"]
+    assert torch.equal(live.weight, before)
+
+
 class Stuck(nn.Module):
     """Its code refuses, raises, or ignores what has another shape."""
 
