@@ -338,23 +338,6 @@ def test_wrappers_do_not_change_the_saved_names(name):
         assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
 
-def test_ddp_does_not_change_the_saved_names(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        ddp, bare = nn.parallel.DistributedDataParallel(Inner()), Inner()
-        made = round_trip({"model": ddp})["model"]
-        assert list(made) == ["module.weight", "module.bias", "out.weight", "out.bias"]
-        save_and_load(ddp, bare)
-        assert_same_state_dict(ddp.module, bare)
-        moved_bare = Inner()
-        save_and_load(moved_bare, ddp)
-        assert_same_state_dict(ddp.module, moved_bare)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_names_that_become_equal_without_their_wrappers_are_refused():
     m = nn.Module()
     m.a = nn.Linear(1, 1)
