@@ -77,18 +77,16 @@ class HdfsOptions(Options):
 
 def _config_items(config: Any) -> tuple[tuple[str, str], ...]:
     """Return the properties in order. Raises ``StoreError``, without them: one may be a token."""
-    if isinstance(config, Mapping):
-        config = tuple(config.items())
-    is_valid = isinstance(config, tuple) and all(
-        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in config
-    )
-    if not is_valid or not all(isinstance(value, str | int | float) for _, value in config):
+    if not isinstance(config, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str | int | float)
+        for name, value in config.items()
+    ):
         raise StoreError(
             "Invalid value for config=",
             expected="a dict of properties of Hadoop: names, and texts or numbers",
             found="something else, which is not shown because it may be secret",
         )
-    return tuple(sorted((name, str(value)) for name, value in config))
+    return tuple(sorted((name, str(value)) for name, value in config.items()))
 
 
 class HdfsServer(Server):
@@ -104,11 +102,8 @@ class HdfsServer(Server):
 
     def call(self, request: Callable[[Any], T], deadline: Deadline) -> T:
         """Return what ``request(client)`` returns by the deadline, or raise ``TimeoutError``."""
-        if self._client is None:
-            with self._lock:
-                if self._client is None:
-                    self._client = self._create_client()
-        client = self._client
+        with self._lock:
+            self._client = client = self._client or self._create_client()
         return call_within(deadline, lambda: request(client))
 
     def _create_client(self) -> Any:

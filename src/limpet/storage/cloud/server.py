@@ -139,13 +139,10 @@ class CloudServer(Server):
         """Return a client whose requests take at most ``seconds_left`` and ``longest``, or 1 s. It
         repeats nothing."""
         timeout = fit_timeout(min(seconds_left, longest))
-        client = self._clients.get((container, timeout))
-        if client is None:
-            with self._lock:
-                client = self._clients.get((container, timeout))
-                if client is None:
-                    client = self._create_client(container, timeout, 0)
-                    self._clients[container, timeout] = client
+        with self._lock:
+            if (client := self._clients.get((container, timeout))) is None:
+                client = self._create_client(container, timeout, 0)
+                self._clients[container, timeout] = client
         return client
 
     def streaming_client(self, container: str, seconds: float) -> Any:
@@ -271,15 +268,13 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     if isinstance(error, StoreError):
         return error
     scheme = url.partition(":")[0]
-    text, kind = str(error), type(error).__name__
+    text = str(error)
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
     what = f"Cannot {action} {key} in {url}" if key else f"Cannot {action} {url}"
     fields: dict[str, Any] = {"key": key, "store": url, "status": status}
-    if isinstance(error, TimeoutError) or "cannot start a thread" in text:  # of ``call_within``
-        kind_of_error = Unavailable if isinstance(error, TimeoutError) else StoreError
-        found_text = "the server is too slow" if isinstance(error, TimeoutError) else text
-        return kind_of_error(f"{what}: {found_text}", **fields)
+    if isinstance(error, TimeoutError):  # of ``call_within``
+        return Unavailable(f"{what}: the server is too slow", **fields)
     if "token request" in text or "azure cli" in text.lower():
         if status == 429 or status >= 500:
             return Unavailable(f"{what}: the credentials cannot be fetched: {status}", **fields)
@@ -302,12 +297,9 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     if _BAD_REPLY.search(text):
         what = f"{what}: there is no valid reply, as from another kind of server"
         return Unavailable(what, outcome="unknown", **fields)
-    if kind == "InvalidPathError":  # the name of an object of somebody else
-        todo = "Rename or delete that object: its name has an empty or a relative part"
+    if type(error).__name__ == "InvalidPathError" or isinstance(error, ValueError | TypeError):
+        todo = "Rename or delete that object: its name has an empty part or a control character"
         return StoreError(f"{what}: {_first_line(text)}", todo=todo, **fields)
-    if isinstance(error, ValueError | TypeError):  # raised before a request was sent
-        todo = "Use a name without control characters"
-        return StoreError(f"{what}: obstore refuses the name", todo=todo, **fields)
     return StoreError(f"{what}: {_first_line(text)}", todo=_CREDENTIALS[scheme], **fields)
 
 

@@ -95,11 +95,9 @@ class S3Server(Server):
         the credentials do not arrive in time."""
         self._await_credentials(deadline)
         timeout = fit_timeout(min(deadline.seconds_left, longest))
-        client = self._clients.get(timeout)
-        if client is None:
-            with self._lock:  # the creation of clients is not thread-safe
-                client = self._clients.get(timeout) or self._create_client(timeout)
-                self._clients[timeout] = client
+        with self._lock:  # the creation of clients is not thread-safe
+            client = self._clients.get(timeout) or self._create_client(timeout)
+            self._clients[timeout] = client
         return client
 
     def look_for_credentials(self, client: Any) -> bool:
@@ -213,10 +211,8 @@ def shared_server(options: S3Options) -> S3Server:
     except ImportError as e:
         raise StoreError("An s3:// store needs the package boto3", todo=INSTALL) from e
     key, variables = (os.getpid(), options), find_variables(BOTO3_VARIABLES)
-    found = _servers.get(key)  # each request asks for it
-    if found is None or found.variables != variables:
-        with _lock:
-            found = _servers.get(key)
-            if found is None or found.variables != variables:
-                found = _servers[key] = S3Server(options, variables)
+    with _lock:
+        found = _servers.get(key)
+        if found is None or found.variables != variables:
+            found = _servers[key] = S3Server(options, variables)
     return found
