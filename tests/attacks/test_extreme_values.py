@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.errors import LimpetError, NotFound, PlanError, Unsupported
+from limpet.errors import LimpetError, PlanError, Unsupported
 from limpet.format.records import Evaluation, encode_record
 from limpet.run.policy import EverySteps, KeepBest
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.text import to_json_value, to_repr
 from tests.cli.invoke import run_cli
 from tests.forging import files_of
 from tests.trainings import initial_state, trained_run
@@ -66,20 +65,6 @@ def test_long_integers_load(run):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [[BIG], [-BIG], {BIG}, {"a": (BIG,)}, {BIG: 1}, Counter({BIG: 1}), 1, "a", [1, {2}]],
-    ids=[*"abcdefghi"],
-)
-def test_every_value_has_a_text(value):
-    text = to_repr(value)
-    assert len(text) < 200
-    assert to_json_value(value) is not None
-    assert to_repr(BIG).startswith("0x1000")
-    if "00000" not in text and "Counter" not in text:
-        assert text == repr(value)
-
-
-@pytest.mark.parametrize(
     "call",
     [
         lambda run: run.add_metrics(1, {"a": BIG}),
@@ -100,14 +85,6 @@ def test_a_long_integer_as_an_argument_is_refused(call):
     with pytest.raises(LimpetError) as caught:
         call(Run(trained_run(2, 1)))
     assert len(str(caught.value)) < 600
-
-
-def test_a_step_that_no_reader_accepts_is_not_committed():
-    store = MemoryStore()
-    with pytest.raises(LimpetError, match="18 digits"):
-        limpet.save(store.at("a"), initial_state(), step=10**18)
-    with pytest.raises(NotFound):
-        limpet.open(store.at("a"))
 
 
 def put_evaluation(run, created, **metrics):

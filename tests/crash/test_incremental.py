@@ -81,7 +81,7 @@ def test_the_training_saves_incremental_versions():
 
 
 @pytest.mark.parametrize(
-    ("every", "choices"), [(41, 3), pytest.param(7, 6, marks=pytest.mark.slow)]
+    ("every", "choices"), [(41, 3), pytest.param(11, 5, marks=pytest.mark.slow)]
 )
 def test_promises_hold_after_a_power_cut(every, choices, pools, opened):
     states = cut_everywhere(
@@ -101,7 +101,7 @@ CHECKED = CheckedStates()
 
 @pytest.mark.parametrize(
     ("error", "every"),
-    [("EIO", 31), *(pytest.param(e, 7, marks=pytest.mark.slow) for e in ("EIO", "ENOSPC", "lost"))],
+    [("EIO", 31), *(pytest.param(e, 13, marks=pytest.mark.slow) for e in ("ENOSPC", "lost"))],
 )
 def test_promises_hold_if_a_call_fails(error, every, pools):
     with equal_bytes() as restart_ids:
@@ -245,7 +245,7 @@ def test_save_at_any_call_of_a_deletion_is_intact(kept, monkeypatch):
 
 @pytest.mark.slow
 @settings(
-    derandomize=True, max_examples=80,
+    derandomize=True, max_examples=40,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.lists(st.integers(0, 1), min_size=5, max_size=90))

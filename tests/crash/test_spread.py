@@ -43,7 +43,7 @@ def test_promises_hold_after_a_power_cut(every, choices, pools, opened):
 
 
 @pytest.mark.parametrize("error", ["EIO", "full"])
-@pytest.mark.parametrize("every", [23, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [23, pytest.param(11, marks=pytest.mark.slow)])
 def test_promises_hold_if_calls_fail(every, error, pools, opened):
     checked = CheckedStates()
     with equal_bytes() as restart_ids:

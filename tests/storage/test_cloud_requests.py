@@ -239,13 +239,13 @@ def listing(names, marker=""):
 
 @pytest.fixture
 def slow_pages(server):
-    """20 pages of 3 objects, each after 0.2 s."""
+    """6 pages of 3 objects, each after 0.2 s."""
 
     def reply(path):
         server.stopped.wait(0.2)
         page = int(path.partition("marker=")[2].partition("&")[0] or "0")
         names = [f"run/{page:02}-{n}" for n in range(3)]
-        return listing(names, str(page + 1) if page < 19 else "")
+        return listing(names, str(page + 1) if page < 5 else "")
 
     server.reply = reply
     return server
@@ -270,7 +270,7 @@ def test_a_listing_ends_by_its_deadline(slow_pages, how, limit):
 @pytest.mark.slow
 def test_a_slow_listing_is_complete(slow_pages):
     store = open_azure(slow_pages, account_key=KEY, timeout=60)
-    expected = [f"{page:02}-{n}" for page in range(20) for n in range(3)]
+    expected = [f"{page:02}-{n}" for page in range(6) for n in range(3)]
     assert [stat.key for stat in store.list("")] == expected
     assert [entry.name for entry in store.list_level("")] == expected
 

@@ -126,35 +126,6 @@ def test_reading_works_and_writes_nothing(url, tmp_path, monkeypatch):
     assert "pin_left" not in seen
 
 
-@pytest.mark.slow
-def test_a_training_that_accepts_it(tmp_path):
-    store = open_store(f"fsspec+file://{tmp_path}/run", allow_weak=True)
-    state = {"weights": np.arange(2_000_000.0), "step": 0}
-    for last in (4, 8):
-        with limpet.Checkpointer(
-            store, state, save=limpet.EverySteps(1), keep=limpet.KeepLast(2), incremental=True
-        ) as checkpointer:
-            checkpointer.resume()
-            assert checkpointer.current_step == last - 4 == state["step"]
-            for step in range(last - 3, last + 1):
-                state["weights"][step] = -1
-                state["step"] = step
-                checkpointer.step()
-    run = limpet.Run(store)
-    assert [s.step for s in run.snapshots()] == [1, 7, 8]  # 1 has most of the bytes
-    assert not (tmp_path / "run" / "version_6").exists()
-    abandoned = tmp_path / "run" / "version_3" / ".shard.1.partial"
-    abandoned.parent.mkdir(exist_ok=True)
-    abandoned.write_bytes(b"1")
-    os.utime(abandoned, (0, 0))
-    run.sweep()
-    assert not abandoned.exists()
-    assert partial_keys(store) == []
-    assert np.array_equal(
-        limpet.load(f"fsspec+file://{tmp_path}/run/version_8")["weights"], state["weights"]
-    )
-
-
 # a file system that fails
 
 CALLS = ("info", "ls", "makedirs", "_open", "cat_file", "cp_file", "rm_file")
@@ -284,20 +255,6 @@ def test_a_move_that_leaves_an_existing_file_is_a_conflict(faulty, monkeypatch):
         assert store.get("m", 9) == b"other"
         assert partial_keys(store) == []
         store.delete("m")
-
-
-def test_a_replaced_object_is_a_conflict(faulty, monkeypatch):
-    store = open_faulty()
-    copy = MemoryFileSystem.cp_file
-
-    def replaced(self, source, target):
-        copy(self, source, target)
-        self.store[target].seek(0)
-        self.store[target].write(b"late")
-
-    monkeypatch.setattr(faulty, "cp_file", replaced)
-    with pytest.raises(AlreadyExists):
-        store.put_if_absent("m", b"mine")
 
 
 class AuthenticationException(Exception):

@@ -160,13 +160,6 @@ def test_after_a_lost_reply_the_object_of_another_writer_stays(bucket, store, ot
     assert bucket.objects == {f"run/{KEY}": other}
 
 
-def test_equal_bytes_are_accepted_only_if_that_was_asked_for(bucket, store):
-    bucket.objects[f"run/{KEY}"] = DATA
-    assert store.put_if_absent(KEY, DATA).length == 4
-    with pytest.raises(AlreadyExists):
-        store._create(KEY, DATA, accept_equal=False)
-
-
 def test_an_object_that_another_process_deletes_meanwhile_is_not_a_missing_one(bucket, store):
     bucket.objects[f"run/{KEY}"] = b"your"
     bucket.faults["head"] = [bucket.objects.clear]
@@ -360,16 +353,3 @@ def test_a_moved_file_is_accepted_only_if_its_bytes_are_equal(folder):
             store.put_if_absent(KEY, other)
     folder.faults["complete"] = ["lose"]
     assert store.put_if_absent("v/other", DATA) == Stat("v/other", 4, 1.0)
-
-
-def test_a_file_that_should_be_created_is_never_missing(folder):
-    folder.objects[f"run/{KEY}"], folder.faults["head"] = DATA, [NotFound("deleted meanwhile")]
-    with pytest.raises(Unavailable, match="created and deleted by another process"):
-        RetryStore(folder, 20.0).put_if_absent(KEY, DATA)
-
-
-def test_the_outcome_is_unknown_if_a_file_cannot_be_compared(folder):
-    folder.objects[f"run/{KEY}"], folder.faults["get"] = DATA, [denied()]
-    with pytest.raises(Denied) as caught:
-        RetryStore(folder, 20.0).put_if_absent(KEY, DATA)
-    assert caught.value.is_outcome_unknown

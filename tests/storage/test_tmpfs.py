@@ -69,13 +69,6 @@ def test_views_and_copies_may_be_mixed(folder):
     assert store.get("a", SIZE) == data
 
 
-def test_a_view_that_was_never_written_is_missing(folder):
-    with TmpfsStore(folder).put_mapped("a", SIZE) as upload:
-        upload.view(0, SIZE)[:] = bytes(SIZE)
-        with pytest.raises(StoreError, match="written exactly once"):
-            upload.commit()
-
-
 # reuse
 
 
@@ -96,16 +89,6 @@ def test_the_next_upload_takes_the_pages_of_a_deleted_object(folder, change):
     assert store.spare_bytes == 0
     assert partial_keys(store) == []
     assert blocks(folder) <= len(data) + mmap.PAGESIZE
-
-
-def test_pages_of_a_shorter_spare_file_are_kept_when_it_grows(folder):
-    store = TmpfsStore(folder)
-    for number, size in enumerate([SIZE, SIZE // 2 - 3, 3 * SIZE + 11]):
-        data = random_bytes(size, number)
-        stage(store, f"v{number}/a", data)
-        assert store.get(f"v{number}/a", size) == data
-        store.delete(f"v{number}/a")
-    assert store.spare_bytes == 3 * SIZE + 11
 
 
 @pytest.mark.parametrize("use", ["open", "mapped", "linked"])

@@ -443,8 +443,6 @@ def test_bad_arguments_raise(disk, tmp_path):
     for path in ("", 5, "s3://bucket"):
         with pytest.raises(LimpetError, match="path= of LocalTier must be"):
             LocalTier(path)
-    with pytest.raises(LimpetError, match="interface= of LocalTier must be"):
-        LocalTier("/local", interface=5)
     run = tmp_path / "run"
     ckpt = Checkpointer(run, initial_state(), tiers=[LocalTier(run / "tier")])
     disk.ckpts.append(ckpt)

@@ -36,7 +36,7 @@ SERVER = """
 import sys
 from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.tiers.peers.server import PeerLimits, PeerServer
-limits = PeerLimits(1 << 30, 1 << 30, 1 << 30)
+limits = PeerLimits(1 << 30, 1 << 30)
 server = PeerServer(TmpfsStore(sys.argv[1]), "127.0.0.1", sys.argv[2], limits)
 print(server.port, flush=True)
 sys.stdin.read()

@@ -11,7 +11,7 @@ domain_lists = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40)
 
 
 @given(domain_lists, st.integers(1, 6))
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_the_copies_of_a_rank_are_in_different_domains_whenever_possible(labels, copies):
     placement = place_copies(labels, copies)
     count = min(copies, len(set(labels)))
@@ -24,7 +24,7 @@ def test_the_copies_of_a_rank_are_in_different_domains_whenever_possible(labels,
 
 
 @given(domain_lists, st.integers(1, 6))
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_the_ranks_of_a_domain_hold_equally_many_copies_or_one_more(labels, copies):
     if len(set(labels)) < copies:
         return
