@@ -2,10 +2,7 @@
 
 import gc
 import re
-import signal
 import socket
-import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +11,9 @@ from limpet.ranks import wire
 from limpet.tasks import Queue, RemoteQueue, TaskServer
 from limpet.tasks import remote as remote_module
 from tests.interrupts import MOMENTS, SignalError, raise_at_start
-from tests.tasks.test_processes import expected_results, worker
+from tests.tasks.test_processes import expected_results
 from tests.tasks.worker import evaluate
-from tests.tiers.peers import Proxy, forked_child
+from tests.tiers.peers import forked_child
 from tests.waiting import wait_until
 
 
@@ -47,38 +44,14 @@ def test_workers_share_a_queue_at_an_address():
             assert c.training.get().position == 4
 
 
-@pytest.mark.slow
-def test_processes_that_are_killed_change_no_result():
-    queue = Queue(lease_seconds=None)
-    job = queue.add("evaluation", 103, task_size=10, name="e")
-    with TaskServer(queue) as server:
-        address = server.listen()
-        with worker(address, "hang") as a:
-            assert a.stdout.readline() == "1\n"  # it has this task
-            with worker(address, "work") as b:
-                a.send_signal(signal.SIGKILL)
-                job.wait(60)
-                assert job.results() == expected_results(103, 10)
-                assert b.wait(30) == 0
-
-
 def test_the_name_of_a_worker_is_in_the_error_of_its_job():
     queue = Queue(lease_seconds=None, attempts=1)
     job = queue.add("evaluation", 1, task_size=1, name="e")
     with TaskServer(queue) as server:
-        with RemoteQueue.connect(server.listen(), "actor 7 \udcff") as remote:
+        with RemoteQueue.connect(server.listen(), "actor 7 \udcff" + "a" * 100_000) as remote:
             assert remote.evaluation.get() is not None
-        with pytest.raises(JobFailed, match=r"actor 7 \\\\udcff at 127.0.0.1:\d+ \(connection 1\)"):
-            job.wait(30)
-
-
-def test_a_long_name_of_a_worker_is_cut():
-    queue = Queue(lease_seconds=None, attempts=1)
-    job = queue.add("evaluation", 1, task_size=1, name="e")
-    with TaskServer(queue) as server:
-        with RemoteQueue.connect(server.listen(), "a\n" * 100_000) as remote:
-            assert remote.evaluation.get() is not None
-        with pytest.raises(JobFailed, match=r"a\\na\\n at 127.0.0.1") as caught:
+        place = r"a+ at 127.0.0.1:\d+ \(connection 1\)"
+        with pytest.raises(JobFailed, match=r"actor 7 \\\\udcff" + place) as caught:
             job.wait(30)
     assert len(str(caught.value)) < 1000
 
@@ -166,80 +139,12 @@ def test_a_closed_server_accepts_nobody():
         server.listen()
 
 
-@pytest.mark.parametrize("answers", [0, 1])
-def test_an_owner_that_does_not_answer_is_an_error_in_time(answers, monkeypatch):
+def test_an_owner_that_does_not_answer_is_an_error_in_time(monkeypatch):
     monkeypatch.setattr(remote_module, "_REPLY_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = f"tcp://127.0.0.1:{stopped.getsockname()[1]}/{'a' * 64}"
-        if answers:
-
-            def answer():
-                connection, _ = stopped.accept()
-                with connection:
-                    hello = connection.recv(wire.HELLO_BYTES, socket.MSG_WAITALL)
-                    made = wire.make_challenge("a" * 64, hello)
-                    assert made is not None
-                    connection.sendall(made[1])
-                    connection.recv(1 << 16)
-                    done.wait(20)
-
-            done = threading.Event()
-            thread = threading.Thread(target=answer)
-            thread.start()
-        try:
-            with pytest.raises(TaskError, match=r"the time is over|timed out"):
-                RemoteQueue.connect(address)
-        finally:
-            if answers:
-                done.set()
-                thread.join()
-
-
-class Flip:
-    """Changes one bit of the byte ``at`` in one direction."""
-
-    def __init__(self, direction, at):
-        self.direction, self.at, self.is_done = direction, at, False
-
-    def __call__(self, direction, offset, data):
-        place = self.at - offset
-        if direction != self.direction or not 0 <= place < len(data):
-            return data
-        self.is_done = True
-        return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
-
-
-@pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_bit_that_flips_on_the_way_is_detected(direction, monkeypatch):
-    """No changed byte of the handshake, a task, or a result is taken for another meaning."""
-    monkeypatch.setattr(remote_module, "_REPLY_SECONDS", 5.0)
-    assert sum(flip_a_bit(direction, at) for at in range(0, 900, 23)) > 8
-
-
-def flip_a_bit(direction, at):
-    """Evaluate one task while a bit flips, then the rest without. Return whether one flipped."""
-    queue = Queue(lease_seconds=None, attempts=10)
-    job = queue.add("evaluation", 1, task_size=1, name="e")
-    flip = Flip(direction, at)
-    with TaskServer(queue) as server:
-        address = server.listen()
-        owner = SimpleNamespace(address="127.0.0.1", port=port_of(address))
-        with Proxy(owner, flip) as proxy:
-            changed = re.sub(r":\d+/", f":{proxy.port}/", address)
-            raised: Exception | None = None
-            try:
-                with RemoteQueue.connect(changed) as remote:
-                    assert remote.evaluation.evaluate_one(lambda task: [task.stop])
-                    remote.finished("evaluation")
-            except (TaskError, Denied) as e:
-                raised = e
-        assert (raised is not None) == flip.is_done, (at, raised)
-        wait_until(lambda: not queue._jobs.leases)
-        with RemoteQueue.connect(address) as remote:
-            while remote.evaluation.evaluate_one(lambda task: [task.stop]):
-                pass
-        assert job.results() == [[1]]
-    return flip.is_done
+        with pytest.raises(TaskError, match=r"the time is over|timed out"):
+            RemoteQueue.connect(address)
 
 
 def test_a_forked_process_keeps_no_connection_alive():

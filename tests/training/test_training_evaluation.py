@@ -344,19 +344,6 @@ def test_an_error_records_nothing_and_names_the_records_and_the_step(on):
     assert inexact(job.store) == exact(job.store) == []
 
 
-@pytest.mark.parametrize(
-    "function",
-    [lambda m, b: None, lambda m, b: {}, lambda m, b: {"x": "y"}, lambda m, b: {"x": (0.0, 0)}],
-)
-def test_a_function_that_returns_no_metrics_is_an_error(function):
-    with training() as job, job.evaluating(function, every=EverySteps(1)):
-        job.step()
-        with pytest.raises(LimpetError, match="evaluation val at step 1 failed"):
-            job.step()
-        job.evaluation._every = EverySteps(100)
-    assert exact(job.store) == []
-
-
 @pytest.mark.parametrize("on", ["current", "paused"])
 def test_a_notice_leaves_nothing_half_recorded_and_the_resume_evaluates_again(on):
     store, calls = MemoryStore(), list[int]()
@@ -389,7 +376,7 @@ def test_a_notice_leaves_nothing_half_recorded_and_the_resume_evaluates_again(on
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
-@pytest.mark.parametrize("last_step", [10, 11, 14, 16, 19])
+@pytest.mark.parametrize("last_step", [10, 14, 19])
 def test_a_resume_does_not_repeat_a_finished_evaluation(on, last_step):
     store = MemoryStore()
     finished = last_step >= 14 or (on == "paused" and last_step >= 10)
