@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 
 def wait_until(condition, seconds=20.0, shown=lambda: "it did not happen in time"):
@@ -28,3 +29,17 @@ def run_threads(threads, seconds=None):
         thread.start()
     for thread in threads:
         thread.join(seconds)
+
+
+def check_at_once(check, cases, threads=4):
+    """Call ``check(*case)`` for all cases, in a few threads: each of them mostly waits."""
+
+    def run(case):
+        try:
+            check(*case)
+        except BaseException as e:
+            e.add_note(f"in the case {case}")
+            raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, cases))

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from limpet.storage.memory import MemoryStore
 from tests.ranks.faults import SHORT_TIMEOUTS, ThreadedJob, assert_versions_intact, state_of
 from tests.ranks.test_commit import assert_nothing_left
 from tests.trainings import initial_state, state_after
+from tests.waiting import check_at_once
 
 Work = Callable[[int], Any]
 
@@ -129,18 +129,12 @@ def test_all_ranks_raise_at_once_when_one_cannot_open_the_snapshot(trial_stores,
     check_next_save(job, store)
 
 
-def check_each_rank(check, trial_stores):
-    """Call ``check(other)`` for each rank, at the same time: it mostly waits."""
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(check, range(3)))
-    assert_nothing_left(trial_stores)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("next_step", [1, 2], ids=["the same version", "the next version"])
 def test_a_rank_that_missed_a_save_joins_the_next_one(trial_stores, next_step):
     """The rank raised before it called ``save``. It must not stay one call behind."""
-    check_each_rank(lambda other: check_missed_save(other, next_step), trial_stores)
+    check_at_once(check_missed_save, [(other, next_step) for other in range(3)])
+    assert_nothing_left(trial_stores)
 
 
 def check_missed_save(other, next_step):
@@ -162,7 +156,8 @@ def check_missed_save(other, next_step):
 @pytest.mark.slow
 def test_a_rank_that_joins_after_the_others_failed_raises_at_once(trial_stores):
     """The next save of all ranks works."""
-    check_each_rank(check_late_join, trial_stores)
+    check_at_once(check_late_join, [(other,) for other in range(3)])
+    assert_nothing_left(trial_stores)
 
 
 def check_late_join(other):

@@ -60,7 +60,7 @@ def assert_loaded(tensors, state, expected, chosen=None):
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(states(), st.sampled_from([partition.MAX_BOX_BYTES, 64, 8]), st.booleans())
 def test_a_state_in_any_layout_loads_into_any_other(drawn, max_box_bytes, asynchronous):
     """The ranks load all leaves and some leaves. A single process loads all and a part of them."""

@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from limpet.storage.local.store import LocalStore
 from tests.ranks.faults import assert_versions_intact
 from tests.ranks.processes import STAGES
-from tests.waiting import wait_until
+from tests.waiting import check_at_once, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +43,7 @@ class Processes:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
         self.pids: list[int] = []
+        self._lock = Lock()
         assert self._line() == "ready"
 
     def _line(self):
@@ -49,10 +52,12 @@ class Processes:
 
     def start(self, spec):
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(spec) + "\n")
-        self.process.stdin.flush()
-        self.pids.append(int(self._line()))
-        return self.pids[-1]
+        with self._lock:
+            self.process.stdin.write(json.dumps(spec) + "\n")
+            self.process.stdin.flush()
+            pid = int(self._line())
+        self.pids.append(pid)
+        return pid
 
     def close(self):
         for pid in self.pids:
@@ -83,10 +88,10 @@ class Job:
     ``agent``: this process hosts the store, as torchrun does. Otherwise, rank 0 hosts it.
     """
 
-    def __init__(self, processes, tmp_path, size, agent=True):
+    def __init__(self, processes, tmp_path, agent=True, size=3):
         self.processes = processes
-        self.folder = tmp_path
-        self.root = tmp_path / "run"
+        self.folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        self.root = self.folder / "run"
         self.size = size
         self.restart = -1
         self.agent = agent
@@ -216,95 +221,95 @@ STOPPED = [
 ]
 
 
-@pytest.mark.parametrize(("victim", "stage", "operation"), KILLED)
-def test_the_other_ranks_raise_or_commit_when_a_rank_is_killed(
-    processes, tmp_path, victim, stage, operation
-):
-    job = Job(processes, tmp_path, 3)
-    start = job.start([(operation, 1)], victim=victim, stage=stage, fault="kill")
-    others = [r for r in range(3) if r != victim]
-    check_survivors(start, start.wait(others), equivalent_stage(stage), victim)
-    check_restart(job, equivalent_stage(stage))
+def test_the_other_ranks_raise_or_commit_when_a_rank_is_killed(processes, tmp_path):
+    def check(victim, stage, operation):
+        job = Job(processes, tmp_path)
+        start = job.start([(operation, 1)], victim=victim, stage=stage, fault="kill")
+        others = [r for r in range(3) if r != victim]
+        check_survivors(start, start.wait(others), equivalent_stage(stage), victim)
+        check_restart(job, equivalent_stage(stage))
+
+    check_at_once(check, KILLED)
 
 
-@pytest.mark.parametrize(("victim", "stage", "operation"), STOPPED)
-def test_a_stopped_rank_that_continues_after_a_restart_does_no_harm(
-    processes, tmp_path, victim, stage, operation
-):
-    job = Job(processes, tmp_path, 3)
-    start = job.start([(operation, 1)], victim=victim, stage=stage, fault="stop")
-    others = [r for r in range(3) if r != victim]
-    check_survivors(start, start.wait(others), stage, victim)
-    check_restart(job, stage)
-    os.kill(start.pids[victim], signal.SIGCONT)
-    [outcome] = start.wait([victim])
-    assert outcome["error"] in ("RankFailed", "CommitError"), outcome
-    assert_versions_intact(LocalStore(job.root), [1, 2])
+def test_a_stopped_rank_that_continues_after_a_restart_does_no_harm(processes, tmp_path):
+    def check(victim, stage, operation):
+        job = Job(processes, tmp_path)
+        start = job.start([(operation, 1)], victim=victim, stage=stage, fault="stop")
+        others = [r for r in range(3) if r != victim]
+        check_survivors(start, start.wait(others), stage, victim)
+        check_restart(job, stage)
+        os.kill(start.pids[victim], signal.SIGCONT)
+        [outcome] = start.wait([victim])
+        assert outcome["error"] in ("RankFailed", "CommitError"), outcome
+        assert_versions_intact(LocalStore(job.root), [1, 2])
+
+    check_at_once(check, STOPPED)
 
 
-@pytest.mark.parametrize("operation", ["save", "save_async"])
-@pytest.mark.parametrize(("victim", "stage"), [(0, "in the shard"), (2, "before the index")])
-def test_all_ranks_raise_when_a_disk_is_full_and_save_again(
-    processes, tmp_path, victim, stage, operation
-):
-    job = Job(processes, tmp_path, 3)
-    calls = [(operation, 1), (operation, 1), ("load", 1)]
-    start = job.start(calls, victim=victim, stage=stage, fault="full")
+def test_all_ranks_raise_when_a_disk_is_full_and_save_again(processes, tmp_path):
+    def check(victim, stage, operation):
+        job = Job(processes, tmp_path)
+        calls = [(operation, 1), (operation, 1), ("load", 1)]
+        start = job.start(calls, victim=victim, stage=stage, fault="full")
+        start.wait()
+        for rank in range(3):
+            failed, saved, loaded, _ = [r for r in start.read_reports(rank) if "injected" not in r]
+            if rank == victim:
+                assert failed["error"] in ("NoSpace", "OSError")
+            else:
+                assert (failed["error"], failed["rank"]) == ("RankFailed", victim)
+                assert "No space left" in failed["text"]
+            assert not failed["uncertain"]
+            assert "digest" in saved
+            assert "error" not in loaded
+        assert_versions_intact(LocalStore(job.root), [1])
+
+    stages = [(0, "in the shard"), (2, "before the index")]
+    check_at_once(check, [(*stage, o) for stage in stages for o in ("save", "save_async")])
+
+
+def check_no_error(start):
     start.wait()
-    for rank in range(3):
-        failed, saved, loaded, _ = [r for r in start.read_reports(rank) if "injected" not in r]
-        if rank == victim:
-            assert failed["error"] in ("NoSpace", "OSError")
-        else:
-            assert (failed["error"], failed["rank"]) == ("RankFailed", victim)
-            assert "No space left" in failed["text"]
-        assert not failed["uncertain"]
-        assert "digest" in saved
-        assert "error" not in loaded
-    assert_versions_intact(LocalStore(job.root), [1])
+    assert not [report for r in range(3) for report in start.read_reports(r) if "error" in report]
+    assert_versions_intact(LocalStore(start.job.root), [1])
 
 
 def test_a_rank_that_holds_the_gil_for_seconds_does_not_fail(processes, tmp_path):
     """A call to C holds the GIL for 3 seconds, so the rank sends no heartbeats."""
-    job = Job(processes, tmp_path, 3)
-    start = job.start(
-        [("save", 1), ("load", 1)], victim=1, stage="before the shard", fault="hold_gil", silent=5
-    )
-    start.wait()
-    assert not [report for r in range(3) for report in start.read_reports(r) if "error" in report]
-    assert_versions_intact(LocalStore(job.root), [1])
+    calls = [("save", 1), ("load", 1)]
+    options = {"stage": "before the shard", "fault": "hold_gil", "silent": 5}
+    check_no_error(Job(processes, tmp_path).start(calls, victim=1, **options))
 
 
-@pytest.mark.parametrize("agent", [True, False])
-@pytest.mark.parametrize("operation", ["save", "save_async"])
-def test_a_job_that_is_suspended_as_a_whole_continues_its_save(
-    processes, tmp_path, operation, agent
-):
+def test_a_job_that_is_suspended_as_a_whole_continues_its_save(processes, tmp_path):
     """As by a scheduler, or with its virtual machine. No rank was silent while others ran."""
-    job = Job(processes, tmp_path, 3, agent=agent)
-    calls = [(operation, 1), ("load", 1)]
-    start = job.start(calls, victim=1, stage="before the receipt", fault="late", silent=3)
-    start.wait_until_injected()
-    time.sleep(1.5)  # the others have begun to watch this rank
-    for rank in (0, 1, 2):
-        os.kill(start.pids[rank], signal.SIGSTOP)
-    time.sleep(4)
-    for rank in (0, 2, 1):
-        os.kill(start.pids[rank], signal.SIGCONT)
-        time.sleep(0.2)
-    start.wait()
-    assert not [report for r in range(3) for report in start.read_reports(r) if "error" in report]
-    assert_versions_intact(LocalStore(job.root), [1])
+
+    def check(operation, agent):
+        job = Job(processes, tmp_path, agent)
+        calls = [(operation, 1), ("load", 1)]
+        start = job.start(calls, victim=1, stage="before the receipt", fault="late", silent=3)
+        start.wait_until_injected()
+        time.sleep(1.5)  # the others have begun to watch this rank
+        for rank in (0, 1, 2):
+            os.kill(start.pids[rank], signal.SIGSTOP)
+        time.sleep(4)
+        for rank in (0, 2, 1):
+            os.kill(start.pids[rank], signal.SIGCONT)
+            time.sleep(0.2)
+        check_no_error(start)
+
+    check_at_once(check, [(o, agent) for o in ("save", "save_async") for agent in (True, False)])
 
 
-@pytest.mark.parametrize("stage", ["after the partition", "before the manifest"])
-def test_the_other_ranks_raise_when_the_rank_that_hosts_the_store_is_killed(
-    processes, tmp_path, stage
-):
-    job = Job(processes, tmp_path, 3, agent=False)
-    start = job.start([("save", 1)], victim=0, stage=stage, fault="kill")
-    check_survivors(start, start.wait([1, 2]), stage, None)
-    check_restart(job, stage)
+def test_the_other_ranks_raise_when_the_rank_that_hosts_the_store_is_killed(processes, tmp_path):
+    def check(stage):
+        job = Job(processes, tmp_path, agent=False)
+        start = job.start([("save", 1)], victim=0, stage=stage, fault="kill")
+        check_survivors(start, start.wait([1, 2]), stage, None)
+        check_restart(job, stage)
+
+    check_at_once(check, [("after the partition",), ("before the manifest",)])
 
 
 TRAINING = """
@@ -323,7 +328,7 @@ first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 original = save.write_local_shard
 def write_local_shard(job, base):
     receipt = original(job, base)
-    if first_start and rank == 2 and job.location.folder == "version_4":
+    if first_start and rank == 1 and job.location.folder == "version_4":
         print("killed", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     return receipt
@@ -349,15 +354,16 @@ dist.destroy_process_group()
 
 
 def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path):
-    """One of four ranks is killed in its fourth save.
+    """One of two ranks is killed in its fourth save.
 
     The ranks that torchrun starts then find the keys of the first start in the same store. They
     resume from version 3 and continue to save.
     """
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    command += ["--master-port", str(free_port()), "--max-restarts", "3", "--monitor-interval", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), "--max-restarts", "3"]
+    command += ["--monitor-interval", "0.2"]
     settings = {"LIMPET_SILENT": "20", "LIMPET_STUCK": "40", "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(
         [*command, str(script), str(tmp_path / "run")],
@@ -370,7 +376,7 @@ def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path):
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr[-8000:]
     assert completed.stdout.count("killed") == 1
-    for rank in range(4):
+    for rank in range(2):
         assert f"rank {rank} resumed at 0" in completed.stdout
         assert f"rank {rank} resumed at 3" in completed.stdout, completed.stdout
     assert_versions_intact(LocalStore(tmp_path / "run"), [1, 2, 3, 4, 5, 6])

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -14,7 +13,7 @@ import pytest
 import limpet
 from limpet.run.run import Run
 from tests.ranks.survivors import SIZE, Scenario, kill, logs, start, wait_for
-from tests.waiting import wait_until
+from tests.waiting import check_at_once, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -181,11 +180,9 @@ CHECKS = (
 
 
 def test_the_live_ranks_save_what_they_have(tmp_path, memory):
-    """The checks run at the same time, because they mostly wait."""
     undisturbed = Undisturbed(tmp_path)
 
-    def run(number):
+    def check(number):
         CHECKS[number](tmp_path / f"{number}", f"{memory}/{number}", undisturbed)
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(run, range(len(CHECKS))))
+    check_at_once(check, [(number,) for number in range(len(CHECKS))])
