@@ -247,7 +247,7 @@ def test_without_any_version_it_begins_from_scratch_and_then_gives_up(statuses, 
         host.train_and_die(7)
         assert host.resumed is None
         assert "The snapshots in tiers are left out" in host.warnings[0]
-    assert "There is no version to go back to" in why_it_gives_up(host)
+    assert "resumed from all states that a restart tries" in why_it_gives_up(host)
 
 
 def test_a_training_that_dies_before_its_first_version(statuses):
@@ -467,7 +467,7 @@ def test_an_older_version_that_is_damaged_too(statuses, tmp_path, last_step):
         assert len(job.skipped) == 3
         assert job.run.line()[:1] == [Version(10)]
     else:
-        assert "There is no older version to go back to" in why_it_gives_up(job)
+        assert "resumed from all states that a restart tries" in why_it_gives_up(job)
         assert job.run.branch() == 0
 
 

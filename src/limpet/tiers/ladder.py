@@ -178,7 +178,7 @@ class Ladder:
         own = restarts.pop(self._key, None)
         self._plan = plan = decide(restarts.values(), newest_step, versions, own)
         if plan.rung == Rung.GIVE_UP:
-            raise LadderExhausted(self._describe_end(bool(versions)))
+            raise LadderExhausted(self._describe_end())
         if plan.rung == Rung.NEWEST:
             return found
         self.leaves_newer = newest_step > durable_step
@@ -193,7 +193,7 @@ class Ladder:
     def give_up_without_older(self) -> None:
         """Raise ``LadderExhausted`` if the run has no intact version because one is left behind."""
         if self._plan.skipped is not None:
-            raise LadderExhausted(self._describe_end(has_version=True))
+            raise LadderExhausted(self._describe_end())
 
     def record(self, snapshot: SnapshotReader | None, tier: TierName | None = None) -> None:
         """Record what this restart has loaded (None: the run is empty), before the training goes
@@ -304,16 +304,11 @@ class Ladder:
             f' to {left}, call resume(at="{left.step}.{left.branch}") once'
         )
 
-    def _describe_end(self, has_version: bool) -> str:
-        is_back = any(r.rung == Rung.OLDER for r in self._plan.counted)
-        tried = "from its newest states"
-        if is_back:
-            tried = "from its newest states, and then from a version before them"
-        older = "" if is_back else f"There is no {'older version' if has_version else 'version'}"
+    def _describe_end(self) -> str:
         return (
-            f"{self._describe_restarts()} The training was restarted {tried}, so it must not be run"
-            f" again as it is.{older and f' {older} to go back to.'} Find the cause in the logs of"
-            f" these restarts. Then delete the files restart-*.json in {self._run.url}, or call"
+            f"{self._describe_restarts()} The training has resumed from all states that a restart"
+            " tries, so it must not be run again as it is. Find the cause in the logs of these"
+            f" restarts. Then delete the files restart-*.json in {self._run.url}, or call"
             " resume(at=STEP) once, and run it again"
         )
 
