@@ -76,12 +76,11 @@ def evaluate(*more, module="scoring"):
     return run_cli(*arguments(*more, module=module))
 
 
-@pytest.mark.slow
 def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder):
     for step in (10, 20):
         save(folder, step)
     metric = ["--metric", "val/loss", "--mode", "min"]
-    done = evaluate("--all", *metric, "--json", "--workers", "1")
+    done = evaluate("--all", *metric, "--json")
     assert done.code == 0, done.err
     versions = done.json["versions"]
     assert [v["version"] for v in versions] == ["version_10", "version_20"]

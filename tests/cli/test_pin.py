@@ -2,7 +2,6 @@
 
 import pytest
 
-from limpet.format.names import Version
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from tests.cli.invoke import run_cli, train_branch
@@ -37,17 +36,6 @@ def test_steps_of_branches(store):
     result = run_cli("pin", store.url, "60.7")
     assert result.code == 4
     assert "no branch 7" in result.err
-
-
-def test_removing_a_pin_twice_removes_no_pin_of_another_branch(store):
-    run_cli("pin", store.url, 60)
-    train_branch(store, start=40, last_step=60)
-    run_cli("pin", store.url, 60)
-    assert run_cli("pin", store.url, 60, "--remove").out == "version_60.1 is no longer pinned\n"
-    result = run_cli("pin", store.url, 60, "--remove")
-    assert result.code == 4
-    assert "version_60.1" in result.err
-    assert Run(store).pins() == [Version(60)]
 
 
 @pytest.mark.parametrize("step", ["", "x", "1.", ".1", "-", "01", "1.2.3", "version_20", "20 "])

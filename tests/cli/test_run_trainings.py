@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def test_a_training_that_gets_a_notice(action, expected, codes, tmp_path):
         assert "ValueError: the loss is NaN" in result.err
 
 
-@pytest.mark.parametrize(("action", "expected"), [("fail", 1), ("end", 0), ("apart", 75)])
+@pytest.mark.parametrize(("action", "expected"), [("fail", 1), ("apart", 75)])
 def test_a_training_under_torchrun_that_gets_a_notice(action, expected, tmp_path):
     """torchrun returns 1 in any case, or aborts while it exits. ``apart``: each worker is rank 0 of
     its own group."""
@@ -82,11 +81,9 @@ def test_a_signal_that_requests_a_save_does_not_stop_the_training(by_torchrun, t
 
 def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path):
     """A thread saves the third step. The process must have ended when ``limpet run`` kills."""
-    began = time.monotonic()
     result = run_until_sigterm(tmp_path, "long", "--grace", "6s")
     assert result.code == 75, result.err
     assert result.json["killed"] == 0
-    assert time.monotonic() - began < 10
     assert saved_steps(tmp_path / "run") == [3]
 
 

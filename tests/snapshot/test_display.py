@@ -145,13 +145,9 @@ def test_the_repr_escapes_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_large_state_displays_quickly_and_briefly(nested):
-    leaf = np.zeros(1)
-    count = 12_500 if nested else 25_000
-    members = {f"layer{i}": {"w": leaf, "b": leaf} if nested else leaf for i in range(count)}
-    state = {"model": members, "optimizer": members, "progress": {"step": 1}}
-    snapshot, _ = save(state)
+def test_a_large_state_displays_quickly_and_briefly():
+    members = {f"layer{i}": {"w": np.zeros(1), "b": np.zeros(1)} for i in range(5000)}
+    snapshot, _ = save({"model": members, "optimizer": members, "progress": {"step": 1}})
     began = time.process_time()
     text = repr(snapshot) + repr(snapshot["model"])
     for i in range(1000):  # a lookup does not depend on the number of leaves
