@@ -5,17 +5,18 @@ import os
 import pickle
 import pickletools
 import resource
-import sys
 import zipfile
-from subprocess import run
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import limpet
@@ -30,6 +31,7 @@ from tests.convert.checkpoints import (
     write_dcp_as_ranks,
     write_dcp_folder,
 )
+from tests.ranks.world import run_ranks
 from tests.states import TORCH_DTYPES, assert_same, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -111,35 +113,23 @@ def test_tensors_sharded_over_ranks_become_boxes(tmp_path, mesh, placements):
     assert Snapshot(imported)["model/uneven"][3:5].tolist() == full_tensors["uneven"][3:5].tolist()
 
 
-SAVE_ON_RANKS = """
-import sys, torch, warnings
-warnings.simplefilter("ignore")
-import torch.distributed as dist, torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, StateDictOptions
-from torch.distributed.fsdp import fully_shard
-
-def main(rank, folder):
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/rendezvous")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+def save_with_fsdp(rank, port, folder):
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
-    state_dicts = get_state_dict(model, optimizer)
-    dcp.save(dict(zip(("model", "optimizer"), state_dicts)), checkpoint_id=f"{folder}/step_3")
+    names = ("model", "optimizer")
+    parts = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(names, parts, strict=True)), checkpoint_id=folder / "step_3")
     full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
-        torch.save(dict(zip(("model", "optimizer"), full)), f"{folder}/full.pt")
-    dist.barrier()
+        torch.save(dict(zip(names, full, strict=True)), folder / "full.pt")
+    (folder / f"{rank}.json").write_text("null")
     dist.destroy_process_group()
-
-if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), nprocs=2)
-"""
 
 
 def sort_dicts(value):
@@ -151,14 +141,7 @@ def sort_dicts(value):
 
 @pytest.mark.slow
 def test_a_folder_saved_with_fsdp_on_two_ranks(tmp_path):
-    (tmp_path / "ranks.py").write_text(SAVE_ON_RANKS)
-    done = run(
-        [sys.executable, tmp_path / "ranks.py", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(save_with_fsdp, tmp_path, exit_codes=(0, 0))
     assert read_foreign_checkpoint(str(tmp_path / "step_3")).step == 3
     imported = import_checkpoint(tmp_path / "step_3")
     full = import_checkpoint(tmp_path / "full.pt")

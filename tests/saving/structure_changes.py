@@ -1,12 +1,7 @@
-"""Changes of a state between two saves, and the second save as a fresh process makes it.
-
-``python -m tests.saving.structure_changes`` prints a digest of that save for each change, as
-JSON. Every save is made by a process of its own, which has saved nothing before.
-"""
+"""Changes of a state between two saves, and the second save as a fresh process makes it."""
 
 import json
 import os
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -214,7 +209,9 @@ def _digest_of_fresh_save(change):
         return digest_of(Path(folder))
 
 
-def main():
+def send_fresh_digests(pipe):
+    """Send a digest of the save after each change. Every save is made by a process of its own,
+    which has saved nothing before."""
     torch.set_num_threads(1)
     # import what each process would import otherwise; nothing is saved here
     assert callable(limpet.save)
@@ -231,10 +228,6 @@ def main():
                 os._exit(0)
         os.close(writing)
         os.waitpid(pid, 0)
-        with os.fdopen(reading) as pipe:
-            found[name] = pipe.read()
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+        with os.fdopen(reading) as digests:
+            found[name] = digests.read()
+    pipe.send(found)

@@ -1,58 +1,52 @@
 """A later save is the save that a fresh process makes, whatever changed in between."""
 
 import gc
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import limpet
-from tests.saving.structure_changes import CHANGES, build, digest_of
+from tests.fork_server import FORK_SERVER
+from tests.saving.structure_changes import CHANGES, build, digest_of, send_fresh_digests
 
 Json = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
 def fresh_digests():
     """Return the digest of the save after each change, each made by a process of its own."""
-    made = subprocess.run(
-        [sys.executable, "-m", "tests.saving.structure_changes"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    digests: dict[str, str] = json.loads(made.stdout)
-    assert all(digests.values()), made.stderr
+    pipe, other_end = FORK_SERVER.Pipe()
+    process = FORK_SERVER.Process(target=send_fresh_digests, args=(other_end,))
+    process.start()
+    other_end.close()
+    digests = pipe.recv()
+    process.join()
+    assert all(digests.values())
     return digests
 
 
-@pytest.mark.slow
-def test_the_changes_change_the_save(fresh_digests):
-    """Otherwise, the comparisons below could not fail."""
-    unchanged = [name for name, d in fresh_digests.items() if d == fresh_digests["nothing"]]
-    assert unchanged == ["nothing"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_save_after_a_change_is_that_of_a_fresh_process(name, tmp_path, fresh_digests):
+def digests_around(change, folder):
+    """Return the digests of two saves before a change, and of two after it."""
     state = build()
-    never = limpet.EverySteps(10**9)
-    with limpet.Checkpointer(str(tmp_path), state, save=never) as checkpointer:
-        for begin in (lambda s: None, lambda s: None, CHANGES[name], lambda s: None):
+    with limpet.Checkpointer(folder, state, save=limpet.EverySteps(10**9)) as checkpointer:
+        for begin in (lambda s: None, lambda s: None, change, lambda s: None):
             checkpointer.step()
             begin(state)
             checkpointer.save()
-    digests = [digest_of(tmp_path / f"version_{v}") for v in (1, 2, 3, 4)]
-    assert digests[:2] == [fresh_digests["nothing"]] * 2
-    assert digests[2:] == [fresh_digests[name]] * 2
+    return [digest_of(folder / f"version_{v}") for v in (1, 2, 3, 4)]
+
+
+@pytest.mark.slow
+def test_a_save_after_a_change_is_that_of_a_fresh_process(tmp_path):
+    fresh = fresh_digests()
+    before = fresh["nothing"]
+    assert [name for name, digest in fresh.items() if digest == before] == ["nothing"]
+    wrong = [
+        name
+        for number, (name, change) in enumerate(CHANGES.items())
+        if digests_around(change, tmp_path / f"{number}") != [before] * 2 + [fresh[name]] * 2
+    ]
+    assert wrong == []
 
 
 @pytest.mark.slow
