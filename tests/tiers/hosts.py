@@ -1,5 +1,6 @@
 """A host with a memory tier, on which trainings run and die."""
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,50 @@ class Host:
         files = (self.folder / version).iterdir()
         (path,) = (p for p in files if p.name.endswith(suffix) and not p.name.startswith("."))
         return path
+
+
+class Hosts:
+    """Hosts on which jobs of several ranks run one after the other. A test says which ``folder`` a
+    host has."""
+
+    def __init__(self):
+        self.run = MemoryStore()
+        self.folders: dict[str, Path] = {}
+        self.resumed: list[Any] = []
+        self.warnings: list[str] = []
+
+    def folder(self, host):
+        if host not in self.folders:
+            self.folders[host] = self.make_folder(host)
+        return self.folders[host]
+
+    def make_folder(self, host) -> Path:
+        raise NotImplementedError
+
+    def lose(self, host):
+        """Lose a host with what it has. A new one takes its name."""
+        shutil.rmtree(self.folders.pop(host))
+
+    def files(self, host, suffix):
+        found = self.folder(host).rglob(f"*{suffix}")
+        return sorted(p for p in found if not p.name.startswith("."))
+
+    def captured(self, host):
+        names = {p.parent.name for p in self.files(host, MANIFEST)}
+        return sorted(names, key=lambda name: int(name[8:].partition(".")[0]))
+
+    def work_on_ranks(self, job, work):
+        """Let all ranks of a job work, and keep what they have resumed and their warnings."""
+        with job, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            job.run(work)
+        self.resumed = [trainer.resumed for trainer in job.ranks]
+        self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
+
+    @property
+    def resumed_step(self):
+        (step,) = {0 if s is None else s.step for s in self.resumed}
+        return step
 
 
 def flip_bit(path, at):

@@ -1,55 +1,41 @@
 """Saves of several ranks to the local disks of their hosts, which are folders, and the promotion to
 the run."""
 
-import shutil
 import threading
 import warnings
 from typing import Any
 
 import pytest
 
-from limpet.errors import LimpetError, RankFailed, SkippedVersion, StoreError
-from limpet.format.names import MANIFEST, Version
+from limpet.errors import LimpetError, RankFailed, StoreError
+from limpet.format.names import Version
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
-from limpet.storage.memory import MemoryStore
 from limpet.tiers.settings import LocalTier
 from tests.ranks.trainings import TrainingJob, matches_uninterrupted
-from tests.tiers.hosts import end_as_killed
+from tests.tiers.hosts import Hosts, end_as_killed
 from tests.tiers.test_memory_ranks import flip_bit
 
 pytestmark = pytest.mark.slow
 
 
-class Cluster:
+class Cluster(Hosts):
     """Hosts with disks, and a durable store that may be away for shards."""
 
     def __init__(self, path):
+        super().__init__()
         self.path = path
-        self.run = MemoryStore()
-        self.resumed: list[Any] = []
-        self.warnings: list[str] = []
         self.before_put: Any = lambda rank, key: None
 
-    def folder(self, host):
+    def make_folder(self, host):
         folder = self.path / host
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)  # the ranks are threads
         return folder
 
     def make_checkpointer(self, trainer, hosts, **options):
         """Make that of a rank, with a tier on the disk of its host."""
         tiers = [LocalTier(self.folder(hosts[trainer.rank]))]
         return trainer.make_checkpointer(tiers=tiers, **options)
-
-    def lose(self, host):
-        shutil.rmtree(self.folder(host))
-
-    def files(self, host, suffix):
-        found = self.folder(host).rglob(f"*{suffix}")
-        return sorted(p for p in found if not p.name.startswith("."))
-
-    def captured(self, host):
-        return sorted({p.parent.name for p in self.files(host, MANIFEST)})
 
     @property
     def promoted(self):
@@ -87,11 +73,7 @@ class Cluster:
                             pending.wait()
                 end_as_killed(ckpt, trainer.rank)
 
-        with job, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            job.run(work)
-        self.resumed = [trainer.resumed for trainer in job.ranks]
-        self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
+        self.work_on_ranks(job, work)
         return errors
 
     def capture_only(self, hosts, last_step):
@@ -105,11 +87,6 @@ class Cluster:
         errors = self.train_and_die(hosts, last_step)
         assert all(isinstance(e, StoreError | RankFailed) for e in errors), errors
         self.before_put = lambda rank, key: None
-
-    @property
-    def resumed_step(self):
-        (step,) = {0 if s is None else s.step for s in self.resumed}
-        return step
 
 
 @pytest.fixture

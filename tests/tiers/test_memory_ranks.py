@@ -13,55 +13,37 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.errors import CommitError, SkippedVersion, Unavailable
+from limpet.errors import CommitError, Unavailable
 from limpet.format.names import MANIFEST, Version
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.saving import commit
 from limpet.snapshot.reader import SnapshotReader
-from limpet.storage.memory import MemoryStore
 from limpet.tiers import host_tier, memory_snapshots
 from limpet.tiers.flush import MemoryRecord, flush_states
 from limpet.tiers.peers.client import PeerConnection
 from limpet.tiers.settings import MemoryTier
 from limpet.training import response
 from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, matches_uninterrupted
-from tests.tiers.hosts import end_as_killed
+from tests.tiers.hosts import Hosts, end_as_killed
 from tests.waiting import wait_until, wait_until_no_thread
 
 pytestmark = pytest.mark.slow
 
 
-class Cluster:
-    """Hosts on which jobs run one after the other. Each job is killed, as if by SIGKILL."""
+class Cluster(Hosts):
+    """Hosts with memory. Each job is killed, as if by SIGKILL."""
 
     def __init__(self, closing):
-        self.run = MemoryStore()
-        self.folders: dict[str, str] = {}
-        self.resumed: list[Any] = []
+        super().__init__()
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.warnings: list[str] = []
         self._closing = closing
         closing.enter_context(limpet.attach(lambda n, f: self.events.append((n, f))))
 
-    def folder(self, host):
-        if host not in self.folders:
-            path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
-            self._closing.callback(shutil.rmtree, path, ignore_errors=True)
-            self.folders[host] = path
-        return self.folders[host]
-
-    def lose(self, host):
-        """Lose a host with its memory. A new one takes its name."""
-        shutil.rmtree(self.folders.pop(host))
-
-    def files(self, host, suffix):
-        found = Path(self.folders[host]).rglob(f"*{suffix}")
-        return sorted(p for p in found if not p.name.startswith("."))
-
-    def captured(self, host):
-        names = {p.parent.name for p in self.files(host, MANIFEST)}
-        return sorted(names, key=lambda name: int(name[8:].partition(".")[0]))
+    def make_folder(self, host):
+        path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
+        self._closing.callback(shutil.rmtree, path, ignore_errors=True)
+        return Path(path)
 
     def train_and_die(self, hosts, last_step, copies=2, save=20):
         """Resume, check the resumed state, train, and die. ``hosts``: the host of each rank."""
@@ -83,17 +65,8 @@ class Cluster:
             finally:
                 end_as_killed(ckpt, trainer.rank)
 
-        with job, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            job.run(work)
-        self.resumed = [trainer.resumed for trainer in job.ranks]
-        self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
+        self.work_on_ranks(job, work)
         return job
-
-    @property
-    def resumed_step(self):
-        (step,) = {0 if s is None else s.step for s in self.resumed}
-        return step
 
     def events_of(self, name):
         return [fields for n, fields in self.events if n == name]
@@ -118,7 +91,7 @@ def test_ranks_of_one_host_resume_from_its_memory(cluster):
     assert cluster.captured("a") == ["version_25", "version_30"]
     cluster.train_and_die("aaa", 48)
     assert cluster.resumed_step == 30
-    assert cluster.folders["a"] in cluster.resumed[0].url
+    assert str(cluster.folders["a"]) in cluster.resumed[0].url
     cluster.train_and_die("aaa", 49)
     assert cluster.resumed_step == 45
     assert Run(cluster.run).line() == [Version(20), Version(40)]
@@ -216,7 +189,7 @@ def test_another_number_of_ranks_and_hosts_resumes_from_memory(cluster, hosts):
         with trainer.make_checkpointer(save=EverySteps(20), tiers=[tier]) as ckpt:
             found = ckpt.resume()
             assert found is not None
-            assert cluster.folder(hosts[trainer.rank]) in found.url
+            assert str(cluster.folder(hosts[trainer.rank])) in found.url
             weights, box = trainer.state["weights"].tensor, trainer.state["weights"]
             expected = 0.0
             for step in range(1, 31):

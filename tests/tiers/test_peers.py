@@ -331,13 +331,6 @@ def test_a_key_that_a_peer_must_not_read_or_write(folder, key):
     assert partial_keys(store) == []
 
 
-def test_a_manifest_is_served(folder):
-    key = "version_1/manifest.json"
-    LocalStore(folder).put_if_absent(key, b"{}")
-    with serving(folder) as server, connect(server) as peer:
-        assert peer.fetch_file(key, 10) == b"{}"
-
-
 @pytest.mark.parametrize("linked", ["the file", "the folder", "a fifo"])
 def test_a_peer_gets_nothing_through_a_symbolic_link(folder, tmp_path, linked):
     """Neither its bytes nor, by an offer of the same file, its digest. Nothing is written."""
