@@ -232,11 +232,27 @@ KEPT = {
     "scalars": lambda: SCALARS,
 }
 REFUSED = {
-    "int subclass": lambda: type("I", (int,), {})(3),
-    "float subclass": lambda: type("F", (float,), {})(3),
-    "str subclass": lambda: type("S", (str,), {})("a"),
-    "dict subclass": lambda: collections.defaultdict(int),
+    **{
+        f"subclass of {value!r}": lambda v=value: type("Sub", (type(v),), {})(v)
+        for value in (3, 1.0, "a", [], (), {}, set(), b"a", collections.OrderedDict())
+    },
+    "defaultdict": lambda: collections.defaultdict(int),
+    "deque": lambda: collections.deque([1]),
     "datetime": lambda: datetime.datetime(2026, 1, 2),
+    "date": lambda: datetime.date(2026, 1, 2),
+    "timedelta": lambda: datetime.timedelta(1),
+    "function": lambda: len,
+    "iterator": lambda: iter([1]),
+    "memoryview": lambda: memoryview(b"abc"),
+    "class": lambda: nn.Linear,
+    "NotImplemented": lambda: NotImplemented,
+    "a name of an enum": lambda: {Color.RED: 1},
+    "a name of an IntEnum": lambda: {Level.LOW: 1},
+    "a name of a namedtuple": lambda: {Point(1, 2): 1},
+    "a name of a class": lambda: {int: 1},
+    "a member of an enum": lambda: {Color.RED},
+    "a name with surrogates": lambda: {"a\ud800": 1, "\udc00b": 2},
+    "a member with surrogates": lambda: {"\ud800"},
     "path": lambda: pathlib.PurePosixPath("x"),
     "decimal": lambda: decimal.Decimal(1),
     "enum": lambda: Color.RED,
