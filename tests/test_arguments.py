@@ -92,8 +92,6 @@ def lease(store, remotely, **seconds):
             assert task.done(1)  # the connection was not lost
 
 
-SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "9"}
-
 COUNTS: dict[str, Call] = {
     "EverySteps": lambda _, n: limpet.EverySteps(n),
     "EveryEpoch": lambda _, n: limpet.EveryEpoch(n),
@@ -157,9 +155,7 @@ SECONDS: dict[str, Call] = {
     "Workers start": lambda _, n: Workers(start=n),
     "Workers load": lambda _, n: Workers(load=n),
     "Workers task": lambda _, n: Workers(task=n),
-    "SlurmNotice": lambda _, n: SlurmNotice(
-        {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "9"}, before=n
-    ),
+    "SlurmNotice": lambda _, n: SlurmNotice({"SLURM_JOB_ID": "77"}, before=n),
     "GcpNotice": lambda _, n: GcpNotice(maintenance_seconds=n),
     "Selection": lambda _, n: Selection(throttle=n),
 }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from limpet.notices.file import FileNotice as FileNotice
     from limpet.notices.gcp import GcpNotice as GcpNotice
+    from limpet.notices.kubernetes import KubernetesNotice as KubernetesNotice
     from limpet.notices.notice import (
         BoundedSource as BoundedSource,
         Notice as Notice,
@@ -44,6 +45,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "notices.exit_status": "Status announce_worker leave_code",
         "notices.file": "FileNotice",
         "notices.gcp": "GcpNotice",
+        "notices.kubernetes": "KubernetesNotice",
         "notices.notice": "BoundedSource Notice NoticeSource",
         "notices.platform": "detect_sources",
         "notices.signals": "SignalNotice protect_worker",

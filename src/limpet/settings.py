@@ -120,9 +120,9 @@ def command_environment(
 
 
 def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of Slurm, torchrun, and clouds that name the platform."""
-    beginnings = ("SLURM_", "AWS_EC2_METADATA_", "GCE_METADATA_")
-    names = ("RANK", "LOCAL_RANK")
+    """Return the variables of Slurm, Kubernetes, torchrun, and clouds that name the platform."""
+    beginnings = ("SLURM_", "KUBERNETES_", "AWS_EC2_METADATA_", "GCE_METADATA_")
+    names = ("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "RANK", "LOCAL_RANK")
     return dict(find_variables((*beginnings, *names), os.environ if environ is None else environ))
 
 

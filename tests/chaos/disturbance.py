@@ -4,7 +4,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.chaos.clouds import AWS, AZURE, CLOUDS, GCP
+from tests.chaos.clouds import AWS, AZURE, CLOUDS, GCP, POD
 from tests.chaos.cluster import HOSTS
 from tests.chaos.ranks import wait_until
 from tests.chaos.schedule import Kind
@@ -22,6 +22,7 @@ CLOUD_OF = {
     Kind.NOTICE_AWS: AWS,
     Kind.NOTICE_GCP: GCP,
     Kind.NOTICE_AZURE: AZURE,
+    Kind.NOTICE_POD: POD,
 }
 
 

@@ -21,6 +21,7 @@ class Kind(StrEnum):
     NOTICE_AWS = "notice of AWS"
     NOTICE_GCP = "notice of Google Cloud"
     NOTICE_AZURE = "notice of Azure"
+    NOTICE_POD = "deletion of the pod"
     REBOOT = "reboot of all hosts"
     FLIP_MEMORY = "bit flip in memory"
     FLIP_LOCAL = "bit flip on a local disk"
@@ -33,7 +34,7 @@ class Kind(StrEnum):
 NEEDS_ROOT = {Kind.FULL_MEMORY, Kind.FULL_DISK}
 """Only root can mount a file system and fill it."""
 
-NOTICES = (Kind.NOTICE_AWS, Kind.NOTICE_GCP, Kind.NOTICE_AZURE)
+NOTICES = (Kind.NOTICE_AWS, Kind.NOTICE_GCP, Kind.NOTICE_AZURE, Kind.NOTICE_POD)
 
 LEAVES = {SAVED}
 DIES = {FAILED, SAVED, UNSAVED, -signal.SIGTERM}

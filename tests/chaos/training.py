@@ -27,7 +27,6 @@ from torch.utils.data import Dataset
 
 import limpet
 from limpet.errors import Preempted
-from limpet.notices.azure import AzureNotice
 from limpet.notices.notice import NoticeSource
 from limpet.notices.platform import detect_sources
 from limpet.notices.signals import SignalNotice
@@ -172,7 +171,8 @@ def train(start, rank, trace):
         tiers = [memory, limpet.LocalTier(start.disks[rank])]
     notices: list[NoticeSource] = [SignalNotice(), *detect_sources()]
     if start.metadata and os.environ["LOCAL_RANK"] == "0":
-        notices.append(AzureNotice(start.metadata[rank][clouds.AZURE]))  # no variable names it
+        account = Path(start.folder, f"account-{rank}")
+        notices += clouds.other_sources(start.metadata[rank], account)
     save, preemption = EverySteps(start.save_every), limpet.Preemption(notices=notices)
     with limpet.Checkpointer(
         start.run, state, save=save, keep=KeepLast(3), tiers=tiers, preemption=preemption

@@ -1,4 +1,4 @@
-"""Metadata servers of the clouds, on loopback.
+"""Metadata servers of the clouds and an API server of Kubernetes, on loopback.
 
 ``server.announce(...)`` changes what a server says, and ``server.fault`` how it fails::
 
@@ -39,7 +39,7 @@ class MetadataServer:
 
     reply_headers: ClassVar[dict[str, str]] = {}
 
-    def __init__(self):
+    def __init__(self, context=None):
         self.fault: str | None = None
         self.fault_paths: tuple[str, ...] = ("/",)
         self.clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -51,7 +51,10 @@ class MetadataServer:
         self._ended = threading.Event()
         self._http = _Server(("127.0.0.1", 0), _Exchange)
         self._http.owner = self
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        if context is not None:
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
 
     def __enter__(self):
@@ -228,12 +231,16 @@ class GcpServer(MetadataServer):
         self.values = {
             "preempted": "FALSE",
             "maintenance-event": "NONE",
+            "scheduling/on-host-maintenance": "MIGRATE",
         }
+        self.upcoming: tuple[int, str] = (404, "not found")
 
     def answer(self, method, path, headers):
         if headers.get("Metadata-Flavor") != "Google":
             return 403, "missing Metadata-Flavor"
         key = path.removeprefix("/computeMetadata/v1/instance/")
+        if key == "upcoming-maintenance?alt=json":
+            return self.upcoming
         return (200, self.values[key]) if key in self.values else (404, "not found")
 
     def announce(self, what="preempted"):
@@ -242,6 +249,18 @@ class GcpServer(MetadataServer):
             self.values["preempted"] = "TRUE"
         else:
             self.values["maintenance-event"] = what
+
+    def schedule(self, seconds, status="PENDING"):
+        """Announce upcoming maintenance of a machine that cannot migrate."""
+        self.values["scheduling/on-host-maintenance"] = "TERMINATE"
+        document = {
+            "can_reschedule": "true",
+            "maintenance_status": status,
+            "type": "SCHEDULED",
+            "window_start_time": f"{self.time_in(seconds):%Y-%m-%dT%H:%M:%SZ}",
+            "window_end_time": f"{self.time_in(seconds + 7200):%Y-%m-%dT%H:%M:%SZ}",
+        }
+        self.upcoming = (200, json.dumps(document))
 
 
 class AzureServer(MetadataServer):
@@ -280,3 +299,32 @@ class AzureServer(MetadataServer):
         }
         others = [e for e in self.events if e["EventId"] != event["EventId"]]
         self.events = [*others, event]
+
+
+class KubernetesServer(MetadataServer):
+    """The API server of Kubernetes, with one pod. ``allowed``: whether it may be read."""
+
+    def __init__(self, context=None):
+        super().__init__(context)
+        self.token = "a-token"
+        self.allowed = True
+        self.deleted_at: datetime | None = None
+        self.grace = 0.0
+
+    def answer(self, method, path, headers):
+        if headers.get("Authorization") != f"Bearer {self.token}":
+            return 401, json.dumps({"kind": "Status", "reason": "Unauthorized"})
+        if not self.allowed:
+            return 403, json.dumps({"kind": "Status", "reason": "Forbidden"})
+        if path.partition("?")[0] != "/api/v1/namespaces/team/pods/trainer-0":
+            return 404, json.dumps({"kind": "Status", "reason": "NotFound"})
+        metadata: dict[str, Any] = {"name": "trainer-0", "namespace": "team"}
+        if self.deleted_at is not None:
+            metadata["deletionTimestamp"] = f"{self.deleted_at:%Y-%m-%dT%H:%M:%SZ}"
+            metadata["deletionGracePeriodSeconds"] = self.grace
+        return 200, json.dumps({"kind": "PartialObjectMetadata", "metadata": metadata})
+
+    def announce(self, seconds=30.0):
+        """Delete the pod."""
+        self.grace = seconds
+        self.deleted_at = self.time_in(seconds)

@@ -9,6 +9,7 @@ from tests.notices.metadata_servers import GcpServer
 TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
 TERMINATION = "the termination for host maintenance by Google Cloud"
 MIGRATE = "MIGRATE_ON_HOST_MAINTENANCE"
+UPCOMING = "the host maintenance of Google Cloud"
 
 
 @pytest.fixture
@@ -36,6 +37,14 @@ def test_a_preemption_leaves_30_seconds(server, source, clock):
 def test_a_preemption_before_the_first_poll_leaves_an_unknown_time(server, source):
     server.announce("preempted")
     assert [source.poll() for _ in range(2)] == [Notice("the preemption by Google Cloud")] * 2
+
+
+def test_upcoming_maintenance_is_asked_for_again_after_an_outage(server, source):
+    server.upcoming = (200, "?")
+    with pytest.raises(OSError, match="upcoming"):
+        source.poll()
+    server.schedule(100)
+    assert source.poll() == Notice(UPCOMING, 100.0)
 
 
 def test_a_live_migration_is_a_risk_that_is_reported_once(server, source):
@@ -87,6 +96,50 @@ def test_a_termination_that_is_called_off(server, source, clock):
     clock.advance(10_000)
     server.announce(TERMINATE)
     assert source.poll() == Notice(TERMINATION, 3600.0, stops=False)
+
+
+def test_upcoming_maintenance(server, source, clock):
+    server.schedule(7 * 86400)
+    assert source.poll() == Notice(UPCOMING, 7 * 86400.0, stops=False)
+    clock.advance(7 * 86400 - 100)
+    assert source.poll() == Notice(UPCOMING, 100.0)
+    assert source.poll() is None, "asked once per minute only"
+    assert server.count("upcoming") == 2
+
+
+def test_upcoming_maintenance_of_a_machine_that_migrates_is_a_risk(server, source):
+    server.schedule(100)
+    server.values["scheduling/on-host-maintenance"] = "MIGRATE"
+    assert source.poll() == Notice(UPCOMING, 100.0, stops=False)
+
+
+def test_upcoming_maintenance_that_begins_early(server, source, clock):
+    assert source.poll() is None
+    server.schedule(86400, status="ONGOING")
+    clock.advance(60)
+    assert source.poll() == Notice(UPCOMING, 0.0)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (404, "<html>not found</html>"),
+        (503, '{ "error": "no notifications have been received yet, try again later" }'),
+        *((200, text) for text in ("NONE", '"NONE"', "{}", "{ }", "", '{"error": "later"}')),
+    ],
+)
+def test_no_upcoming_maintenance(server, source, reply):
+    server.upcoming = reply
+    assert source.poll() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"type": "SCHEDULED"}', '{"window_start_time": 5}', "{", "MAYBE"]
+)
+def test_upcoming_maintenance_that_is_not_understood(server, source, text):
+    server.upcoming = (200, text)
+    with pytest.raises(OSError, match=r"Cannot understand the reply of http.*upcoming-maintenance"):
+        source.poll()
 
 
 @pytest.mark.parametrize("key", ["preempted", "maintenance-event"])

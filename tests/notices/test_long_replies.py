@@ -7,6 +7,7 @@ import pytest
 from limpet.notices.aws import AwsNotice
 from limpet.notices.azure import AzureNotice
 from limpet.notices.gcp import GcpNotice
+from limpet.notices.kubernetes import KubernetesNotice
 from limpet.notices.notice import Notice, NoticeSource
 from tests.notices.manual_clock import ManualClock
 from tests.notices.metadata_servers import (
@@ -14,18 +15,22 @@ from tests.notices.metadata_servers import (
     AwsServer,
     AzureServer,
     GcpServer,
+    KubernetesServer,
     MetadataServer,
 )
+from tests.notices.test_kubernetes import POD, write_certificate
 
 NOTICES = {
     "aws": Notice("the AWS spot instance action 'terminate'", 120.0),
     "gcp": Notice("the preemption by Google Cloud", 30.0),
     "azure": Notice("the Azure scheduled event 'Preempt'", 30.0),
+    "kubernetes": Notice("the deletion of pod trainer-0", 30.0),
+    "kubernetes without TLS": Notice("the deletion of pod trainer-0", 30.0),
 }
 
 
 @contextmanager
-def platform(name):
+def platform(name, folder):
     """Return a running server and the source that asks it, with one clock."""
     clock = ManualClock()
     server: MetadataServer
@@ -37,9 +42,15 @@ def platform(name):
         case "gcp":
             server = GcpServer()
             source = GcpNotice(server.url, clock=clock)
-        case _:
+        case "azure":
             server = AzureServer()
             source = AzureNotice(server.url, clock=clock)
+        case _:
+            (folder / "token").write_text("a-token")
+            (folder / "namespace").write_text("team")
+            is_tls = name == "kubernetes"
+            server = KubernetesServer(write_certificate(folder, "ca.crt") if is_tls else None)
+            source = KubernetesNotice(POD, base_url=server.url, folder=str(folder), clock=clock)
     server.clock = clock.now
     with server:
         yield server, source
@@ -47,9 +58,9 @@ def platform(name):
 
 @pytest.mark.parametrize(("pause", "padding"), [(0.05, 0), (0.0, 10_000), (0.05, 10_000)])
 @pytest.mark.parametrize("name", NOTICES)
-def test_a_body_that_is_long_or_comes_later_is_read(name, pause, padding):
+def test_a_body_that_is_long_or_comes_later_is_read(name, pause, padding, tmp_path):
     """More than 4 KiB, or a body 50 ms after its header, is not in the first read of a socket."""
-    with platform(name) as (server, source):
+    with platform(name, tmp_path) as (server, source):
         server.pause, server.padding = pause, padding
         assert source.poll() is None
         server.announce()
@@ -58,14 +69,14 @@ def test_a_body_that_is_long_or_comes_later_is_read(name, pause, padding):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", NOTICES)
-def test_a_fault_is_an_outage_that_ends(name, fault):
-    with platform(name) as (server, source):
+def test_a_fault_is_an_outage_that_ends(name, fault, tmp_path):
+    with platform(name, tmp_path) as (server, source):
         assert source.poll() is None
         server.announce()
         server.fault = fault
         if name == "aws":  # its token comes before
             server.fault_paths = ("/latest/meta-data/spot",)
-        with pytest.raises(OSError, match="http://127"):
+        with pytest.raises(OSError, match=r"https?://127"):
             source.poll()
         assert server.count("elsewhere") == 0, "a redirect is not followed"
         server.fault = None

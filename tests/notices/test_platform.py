@@ -46,7 +46,6 @@ HYPER_V = {**AZURE, "chassis_asset_tag": "4829-9093-2210-3345-1123-6720-11"}
 CHROMEBOOK = {"sys_vendor": "Google", "product_name": "Kohaku", "bios_vendor": "coreboot"}
 XEN_ELSEWHERE = {**XEN, "bios_version": "4.17.3"}
 UUID_BY_CHANCE = {**XEN_AS_ROOT, "product_serial": "ABC-123"}
-SLURM = {"SLURM_JOB_ID": "5", "SLURM_JOB_END_TIME": "1800000000"}
 QEMU = {"sys_vendor": "QEMU", "product_name": "Standard PC (Q35 + ICH9, 2009)"}
 
 
@@ -57,9 +56,12 @@ def write_dmi(folder, files):
 
 
 def names(environ, folder, files=None):
-    """The classes of the sources, on a machine with this firmware."""
+    """The classes of the sources, on a machine with this firmware and a service account."""
+    account = folder / "account"
+    account.mkdir()
+    (account / "token").write_text("a-token")
     root = write_dmi(folder, files or {})
-    return [type(source).__name__ for source in detect_sources(environ, root)]
+    return [type(source).__name__ for source in detect_sources(environ, root, str(account))]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,13 @@ def test_clouds_by_their_firmware(tmp_path, files, expected):
         ({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1"}, ["AwsNotice"]),
         ({"GCE_METADATA_HOST": "127.0.0.1:1"}, ["GcpNotice"]),
         ({"GCE_METADATA_IP": "127.0.0.1"}, ["GcpNotice"]),
-        (SLURM, ["SlurmNotice"]),
-        ({**SLURM, "RANK": "0"}, ["SlurmNotice"]),
-        ({**SLURM, "RANK": "3"}, []),
-        ({"SLURM_JOB_ID": "5"}, []),
-        ({**SLURM, "SLURM_JOB_ID": ""}, []),
+        ({"SLURM_JOB_ID": "5"}, ["SlurmNotice"]),
+        ({"SLURM_JOB_ID": "5", "RANK": "0"}, ["SlurmNotice"]),
+        ({"SLURM_JOB_ID": "5", "RANK": "3"}, []),
+        ({"SLURM_JOB_ID": ""}, []),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}, ["KubernetesNotice"]),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, []),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a", "LOCAL_RANK": "1"}, []),
         ({"HOSTNAME": "a", "AWS_REGION": "eu-west-1", "GOOGLE_CLOUD_PROJECT": "p"}, []),
     ],
 )
@@ -101,14 +105,22 @@ def test_aws_can_be_turned_off(tmp_path, value, expected):
 
 
 def test_several_platforms_at_once(tmp_path):
-    assert names(SLURM, tmp_path, NITRO) == ["SlurmNotice", "AwsNotice"]
+    environ = {"SLURM_JOB_ID": "5", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
+    assert names(environ, tmp_path, NITRO) == ["SlurmNotice", "AwsNotice", "KubernetesNotice"]
 
 
 @pytest.mark.parametrize("files", [NITRO, GCE, AZURE])
 def test_only_the_first_rank_of_a_host_watches_its_cloud(tmp_path, files):
     root = write_dmi(tmp_path, files)
-    counts = [len(detect_sources({"LOCAL_RANK": str(n), "RANK": "8"}, root)) for n in range(3)]
+    counts = [
+        len(detect_sources({"LOCAL_RANK": str(n), "RANK": "8"}, root, root)) for n in range(3)
+    ]
     assert counts == [1, 0, 0]
+
+
+def test_a_pod_without_a_service_account_has_only_the_signal(tmp_path):
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
+    assert detect_sources(environ, str(tmp_path), str(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(
@@ -125,7 +137,7 @@ def test_only_the_first_rank_of_a_host_watches_its_cloud(tmp_path, files):
 )
 def test_the_addresses_of_the_servers(tmp_path, environ, files, address):
     """The addresses of the clouds are only compared: no test sends a request there."""
-    (source,) = detect_sources(environ, write_dmi(tmp_path, files))
+    (source,) = detect_sources(environ, write_dmi(tmp_path, files), str(tmp_path))
     assert urlsplit(source._url).hostname == address
 
 
@@ -137,7 +149,7 @@ def test_the_servers_in_the_environment_are_asked(tmp_path):
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": aws.url,
             "GCE_METADATA_HOST": gcp.url.removeprefix("http://"),
         }
-        sources = detect_sources(environ, str(tmp_path))
+        sources = detect_sources(environ, str(tmp_path), str(tmp_path))
         assert all(source.poll() is not None for source in sources)
         assert len(sources) == 2
 
@@ -145,7 +157,7 @@ def test_the_servers_in_the_environment_are_asked(tmp_path):
 def test_an_invalid_address_in_the_environment_is_refused(tmp_path):
     environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "169.254.169.254"}
     with pytest.raises(LimpetError, match="Invalid address of a metadata server"):
-        detect_sources(environ, str(tmp_path))
+        detect_sources(environ, str(tmp_path), str(tmp_path))
 
 
 def test_detection_opens_no_connection(tmp_path, monkeypatch):
@@ -154,4 +166,4 @@ def test_detection_opens_no_connection(tmp_path, monkeypatch):
 
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert names(SLURM, tmp_path, {**NITRO, **GCE}) != []
+    assert names({"SLURM_JOB_ID": "5"}, tmp_path, {**NITRO, **GCE}) != []

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from limpet.arguments import check_seconds
 from limpet.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
@@ -14,6 +17,7 @@ from limpet.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urg
 _PREEMPTED_SECONDS = 30.0
 _GPU_SECONDS = 3600.0
 _OTHER_SECONDS = 60.0
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class GcpNotice(BoundedSource):
@@ -25,6 +29,9 @@ class GcpNotice(BoundedSource):
       comes 60 minutes after it is announced on a machine with a GPU, and 60 seconds after that on
       others. The server sends no time, so these seconds count from when this source first sees it.
       If it was announced before the first poll, see ``PlannedEvents``.
+    - ``instance/upcoming-maintenance``: the maintenance of machines that cannot migrate, announced
+      up to weeks ahead. It stops the training if the machine's ``scheduling/on-host-maintenance``
+      is ``TERMINATE``.
 
     ``before``: maintenance that is further away, in seconds, does not stop the training yet.
     ``maintenance_seconds``: the time between the announcement of a termination and its begin; by
@@ -33,7 +40,8 @@ class GcpNotice(BoundedSource):
     the server has none of these keys, and the notice is SIGTERM.
 
     Source: https://cloud.google.com/compute/docs/, "Spot VMs", "Handle GPU host maintenance
-    events", and "Query the metadata server for maintenance event notices".
+    events", "Query the metadata server for maintenance event notices", and "Monitor and plan for a
+    host maintenance event".
     """
 
     def __init__(
@@ -52,13 +60,15 @@ class GcpNotice(BoundedSource):
         self._maintenance_seconds = check_seconds("maintenance_seconds=", maintenance_seconds)
         self._url = server_url(base_url)
         self._maintenance = PlannedEvents(before)
+        self._upcoming = PlannedEvents(before)
+        self._upcoming_from = clock()
         self._preempted_at: float | None = None
         self._terminates_at: float | None = None
         self._was_running = False
         self._was_quiet = False
 
     def check(self) -> Notice | None:
-        return most_urgent([self._check_preempted, self._check_maintenance])
+        return most_urgent([self._check_preempted, self._check_maintenance, self._check_upcoming])
 
     def _check_preempted(self) -> Notice | None:
         reply = self._get("preempted")
@@ -98,10 +108,38 @@ class GcpNotice(BoundedSource):
             self._terminates_at = None
         return self._maintenance.notice(events)
 
-    def _get(self, key: str) -> Reply:
+    def _check_upcoming(self) -> Notice | None:
+        if self.clock() < self._upcoming_from:
+            return None
+        # 404: this machine type has no such key; 503: nothing has been announced yet
+        reply = self._get("upcoming-maintenance?alt=json", allow=(200, 404, 503))
+        event = self._read_upcoming(reply) if reply.status == 200 else None
+        self._upcoming_from = self.clock() + 60.0  # it is announced days ahead
+        return self._upcoming.notice([] if event is None else [event])
+
+    def _read_upcoming(self, reply: Reply) -> PlannedEvent | None:
+        """Return the upcoming maintenance in a reply. The server says that there is none by ``{}``,
+        the word NONE, or an object with an ``error``."""
+        if reply.text in ("NONE", '"NONE"', ""):
+            return None
+        found = reply.decode(_OBJECT)
+        if not found or "error" in found:
+            return None
+        start = found.get("window_start_time", found.get("windowStartTime"))
+        if not isinstance(start, str):
+            raise reply.unclear("an object with window_start_time")
+        seconds = reply.seconds_until(start)
+        if found.get("maintenance_status") == "ONGOING":
+            seconds = 0.0
+        policy = self._get("scheduling/on-host-maintenance").text
+        return PlannedEvent(
+            start, "the host maintenance of Google Cloud", seconds, stops=policy == "TERMINATE"
+        )
+
+    def _get(self, key: str, allow: tuple[int, ...] = (200,)) -> Reply:
         """Return the reply to a request. Raises ``OSError`` if another server answers."""
         url = f"{self._url}/computeMetadata/v1/instance/{key}"
-        reply = fetch(url, {"Metadata-Flavor": "Google"})
+        reply = fetch(url, {"Metadata-Flavor": "Google"}, allow=allow)
         if reply.headers.get("Metadata-Flavor") != "Google":
             raise reply.unclear("the header 'Metadata-Flavor: Google'")
         return reply

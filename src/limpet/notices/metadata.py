@@ -8,14 +8,17 @@ from datetime import UTC, datetime
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 import msgspec
 
 from limpet.errors import LimpetError
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 T = TypeVar("T")
 
@@ -104,10 +107,11 @@ def fetch(
     *,
     method: str = "GET",
     allow: Collection[int] = (200,),
+    context: SSLContext | None = None,
 ) -> Reply:
     """Send a request without a proxy, which might receive tokens, and follow no redirect. Raises
     ``OSError`` for no complete reply, over ``MAX_BYTES``, or a status not in ``allow``."""
-    opener = build_opener(ProxyHandler({}), _NoRedirects)
+    opener = build_opener(ProxyHandler({}), _NoRedirects, HTTPSHandler(context=context))
     request = Request(url, headers=dict(headers), method=method)
     try:
         try:

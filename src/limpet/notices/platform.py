@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from limpet.notices.aws import AwsNotice
 from limpet.notices.azure import AzureNotice
 from limpet.notices.gcp import GcpNotice
+from limpet.notices.kubernetes import SERVICE_ACCOUNT, KubernetesNotice
 from limpet.notices.metadata import LINK_LOCAL
 from limpet.notices.notice import NoticeSource
-from limpet.notices.slurm import SlurmNotice, is_slurm_job
+from limpet.notices.slurm import SlurmNotice
 from limpet.settings import platform_variables
 
 _AWS_IPV6 = "http://[fd00:ec2::254]"
@@ -21,6 +22,7 @@ _MAX_BYTES = 4096
 def detect_sources(
     environ: Mapping[str, str] | None = None,
     dmi_root: str = "/sys/class/dmi/id",
+    service_account: str = SERVICE_ACCOUNT,
 ) -> list[NoticeSource]:
     """Return the sources of the platforms on which this process runs.
 
@@ -34,8 +36,8 @@ def detect_sources(
     - Azure: none; it is found by the firmware.
 
     All ranks of a job hear of a notice from any of them. Therefore, only rank 0 watches the time
-    limit of Slurm, and only the first rank of a host (``LOCAL_RANK``) its cloud: Azure answers few
-    requests per second. The notice of Kubernetes is SIGTERM.
+    limit of Slurm, and only the first rank of a host (``LOCAL_RANK``) its cloud and its pod: Azure
+    answers few requests per second.
 
     Raises ``LimpetError`` if an address in a variable is invalid.
 
@@ -44,10 +46,12 @@ def detect_sources(
     """
     variables = platform_variables(environ)
     sources: list[NoticeSource] = []
-    if is_slurm_job(variables) and variables.get("RANK", "0") == "0":
+    if variables.get("SLURM_JOB_ID", "").isdecimal() and variables.get("RANK", "0") == "0":
         sources.append(SlurmNotice(variables))
     if variables.get("LOCAL_RANK", "0") == "0":
         sources += _detect_clouds(variables, dmi_root)
+        if _is_in_pod(variables, service_account):
+            sources.append(KubernetesNotice(variables, folder=service_account))
     return sources
 
 
@@ -76,6 +80,13 @@ def _is_ec2(dmi_root: str) -> bool:
     # these two are readable by root only
     uuid, serial = (_read(dmi_root, name).lower() for name in ("product_uuid", "product_serial"))
     return uuid.startswith("ec2") and uuid == serial
+
+
+def _is_in_pod(variables: Mapping[str, str], service_account: str) -> bool:
+    """Return True in a pod with the token of a service account. Without one, SIGTERM remains."""
+    has_name = bool(variables.get("POD_NAME") or variables.get("HOSTNAME"))
+    is_in_pod = bool(variables.get("KUBERNETES_SERVICE_HOST")) and has_name
+    return is_in_pod and os.path.isfile(os.path.join(service_account, "token"))
 
 
 def _read(folder: str, name: str) -> str:
