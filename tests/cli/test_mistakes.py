@@ -42,8 +42,20 @@ def test_a_run_instead_of_a_snapshot(folder):
     message = "runs/a is a run of 3 versions, not a snapshot. Name one of them, such as"
     check_error_line(run_cli("diff", "runs/a/version_1", "runs/a"), 4, message, "runs/a/version_10")
     check_error_line(run_cli("reshard", "runs/a", "out", "--shards", 1), 4, message)
-    check_error_line(run_cli("show", "runs/a"), 4, message, "runs/a@latest")
-    check_error_line(run_cli("export", "runs/a", "--to", "torch", "out/a.pt"), 4, message)
+
+
+def test_show_and_export_use_the_newest_version_of_a_run(folder):
+    note = "limpet: runs/a is a run; this is its newest version, version_10\n"
+    shown = run_cli("show", "runs/a")
+    assert (shown.code, shown.err) == (0, note)
+    assert "runs/a/version_10" in shown.out
+    exported = run_cli("export", "runs/a", "--to", "torch", "out/a.pt")
+    assert exported.code == 0
+    assert exported.err.startswith(note)
+    found = run_cli("show", "runs/a/", "--json")
+    assert (found.err, found.json["step"]) == ("", 10)
+    (folder / "runs/a/version_10/manifest.json").write_text("{}")  # the newest intact one
+    assert run_cli("show", "runs/a", "--json").json["step"] == 2
 
 
 def test_a_version_instead_of_a_run(folder):

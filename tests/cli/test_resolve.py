@@ -17,7 +17,7 @@ def test_an_existing_path_takes_precedence(is_local, tmp_path, store):
     assert run_cli("show", f"{root}/a@5", "--json").json["snapshot"] == f"{root}/a@5"
     hf.save(f"{root}/b/version_5", {"n": 1})
     hf.save(f"{root}/b@5/version_7", {"n": 1})  # a run with that name
-    assert f"{root}/b@5 is a run of 1 version" in run_cli("show", f"{root}/b@5").err
+    assert run_cli("show", f"{root}/b@5", "--json").json["snapshot"] == f"{root}/b@5/version_7"
     assert run_cli("verify", f"{root}/b@5", "--json").json["place"] == f"{root}/b@5"
 
 

@@ -1,5 +1,6 @@
 """Commands in a process: imports, exit codes, and closed pipes."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 import limpet as hf
+from limpet.cli.verbs import ls
+from tests.cli.invoke import run_cli
 
 COMMANDS = """
 import json, sys
@@ -64,3 +67,19 @@ def test_a_closed_pipe_is_not_an_error(run):
     )
     assert done.stderr == ""
     assert done.stdout.split() == ["141"]
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--sort", "?"], ["none"], ["--help"]])
+def test_a_command_changes_the_garbage_collector_only_while_it_runs(run, arguments, monkeypatch):
+    before = gc.get_threshold()
+    seen: list[int] = []
+
+    def observe(*_):
+        seen.append(gc.get_threshold()[0])
+
+    monkeypatch.setattr(ls, "print_result", observe)
+    verb, *options = arguments
+    run_cli(verb, *([run] if verb == "ls" else []), *options)
+    assert len(seen) == (arguments == ["ls"])
+    assert all(threshold > before[0] for threshold in seen)
+    assert gc.get_threshold() == before

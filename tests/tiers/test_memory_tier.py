@@ -319,6 +319,7 @@ def test_a_folder_of_another_user_is_refused(host):
         {"copies": 0},
         {"copies": True},
         {"path": ""},
+        {"interface": 3},
         {"domain": 3},
     ],
     ids="".join,

@@ -9,6 +9,7 @@ from limpet.errors import AlreadyExists, NoSnapshot, NotFound
 from limpet.format import names
 from limpet.machine import full_path
 from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
+from limpet.run.lineage import find_latest
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.snapshot.location import (
@@ -44,6 +45,20 @@ def resolve_snapshot(url: str) -> SnapshotReader:
         if "versions" in e.fields:
             raise
     raise _not_found_error(url, "snapshot")
+
+
+def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
+    """Do the same, but return the newest version of a run, with a note that says so (else None)."""
+    try:
+        return resolve_snapshot(url), None
+    except NotFound as e:
+        if "versions" not in e.fields:
+            raise
+    run, _ = resolve_run(url)
+    newest = find_latest(run.catalog)
+    if newest is None:
+        raise _not_found_error(url, "snapshot")
+    return newest, f"{url} is a run; this is its newest version, {newest.version}"
 
 
 def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:

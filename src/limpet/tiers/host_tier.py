@@ -142,7 +142,7 @@ class HostTier:
                     url = local_folder(run_store) or run_store.url  # also from another folder
                     record = MemoryRecord(folder, url, self.name == "local")
                     record_memory(status, record, self.name)
-            self._serve()
+            self._serve(settings)
             await_all(collective)
         if group.rank == 0 and self._prefix and group.kv is not None:
             group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
@@ -196,7 +196,7 @@ class HostTier:
             ) from e
         return folder
 
-    def _serve(self) -> None:
+    def _serve(self, settings: MemoryTier | LocalTier) -> None:
         """Let other hosts copy files to and from this one."""
         group, hosts = self.group, self._hosts
         if group.kv is None or hosts.count == 1:
@@ -205,7 +205,7 @@ class HostTier:
         prefix = f"{group.next_sequence_number()}/tiers"
         self._secret, self._prefix = job_secret(kv, prefix), prefix
         is_one_host = hosts.is_one_machine
-        address = choose_address(kv.store_host, is_one_host=is_one_host)
+        address = choose_address(kv.store_host, settings.interface, is_one_host=is_one_host)
         server = PeerServer(self.store, address, self._secret, self._peer_limits())
         self._server = self._closing.enter_context(server)
         keys = publish(kv, prefix, PeerAddress(group.rank, server.address, server.port))

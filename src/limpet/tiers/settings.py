@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from limpet.arguments import require, whole
 from limpet.errors import LimpetError
 from limpet.machine import CAN_SEE_PROCESSES, IS_LINUX, path_text
 from limpet.run.policy import EveryEpoch, EverySteps
+
+_INTERFACE = "the name of an interface, an IP address, or None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +21,10 @@ class MemoryTier:
 
     ``every`` says when a snapshot is made: ``EverySteps(10)``. ``copies`` is the number of hosts
     that hold each part of it, including the one on which it was made. ``path`` is a folder on
-    tmpfs, which outlives the process. ``domain`` is the label of what fails as a whole with this
-    host, such as its rack; by default, the host itself.
+    tmpfs, which outlives the process. ``interface`` is the network interface, or the IP address,
+    through which copies go to other hosts; by default, the one that reaches the job's store.
+    ``domain`` is the label of what fails as a whole with this host, such as its rack; by default,
+    the host itself.
 
     A snapshot in memory is not a version of the run: it is lost with its host and its peers. Raises
     ``LimpetError`` for an invalid argument.
@@ -28,6 +33,7 @@ class MemoryTier:
     every: EverySteps | EveryEpoch
     copies: int = 2
     path: str | os.PathLike[str] = "/dev/shm"
+    interface: str | None = None
     domain: str | None = None
 
     def __post_init__(self) -> None:
@@ -36,6 +42,7 @@ class MemoryTier:
             "copies=": (whole(self.copies, 1) is not None, "a whole number, 1 or more"),
             "path=": (bool(path_text("path= of MemoryTier", self.path)),
                       "a folder on tmpfs, such as /dev/shm"),
+            "interface=": (isinstance(self.interface, str | None), _INTERFACE),
             "domain=": (self.domain is None or isinstance(self.domain, str), "a label, or None"),
         }  # fmt: skip
         if not IS_LINUX:
@@ -44,8 +51,7 @@ class MemoryTier:
                 " files outlive their process, and leases on them",
                 todo="Use LocalTier, or no tier",
             )
-        for name, (is_valid, expected) in checks.items():
-            require(f"{name} of MemoryTier", is_valid, expected, getattr(self, name[:-1]))
+        _require(self, checks)
         object.__setattr__(self, "copies", whole(self.copies))
 
 
@@ -53,13 +59,16 @@ class MemoryTier:
 class LocalTier:
     """Saves to a fast disk of each host first, and from there to the run in the background.
 
-    ``path`` is a folder on the local disk of each host, under the same name on all.
+    ``path`` is a folder on the local disk of each host, under the same name on all. ``interface``
+    is the network interface, or the IP address, through which ranks of other hosts read when a
+    training resumes; by default, the one that reaches the job's store.
 
     What is only on a local disk is not a version of the run yet: ``wait()``, retention, and
     ``Run`` know it once it is in the run. Raises ``LimpetError`` for an invalid argument.
     """
 
     path: str | os.PathLike[str]
+    interface: str | None = None
 
     def __post_init__(self) -> None:
         if not CAN_SEE_PROCESSES:
@@ -68,5 +77,15 @@ class LocalTier:
                 todo="Save to the run directly, without tiers",
             )
         path = path_text("path= of LocalTier", self.path)
-        is_valid = bool(path) and "://" not in path
-        require("path= of LocalTier", is_valid, "a folder on a local disk", self.path)
+        checks = {
+            "path=": (bool(path) and "://" not in path, "a folder on a local disk"),
+            "interface=": (isinstance(self.interface, str | None), _INTERFACE),
+        }
+        _require(self, checks)
+
+
+def _require(tier: object, checks: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise ``LimpetError`` for the first argument that is not valid. ``checks``: for each, whether
+    it is, and what it may be."""
+    for name, (is_valid, expected) in checks.items():
+        require(f"{name} of {type(tier).__name__}", is_valid, expected, getattr(tier, name[:-1]))

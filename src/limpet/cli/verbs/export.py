@@ -11,7 +11,7 @@ import click
 
 from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.output import json_option, keys_option, print_result
-from limpet.cli.resolve import refuse_address, resolve_snapshot
+from limpet.cli.resolve import refuse_address, resolve_newest
 from limpet.convert.export import SUFFIXES, ExportResult, PreparedExport, prepare_export
 from limpet.text import format_count, format_size
 
@@ -67,10 +67,13 @@ def command(
 ) -> None:
     """Write the tensors of SNAPSHOT into the folder DIR, in a format of another library.
 
-    Every byte is checked. No existing file is overwritten, and a failed export leaves no file
-    behind. DIR may also be the name of the file, such as out/llama.safetensors.
+    If SNAPSHOT is a run, its newest version is exported. Every byte is checked. No existing file is
+    overwritten, and a failed export leaves no file behind. DIR may also be the name of the file,
+    such as out/llama.safetensors.
     """
-    opened = resolve_snapshot(snapshot)
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"limpet: {note}", err=True)
     prepared = prepare_export(opened, to, kind, root=root, keys=keys, max_shard_size=max_shard_size)
     refuse_address(prepared.location.url)
     began = perf_counter()

@@ -10,7 +10,7 @@ import click
 
 from limpet.cli import output
 from limpet.cli.console import Cell, format_age, output_width, print_line, print_table, truncate
-from limpet.cli.resolve import resolve_snapshot
+from limpet.cli.resolve import resolve_newest
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.errors import FormatError, MissingLeaf
 from limpet.format.index import IndexBox
@@ -39,9 +39,12 @@ def command(
 ) -> None:
     """Show the origin of SNAPSHOT, and its tree of leaves and values.
 
-    Only the manifest is read, and with --layout the indexes.
+    If SNAPSHOT is a run, its newest version is shown. Only the manifest is read, and with --layout
+    the indexes.
     """  # fmt: skip
-    opened = resolve_snapshot(snapshot)
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"limpet: {note}", err=True)
     rows = list(filter_rows(iter_tree_rows(opened), keys))
     if keys and not rows:
         raise MissingLeaf(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import struct
 
 import msgspec
 
@@ -14,10 +15,7 @@ from limpet.errors import StoreError
 from limpet.ranks.kv import KVClient
 from limpet.ranks.wire import make_secret
 
-_ADVICE = (
-    "Start the job with an address of the first host in the network between the hosts (MASTER_ADDR,"
-    " or --master-addr of torchrun)"
-)
+_SIOCGIFADDR = 0x8915
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -49,26 +47,36 @@ def look_up(kv: KVClient, prefix: str, rank: int) -> PeerAddress | None:
     return None if value is None else _DECODER.decode(value)
 
 
-def choose_address(store_host: str, *, is_one_host: bool) -> str:
-    """Return the address at which this rank serves copies: that of the route to ``store_host``.
-    Raises ``StoreError``, also for loopback unless ``is_one_host``."""
+def choose_address(store_host: str, interface: str | None, *, is_one_host: bool) -> str:
+    """Return the address at which this rank serves copies: of ``interface``, or that to
+    ``store_host``. Raises ``StoreError``, also for loopback unless ``is_one_host``."""
     try:
-        found = _route_to(store_host)
+        if interface is None:
+            found = _route_to(store_host)
+        else:
+            found = _parse_ip(interface) or _interface_address(interface)
     except OSError as e:
         raise StoreError(
             "Cannot find the address at which this rank serves copies",
-            expected=f"a route to {store_host}",
-            found=f"{e.strerror or e}",
-            todo=_ADVICE,
+            expected=f"a route to {store_host}" if interface is None else "a network interface",
+            found=f"{interface or store_host}: {e.strerror or e}",
+            todo="Name the interface of the network between the hosts: interface='eth0'",
         ) from e
     if ipaddress.ip_address(found.partition("%")[0]).is_loopback and not is_one_host:
         raise StoreError(
             f"The other hosts cannot reach the address {found} of this rank",
             expected="an address of the network between the hosts",
-            found=f"a loopback address, by the route to {store_host}",
-            todo=_ADVICE,
+            found=f"a loopback address, by {interface or store_host}",
+            todo="Name the interface of the network between the hosts: interface='eth0'",
         )
     return found
+
+
+def _parse_ip(text: str) -> str | None:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        return None
 
 
 def _route_to(host: str) -> str:
@@ -77,3 +85,12 @@ def _route_to(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def _interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface."""
+    import fcntl  # a tier needs Linux
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
