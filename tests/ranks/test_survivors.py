@@ -185,4 +185,4 @@ def test_the_live_ranks_save_what_they_have(tmp_path, memory):
     def check(number):
         CHECKS[number](tmp_path / f"{number}", f"{memory}/{number}", undisturbed)
 
-    check_at_once(check, [(number,) for number in range(len(CHECKS))])
+    check_at_once(check, [(number,) for number in range(len(CHECKS))], threads=8)

@@ -20,7 +20,7 @@ import numpy as np
 from limpet.arguments import real, require
 from limpet.convert import windows
 from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record
-from limpet.convert.export_torch import TorchState, convert_state, require_torch, write_torch_file
+from limpet.convert.export_torch import TorchState, convert_state, write_torch_file
 from limpet.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
 from limpet.format import tree
 from limpet.format.names import join_key, parse_version, to_dotted
@@ -28,6 +28,7 @@ from limpet.format.numpy_dtypes import from_descr
 from limpet.format.safetensors import build_header
 from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
 from limpet.layout.shard_layout import chunk_cuts
+from limpet.lazy_torch import import_torch
 from limpet.loading.load import load_snapshot
 from limpet.machine import path_text
 from limpet.run.address import open_reader
@@ -403,7 +404,7 @@ def _load_state(
     snapshot: SnapshotReader, part: Any, root: str, keys: Sequence[str], prefix: str
 ) -> TorchState:
     """Load what is selected of the node ``part`` for ``torch.save``. Every byte is checked."""
-    require_torch()
+    import_torch("Writing a file for torch.load needs PyTorch; one for safetensors does not")
     refused = {
         key: f"of class {leaf['subclass']['class']}"
         for key, leaf in tree.walk(part, root, split_sparse=False)

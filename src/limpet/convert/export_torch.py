@@ -10,7 +10,6 @@ from typing import IO, Any, cast
 import numpy as np
 
 from limpet.convert.export_record import ExportedFile
-from limpet.errors import LimpetError
 from limpet.format.digest import digest
 from limpet.format.names import join_key
 from limpet.format.tree import child_keys
@@ -159,17 +158,6 @@ def _remove_prefix(members: Any, prefix: str) -> Any:
             if name.startswith(level)
         )
     return renamed
-
-
-def require_torch() -> None:
-    """Raise ``LimpetError`` if torch is not installed."""
-    try:
-        import torch  # noqa: F401
-    except ImportError as e:
-        raise LimpetError(
-            "Writing a file for torch.load needs torch",
-            todo="Install it: pip install torch; or export to safetensors",
-        ) from e
 
 
 class _Sink:

@@ -32,6 +32,7 @@ from limpet.convert.stored_files import (
 from limpet.errors import LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members
+from limpet.lazy_torch import import_torch
 from limpet.machine import full_path, path_text
 from limpet.saving.commit import VersionMetadata, raise_if_exists
 from limpet.saving.save import begin_save, finish_save
@@ -82,10 +83,7 @@ def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> F
     of a safetensors file in a store are read later; other files are fetched (see ``stored_files``).
     An exported file is first compared with its record, which reads it twice.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError as e:
-        raise LimpetError("Importing a checkpoint needs PyTorch", found="no torch package") from e
+    import_torch("Importing a checkpoint needs PyTorch")
     with suppress(NotFound):  # reported below, with what is there instead
         require_intact(path)
     path, location = locate_foreign(path)

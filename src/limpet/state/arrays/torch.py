@@ -131,9 +131,6 @@ class _TorchTensors(ArrayLibrary):
                 return torch.utils.dlpack.from_dlpack(part)
         return part
 
-    def loaded(self, value: Any, targets: Sequence[tuple[Box, Any]]) -> Any:
-        return value
-
     def can_cast(self, stored: str, value: Any) -> bool:
         """A conversion discards no imaginary part or fraction, and unpacks nothing."""
         fits = hasattr(torch, stored) and torch.can_cast(getattr(torch, stored), value.dtype)
