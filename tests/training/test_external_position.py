@@ -14,7 +14,6 @@ from limpet import (
     Checkpointer,
     EveryEpoch,
     EverySteps,
-    KeepEvery,
     MemoryTier,
     Progress,
 )
@@ -87,14 +86,6 @@ def test_the_intervals_begin_where_the_owner_does(is_late):
         ckpt.resume()
         run_steps(ckpt, trainer, 160, 199, 205, 260)
     assert versions(store) == [205]
-
-
-def test_retention_keeps_the_first_version_of_each_interval():
-    store, trainer = MemoryStore(), Trainer()
-    policies = {"save": EverySteps(1), "keep": KeepEvery(100) | limpet.KeepLast(1)}
-    with Checkpointer(store, make(trainer), **policies) as ckpt:
-        run_steps(ckpt, trainer, *JUMPS)
-    assert versions(store) == [130, 200, 530, 599]
 
 
 def test_the_memory_tier_follows_the_jumps():

@@ -1,7 +1,5 @@
 """Fine-tuning as users do it: an empty run starts from a version of a model that has changed."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from torch import nn, optim
@@ -172,18 +170,3 @@ def test_a_model_that_was_wrapped_continues_with_renames(tmp_path):
     state["model"] = state["model"].net
     with Checkpointer(tmp_path / "own", state) as ckpt:
         assert ckpt.resume() is not None
-
-
-def test_a_renamed_layer_of_the_own_run_keeps_its_values(tmp_path):
-    def make(head):
-        model = nn.Sequential(OrderedDict({"0": nn.Linear(4, 4), head: nn.Linear(4, 2)}))
-        optimizer = optim.AdamW(model.parameters(), lr=0.1)
-        schedule = optim.lr_scheduler.StepLR(optimizer, 2)
-        return {"model": model, "optimizer": optimizer, "schedule": schedule}
-
-    old, state = make("fc"), make("head")
-    with Checkpointer(tmp_path / "own", old) as ckpt:
-        train(old, ckpt, 3)
-    assert resume_renamed(tmp_path / "own", state, {"model/fc": "model/head"}).is_complete
-    assert torch.equal(state["model"].head.weight, old["model"].fc.weight)
-    assert state["optimizer"].state[state["model"].head.weight]["step"] == 3

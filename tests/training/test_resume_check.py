@@ -229,19 +229,3 @@ def test_a_state_in_memory_is_compared(tmp_path, memory):
     (fields,) = (fields for name, fields in found if name == "resume_checked")
     assert fields["bytes"] > 10_000
     assert "resume_differs" not in dict(found)
-
-
-@pytest.mark.parametrize(
-    ("size", "changes", "differing"),
-    [(4, [], None), (8, ["8 samples per step, was 4"], ["loader/samples_per_step"])],
-)
-def test_another_batch_size_is_reported(size, changes, differing, tmp_path):
-    def make_loader(size):
-        return limpet.DataLoader(range(40), batch_size=size, shuffle=True)
-
-    save_run(tmp_path, make_state(loader=make_loader(4)), steps=3)
-    found = dict[str, Any]()
-    with limpet.attach(found.__setitem__):
-        resume(tmp_path, make_state(loader=make_loader(size)))
-    assert found["resumed"]["changes"] == changes
-    assert found.get("resume_differs", {}).get("differing") == differing

@@ -133,11 +133,9 @@ def test_all_saves_record_the_same(tmp_path, is_resumed):
         assert start(way, tmp_path / name / "run", is_resumed) == expected, name
 
 
-@pytest.mark.parametrize("is_resumed", [False, True])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_changed_options_and_schedules_are_named_after_any_save(tmp_path, way, is_resumed):
+def test_changed_options_and_schedules_are_named(tmp_path):
     run, replaced = tmp_path / "run", list[str]()
-    start(way, run, is_resumed)
+    start(by_step, run, is_resumed=False)
 
     def sink(name, fields):
         if name == "options_replaced":

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 import limpet
 from limpet import errors
@@ -90,50 +89,6 @@ def an_idle_checkpointer_is_replaced():
     first = limpet.Checkpointer(store, state, save=EverySteps(2))
     train(state, first, 2)
     limpet.Checkpointer(store, initial_state()).close()
-
-
-def train_network(dropout=0.0, is_training=True, **members):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(dropout))
-    model.train(is_training)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {"model": model, "optimizer": optimizer, **members}
-    with limpet.Checkpointer(MemoryStore(), state, save=EverySteps(4)) as ckpt:
-        for _ in range(4):
-            torch.rand(3)  # of something else, such as an evaluation
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            ckpt.step()
-
-
-@close_to(errors.InexactResume)
-def modules_that_could_draw_random_numbers_do_not():
-    train_network(dropout=0.0)
-    train_network(dropout=0.5, is_training=False)
-
-
-@close_to(errors.InexactResume)
-def generators_are_seeded_at_each_epoch_and_only_their_ends_are_saved():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
-    state, policy = {"model": model}, limpet.EveryEpoch()
-    with limpet.Checkpointer(MemoryStore(), state, save=policy, preemption=None) as ckpt:
-        for epoch in ckpt.epochs(2):
-            torch.manual_seed(epoch)
-            for _ in range(3):
-                model(torch.ones(2, 4))
-                ckpt.step()
-
-
-@close_to(errors.InexactResume)
-def random_numbers_are_saved():
-    train_network(dropout=0.5, rng=limpet.RNG())
-
-
-@close_to(errors.InexactResume)
-def a_buffer_that_is_not_saved_does_not_change():
-    table = torch.nn.Module()
-    table.register_buffer("positions", torch.arange(9), persistent=False)
-    train_network(table=table)
 
 
 @close_to(errors.InexactResume)

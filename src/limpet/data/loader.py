@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.utils import data
@@ -53,6 +53,10 @@ _COMPUTED = ("shuffled", "sequential")
 _COUNTS = {"seed", "epoch", "at", "passes", "per_step"}
 
 _FIELDS = _COUNTS | {"order", "is_last", "length", "samples_per_step", "first"}
+
+_Phase = Literal["none", "open", "left", "over"]
+"""What has become of the last pass: there was none in this epoch, it goes on, it was left early, or
+it has yielded the last batch of the epoch."""
 
 
 class _Position(NamedTuple):
@@ -156,8 +160,8 @@ class DataLoader(data.DataLoader[Any]):
         self._handed: deque[tuple[int, _Position]] = deque()  # uncounted, with the passes
         self._pass = 0
         self._passes_before, self._passes = 0, 1  # this epoch, and since it up to the position
-        self._has_begun = self._is_open = self._is_over = self._has_counted = False
-        self._warned = False
+        self._phase: _Phase = "none"
+        self._has_counted = self._warned = False
         self.batch = 0
         self.samples_per_step_before: int | None = None
         self._inner: data.DataLoader[Any] | None = None
@@ -244,7 +248,8 @@ class DataLoader(data.DataLoader[Any]):
     @property
     def is_within_step(self) -> bool:
         """True if the pass is over, but its last batches belong to a step that has not ended."""
-        return self._is_over and self._has_counted and 0 < len(self._handed) < self._per_step
+        is_over = self._phase == "over"
+        return is_over and self._has_counted and 0 < len(self._handed) < self._per_step
 
     def check(self, batches: int) -> None:
         """Raise the error that ``count`` would raise. A step first checks all loaders."""
@@ -270,7 +275,7 @@ class DataLoader(data.DataLoader[Any]):
             self._passes = max(1, number - self._passes_before)
             self._has_counted = True
         self._per_step = max(self._per_step, batches)
-        if batches and self._is_over and not self._handed:
+        if batches and self._phase == "over" and not self._handed:
             self._seed_end(self._counted)  # as a resume does: wrappers end the pass before the step
 
     def _seed_end(self, position: _Position) -> None:
@@ -279,29 +284,27 @@ class DataLoader(data.DataLoader[Any]):
 
     def begin_body(self) -> None:
         """Begin the body of an epoch. A pass before it, which no step has counted, was a peek."""
-        self._is_over &= self._has_counted
+        if self._phase == "over" and not self._has_counted:
+            self._phase = "left"
         self._passes_before = self._pass
 
     def end_epoch(self) -> bool:
         """End the epoch if its pass is over or was left. Return False if batches remain uncounted
         that may belong to the next step: the position stays until that."""
-        has_begun, self._has_begun = self._has_begun, False
-        if self._is_over:
+        if self._phase == "over":
             self._check_count_fits()
             if self.is_within_step:
                 return False
-        elif self._counted.is_last and not has_begun:
-            pass  # a resume at the end of the epoch, and `zip` has not begun the second loader
-        elif not has_begun or self._is_open:  # it goes on, independent of the epochs
-            self._has_begun = has_begun
-            return True
-        self.begin_epoch(self._counted.epoch + 1)
+        # else a resume at the end of the epoch, and `zip` has not begun the second loader
+        is_at_end = self._phase == "none" and self._counted.is_last
+        if self._phase in ("over", "left") or is_at_end:
+            self.begin_epoch(self._counted.epoch + 1)
         return True
 
     def begin_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch."""
         self._counted = _Position(epoch, 0)
-        self._is_over = self._has_counted = False
+        self._phase, self._has_counted = "none", False
         self._passes_before, self._passes = self._pass, 1
         self._handed.clear()
 
@@ -313,8 +316,7 @@ class DataLoader(data.DataLoader[Any]):
     def skip_rest(self, epoch: int) -> None:
         """Begin this epoch, if the loaded position is the end of an earlier one: a framework that
         counts epochs itself does not expect an empty rest of one that it has ended."""
-        is_loaded = not (self._has_begun or self._is_over)
-        if is_loaded and self._counted.is_last and self._counted.epoch < epoch:
+        if self._phase == "none" and self._counted.is_last and self._counted.epoch < epoch:
             self.begin_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,7 +395,6 @@ class DataLoader(data.DataLoader[Any]):
         self._per_step, self.samples_per_step_before = state["per_step"], state["samples_per_step"]
         self._pass, self._inner = self._pass + 1, None
         self._passes_before, self._passes = self._pass, state["passes"]
-        self._has_begun = self._is_open = False
 
     # -- one pass ----------------------------------------------------------------------------------
 
@@ -438,24 +439,26 @@ class DataLoader(data.DataLoader[Any]):
                     if note is not None:
                         self._warn(note)
                 self._handed.append((number, position))
-                self._is_over = position.is_last  # some loops stop after len(loader) batches
+                if position.is_last:  # some loops stop after len(loader) batches
+                    self._phase = "over"
                 self.batch = before.at // size
                 if in_state:
                     seed_generators(self._key, STEP, name, before.epoch, before.at, rank)
                 yield batch
             # a rest that is shorter than a step is of the training, although no step has counted it
             self._has_counted |= start.at > 0 and 0 < len(self._handed) < self._per_step
-            self._is_over |= self._counted.epoch <= position.epoch  # else end_epoch was called
+            if self._counted.epoch <= position.epoch:  # else end_epoch was called
+                self._phase = "over"
             if in_state:
                 self._seed_end(position)
         finally:
-            if number == self._pass:
-                self._is_open = False
+            if number == self._pass and self._phase == "open":
+                self._phase = "left"
 
     def _begin_pass(self) -> _Position:
         """Return the position at which a pass begins."""
         start = self._counted
-        if self._is_over:
+        if self._phase == "over":
             self._check_count_fits()
             begun, is_unused = self._pass - self._passes_before, not self._handed
             if is_unused and not self._has_counted and begun < self._passes:
@@ -468,8 +471,7 @@ class DataLoader(data.DataLoader[Any]):
         else:  # the pass before was left: its uncounted batches come again
             self._handed.clear()
         self._pass += 1
-        self._has_begun = self._is_open = True
-        self._is_over = self._has_counted = False
+        self._phase, self._has_counted = "open", False
         return start
 
     def _check_count_fits(self) -> None:

@@ -19,10 +19,7 @@ from limpet.text import (
     truncate,
 )
 
-_LESS = (
-    *("fewer_copies", "uncopied", "evaluation_idle", "metric_missing"),
-    "restarts_uncounted",
-)
+_LESS = "fewer_copies", "uncopied", "metric_missing", "restarts_uncounted"
 """Events that say what a training does or saves less of than one may expect."""
 
 STYLES = {
@@ -242,10 +239,5 @@ def _describe_less(name: str, fields: Mapping[str, object]) -> str:
     if name == "uncopied":
         error = text_field(fields, "error")
         return f"keeps a state in memory with fewer copies on other hosts: {error}"
-    if name == "fewer_copies":
-        found = f"{text_field(fields, 'hosts')} instead of {text_field(fields, 'copies')} hosts"
-        return f"keeps the states in memory on {found}, because the job runs on no more"
-    return (
-        f"evaluated {text_field(fields, 'evaluation')} only at the end of the training, because"
-        " evaluation.step() was never called: call it before each mini-batch, on all ranks"
-    )
+    found = f"{text_field(fields, 'hosts')} instead of {text_field(fields, 'copies')} hosts"
+    return f"keeps the states in memory on {found}, because the job runs on no more"

@@ -320,6 +320,8 @@ class Queue:
 
     def _take_back_overdue(self) -> None:
         for lease in self._jobs.overdue(self._clock()):
+            if lease.attempt not in self._jobs.leases:  # its job has failed meanwhile
+                continue
             cause = f"no report of worker {lease.worker!r} within {lease.seconds} s"
             self._jobs.take_back(lease, cause)
             self.on_overdue(lease.worker)

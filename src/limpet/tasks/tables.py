@@ -9,7 +9,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf
 from typing import Annotated, Any
 
@@ -245,7 +245,8 @@ class TaskLease:
 
 class JobTables:
     """The jobs by name, in order, and the leases of their tasks. A lease takes the lowest open task
-    of the first job that has one and is not blocked. O(log n) steps, amortized."""
+    of the first job that has one and is not blocked. O(log n) steps for n tasks, and a look at each
+    lease."""
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
@@ -259,7 +260,6 @@ class JobTables:
         self.by_name: dict[str, TaskTable] = {}
         self.leases: dict[int, TaskLease] = {}  # those in force, by attempt
         self._held: dict[tuple[str, Kind], dict[int, TaskLease]] = {}  # by worker
-        self._ends: list[tuple[float, int]] = []  # a heap; may contain leases that were renewed
         self.running: dict[Kind, dict[str, TaskTable]] = {kind: {} for kind in KINDS}
         self.failed: dict[str, TaskTable] = {}  # training jobs
         self._ready: dict[Kind, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
@@ -337,7 +337,6 @@ class JobTables:
         )
         self.leases[attempt] = table.leases[number] = lease
         self._held.setdefault((worker, table.spec.kind), {})[attempt] = lease
-        self._note_end(lease)
         return make_task(
             table.spec.kind,
             id=table.first_id + number,
@@ -356,22 +355,13 @@ class JobTables:
         return list(self._held.get((worker, kind), {}).values())
 
     def next_end(self) -> float:
-        """Return the time before which no lease ends."""
-        return self._ends[0][0] if self._ends else inf
+        """Return the time at which the next lease ends."""
+        return min((lease.end for lease in self.leases.values()), default=inf)
 
-    def overdue(self, now: float) -> Iterator[TaskLease]:
-        """Yield the leases whose time is over. The caller ends each."""
-        while self._ends and self._ends[0][0] <= now:
-            lease = self.leases.get(heappop(self._ends)[1])
-            if lease is not None and lease.end <= now:
-                yield lease
-            elif lease is not None:
-                self._note_end(lease)
-
-    def _note_end(self, lease: TaskLease) -> None:
-        """Note when a lease ends, which may be earlier than before."""
-        if lease.end < inf:
-            heappush(self._ends, (lease.end, lease.attempt))
+    def overdue(self, now: float) -> list[TaskLease]:
+        """Return the leases whose time is over, in the order of their ends."""
+        found = [lease for lease in self.leases.values() if lease.end <= now]
+        return sorted(found, key=lambda lease: (lease.end, lease.attempt))
 
     def _end_lease(self, lease: TaskLease) -> None:
         del self.leases[lease.attempt]
@@ -380,9 +370,6 @@ class JobTables:
         del self._held[key][lease.attempt]
         if not self._held[key]:
             del self._held[key]
-        if len(self._ends) > 64 + 2 * len(self.leases):
-            self._ends = [(x.end, x.attempt) for x in self.leases.values() if x.end < inf]
-            heapify(self._ends)
 
     def reopen(self, lease: TaskLease) -> None:
         """End a lease without blame: its task is open again."""
@@ -395,7 +382,6 @@ class JobTables:
         if seconds is not None:
             lease.seconds = seconds
         lease.end = now + lease.seconds
-        self._note_end(lease)
 
     def take_back(self, lease: TaskLease, cause: str, is_final: bool = False) -> None:
         """End a lease as a failed attempt. Without progress, it uses up one of the attempts, or all

@@ -160,10 +160,7 @@ class Saver:
     def wait_for_turn(self) -> None:
         """Wait until the next save may begin. Raises the error of the first one that failed."""
         for pending, promotion in self._saves:
-            if promotion is None:
-                pending.wait_ended()
-            else:
-                promotion.has_begun.wait()
+            (pending.wait_ended if promotion is None else promotion.has_begun.wait)()
         self.raise_failure()
 
     def wait_before_last(self, is_begun: bool, deadline: Deadline) -> None:

@@ -279,11 +279,8 @@ class TrainingEvaluation:
 
     def _finish(self) -> None:
         """Complete what is in progress, and evaluate the last step if that is due."""
-        step, has_counted = self._ckpt.current_step, self._ckpt._step_counter.has_counted
-        if self._cadence is None and has_counted and step != self._seen_step:
-            events.emit("evaluation_idle", run=self._ckpt.run.url, evaluation=self.name)
         # there may have been no step: after a resume from the last version
-        cadence = self._start()
+        step, cadence = self._ckpt.current_step, self._start()
         self._drain(step)
         if step == self._began[0]:
             return
