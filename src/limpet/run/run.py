@@ -278,7 +278,7 @@ class Run:
         except NotFound as e:
             raise NotFound(
                 f"{version} of {self.url} is not pinned",
-                found=e.found,
+                found=e.found and f"{e.found} with the name {key}",
                 todo=f"Pinned versions: {', '.join(map(str, self.pins())) or 'none'}",
                 key=key,
                 store=self.url,
