@@ -1,4 +1,4 @@
-# The commands of this project. They need Python 3.11 or later and pip; as root, `make test` also installs four tools.
+# The commands of this project. They need Python 3.11 or later and pip; as root, `make test` also installs three tools.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -47,10 +47,10 @@ demo-evaluate: $(DEMO_VENV)/.ready
 
 # A few tests need more than Python. Where this cannot be installed, those tests are skipped with the reason.
 tools:
-	@for t in strace xfs_io mkfs.ext4 sbatch; do command -v $$t >/dev/null || missing=1; done; \
+	@for t in xfs_io mkfs.ext4 sbatch; do command -v $$t >/dev/null || missing=1; done; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-			--no-install-recommends strace xfsprogs e2fsprogs slurm-client) >/dev/null 2>&1 || true; fi
+			--no-install-recommends xfsprogs e2fsprogs slurm-client) >/dev/null 2>&1 || true; fi
 
 # The inner loop: under 90 seconds on two idle cores. A mistake in any layer below `integrations` shows here. What starts
 # processes, waits, or counts long is marked `slow`.
