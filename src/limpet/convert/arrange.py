@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from limpet.format.names import MAX_STEP
-from limpet.state.modules import EXTRA_STATE
+from limpet.state.modules import EXTRA_STATE, WRAPPER_ATTRIBUTES
 
 STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
 """Names that training loops use for the step. The first one at the top level applies."""
@@ -37,7 +37,6 @@ _STEP_PATTERN = re.compile(
     r"(?<![a-z])(?:global[-_]?step|step|checkpoint|ckpt|iter(?:ation)?)s?[-_=]?([0-9]{1,18})(?![0-9])",
     re.IGNORECASE,
 )
-_WRAPPER_LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 @dataclass(slots=True)
@@ -172,7 +171,7 @@ def _unwrap_module_paths(paths: list[str], names: Mapping[str, Any]) -> list[str
 
 
 def _remove_wrapper_levels(name: str) -> str:
-    return ".".join(level for level in name.split(".") if level not in _WRAPPER_LEVELS)
+    return ".".join(level for level in name.split(".") if level not in WRAPPER_ATTRIBUTES)
 
 
 # -- optimizers ----------------------------------------------------------------------------------

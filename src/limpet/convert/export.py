@@ -21,6 +21,7 @@ from limpet.arguments import real, require
 from limpet.convert import windows
 from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record
 from limpet.convert.export_torch import TorchState, convert_state, write_torch_file
+from limpet.convert.read_safetensors import FOREIGN_CODES
 from limpet.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
 from limpet.format import tree
 from limpet.format.names import join_key, parse_version, to_dotted
@@ -58,14 +59,7 @@ SINGLE_FILE = "model.safetensors"
 UNSUPPORTED_DTYPES = ("complex32", "complex128")
 """The dtypes that safetensors has no code for."""
 
-# Codes of the safetensors library for dtypes that Limpet's shards store as another dtype.
-_DTYPE_CODES = {
-    "complex64": "C64",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn_x2": "F4",
-}
+_DTYPE_CODES = FOREIGN_CODES | {"float4_e2m1fn_x2": "F4"}
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Maximum bytes of tensors in one Hugging Face file: the default of its libraries."""

@@ -23,12 +23,18 @@ _MAX_INDEX_SIZE = 1 << 28
 _SHARDING = StrictDecoder(msgspec.json.Decoder(dict[str, dict[str, list[int]]]))
 _INDEX = StrictDecoder(msgspec.json.Decoder(dict[str, Any]))
 
-_DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_per_element == 1} | {
+FOREIGN_CODES = {
+    "complex64": "C64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""Codes of the safetensors library for dtypes that Limpet's shards store as another dtype."""
+
+_DTYPES_BY_CODE = {
+    **{d.stored_dtype: d.name for d in DTYPES.values() if d.stored_per_element == 1},
     "U8": "uint8",
-    "C64": "complex64",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
+    **{code: name for name, code in FOREIGN_CODES.items()},
 }
 """The names of dtypes by their safetensors codes."""
 

@@ -22,7 +22,7 @@ from limpet.text import format_list, with_article
 if TYPE_CHECKING:
     import torch
 
-_WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 EXTRA_STATE = "_extra_state"
 
 
@@ -150,7 +150,7 @@ def _strip_names(module: torch.nn.Module, names: list[str]) -> list[str]:
             if isinstance(sub, wrappers)
         }
     joined = ".".join(names)
-    is_wrapped = wrapped_paths or any(a in joined for a in _WRAPPER_ATTRIBUTES)
+    is_wrapped = wrapped_paths or any(a in joined for a in WRAPPER_ATTRIBUTES)
     return [_strip_wrappers(n, wrapped_paths) for n in names] if is_wrapped else names
 
 
@@ -158,7 +158,7 @@ def _strip_wrappers(name: str, wrapped_paths: set[str]) -> str:
     levels = name.split(".")
     paths = accumulate(levels[:-1], "{}.{}".format)
     kept = [level for level, path in zip(levels, paths) if path not in wrapped_paths]
-    return ".".join(level for level in [*kept, levels[-1]] if level not in _WRAPPER_ATTRIBUTES)
+    return ".".join(level for level in [*kept, levels[-1]] if level not in WRAPPER_ATTRIBUTES)
 
 
 def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
