@@ -7,7 +7,6 @@ The numbers in the docstrings are those of BEHAVIOURS.md, section A: what Tensor
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -510,48 +509,3 @@ def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart():
         resumed.ckpt.resume()
         assert resumed.ckpt._goodput.usual_seconds == pytest.approx((step, save), rel=0.5)
         assert 0.5 + 2 * step + 1.25 * save < resumed.ckpt._preemption._exit_seconds() < 4
-
-
-SCRIPT = """
-import signal, sys, time
-import numpy as np
-import limpet
-
-if "earlier" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: print("earlier handler", flush=True))
-state = {"x": np.zeros(4), "progress": limpet.Progress()}
-with limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(10**6)) as ckpt:
-    ckpt.resume()
-    print("begin", ckpt.current_step, flush=True)
-    while ckpt.current_step < 10_000:
-        state["x"] += 1
-        ckpt.step()
-        time.sleep(0.005)
-"""
-
-
-def run_until_sigterm(folder, *args):
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        begun = process.stdout.readline()
-        assert begun.startswith("begin"), process.stderr.read() if process.stderr else ""
-        time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
-        return process.returncode, begun + out, err
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_exits_with_75_and_a_restart_goes_on(tmp_path):
-    """1, 10, 7"""
-    code, _, err = run_until_sigterm(tmp_path / "run")
-    assert code == 75
-    (first,) = Run(tmp_path / "run").snapshots()
-    assert err == (f"limpet: stopped after step {first.step}, which is saved, because of SIGTERM\n")
-    code, out, _ = run_until_sigterm(tmp_path / "run", "earlier")
-    assert code == 75
-    assert out == f"begin {first.step}\nearlier handler\n"
-    second = Run(tmp_path / "run").snapshots()[-1]
-    assert second["x"][:].tolist() == [second.step] * 4

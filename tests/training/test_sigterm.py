@@ -43,7 +43,7 @@ print(progress.step, model.weight.tolist(), torch.rand(1).item(), flush=True)
 def start(folder, *args, before=()):
     command = [*before, sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def saved_steps(run):
@@ -77,6 +77,7 @@ def test_sighup_under_nohup_stays_ignored(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path):
+    """BEHAVIOURS.md, A1, A7, and A10."""
     with (
         start(tmp_path / "undisturbed") as undisturbed,
         start(tmp_path / "run", "stop") as training,
@@ -84,7 +85,9 @@ def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path):
         assert training.stdout is not None
         assert training.stdout.readline() == "in a step\n"
         training.send_signal(signal.SIGTERM)
-        assert training.wait(60) == 75
+        errors = training.communicate(timeout=60)[1]
+        assert training.returncode == 75
+        assert errors == "limpet: stopped after step 7, which is saved, because of SIGTERM\n"
         expected = undisturbed.communicate(timeout=60)[0]
         assert undisturbed.returncode == 0
     assert saved_steps(tmp_path / "run") == [(7, "preemption")]

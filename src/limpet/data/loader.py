@@ -197,10 +197,6 @@ class DataLoader(data.DataLoader[Any]):
     def batch_sampler(self, batch_sampler: Any) -> None:
         self._torch_batch_sampler = batch_sampler
 
-    def __repr__(self) -> str:
-        epoch, at = self._counted[:2]
-        return f"<limpet.DataLoader at {self._unit} {at} of epoch {epoch}>"
-
     def __len__(self) -> int:
         """Return the number of batches of this rank in a whole epoch."""
         if self._is_stream:
@@ -545,10 +541,6 @@ class DataLoader(data.DataLoader[Any]):
 
     # -- sizes -------------------------------------------------------------------------------------
 
-    @property
-    def _unit(self) -> str:
-        return "batch" if self._order in ("stream", "batch_sampler") else "sample"
-
     def _place(self) -> tuple[int, int]:
         if self._rank is not None and self._ranks is not None:
             return self._rank, self._ranks
@@ -557,7 +549,8 @@ class DataLoader(data.DataLoader[Any]):
     @property
     def samples_per_step(self) -> int | None:
         """The samples of all ranks in a batch. None: a stream or a batch sampler decides."""
-        return None if self._unit == "batch" else self._samples_per_step()
+        is_decided = self._order in ("stream", "batch_sampler")
+        return None if is_decided else self._samples_per_step()
 
     def _samples_per_step(self) -> int:
         ranks = self._place()[1]

@@ -103,9 +103,7 @@ def _connect() -> Any:
     try:
         import ray
     except ImportError as e:
-        raise LimpetError(
-            "Workers(ray=...) needs the package ray", todo="Install it: pip install ray"
-        ) from e
+        raise LimpetError("Workers(ray=...) needs the package ray: pip install ray") from e
     if not ray.is_initialized():
         _require_listener(ray_address())
         try:
