@@ -53,7 +53,7 @@ from limpet.training import response, step_savepoint
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
 from tests.ranks.trainings import TrainingJob, matches_uninterrupted, train_step
-from tests.waiting import wait_until, wait_until_no_thread
+from tests.waiting import check_at_once, wait_until, wait_until_no_thread
 
 NEVER_DUE = EverySteps(10**9)
 LONG = 100_000
@@ -394,10 +394,12 @@ def test_a_metadata_server_of_one_rank_stops_all(make_job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_does_not_come_is_left_behind_in_time(late, process_ends, make_job):
+def test_a_rank_that_does_not_come_is_left_behind_in_time(process_ends, make_job):
     """31, D: a rank hangs in its step. The others leave with 76, before the deadline."""
-    job = make_job(3, lockstep=False)
+    check_at_once(check_left_behind, [(late, make_job(3, lockstep=False)) for late in (0, 2)])
+
+
+def check_left_behind(late, job):
     released = threading.Event()
 
     def work(rank):
