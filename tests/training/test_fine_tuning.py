@@ -5,7 +5,7 @@ import torch
 from torch import nn, optim
 
 import limpet
-from limpet.errors import DTypeMismatch, LimpetError, PlanError, ShapeMismatch
+from limpet.errors import DTypeMismatch, PlanError, ShapeMismatch
 from limpet.training.checkpointer import Checkpointer
 
 
@@ -96,15 +96,6 @@ def test_a_start_with_cast_is_complete(pretrained, tmp_path):
     with Checkpointer(tmp_path / "new", own) as ckpt:
         ckpt.resume(start=f"{tmp_path}/old@1", mismatched="cast")
         assert ckpt.current_step == 1
-
-
-@pytest.mark.parametrize("option", [{"mismatched": "cast"}, {"unexpected": "ignore"}])
-def test_the_options_need_a_start(tmp_path, option):
-    with (
-        Checkpointer(tmp_path / "run", {"a": 1}) as ckpt,
-        pytest.raises(LimpetError, match="only together with start="),
-    ):
-        ckpt.resume(**option)
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ class TaskBatches:
     has its own queue with the same jobs, and nothing else takes training tasks from it. Each rank
     computes the same batches and yields its own part of each, without communication: all ranks get
     equally many batches. The parts differ by at most one record. If a batch has fewer records than
-    there are ranks, the other ranks repeat records of it (``padded`` counts them), because a rank
-    without a batch would block the others.
+    there are ranks, the other ranks repeat records of it, because a rank without a batch would
+    block the others.
 
     Call ``consumed`` in each step. A pass that ends early, such as by ``break``, returns the
     records that no step has consumed to the queue; the next pass begins with them.
@@ -61,9 +61,6 @@ class TaskBatches:
         self._rank, self._ranks = check_rank(rank, ranks)
         lease_seconds = check_seconds("lease_seconds=", lease_seconds, may_be_infinite=True)
         self._lease_seconds = lease_seconds
-        self.padded = 0
-        """The number of records that ranks have repeated, over all ranks, in consumed batches."""
-
         self._pass_number = 0
         self._pending: deque[list[_Part]] = deque()  # yielded, but not consumed
         self._next: list[_Part] = []  # the batch that is put together
@@ -97,9 +94,8 @@ class TaskBatches:
             counts[task] = counts.get(task, 0) + stop - start
         self._side.consume(list(counts.items()))
         self._idle_passes = 0
-        for batch in consumed:
+        for _ in consumed:
             self._pending.popleft()
-            self.padded += max(0, self._rank_and_world_size()[1] - _length(batch))
 
     def __iter__(self) -> Iterator[list[Key]]:
         """Yield this rank's part of each batch, until no task is open."""
