@@ -298,6 +298,8 @@ def test_a_converted_loader_has_the_arguments():
     own = limpet.DataLoader(range(10), shuffle=True, seed=4, **options)
     assert read(converted) == read(own)
     assert limpet.elastic(own) is own
+    with pytest.raises(LimpetError, match="seed= and replay= are arguments of"):
+        limpet.elastic(own, seed=5)
     batches = limpet.elastic(data.DataLoader(range(4), batch_sampler=[[1, 2], [3]]))
     assert read(batches) == [[1, 2], [3]]
     sampler = data.DistributedSampler(range(8), 2, 1, seed=9, drop_last=True)

@@ -84,6 +84,10 @@ CASES = {
     "peeks, workers": Case(
         "peeking", data=ALL, workers=2, persistent=True, epochs=2, kills=("step 6", "batch 8")
     ),
+    "several passes": Case(
+        "several passes", epochs=2, kills=("step 3", "step 7", "step 12", "step 15")
+    ),
+    "endless passes": Case("endless passes", kills=("step 3", "step 6", "batch 8")),
     "early iterator": Case("early iterator", workers=(0, 2)),
     "steps": Case("steps", kills=WITH_STEPS),
     "steps of passes": Case("steps of passes", kills=("step 2", "step 6", "batch 12", "step 13")),

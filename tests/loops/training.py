@@ -408,6 +408,27 @@ def peeking(t, ckpt):
         t.end_epoch(ckpt, epoch)
 
 
+def several_passes(t, ckpt):
+    """Its epochs have two passes, and it looks at a batch before each of them."""
+    for epoch in t.epochs(ckpt):
+        for _ in range(2):
+            for _ in t.loader:
+                break
+            for batch in t.loader:
+                t.train(ckpt, batch)
+        t.end_epoch(ckpt, epoch)
+
+
+def endless_passes(t, ckpt):
+    """It counts steps only, and looks at a batch before each pass."""
+    ckpt.resume()
+    while ckpt.current_step < 6 * t.case.epochs:
+        for _ in t.loader:
+            break
+        for batch in t.loader:
+            t.train(ckpt, batch)
+
+
 def early_iterator(t, ckpt):
     """The iterator of the first pass is older than the resume."""
     batches = iter(t.loader)
@@ -548,6 +569,8 @@ LOOPS = {
     "after the pass": after_the_pass,
     "prefetched": prefetched,
     "peeking": peeking,
+    "several passes": several_passes,
+    "endless passes": endless_passes,
     "early iterator": early_iterator,
     "steps": in_steps,
     "steps of passes": steps_of_passes,

@@ -50,7 +50,7 @@ _SAME_OPTIONS = (
 _COMPUTED = ("shuffled", "sequential")
 """The orders that no sampler gives."""
 
-_COUNTS = {"seed", "epoch", "at", "passes", "per_step"}
+_COUNTS = {"seed", "epoch", "at", "passes", "ended", "per_step"}
 
 _FIELDS = _COUNTS | {"order", "is_last", "length", "samples_per_step", "first"}
 
@@ -155,11 +155,15 @@ class DataLoader(data.DataLoader[Any]):
             self._key = self._explicit = self._explicit & MASK
         self._name, self._is_key_final = "", self._explicit is not None
         self._owner: object | None = None  # of the state that has this loader
-        self._counted = _Position(0, 0)
+        self._counted = self._began = _Position(0, 0)  # and where the last pass began
         self._per_step = 1  # the most batches that one step has counted
         self._handed: deque[tuple[int, _Position]] = deque()  # uncounted, with the passes
         self._pass = 0
         self._passes_before, self._passes = 0, 1  # this epoch, and since it up to the position
+        # the passes when a body of ``epochs`` began, those in it until the last that ended before
+        # the position, and those to skip after a resume
+        self._body: int | None = None
+        self._ended = self._skipped = 0
         self._phase: _Phase = "none"
         self._has_counted = self._warned = False
         self.batch = 0
@@ -282,7 +286,9 @@ class DataLoader(data.DataLoader[Any]):
         """Begin the body of an epoch. A pass before it, which no step has counted, was a peek."""
         if self._phase == "over" and not self._has_counted:
             self._phase = "left"
-        self._passes_before = self._pass
+        if self._body is not None:  # not the body of a resume
+            self._ended = self._skipped = 0
+        self._passes_before = self._body = self._pass
 
     def end_epoch(self) -> bool:
         """End the epoch if its pass is over or was left. Return False if batches remain uncounted
@@ -302,6 +308,7 @@ class DataLoader(data.DataLoader[Any]):
         self._counted = _Position(epoch, 0)
         self._phase, self._has_counted = "none", False
         self._passes_before, self._passes = self._pass, 1
+        self._ended = self._skipped = 0
         self._handed.clear()
 
     @property
@@ -326,6 +333,7 @@ class DataLoader(data.DataLoader[Any]):
             "at": at,
             "is_last": is_last,
             "passes": self._passes,
+            "ended": self._ended,
             "length": length,
             "per_step": self._per_step,
             "samples_per_step": self.samples_per_step,
@@ -391,12 +399,17 @@ class DataLoader(data.DataLoader[Any]):
         self._per_step, self.samples_per_step_before = state["per_step"], state["samples_per_step"]
         self._pass, self._inner = self._pass + 1, None
         self._passes_before, self._passes = self._pass, state["passes"]
+        self._body, self._ended, self._skipped = None, state["ended"], state["ended"]
 
     # -- one pass ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of the rest of the epoch. As this is a generator, nothing happens
         before the first batch is requested."""
+        if self._body is not None and self._pass - self._body < self._skipped:
+            self._pass += 1
+            self._passes_before = self._pass
+            return  # a resume in a later pass of this body
         start = self._begin_pass()
         number, in_state = self._pass, self._owner is not None
         rank, ranks = self._place()
@@ -462,11 +475,14 @@ class DataLoader(data.DataLoader[Any]):
             elif self._has_counted or is_unused:
                 last = self._handed[-1][1] if self._handed else start
                 start, self._passes_before = _Position(last.epoch + 1, 0), self._pass
+                self._ended = 0 if self._body is None else self._pass - self._body
             else:
                 self._handed.clear()
         else:  # the pass before was left: its uncounted batches come again
             self._handed.clear()
-        self._pass += 1
+            if self._phase != "none" and self._began.epoch > start.epoch:
+                start = self._began  # a peek after the last batch of an epoch
+        self._pass, self._began = self._pass + 1, start
         self._phase, self._has_counted = "open", False
         return start
 
@@ -657,10 +673,13 @@ def elastic(loader: Any, *, seed: int | None = None, replay: bool = False) -> An
             "The batches of this loader come from rank 0: pass"
             " DataLoaderConfiguration(dispatch_batches=False) to the Accelerator"
         )
-    if isinstance(base, DataLoader):
-        return loader
     samplers = [*wrapped_samplers(base.batch_sampler), *wrapped_samplers(base.sampler)]
-    found = next((s.loader for s in samplers if isinstance(s, _Order)), None)
+    wrapped = next((s.loader for s in samplers if isinstance(s, _Order)), None)
+    found = base if isinstance(base, DataLoader) else wrapped
+    if found is not None and (seed is not None or replay):
+        raise LimpetError(
+            "seed= and replay= are arguments of the limpet.DataLoader that was passed"
+        )
     if found is None:
         options = _read_arguments(base, is_wrapped=base is not loader)
         if seed is not None:
@@ -668,8 +687,9 @@ def elastic(loader: Any, *, seed: int | None = None, replay: bool = False) -> An
         found = DataLoader(base.dataset, replay=replay, **options)
     if base is loader:
         return found
-    loader.base_dataloader = found
-    loader.state_dict = found.state_dict  # its own returns a copy that was made earlier
+    if base is not found:
+        loader.base_dataloader = found
+        loader.state_dict = found.state_dict  # its own returns a copy that was made earlier
     return loader
 
 
