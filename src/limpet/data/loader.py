@@ -201,6 +201,10 @@ class DataLoader(data.DataLoader[Any]):
     def batch_sampler(self, batch_sampler: Any) -> None:
         self._torch_batch_sampler = batch_sampler
 
+    def __repr__(self) -> str:
+        epoch, at = self._counted[:2]
+        return f"<limpet.DataLoader at {self._unit} {at} of epoch {epoch}>"
+
     def __len__(self) -> int:
         """Return the number of batches of this rank in a whole epoch."""
         if self._is_stream:
