@@ -108,6 +108,9 @@ class DataLoader(data.DataLoader[Any]):
     that do not fit together.
     """
 
+    _phase: _Phase
+    _has_counted: bool
+
     def __init__(
         self,
         dataset: Any,
@@ -155,17 +158,13 @@ class DataLoader(data.DataLoader[Any]):
             self._key = self._explicit = self._explicit & MASK
         self._name, self._is_key_final = "", self._explicit is not None
         self._owner: object | None = None  # of the state that has this loader
-        self._counted = self._began = _Position(0, 0)  # and where the last pass began
         self._per_step = 1  # the most batches that one step has counted
         self._handed: deque[tuple[int, _Position]] = deque()  # uncounted, with the passes
         self._pass = 0
-        self._passes_before, self._passes = 0, 1  # this epoch, and since it up to the position
-        # the passes when a body of ``epochs`` began, those in it until the last that ended before
-        # the position, and those to skip after a resume
-        self._body: int | None = None
-        self._ended = self._skipped = 0
-        self._phase: _Phase = "none"
-        self._has_counted = self._warned = False
+        self._body: int | None = None  # the passes before this body of ``epochs``
+        self.begin_epoch(0)
+        self._began = self._counted  # where the last pass began
+        self._warned = False
         self.batch = 0
         self.samples_per_step_before: int | None = None
         self._inner: data.DataLoader[Any] | None = None
@@ -202,8 +201,7 @@ class DataLoader(data.DataLoader[Any]):
         self._torch_batch_sampler = batch_sampler
 
     def __repr__(self) -> str:
-        epoch, at = self._counted[:2]
-        return f"<limpet.DataLoader at {self._unit} {at} of epoch {epoch}>"
+        return f"<limpet.DataLoader at {self._counted.at} of epoch {self._counted.epoch}>"
 
     def __len__(self) -> int:
         """Return the number of batches of this rank in a whole epoch."""
@@ -310,8 +308,11 @@ class DataLoader(data.DataLoader[Any]):
     def begin_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch."""
         self._counted = _Position(epoch, 0)
-        self._phase, self._has_counted = "none", False
+        self._phase = "none"
+        self._has_counted = False
+        # this epoch, and since it up to the position
         self._passes_before, self._passes = self._pass, 1
+        # in this body: up to the last one that ended before the position; empty after a resume
         self._ended = self._skipped = 0
         self._handed.clear()
 
