@@ -76,7 +76,7 @@ def test_a_signal_that_requests_a_save_does_not_stop_the_training(by_torchrun, t
         result = finish(process)
     assert result.code == 75, result.err
     assert result.json["signals"] == [signal.SIGTERM]
-    assert len(saved_steps(tmp_path / "run")) == 3
+    assert len(saved_steps(tmp_path / "run")) > 2  # at once, or also at the end of the grace
 
 
 def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path):
