@@ -109,6 +109,9 @@ CASES = {
         )
         for name in ("uneven", "buffered")
     },
+    "stream, buffered, short parts": Case(
+        data="buffered", workers=4, kills=("step 7", "validation 0", "step 15")
+    ),
     "stream, replayed": Case(data="positioned", replay=True, workers=2),
     "stream, drop last": Case(
         data="uneven", drop_last=True, workers=2, kills=("step 1", "validation 0", "step 3")

@@ -302,7 +302,8 @@ class Stream(data.IterableDataset[Any]):
             second.load_state_dict(deepcopy(first.state_dict()))
             expected = self._compared(iterator, 1)
             seed_generators(self.key, ORDER, epoch)
-            self._is_exact = are_equal(expected, self._compared(iter(second), 1))
+            # a part without more samples shows nothing, and is soon read again
+            self._is_exact = bool(expected) and are_equal(expected, self._compared(iter(second), 1))
         return self._is_exact
 
     def _compared(self, iterator: Iterator[Any], number: int) -> list[Any]:
