@@ -1,6 +1,7 @@
 """Every public call takes numbers of NumPy, and refuses other values before it does anything."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,13 @@ def lease(store, remotely, **seconds):
             assert task.done(1)  # the connection was not lost
 
 
+OF_LOADERS: dict[str, Call] = {
+    "total_batch_size": lambda _, n: limpet.DataLoader(range(8), total_batch_size=n),
+    "loader_ranks": lambda _, n: limpet.DataLoader(range(8), rank=0, ranks=n),
+    "loader_rank": lambda _, n: limpet.DataLoader(range(8), rank=n, ranks=3),
+}
 COUNTS: dict[str, Call] = {
+    **(OF_LOADERS if find_spec("torch") else {}),
     "EverySteps": lambda _, n: limpet.EverySteps(n),
     "EveryEpoch": lambda _, n: limpet.EveryEpoch(n),
     "AtSteps": lambda _, n: limpet.AtSteps([n]),
@@ -111,9 +118,6 @@ COUNTS: dict[str, Call] = {
     "steps": lambda store, n: step_by(store, steps=n),
     "batches": lambda store, n: step_by(store, batches=n),
     "Progress": set_progress,
-    "total_batch_size": lambda _, n: limpet.DataLoader(range(8), total_batch_size=n),
-    "loader_ranks": lambda _, n: limpet.DataLoader(range(8), rank=0, ranks=n),
-    "loader_rank": lambda _, n: limpet.DataLoader(range(8), rank=n, ranks=3),
     "TaskBatches": lambda _, n: TaskBatches(Queue().training, n),
     "TaskBatches_ranks": lambda _, n: TaskBatches(Queue().training, 4, rank=0, ranks=n),
     "TaskBatches_rank": lambda _, n: TaskBatches(Queue().training, 4, rank=n, ranks=3),
@@ -264,6 +268,7 @@ def test_seconds_of_numpy_become_numbers_of_python_also_in_records(tmp_path):
     assert [outcome.state for outcome in found] == ["DONE"]
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 @pytest.mark.parametrize("seed", [True, 2.0, "2", np.True_], ids=kind_of)
 def test_a_seed_is_a_whole_number(seed):
     with pytest.raises(LimpetError):
