@@ -142,3 +142,10 @@ def az(azurite, monkeypatch):
     container = f"c-{uuid.uuid4()}"
     azurite.create_container(container)
     return f"az://{container}"
+
+
+@pytest.fixture
+def no_time_for_bodies(monkeypatch):
+    """A call gets its timeout only, however long its body is."""
+    for module in ("retry", "s3.store"):
+        monkeypatch.setattr(f"limpet.storage.{module}.LEAST_RATE", 1 << 40)

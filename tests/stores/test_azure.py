@@ -217,6 +217,7 @@ def test_a_server_that_goes_away_during_a_save_is_waited_for_once(az, proxy):
     check_intact(open_run(az, proxy))
 
 
+@pytest.mark.usefixtures("no_time_for_bodies")
 def test_a_stopped_server_holds_no_call_up(az, proxy, azurite):
     store = open_run(az, proxy, timeout=3)
     save(store)

@@ -194,6 +194,7 @@ def test_a_save_fails_in_time(s3, proxy, request_name, action):
     check_nothing(open_run(s3, proxy))  # with more time: the machine may be busy
 
 
+@pytest.mark.usefixtures("no_time_for_bodies")
 def test_a_server_that_goes_away_during_a_save_is_waited_for_once(s3, proxy):
     """The failed save also aborts its upload and removes its pin; these calls try once."""
     store = open_run(s3, proxy, timeout=6)

@@ -103,6 +103,7 @@ def test_a_wrong_key_is_denied_and_not_shown(sftp, url, tmp_path):
     assert "S3CRET" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_time_for_bodies")
 def test_a_stopped_server_holds_no_call_up(request):
     with running_sftp(request) as server:
         url = f"{server.url}/run"
