@@ -106,6 +106,7 @@ def url(empty_url):
     return empty_url
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FIELDS, ids="/".join)
 def test_any_value_in_the_metadata(path, url):
     """Two versions of three have it, one of them the newest."""
@@ -154,6 +155,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", RECORDS)
 def test_any_value_in_a_record(key, url, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.01)

@@ -113,6 +113,7 @@ def is_intact(store, version):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_parts", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("protection", PROTECTIONS)
 @pytest.mark.parametrize("deletion", DELETIONS)

@@ -479,6 +479,7 @@ def test_a_server_that_does_not_answer(source, answers):
         gate.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pause", "seconds", "server_seconds"), [(0.02, 1, 1), (0.3, 1, 60), (0.3, 60, 1)]
 )
