@@ -289,7 +289,7 @@ class DataLoader(data.DataLoader[Any]):
         if self._phase == "over" and not self._has_counted:
             self._phase = "left"
         if self._body is not None:  # not the body of a resume
-            self._ended = self._skipped = 0
+            self._ended = 0
         self._passes_before = self._body = self._pass
 
     def end_epoch(self) -> bool:
@@ -312,8 +312,8 @@ class DataLoader(data.DataLoader[Any]):
         self._has_counted = False
         # this epoch, and since it up to the position
         self._passes_before, self._passes = self._pass, 1
-        # in this body: up to the last one that ended before the position; empty after a resume
-        self._ended = self._skipped = 0
+        # in this body, up to the last one that ended before the position: empty after a resume
+        self._ended = 0
         self._handed.clear()
 
     @property
@@ -404,14 +404,14 @@ class DataLoader(data.DataLoader[Any]):
         self._per_step, self.samples_per_step_before = state["per_step"], state["samples_per_step"]
         self._pass, self._inner = self._pass + 1, None
         self._passes_before, self._passes = self._pass, state["passes"]
-        self._body, self._ended, self._skipped = None, state["ended"], state["ended"]
+        self._body, self._ended = None, state["ended"]
 
     # -- one pass ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of the rest of the epoch. As this is a generator, nothing happens
         before the first batch is requested."""
-        if self._body is not None and self._pass - self._body < self._skipped:
+        if self._body is not None and self._pass - self._body < self._ended:
             self._pass += 1
             self._passes_before = self._pass
             return  # a resume in a later pass of this body
