@@ -252,11 +252,12 @@ def test_nothing_is_changed_if_an_object_of_one_rank_refuses_its_state():
 
     def state(r):
         obj = Refusing()
-        obj.refuses = r == 2
+        obj.refuses = False
         return {"o": obj, "w": floats(1)}
 
     store = save_on_ranks(*for_each_rank(3, state))
     states = [s | {"w": floats(0)} for s in for_each_rank(3, state)]
+    states[2]["o"].refuses = True
     for e in load_errors(store, PlanError, *states):
         assert "not with me" in str(e)
     for live in states:

@@ -41,7 +41,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     if members is None:
         return lambda: module
     with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
-        state = module.state_dict()
+        state = binding.states[id(module)] if id(module) in binding.states else module.state_dict()
     names = dict(zip(modules.strip_wrapper_names(module, list(state), key), state, strict=True))
     loader = _Loader(binding, module, key, state, names)
     if node is not ABSENT and "metadata" in node:
@@ -84,7 +84,8 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             continue
         elif own_paths and _owner(plain_name, own_paths) is not None:
             binding.claim(value, source, k)
-            fresh[name] = binding.add_array(torch.empty_like(value), source, k)
+            like = value if binding.targets.is_dry else torch.empty_like(value)
+            fresh[name] = binding.add_array(like, source, k)
             loader.checked[plain_name] = k
         elif value.numel() == 0 or _memory_key(value, k) in in_place:
             binding.add_array(value, source, k)
@@ -214,7 +215,7 @@ class _Loader:
                 return False
             return leaves[source][1] != tuple(value.shape)
 
-        differing = filter(differs, {**self.names, **members})
+        differing = () if binding.targets.is_dry else filter(differs, {**self.names, **members})
         converted: dict[str, str] = {}
         for owner in dict.fromkeys(_owner(name, self.own_paths) for name in differing):
             if owner is not None:

@@ -38,7 +38,8 @@ def bind_stateful(
     check = getattr(value, "check_state_dict", None)
     adapt = _compare_with_live(binding, value, node, key) if check is None else _unchanged
     if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
-        with calling(value, key, "check_state_dict", f"Nothing was loaded. {UNCHANGED}"):
+        effect = f"Nothing was {'saved' if binding.targets.is_dry else 'loaded'}. {UNCHANGED}"
+        with calling(value, key, "check_state_dict", effect):
             check(finalize_state())
 
     def finalize() -> Any:
@@ -61,7 +62,7 @@ def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Ada
     if is_from_torchdata(value):
         return _unchanged
     try:
-        live = value.state_dict()
+        live = binding.states[id(value)] if id(value) in binding.states else value.state_dict()
     except Exception:  # noqa: BLE001  (a save raises it: an object may have no state before a load)
         return _unchanged
     differing = len(binding.differences.missing) + len(binding.differences.unexpected)

@@ -138,11 +138,14 @@ class Differences:
         present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         error_class = present[0][1] if len(present) == 1 else PlanError
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
+        listing = ". ".join(f"{n} {text}: {keys}" for n, _, text, keys in present)
+        options = self._list_options(lacking, surplus, shapes)
         raise error_class(
-            f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
-            + ". ".join(f"{n} {text}: {listing}" for n, _, text, listing in present),
-            todo="Load into the same state that was saved, or use options as needed: "
-            + self._list_options(lacking, surplus, shapes),
+            f"The snapshot {url} does not fit the live state{where}; nothing was changed."
+            f" {listing}",
+            todo=f"Load into the same state that was saved, or use options as needed: {options}",
+            listing=listing,
+            options=options,
             missing=tuple(lacking),
             unexpected=tuple(surplus),
             misfits=tuple(misfits),

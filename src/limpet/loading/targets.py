@@ -38,6 +38,8 @@ class LoadTargets:
     fresh: dict[str, Any] = field(default_factory=dict)
     is_live: bool = False
     """Whether there is a live state: it never gets the inner tensors of a tensor subclass."""
+    is_dry: bool = False
+    """Whether nothing will be read, so that no memory is allocated."""
 
     def clear(self) -> None:
         """Discard all targets, and release the fresh memory."""
@@ -68,7 +70,7 @@ class LoadTargets:
         is_plain = type(node) is not dict  # as most options of an optimizer are
         if self.is_live and not is_plain:
             self._refuse_subclasses(node, key)
-        for k, n in () if is_plain else tree.walk(node, key):
+        for k, n in () if is_plain or self.is_dry else tree.walk(node, key):
             if is_leaf(n):
                 source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:

@@ -2,6 +2,6 @@
 
 Terms: the *image* of a shard is its content before the file exists; *staging* copies the image from
 the live state into host buffers; a *receipt* states what a rank wrote.
-May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``, and
-``snapshot``.
+May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``,
+``snapshot``, and ``loading``.
 """

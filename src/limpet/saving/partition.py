@@ -144,7 +144,7 @@ def partition_state(
 def _partition_locally(flat: FlatState, rank: int) -> Partition:
     """Return the partition of one process, which writes all of its boxes. They must cover every
     leaf; raises ``PlanError``."""
-    tree, is_partial = flat.tree, False
+    is_partial = False
     sources: list[Any] = []
     leaf_boxes: list[LeafBox] = []
     for leaf in flat.leaves:
@@ -152,10 +152,15 @@ def _partition_locally(flat: FlatState, rank: int) -> Partition:
         leaf_boxes.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box))
         is_partial = is_partial or leaf.box.sizes != leaf.shape
     plan = make_global_plan([make_local_plan(leaf_boxes)]) if is_partial else None
-    if flat.per_rank or flat.from_first:
-        per_rank = {key: {rank: node} for key, node in flat.per_rank.items()}
-        tree = merge_trees([(tree, (rank,))], RankNodes(per_rank, flat.from_first))
-    return Partition(random_id(), sources, leaf_boxes, tree, plan)
+    return Partition(random_id(), sources, leaf_boxes, local_tree(flat, rank), plan)
+
+
+def local_tree(flat: FlatState, rank: int) -> Any:
+    """Return the tree that the snapshot of this rank alone has."""
+    if not (flat.per_rank or flat.from_first):
+        return flat.tree
+    per_rank = {key: {rank: node} for key, node in flat.per_rank.items()}
+    return merge_trees([(flat.tree, (rank,))], RankNodes(per_rank, flat.from_first))
 
 
 def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:

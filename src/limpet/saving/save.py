@@ -1,6 +1,7 @@
 """The save recipe. Read it from top to bottom; it calls every step, and each step returns to it.
 
-1. Flatten the state, and agree with the other ranks on which rank writes which boxes.
+1. Flatten the state, and agree with the other ranks on which rank writes which boxes. At the first
+   save of a structure, check that a load could restore it.
 2. Stage: make the shard's image. An asynchronous save copies it into buffers now, so that training
    can continue. For a store in memory, these are the memory of the shard's file.
 3. Write the shard (with a base version, only the chunks that the base lacks), then its index.
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from limpet import events
 from limpet.buffers import BufferPool, enough_memory, shared_pool
 from limpet.errors import CommitError
+from limpet.loading.check import check_once
 from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.saving.commit import (
     Receipt,
@@ -30,7 +33,7 @@ from limpet.saving.commit import (
     raise_if_exists,
 )
 from limpet.saving.image import make_image, split_into_pieces, synchronize
-from limpet.saving.partition import partition_state
+from limpet.saving.partition import local_tree, partition_state
 from limpet.saving.pending import Pending
 from limpet.saving.staging import DeferredStaging, split_pieces, stage_pieces
 from limpet.saving.write import put_local_shard, write_local_shard
@@ -154,6 +157,8 @@ def begin_save(
             raise_if_exists(location)
         metadata_node = metadata.to_node()
         flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
+        if not isinstance(state, FlatState):
+            check_once(state, flat, group.rank, partial(local_tree, flat, group.rank))
         synchronize([*map(attrgetter("source"), flat.leaves)])
         partition = partition_state(collective, group, flat, workers)
         cache = group.cache if stage_now else None  # a synchronous save is not one of many

@@ -73,6 +73,8 @@ class FlatState:
     per_rank: dict[str, Any] = field(default_factory=dict)
     from_first: dict[str, Any] = field(default_factory=dict)
     merged_lists: list[str] = field(default_factory=list)  # may differ in length between ranks
+    names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
+    states: dict[int, Any] = field(default_factory=dict)  # what state_dict() returned, by id
 
     def devices(self) -> dict[str, Any]:
         """Return the devices of the tensors by key; only one tensor if all are on one device; none
@@ -139,7 +141,7 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
         expected = 'a plain dict, such as {"model": model, "optimizer": optimizer}'
         found = with_article(type(state).__name__)
         raise Unsupported(f"The state must be {expected}, not {found}")
-    flattener = _Flattener(state, rank)
+    flattener = _Flattener(rank, FlatState(names=ParameterNames(state)))
     torch = torch_or_none()
     if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
         flattener.replication_by_address = find_ddp_replication(state)
@@ -157,9 +159,8 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
 class _Flattener:
     """Encodes the values that ``nodes.encode`` does not know, and collects the leaves."""
 
-    state: dict[str, Any]
     rank: int
-    flat: FlatState = field(default_factory=FlatState)
+    flat: FlatState
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
     inside_object: bool = False  # with its own state_dict()
@@ -167,11 +168,6 @@ class _Flattener:
     enclosing_ids: list[int] = field(default_factory=list)
     first_leaves: dict[Any, int] = field(default_factory=dict)
     """By the tie key of an array in one piece: the number of the first leaf that has it."""
-
-    @cached_property
-    def name_of(self) -> optimizers.NameOf:
-        """The names of the parameters. Only optimizers need them."""
-        return ParameterNames(self.state).name_of
 
     def encode_value(self, value: Any, key: str, depth: int) -> Any:
         """Encode a value. This is called for every leaf of a model: keep it short."""
@@ -242,9 +238,10 @@ class _Flattener:
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
-                state = modules.module_state(value, key)
+                raw = self.flat.states[id(value)] = modules.module_state(value, key)
+                state = modules.unwrap_state(value, raw, key)
             elif optimizers.is_standard_optimizer(value):
-                state = optimizers.optimizer_state(value, self.name_of, key)
+                state = optimizers.optimizer_state(value, self.flat.names.name_of, key)
                 groups = join_key(key, "groups")
                 params = (f"{groups}/{i}/params" for i in range(len(state["groups"])))
                 self.flat.merged_lists += [groups, *params]
@@ -259,8 +256,8 @@ class _Flattener:
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
         """Encode an object by its ``state_dict()``. An error for a value in it names both."""
         with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
-            state = value.state_dict()
-        state = optimizers.name_parameters(value, state, self.name_of, key)
+            raw = self.flat.states[id(value)] = value.state_dict()
+        state = optimizers.name_parameters(value, raw, self.flat.names.name_of, key)
         self.inside_object = True
         try:
             return nodes.encode(state, key, self.encode_value, depth)

@@ -162,10 +162,9 @@ def _strip_wrappers(name: str, wrapped_paths: set[str]) -> str:
 
 
 def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
-    """Return ``module.state_dict()`` without wrapper prefixes. The tensors share memory."""
+    """Return ``module.state_dict()``. The tensors share memory."""
     with calling(module, key, "state_dict", f"Nothing was saved. {UNCHANGED}"):
-        state = module.state_dict()
-    return unwrap_state(module, state, key)
+        return module.state_dict()
 
 
 def unwrap_state(module: torch.nn.Module, state: Any, key: str) -> dict[str, Any]:

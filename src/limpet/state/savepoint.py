@@ -237,7 +237,10 @@ class Savepoint:
         mutable_members = self._mutable_members.get(id(module))
         if mutable_members is None:
             return walk.map_containers(
-                modules.module_state(module, ""), self._capture_value, self._memo, depth
+                modules.unwrap_state(module, modules.module_state(module, ""), ""),
+                self._capture_value,
+                self._memo,
+                depth,
             )
         custom, member_copies = mutable_members
         members: dict[str, Any] = {}

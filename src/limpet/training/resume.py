@@ -211,14 +211,13 @@ class Resume:
             return error
         is_new = fields["missing"] and not (fields["unexpected"] or fields["misfits"])
         keep = ' Or keep the live values of these keys: resume(missing="keep").' if is_new else ""
-        options = (error.todo or "").partition("options as needed: ")[2]
         return type(error)(
             error.what,
             expected=error.expected,
             found=error.found,
             todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
             f' state in a new run: use another folder and resume(start="{self.run.url}@latest"),'
-            f" with options as needed: {options}",
+            f" with options as needed: {fields['options']}",
             **fields,
         )
 

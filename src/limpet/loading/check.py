@@ -1,0 +1,80 @@
+"""The check at the first save of a structure: a load could bind the tree to the same live objects.
+
+The encoder refuses what it knows that no load restores. This finds the rest before a training
+relies on it: the tree is decoded as from a file, and bound without reading or allocating anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from limpet.errors import FormatError, PlanError, Unsupported
+from limpet.format.strict_json import StrictDecoder
+from limpet.format.tree import LeafSpecs, check_tree, decode, walk
+from limpet.loading.binder import bind
+from limpet.loading.binding import Binding
+from limpet.loading.targets import LoadTargets
+from limpet.state.arrays.own import Source
+from limpet.state.flatten import FlatState
+
+_JSON: StrictDecoder[Any] = StrictDecoder(msgspec.json.Decoder())
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """What a bind uses of a snapshot."""
+
+    leaves: LeafSpecs
+    by_key: dict[str, Any]
+
+    def nodes(self) -> dict[str, Any]:
+        return self.by_key
+
+
+_MAX_CHECKED = 16
+"""The number of structures that are known to be loadable. A training alternates between a few."""
+
+_checked: tuple[int, ...] = ()
+
+
+def check_once(
+    state: dict[str, Any], flat: FlatState, rank: int, make_tree: Callable[[], Any]
+) -> None:
+    """Call ``check_loadable``, unless the same leaves of the same objects were checked before."""
+    global _checked
+    leaves = tuple((leaf.key, leaf.dtype, leaf.shape) for leaf in flat.leaves)
+    structure = hash((leaves, *flat.states))
+    if structure not in _checked:
+        check_loadable(state, flat, make_tree(), rank)
+        _checked = (*_checked[1 - _MAX_CHECKED :], structure)
+
+
+def check_loadable(state: dict[str, Any], flat: FlatState, tree: Any, rank: int) -> None:
+    """Raise ``Unsupported`` if no load could restore the ``tree`` of a snapshot of this rank alone
+    into the ``state`` that it was made from. No element is read, and no ``state_dict()`` called."""
+    if any(isinstance(leaf.source, Source) for leaf in flat.leaves):
+        return  # a load gets arrays in their place
+    try:
+        tree = _JSON.decode(_encoder.encode(tree))
+        leaves = check_tree(tree, "the manifest")
+        decode(tree, "", lambda node, key: None)
+        encoded: Any = _Encoded(leaves, dict(walk(tree)))
+        targets = LoadTargets(encoded, is_live=True, is_dry=True)
+        binding = Binding(targets, lambda key: True, flat.names, rank, states=flat.states)
+        bind(binding, state, tree, "")
+        binding.differences.raise_if_any("of this state", tree)
+    except Unsupported:
+        raise
+    except (FormatError, PlanError) as e:
+        raise Unsupported(
+            "No load could restore this state into the objects that it was made from",
+            expected="a state that the same objects accept",
+            found=e.fields.get("listing") or e.what,
+            todo="Change what the objects named here return from state_dict(), or leave them out of"
+            " the state",
+        ) from e

@@ -1,0 +1,171 @@
+"""At the first save of a structure, a save binds what it has encoded to the same live objects: it
+raises if a load would, and commits nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+import limpet
+from limpet.errors import MemberFailed, PlanError, Unsupported
+from limpet.format import tree
+from limpet.loading import check
+from limpet.state import optimizers
+
+
+class Counted:
+    """An object that counts the calls of its methods, and refuses on request."""
+
+    def __init__(self, refusal=None):
+        self.refusal, self.calls = refusal, []
+
+    def state_dict(self):
+        self.calls.append("state_dict")
+        return {"n": 1, "t": [2.5]}
+
+    def check_state_dict(self, state):
+        self.calls.append("check")
+        assert state == {"n": 1, "t": [2.5]}
+        if self.refusal is not None:
+            raise self.refusal
+
+    def load_state_dict(self, state):
+        raise AssertionError("a save loads nothing")
+
+
+@pytest.fixture(autouse=True)
+def no_structure_is_known(monkeypatch):
+    monkeypatch.setattr(check, "_checked", ())
+
+
+def training():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "history": [1, 2.5, {"a": None}]}
+
+
+def saved_by_checkpointer(folder, state):
+    with limpet.Checkpointer(folder, state, save=limpet.EverySteps(1), on_error="raise") as ckpt:
+        ckpt.step()
+
+
+def saved(folder, state):
+    limpet.save(folder / "version_1", state)
+
+
+def saved_async(folder, state):
+    limpet.save_async(folder / "version_1", state).wait()
+
+
+SAVES = [saved, saved_async, saved_by_checkpointer]
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize(
+    ("refusal", "error"),
+    [(ValueError("no"), MemberFailed), (PlanError("not mine"), Unsupported)],
+)
+def test_an_object_that_refuses_its_own_state_is_not_saved(save, refusal, error, tmp_path):
+    with pytest.raises(error) as caught:
+        save(tmp_path, training() | {"o": Counted(refusal)})
+    assert str(refusal) in str(caught.value)
+    assert "loaded" not in str(caught.value)
+    assert limpet.Run(tmp_path).latest() is None
+
+
+def members(node):
+    return node.get("dict") or node["ordered"]
+
+
+def drop_last(nodes):
+    nodes.popitem()
+
+
+def rename_last(nodes):
+    name, child = nodes.popitem()
+    nodes[f"{name}x"] = child
+
+
+def replace_last(nodes):
+    nodes[[*nodes][-1]] = {"list": [1]}
+
+
+def invalid_last(nodes):
+    nodes[[*nodes][-1]] = {"unknown": 1}
+
+
+FAULTS = [drop_last, rename_last, replace_last, invalid_last]
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("place", ["model", "optimizer/state/model.0.weight", "object", ""])
+def test_what_the_encoder_does_wrong_is_found(save, fault, place, tmp_path, monkeypatch):
+    def encode_wrongly(value, key, encode_other):
+        node = tree.encode(value, key, encode_other)
+        if key == "":
+            inner = node
+            for level in filter(None, place.split("/")):
+                inner = members(inner)[level]
+            fault(members(inner))
+        return node
+
+    monkeypatch.setattr(tree, "encode_root", encode_wrongly)
+    array = np.arange(3.0)
+    state = training() | {"object": torch.nn.Linear(1, 1), "values": {"a": 1, "b": array}}
+    state["last"] = array
+    with pytest.raises(Unsupported, match="No load could restore"):
+        save(tmp_path, state)
+    assert limpet.Run(tmp_path).latest() is None
+
+
+def test_parameters_with_wrong_names_are_found(tmp_path, monkeypatch):
+    original = optimizers.optimizer_state
+
+    def wrong(optimizer, name_of, key):
+        return original(optimizer, lambda p: f"x.{name_of(p)}", key)
+
+    monkeypatch.setattr(optimizers, "optimizer_state", wrong)
+    with pytest.raises(Unsupported, match=r"x\.model\.0\.weight"):
+        saved(tmp_path, training())
+
+
+def test_a_structure_is_checked_once_and_each_save_calls_state_dict_once(tmp_path):
+    counted = Counted()
+    state = training() | {"o": counted}
+    with limpet.Checkpointer(tmp_path, state, save=limpet.EverySteps(1)) as ckpt:
+        for step in range(3):
+            counted.calls.clear()
+            ckpt.step()
+            ckpt.wait()
+            assert counted.calls.count("check") == (step == 0)
+            state["history"].append(3)
+        state["new"] = torch.ones(2)  # another structure
+        counted.calls.clear()
+        ckpt.step()
+        assert counted.calls.count("check") == 1
+    counted.calls.clear()
+    saved(tmp_path / "same", state)
+    assert counted.calls == ["state_dict"]
+    state["o"] = other = Counted()  # of the same leaves, but another object
+    saved_async(tmp_path / "other", state)
+    assert other.calls == ["state_dict", "check"]
+
+
+def test_a_check_changes_nothing(tmp_path):
+    state = training()
+    expected = {k: v.clone() for k, v in state["model"].state_dict().items()}
+    slots = {p: dict(s) for p, s in state["optimizer"].state.items()}
+    saved(tmp_path, state)
+    for name, value in state["model"].state_dict().items():
+        assert torch.equal(value, expected[name])
+    assert {p: dict(s) for p, s in state["optimizer"].state.items()} == slots
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS, torch.optim.SGD])
+def test_a_check_creates_no_slots(tmp_path, kind):
+    model = torch.nn.Linear(2, 3)
+    optimizer = kind(model.parameters(), lr=0.1)
+    saved(tmp_path, {"model": model, "optimizer": optimizer})
+    assert not optimizer.state
