@@ -1,14 +1,12 @@
 """The scripts of docs/import-export.md resume exactly after a kill."""
 
-import os
 import signal
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
 import limpet
+from tests.docs.forked import run_forked
 from tests.docs.test_docs import ROOT, blocks
 
 SCRIPTS = {
@@ -35,19 +33,6 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """Runs a script, which gets a signal in the step after a given one."""
 
 
-def run_script(folder, run, *arguments):
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "RUN": run},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode in (0, 75, -signal.SIGKILL), done.stdout + done.stderr
-    return done.returncode
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["lightning", "accelerate"])
 def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
@@ -57,11 +42,19 @@ def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
     script = f"train_{library}.py"
     (tmp_path / script).write_text(SCRIPTS[script])
     (tmp_path / "killed.py").write_text(KILLED)
-    assert run_script(tmp_path, "whole", script) == 0
-    kills = [(20, signal.SIGKILL, -9), (33, signal.SIGKILL, -9), (50, signal.SIGTERM, 75)]
-    for step, number, code in kills:
-        assert run_script(tmp_path, "parts", "killed.py", script, step, int(number)) == code
-    assert run_script(tmp_path, "parts", script) == 0
+    kills = [(20, signal.SIGKILL), (33, signal.SIGKILL), (50, signal.SIGTERM)]
+    ended, errors = run_forked(
+        [library, "limpet"],
+        [
+            (tmp_path, [script], {"RUN": "whole"}),
+            *(
+                (tmp_path, ["killed.py", script, step, int(number)], {"RUN": "parts"})
+                for step, number in kills
+            ),
+            (tmp_path, [script], {"RUN": "parts"}),
+        ],
+    )
+    assert [code for code, _ in ended] == [0, -9, -9, 75, 0], errors
     assert any(
         s.metadata["reason"] == "preemption" for s in limpet.Run(tmp_path / "parts").snapshots()
     )

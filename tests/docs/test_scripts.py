@@ -1,13 +1,11 @@
 """The scripts of the README and of the tutorial are exact, wherever they are killed."""
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 import limpet
+from tests.docs.forked import run_forked
 from tests.docs.test_docs import ROOT, blocks, sides_of_diff
 from tests.forging import values_equal
 
@@ -41,18 +39,19 @@ def write_script(diff, *folders):
         (folder / "train.py").write_text(script)
 
 
-def run_script(folder, kill_at, *arguments):
-    """Run the script in the folder. Return its exit code, and the epochs that it completed."""
+def run_scripts(*runs):
+    """Run the script in each folder, killed at a step (0: not). Return the exit codes, and the
+    epochs that each run completed."""
     options = "-W", "error", "-W", "ignore:This DataLoader will create"
-    done = subprocess.run(
-        [sys.executable, *options, "train.py", *arguments],
-        cwd=folder,
-        env={**os.environ, "KILL_AT": str(kill_at), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
+    ended, _ = run_forked(
+        ["torch", "limpet"],
+        [
+            (folder, ["train.py", *arguments], {"KILL_AT": kill_at})
+            for folder, kill_at, *arguments in runs
+        ],
+        *options,
     )
-    return done.returncode, [line.split(":")[0] for line in done.stdout.splitlines()]
+    return [(code, [line.split(":")[0] for line in lines]) for code, lines in ended]
 
 
 def read_losses(folder):
@@ -64,12 +63,10 @@ def test_the_script_of_the_readme_ends_with_the_same_bits_after_kills(tmp_path):
     write_script(read_diff("README.md"), whole, killed)
     epochs = [f"epoch {i}" for i in range(10)]
 
-    assert run_script(whole, 0) == (0, epochs)
-    assert run_script(killed, 75) == (KILLED, [])
     # the version of step 300 is saved before its epoch ends: this end and its metrics follow
-    assert run_script(killed, 300) == (KILLED, epochs[:2])
-    assert run_script(killed, 0) == (0, epochs[2:])
-    assert run_script(killed, 0) == (0, [])
+    runs = (whole, 0), (killed, 75), (killed, 300), (killed, 0), (killed, 0)
+    expected = [(0, epochs), (KILLED, []), (KILLED, epochs[:2]), (0, epochs[2:]), (0, [])]
+    assert run_scripts(*runs) == expected
 
     assert limpet.Run(whole / "runs/a").metrics(1000) == limpet.Run(killed / "runs/a").metrics(1000)
     at = "runs/a@latest"
@@ -86,10 +83,11 @@ def test_the_losses_of_the_tutorial_are_exact_with_four_workers_and_augmentation
     write_script(read_diff("docs/tutorial.md"), whole, killed)
     epochs = [f"epoch {i}" for i in range(4)]
 
-    assert run_script(whole, 0, "run") == (0, epochs)
-    assert run_script(killed, 90, "run") == (KILLED, epochs[:1])  # in the middle of an epoch
-    assert run_script(killed, 120, "run") == (KILLED, epochs[1:2])  # right after a save
-    assert run_script(killed, 0, "run") == (0, epochs[2:])
+    # in the middle of an epoch, and right after a save
+    kills = [(whole, 0), (killed, 90), (killed, 120), (killed, 0)]
+    runs = [(folder, kill_at, "run") for folder, kill_at in kills]
+    expected_runs = [(0, epochs), (KILLED, epochs[:1]), (KILLED, epochs[1:2]), (0, epochs[2:])]
+    assert run_scripts(*runs) == expected_runs
 
     expected = read_losses(whole)
     assert [step for step, _ in expected] == [str(step) for step in range(1, 201)]

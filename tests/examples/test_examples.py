@@ -77,6 +77,7 @@ def test_demo_shows_every_result(tmp_path):
     assert "✗" not in output
 
 
+@pytest.mark.chaos
 def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path):
     done = python("elastic.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

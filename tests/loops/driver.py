@@ -25,10 +25,10 @@ RAISED = 3
 """The exit code of a process that an exception has ended."""
 
 
-def check_in_process(case: Case, folder: Path, *, at_each_step=False):
+def check_in_process(case: Case, folder: Path, steps: slice | None = None):
     """Check a case in a process of its own. Raises ``AssertionError`` with all that it reports."""
     output = folder / "output"
-    process = FORK_SERVER.Process(target=_check_logged, args=(case, str(folder), at_each_step))
+    process = FORK_SERVER.Process(target=_check_logged, args=(case, str(folder), steps))
     process.start()
     process.join(600)
     process.kill()
@@ -36,7 +36,7 @@ def check_in_process(case: Case, folder: Path, *, at_each_step=False):
     assert process.exitcode == 0, output.read_text()[-6000:]
 
 
-def _check_logged(case, folder, at_each_step):
+def _check_logged(case, folder, steps):
     with open(f"{folder}/output", "w") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
@@ -52,19 +52,19 @@ def _check_logged(case, folder, at_each_step):
         getattr(limpet, name)  # imports it before the forks
     gc.collect()
     gc.freeze()  # a search for garbage would read, and so copy, all pages
-    check(case, Path(folder), at_each_step=at_each_step)
+    check(case, Path(folder), steps)
 
 
-def check(case: Case, folder: Path, *, at_each_step=False):
+def check(case: Case, folder: Path, steps: slice | None = None):
     """Compare a training that is killed several times with one that is not, and then start it
-    again, although it has ended. ``at_each_step``: it is killed after each step, and in each
-    validation."""
+    again, although it has ended. ``steps``: of all steps and validations, those in which it is
+    killed, instead of the kills of the case."""
     whole = Trainings(case, folder / "whole")
     records = whole.run(None, "whole")[0]
     kills = case.kills
-    if at_each_step:
+    if steps is not None:
         kinds = ("step",) if case.validation == "none" else ("step", "validation")
-        kills = [" ".join(r.split()[:2]) for r in records if r.startswith(kinds)]
+        kills = [" ".join(r.split()[:2]) for r in records if r.startswith(kinds)][steps]
     killed = Trainings(case, folder / "killed")
     for kill in kills:
         killed.run(kill, f"killed at {kill}")

@@ -170,18 +170,25 @@ def test_a_killed_training_is_exact(name, memory):
     check_in_process(CASES[name], Path(memory))
 
 
+ALL_STEPS, ODD, EVEN = slice(None), slice(0, None, 2), slice(1, None, 2)
+
+
 def all_cases():
+    """Each loop with two numbers of workers, which together are killed at each step."""
     for name, case in CASES.items():
         if case.save in ("AtEnd()", "OnException()"):  # SIGKILL would lose all steps
             continue
-        yield pytest.param(case, id=name)
+        others = []
         if case.workers == 0 and case.data not in STREAMS:
-            yield pytest.param(replace(case, workers=CHANGED), id=f"{name}, changed workers")
+            others = [(CHANGED, f"{name}, changed workers")]
         elif case.context is None:
-            yield pytest.param(replace(case, workers=4), id=f"{name}, 4 workers")
+            others = [(4, f"{name}, 4 workers")]
+        yield pytest.param(case, ODD if others else ALL_STEPS, id=name)
+        for workers, other in others:
+            yield pytest.param(replace(case, workers=workers), EVEN, id=other)
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("case", [*all_cases()])
-def test_a_training_that_is_killed_at_each_step_is_exact(case, memory):
-    check_in_process(case, Path(memory), at_each_step=True)
+@pytest.mark.parametrize(("case", "steps"), [*all_cases()])
+def test_a_training_that_is_killed_at_each_step_is_exact(case, steps, memory):
+    check_in_process(case, Path(memory), steps)

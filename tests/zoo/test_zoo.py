@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,21 +48,15 @@ REFUSED = {
 """By state: a part of the message with which the state is refused."""
 
 
-def run_half(groups, mode, folder):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.zoo.worker", mode, str(folder)]
+def run_both(groups, folder):
+    """Return the outcomes of the process that saves and of the one that resumes."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.zoo.worker", str(folder), *groups]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*command, *groups],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    outcomes: dict[str, Any] = json.loads((folder / f"{mode}.json").read_text())
-    return outcomes
+    return [json.loads((folder / f"{mode}.json").read_text()) for mode in ("save", "resume")]
 
 
 def problem_of(saved, resumed, refusal):
@@ -95,7 +88,7 @@ def is_installed(group):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_process_continues_with_the_same_bits(family, tmp_path):
     groups = [group for group in FAMILIES[family] if is_installed(group)]
-    saved, resumed = (run_half(groups, mode, tmp_path) for mode in ("save", "resume"))
+    saved, resumed = run_both(groups, tmp_path)
     assert [*saved] == [*resumed]
     counts = Counter(name.partition(": ")[0] for name in saved)
     assert [g for g in groups if counts[g] < FAMILIES[family][g]] == []

@@ -1,15 +1,16 @@
-"""One half of a test of the zoo, in a process of its own.
+"""A test of the zoo, in two processes that are forked from one, which imports the libraries.
 
-    python -m tests.zoo.worker save|resume FOLDER GROUP...
+    python -m tests.zoo.worker FOLDER GROUP...
 
 ``save``: three steps of each training, a save, two more steps. ``resume``: load into a training
-that began with other random numbers, and make the same two steps. The process writes ``save.json``
-or ``resume.json``: by name, what the state looked like when it was created, when it was saved or
+that began with other random numbers, and make the same two steps. Each writes ``save.json`` or
+``resume.json``: by name, what the state looked like when it was created, when it was saved or
 loaded, and at the end, or the error.
 """
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -62,12 +63,23 @@ def _attempt(create, path, resume):
         return {"error": traceback.format_exc()}
 
 
-def main(mode, folder, groups):
+def main(folder, groups):
     if {"torchvision", "timm"} & {*groups}:
         sys.path.append(str(APART))
         make_torchvision_importable()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    for group in groups:
+        importlib.import_module(MODULES[group])
+    for mode in ("save", "resume"):
+        if (pid := os.fork()) == 0:
+            run_half(mode, folder, groups)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            sys.exit(f"{mode} has failed")
+
+
+def run_half(mode, folder, groups):
     outcomes: dict[str, Any] = {}
     for group in groups:
         for name, create in importlib.import_module(MODULES[group]).GROUPS[group]().items():
@@ -77,4 +89,4 @@ def main(mode, folder, groups):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])
