@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from limpet.training import ending
+
 CLOCKS = ["machine.utc_now", "snapshot.pins.utc_now"]
 ROUNDED = ["saving.commit.round", "training.goodput.round"]
 """The measured seconds in a manifest are rounded."""
@@ -45,7 +47,12 @@ def equal_bytes():
         for name in ROUNDED:
             zero = mock.Mock(return_value=0.0)
             patches.enter_context(mock.patch(f"limpet.{name}", zero, create=True))
-        yield lambda: ids.seed(0)
+
+        def restart():
+            ids.seed(0)
+            ending._trainings.clear()  # the process has died, and with it what it has not closed
+
+        yield restart
 
 
 class CheckedStates:
