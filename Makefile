@@ -82,9 +82,10 @@ test-python:
 
 # 100 seconds of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
 # -s: print what happened. Then trainings that are killed at each step, in all kinds of loops: about 4 minutes.
+# The demos and a million boxes are here, too.
 test-chaos: $(VENV)/.ready
 	$(RUN) -m pytest -q -s -m chaos tests/crash
-	$(RUN) -m pytest -q -n 4 -m chaos tests/loops tests/examples
+	$(RUN) -m pytest -q -n 4 -m chaos tests/loops tests/examples tests/loading
 
 # 4 ranks on 2 hosts under signals, lost hosts, notices, flipped bits, and full disks. ARGS="--seconds 600 --seed 7"
 chaos: $(VENV)/.ready

@@ -63,6 +63,7 @@ def test_train_resumed_for_more_epochs_uses_the_longer_learning_rate_schedule(tm
     assert rates[1] == pytest.approx(3e-3 * 7 / 100)
 
 
+@pytest.mark.chaos
 def test_demo_shows_every_result(tmp_path):
     done = python("demo.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,7 +77,7 @@ snapshot = open_snapshot(url)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's /proc")
 def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(tmp_path):
     """One load runs as one of 512 ranks. The other loads every leaf in full and so needs all boxes.

@@ -158,7 +158,9 @@ ONLY_AT_EACH_STEP = {
     *("plain validation inside", "accumulation, carried, workers", "sampler, manual"),
     *("stream, sized, workers", "stream, lines, workers", "stream, uneven", "stream, drop last"),
     *("stream, uneven, persistent workers", "stream, single samples", "stream, prefetched"),
-    *("stream, carried", "stream, steps of passes"),
+    *("stream, carried", "stream, steps of passes", "stream, peeks", "stream, uneven, workers"),
+    *("stream, buffered, persistent workers", "stream, positioned, workers", "peeks, workers"),
+    *("validation inside, with workers", "lightning, accumulation", "forkserver"),
     *("two ranks", "three ranks", "changed ranks, sampler"),
 }
 """Cases that only `make test-chaos` runs: the others have each of their parts."""

@@ -368,7 +368,7 @@ def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path):
     completed = subprocess.run(
         [*command, str(script), str(tmp_path / "run")],
         cwd=REPOSITORY,
-        env={**os.environ, **settings, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, **settings, "PYTHONPATH": f"{REPOSITORY}:{os.environ['PYTHONPATH']}"},
         capture_output=True,
         text=True,
         check=False,

@@ -339,7 +339,7 @@ def test_a_worker_that_does_not_wait_for_its_save_exits_with_1(tmp_path, start, 
         check=False,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ['PYTHONPATH']}"},
     )
     assert done.stdout == "1\n"
     assert done.stderr.count("StoreError: a full disk") == 1
