@@ -98,8 +98,9 @@ def test_invalid_arguments(folder):
     )
     assert not Path("out").exists()
     assert export("runs/a@1", "--to", "hf", "out").code == 0
+    Path("out/model.safetensors").write_bytes(b"other")
     check_error_line(
-        export("runs/a@1", "--to", "hf", "out"), 8, "already a file model.safetensors in out"
+        export("runs/a@1", "--to", "hf", "out"), 8, "already another file model.safetensors in out"
     )
     report = run_cli("export", "runs/a@1", "--to", "hf", "out", "--json")
     assert report.code == report.json["exit"] == 8

@@ -1,6 +1,9 @@
 """A command that was killed is repeated: it completes what it began, or finds it done."""
 
+from uuid import uuid4
+
 import pytest
+import torch
 
 import limpet
 from limpet.errors import StoreError
@@ -98,6 +101,125 @@ def test_a_command_that_is_repeated_after_a_kill_at_any_call(name, store, kill_a
                 break
             at += 1
     assert number > 40
+
+
+EXPORTS = {
+    "hf": ("--to", "hf", "--max-shard-size", "100"),
+    "safetensors": ("--to", "safetensors"),
+    "torch": ("--to", "torch"),
+}
+
+
+def files_in(url):
+    store = limpet.open_store(url)
+    return {stat.key: store.get(stat.key, 1 << 20) for stat in store.list("")}
+
+
+def repeat_at_each_call(make_command, kill_at):
+    """Kill a command at each call, and repeat it. Yield the target of each."""
+    for after in (False, True):
+        at = 1
+        while True:
+            to = f"memory://repeated-{uuid4()}"
+            command = make_command(to)
+            kill_at(at, after)
+            killed = run_cli(*command)
+            made = kill_at(0)
+            repeated = run_cli(*command, "--json")
+            assert repeated.code == 0, (at, after, repeated)
+            yield to
+            if killed.code == 0 and made < at:
+                break
+            at += 1
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_an_export_that_is_repeated_after_a_kill_at_any_call(kind, tmp_path, kill_at):
+    state = {"model": {f"w{i}": torch.arange(20.0) + i for i in range(4)}}
+    limpet.save(tmp_path / "version_1", state)
+    results = []
+    for to in repeat_at_each_call(
+        lambda to: ("export", tmp_path / "version_1", to, *EXPORTS[kind]), kill_at
+    ):
+        results.append(files_in(to))
+        assert run_cli("verify", to).code == 0
+    assert len(results) > 10
+    assert results[1:] == results[:-1]
+
+
+def test_an_import_that_is_repeated_after_a_kill_at_any_call(tmp_path, kill_at):
+    model = torch.nn.Linear(3, 4)
+    torch.save({"model": model.state_dict(), "step": 7}, tmp_path / "x.pt")
+    number = 0
+    for to in repeat_at_each_call(lambda to: ("import", tmp_path / "x.pt", to), kill_at):
+        [snapshot] = limpet.Run(to).snapshots()
+        assert snapshot.step == 7
+        assert snapshot.verify().ok
+        assert torch.equal(limpet.load(snapshot.url)["model"]["weight"], model.weight)
+        number += 1
+    assert number > 10
+
+
+def test_an_import_of_other_bytes_is_still_refused(tmp_path):
+    large = torch.zeros(3 << 20)
+    for name in ("x.pt", "y.pt"):
+        torch.save({"model": {"w": large}, "step": 7}, tmp_path / name)
+    to = tmp_path / "run"
+    assert limpet.import_checkpoint(tmp_path / "x.pt", to / "version_7").step == 7
+    again = limpet.import_checkpoint(tmp_path / "x.pt", to / "version_7")
+    assert again.url == limpet.open(to / "version_7").url
+    assert run_cli("import", tmp_path / "x.pt", to).code == 0
+    refused = [
+        ("import", tmp_path / "y.pt", to),
+        ("import", tmp_path / "x.pt", to, "--as", "net"),
+    ]
+    for command in refused:
+        assert run_cli(*command).code == 8, command
+    for changed in (large + 0, large.double(), large[1:]):
+        changed[-1] = 1
+        torch.save({"model": {"w": changed}, "step": 7}, tmp_path / "x.pt")
+        assert run_cli("import", tmp_path / "x.pt", to).code == 8
+    trained = tmp_path / "other"
+    limpet.save(trained / "version_7", {"model": {"w": large}})
+    assert run_cli("import", tmp_path / "y.pt", trained).code == 8
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_an_export_of_other_bytes_is_still_refused_and_changes_nothing(kind, tmp_path):
+    weights = {f"w{i}": torch.arange(20.0) + i for i in range(4)}
+    others = {name: w + 1 for name, w in weights.items()}
+    limpet.save(tmp_path / "run" / "version_1", {"model": weights, "ema": others})
+    limpet.save(tmp_path / "run" / "version_2", {"model": weights, "ema": others})
+    limpet.save(tmp_path / "run" / "version_3", {"model": others, "ema": weights})
+    version, to = tmp_path / "run" / "version_1", tmp_path / "out"
+    command = ("export", version, to, "--root", "model", *EXPORTS[kind])
+    assert run_cli(*command).code == 0
+    before = files_in(str(to))
+    assert run_cli(*command).code == 0
+    for other, root in ((1, "ema"), (2, "model"), (3, "model"), (3, "ema")):
+        result = run_cli(
+            "export", f"{tmp_path}/run/version_{other}", to, "--root", root, *command[5:]
+        )
+        assert result.code == 8, (other, root)
+        assert "already another file" in result.err
+    assert files_in(str(to)) == before
+    *files, record = sorted(to.iterdir(), key=lambda file: file.name.endswith(".limpet.json"))
+    for file in files:  # a flipped bit, a missing end, or a record that is not one
+        for content in (file.read_bytes()[:-1] + b"x", file.read_bytes()[:-1]):
+            whole = file.read_bytes()
+            file.write_bytes(content)
+            assert run_cli(*command).code == 8
+            assert file.read_bytes() == content
+            file.write_bytes(whole)
+    record.write_text("{}")
+    assert run_cli(*command).code == 8
+    assert record.read_text() == "{}"
+    record.unlink()  # as after a kill
+    assert run_cli(*command).code == 0
+    assert files_in(str(to)) == before
+    files[0].unlink()
+    assert run_cli(*command).code == 0
+    assert files_in(str(to)) == before
 
 
 def test_other_content_is_still_refused(store):

@@ -571,7 +571,7 @@ def test_existing_files_are_not_changed(tmp_path):
         out = tmp_path / f"{name}-{kind}-out"
         out.mkdir()
         (out / name).write_text("existing")
-        with pytest.raises(AlreadyExists, match=f"There is already a file {name}"):
+        with pytest.raises(AlreadyExists, match=f"There is already another file {name}"):
             export(
                 reader_of(snapshot), kind, out, **({"max_shard_size": 8} if "0000" in name else {})
             )

@@ -219,6 +219,10 @@ def test_what_is_left_out_is_listed_and_nothing_is_imported_twice(tmp_path):
         limpet.import_checkpoint(tmp_path, tmp_path / "v")
     imported = dict(events)["imported"]
     assert (imported["kind"], imported["left_out"]) == ("huggingface", ["training_args.bin"])
+    events.clear()
+    assert limpet.import_checkpoint(tmp_path, tmp_path / "v").step is None
+    assert "imported" not in dict(events)
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(AlreadyExists):
         limpet.import_checkpoint(tmp_path, tmp_path / "v")
 

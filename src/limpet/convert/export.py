@@ -10,16 +10,16 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from limpet.arguments import real, require
 from limpet.convert import windows
-from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record
+from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record, find_record
 from limpet.convert.export_torch import TorchState, convert_state, write_torch_file
 from limpet.convert.read_safetensors import FOREIGN_CODES
 from limpet.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
@@ -38,6 +38,7 @@ from limpet.saving.image import Image
 from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, reader_of
+from limpet.storage.store import Store
 from limpet.text import format_list
 from limpet.threads import no_op
 from limpet.types import DTYPES, Advance
@@ -135,9 +136,11 @@ class PreparedExport:
         return self.names[-1] + RECORD_SUFFIX
 
     def write(self, advance: Advance = no_op) -> ExportResult:
-        """Write the files; after an error, none remains. Several threads call ``advance``."""
-        location, origin = self.location, _origin(self.snapshot)
+        """Write the files; after an error, none remains. Files that an earlier call has written are
+        compared and kept. Several threads call ``advance``."""
         refuse_existing(self)
+        origin, store = _origin(self.snapshot), _ComparingStore(self.location.store)
+        location = Location(cast(Store, store), self.location.folder)
         written: dict[str, ExportedFile] = {}
         try:
             with self.snapshot.pin_while_reading():
@@ -148,11 +151,16 @@ class PreparedExport:
                     name, state = self.torch
                     written[name] = write_torch_file(state, location, name, advance)
             record = encode_record(origin, written)
-            location.store.put_if_absent(location.key(self.record_name), record)
+            try:
+                store.put_if_absent(location.key(self.record_name), record)
+            except AlreadyExists:
+                earlier = find_record(self.location, self.record_name)
+                if earlier is None or earlier.files != written:
+                    raise
         except BaseException:
-            for name in written:
+            for key in {*map(location.key, written)} - store.compared:
                 with suppress(StoreError):  # report the first error
-                    location.store.delete(location.key(name))
+                    store.delete(key)
             raise
         url = location.url.rstrip("/")
         sizes = {**{name: f.length for name, f in written.items()}, self.record_name: len(record)}
@@ -187,10 +195,11 @@ def export(
     gets the names of the model's own parameters.
 
     Every byte is checked. A small file beside the export, written last, has the lengths and digests
-    of the others: ``limpet verify`` and ``limpet import`` check them. No file is overwritten, and
-    if this function raises, none of its files remains. Raises ``NotFound``, ``AlreadyExists``,
-    ``FormatError`` for damage, ``PlanError`` for what cannot be exported, ``StoreError``, and
-    ``LimpetError`` for other arguments.
+    of the others: ``limpet verify`` and ``limpet import`` check them. No file is overwritten: one
+    with the same bytes, of an earlier call, counts as written, and any other one raises
+    ``AlreadyExists``. If this function raises, none of its files remains. It also raises
+    ``NotFound``, ``FormatError`` for damage, ``PlanError`` for what cannot be exported,
+    ``StoreError``, and ``LimpetError`` for other arguments.
     """
     opened = reader_of(snapshot) if isinstance(snapshot, Snapshot) else open_reader(snapshot)
     keys = [keys] if isinstance(keys, str) else keys
@@ -260,7 +269,7 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
 
 
 def refuse_existing(export: PreparedExport) -> None:
-    """Raise ``AlreadyExists`` before anything is written."""
+    """Raise ``AlreadyExists``, before anything is written, for files of no earlier call."""
     location = export.location
     # of a version that is saved later, retention deletes the whole folder
     is_in_run = parse_version(location.folder) and Run(location.store).listing().has_version()
@@ -276,13 +285,76 @@ def refuse_existing(export: PreparedExport) -> None:
         names |= {SINGLE_FILE, INDEX_FILE}
     for name in sorted(names):
         with suppress(NotFound):
-            location.store.stat(location.key(name))
-            raise AlreadyExists(
-                f"There is already a file {name} in {location.url}; nothing was changed",
-                todo="Export to another folder, or delete that file first",
-                key=location.key(name),
-                store=location.store.url,
-            )
+            length = location.store.stat(location.key(name)).length
+            if not _may_be_equal(export, name, length):
+                raise _other_file_error(location.store, location.key(name))
+
+
+def _may_be_equal(export: PreparedExport, name: str, length: int) -> bool:
+    """Return True if an existing file may be that of an earlier call: by its length and beginning,
+    or by the version in a record."""
+    location, planned = export.location, {file.name: file for file in export.files}
+    if name == export.record_name:
+        record = find_record(location, name)
+        return record is not None and record.origin.get("manifest") == export.snapshot.digest
+    if name not in planned:
+        return name in export.names  # a file for torch.load, which is compared as a whole
+    file = planned[name]
+    head = bytearray(len(file.head))
+    if length != len(head) + sum(tensor.nbytes for tensor in file.tensors):
+        return False
+    location.store.get_range(location.key(name), 0, len(head), memoryview(head))
+    return head == file.head
+
+
+def _other_file_error(store: Store, key: str) -> AlreadyExists:
+    folder, _, name = key.rpartition("/")
+    return AlreadyExists(
+        f"There is already another file {name} in {Location(store, folder).url}; nothing was"
+        " changed",
+        todo="Export to another folder, or delete that file first",
+        key=key,
+        store=store.url,
+    )
+
+
+class _ComparingStore:
+    """A store in which a file that exists is not written, but compared."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.compared: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, length: int, *head: int) -> Any:
+        try:
+            found = self._inner.stat(key).length
+        except NotFound:
+            return self._inner.put(key, length, *head)
+        if found != length:
+            raise _other_file_error(self._inner, key)
+        self.compared.add(key)
+        return nullcontext(_Comparison(self._inner, key))
+
+
+class _Comparison:
+    """An upload that compares what it gets with the existing file ``key``."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        for part in data:
+            existing = bytearray(len(part))
+            self._store.get_range(self._key, offset, len(part), memoryview(existing))
+            if existing != part:
+                raise _other_file_error(self._store, self._key)
+            offset += len(part)
+
+    def commit(self) -> None:
+        """Do nothing; all of it was compared."""
 
 
 def _origin(snapshot: SnapshotReader) -> dict[str, Any]:

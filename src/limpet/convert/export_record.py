@@ -7,6 +7,7 @@ pieces of a file are the ranges in which it was written, so that no byte is read
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,14 @@ _DECODER = StrictDecoder(msgspec.json.Decoder(ExportRecord))
 def encode_record(origin: Mapping[str, Any], files: Mapping[str, ExportedFile]) -> bytes:
     """Return the content of a record. Numbers that JSON lacks become text, such as "nan"."""
     return seal(ExportRecord(to_json_value(origin, limit=None), dict(files)))[0]
+
+
+def find_record(location: Location, name: str) -> ExportRecord | None:
+    """Return the record of an earlier export, or None if there is none, or another file."""
+    with suppress(NotFound, FormatError):
+        raw = location.store.get(location.key(name), _MAX_RECORD)
+        return unseal(raw, _DECODER, location.key(name))[0]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

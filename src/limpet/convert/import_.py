@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
+import msgspec
+
 from limpet import events
 from limpet.arguments import require
 from limpet.buffers import shared_pool
@@ -29,12 +31,13 @@ from limpet.convert.stored_files import (
     is_safetensors,
     locate_foreign,
 )
-from limpet.errors import LimpetError, NotFound, Unsupported
+from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members
 from limpet.lazy_torch import import_torch
 from limpet.machine import full_path, path_text
 from limpet.saving.commit import VersionMetadata, raise_if_exists
+from limpet.saving.image import copy_bytes
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader, open_location
@@ -42,7 +45,7 @@ from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import Store
 from limpet.threads import Workers, no_op
-from limpet.types import Advance
+from limpet.types import BLOCK_SIZE, Advance
 
 SUPPORTED_FORMATS = (
     "a file of torch.save, Lightning, or safetensors, a folder of Hugging Face"
@@ -222,13 +225,13 @@ def import_checkpoint(
     ``keep_names=True`` keeps ``module.`` and other prefixes of wrappers in the names, and the names
     of the members.
 
-    Only this process saves, also under torch.distributed. Raises ``AlreadyExists`` if there is a
-    snapshot at ``url``; ``NotFound``; ``Unsupported`` for another format, for a file that would
-    have to run code, and for values that no snapshot holds; ``FormatError`` for a damaged file;
-    ``NoSpace``, ``StoreError``, ``OSError``; and ``LimpetError`` if PyTorch is not installed.
+    Only this process saves, also under torch.distributed. If an earlier import of the same bytes is
+    at ``url``, it is returned. Raises ``AlreadyExists`` if another snapshot is; ``NotFound``;
+    ``Unsupported`` for another format, for a file that would have to run code, and for values that
+    no snapshot holds; ``FormatError`` for a damaged file; ``NoSpace``, ``StoreError``, ``OSError``;
+    and ``LimpetError`` if PyTorch is not installed.
     """
     location = locate(url)
-    raise_if_exists(location)
     require("path", isinstance(path, str | os.PathLike), "a path or a URL", path)
     checkpoint = read_foreign_checkpoint(path_text("path=", path))
     arranged = arrange.arrange_state(
@@ -239,7 +242,53 @@ def import_checkpoint(
         step = checkpoint.step if version is None else version.step
     branch = 0 if version is None else version.branch
     flat = flatten(arranged.state)
-    return Snapshot(save_foreign_checkpoint(location, flat, checkpoint, step, branch))
+    earlier = find_earlier(location, flat, checkpoint, step)
+    return Snapshot(earlier or save_foreign_checkpoint(location, flat, checkpoint, step, branch))
+
+
+def find_earlier(
+    location: Location, flat: FlatState, checkpoint: ForeignCheckpoint, step: int | None
+) -> SnapshotReader | None:
+    """Return the snapshot at ``location`` if it is an import of this checkpoint, with the same
+    bytes, or None if there is none. Raises ``AlreadyExists`` for any other one."""
+    with suppress(NotFound, FormatError):
+        found = open_location(location)
+        note = found.metadata.get("note", {}).get("imported_from")
+        is_same = note == _origin(checkpoint) and found.step == step
+        trees = {msgspec.json.encode(tree) for tree in (found.manifest.tree, flat.tree)}
+        if is_same and len(trees) == 1 and _has_bytes(found, flat):
+            return found
+    raise_if_exists(location)
+    return None
+
+
+def _origin(checkpoint: ForeignCheckpoint) -> dict[str, str]:
+    path = checkpoint.path if checkpoint.stored else full_path(checkpoint.path)
+    return {"path": path, "kind": checkpoint.kind}
+
+
+def _has_bytes(found: SnapshotReader, flat: FlatState) -> bool:
+    """Return True if the shard of an import has the bytes of the state."""
+    location, workers = found.location, Workers.create()
+    places = {
+        (leaf.key, box.offsets, box.sizes): (location.file_key(index.path), box.at)
+        for index in found.indexes()
+        for leaf in index.leaves
+        for box in leaf.boxes
+    }
+    with workers.buffer() as new, workers.buffer() as existing:
+        for leaf in flat.leaves:
+            nbytes = int(leaf.source.nbytes)
+            key, first = places.get((leaf.key, leaf.box.offsets, leaf.box.sizes), ("", -1))
+            if first < 0 < nbytes:
+                return False
+            for start in range(0, nbytes, BLOCK_SIZE):
+                size = min(BLOCK_SIZE, nbytes - start)
+                copy_bytes(leaf.source, start, start + size, new)
+                location.store.get_range(key, first + start, size, existing.view)
+                if new.view[:size] != existing.view[:size]:
+                    return False
+    return True
 
 
 def save_foreign_checkpoint(
@@ -252,9 +301,7 @@ def save_foreign_checkpoint(
 ) -> SnapshotReader:
     """Save a checkpoint, flattened, as the snapshot at ``location``; its note has the origin.
     Raises ``StoreError`` if a file in a store was replaced. If it raises, nothing was committed."""
-    path = checkpoint.path
-    path = path if checkpoint.stored else full_path(path)
-    note = {"imported_from": {"path": path, "kind": checkpoint.kind}}
+    note = {"imported_from": _origin(checkpoint)}
     metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
     monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)
 

@@ -14,13 +14,13 @@ from limpet.cli.resolve import check_run_target
 from limpet.convert.arrange import ArrangedState, arrange_state
 from limpet.convert.import_ import (
     ForeignCheckpoint,
+    find_earlier,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
 from limpet.convert.stored_files import size_of_foreign
 from limpet.format.names import MAX_STEP, Version
 from limpet.run.run import Run
-from limpet.saving.commit import raise_if_exists
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import flatten
 from limpet.text import format_count, format_list, format_size
@@ -68,14 +68,15 @@ def command(
         raise click.UsageError(f"{file_or_dir} does not record its step: give --step N")
     version = Version(step, target.branch())
     location = target.location(version)
-    raise_if_exists(location)
     arranged = arrange_state(checkpoint.value, under, kind=checkpoint.kind, keep_names=keep_names)
     flat = flatten(arranged.state)
-    nbytes = sum(leaf.source.nbytes for leaf in flat.leaves)
-    with progress_bar("importing", nbytes, quiet=as_json) as advance:
-        snapshot = save_foreign_checkpoint(
-            location, flat, checkpoint, step, version.branch, advance
-        )
+    snapshot = find_earlier(location, flat, checkpoint, step)
+    if snapshot is None:
+        nbytes = sum(leaf.source.nbytes for leaf in flat.leaves)
+        with progress_bar("importing", nbytes, quiet=as_json) as advance:
+            snapshot = save_foreign_checkpoint(
+                location, flat, checkpoint, step, version.branch, advance
+            )
     build_document = partial(_build_document, perf_counter() - began)
     print_result(as_json, build_document, render, checkpoint, arranged, snapshot)
 
