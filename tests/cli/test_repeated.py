@@ -133,6 +133,7 @@ def repeat_at_each_call(make_command, kill_at):
             at += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_an_export_that_is_repeated_after_a_kill_at_any_call(kind, tmp_path, kill_at):
     state = {"model": {f"w{i}": torch.arange(20.0) + i for i in range(4)}}

@@ -77,6 +77,7 @@ snapshot = open_snapshot(url)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's /proc")
 def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(tmp_path):

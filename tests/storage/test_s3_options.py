@@ -131,6 +131,7 @@ def test_parts_are_as_long_as_configured(options, part, connections):
     assert traits.connections == connections
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staged", "most"), [(True, 6), (False, 2)])
 def test_parts_that_are_in_memory_anyway_are_sent_by_all_threads(s3, monkeypatch, staged, most):
     monkeypatch.setenv("LIMPET_THREADS", "6")
@@ -181,6 +182,7 @@ def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_a_version_of_a_run_that_is_a_whole_bucket(s3, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     limpet.save("s3://bucket/version_1", {"n": 1}, step=1)

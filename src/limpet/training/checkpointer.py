@@ -43,9 +43,9 @@ from limpet.training.options import (
     Options,
     acquire_run,
     check_arguments,
-    check_loadable,
     check_not_version,
     check_state,
+    check_writable,
 )
 from limpet.training.preemption_plan import DEFAULT, Preemption
 from limpet.training.response import PreemptionResponse
@@ -660,7 +660,7 @@ class Checkpointer:
         self._script_options = state_check.read_options(self.state)
 
     def _rank_arguments(self) -> dict[str, str]:
-        check_loadable(self.state)
+        check_writable(self.state)
         flatten(self.state, self._group.rank)  # raises for what no save can write
         step, seeds = self._step_counter.progress.step, self._step_counter.loader_seeds()
         return {**self._arguments, "current_step": str(step), **seeds}

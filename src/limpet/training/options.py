@@ -19,7 +19,7 @@ from limpet.run.run import Run
 from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unwritable
-from limpet.text import MAX_SHOWN, format_list, with_article
+from limpet.text import MAX_SHOWN, format_list, to_repr, with_article
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
 from limpet.training.preemption_plan import Preemption
@@ -123,7 +123,7 @@ def check_state(state: Any) -> None:
             )
 
 
-def check_loadable(state: dict[str, Any]) -> None:
+def check_writable(state: dict[str, Any]) -> None:
     """Raise ``PlanError`` if the state has tensors that a save accepts, but no load can fill."""
     unwritable = find_unwritable(state)
     if unwritable:
@@ -144,7 +144,8 @@ def _walk_dicts(
     for name, member in value.items() if depth < MAX_DEPTH else ():
         if type(member) is dict and id(member) not in seen:
             seen.add(id(member))
-            key = f"{path}/{name}" if path else str(name)
+            level = name if type(name) is str else to_repr(name)
+            key = f"{path}/{level}" if path else level
             yield key, member
             yield from _walk_dicts(member, key, seen, depth + 1)
 
