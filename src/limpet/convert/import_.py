@@ -253,8 +253,8 @@ def find_earlier(
     bytes, or None if there is none. Raises ``AlreadyExists`` for any other one."""
     with suppress(NotFound, FormatError):
         found = open_location(location)
-        note = found.metadata.get("note", {}).get("imported_from")
-        is_same = note == _origin(checkpoint) and found.step == step
+        note = found.metadata.get("note")
+        is_same = note == {"imported_from": _origin(checkpoint)} and found.step == step
         trees = {msgspec.json.encode(tree) for tree in (found.manifest.tree, flat.tree)}
         if is_same and len(trees) == 1 and _has_bytes(found, flat):
             return found

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -24,6 +26,11 @@ from limpet.state.flatten import FlatState
 _JSON: StrictDecoder[Any] = StrictDecoder(msgspec.json.Decoder())
 _encoder = msgspec.json.Encoder()
 
+_MAX_CHECKED = 16
+"""The number of structures that are known to be loadable. A training alternates between a few."""
+
+_checked: tuple[int, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
@@ -36,19 +43,14 @@ class _Encoded:
         return self.by_key
 
 
-_MAX_CHECKED = 16
-"""The number of structures that are known to be loadable. A training alternates between a few."""
-
-_checked: tuple[int, ...] = ()
-
-
 def check_once(
     state: dict[str, Any], flat: FlatState, rank: int, make_tree: Callable[[], Any]
 ) -> None:
     """Call ``check_loadable``, unless the same leaves of the same objects were checked before."""
     global _checked
-    leaves = tuple((leaf.key, leaf.dtype, leaf.shape) for leaf in flat.leaves)
-    structure = hash((leaves, *flat.states))
+    # faster than a tuple for each leaf, because this runs at each save
+    fields = (map(attrgetter(name), flat.leaves) for name in ("key", "dtype", "shape"))
+    structure = hash((*chain(*fields), *flat.states))
     if structure not in _checked:
         check_loadable(state, flat, make_tree(), rank)
         _checked = (*_checked[1 - _MAX_CHECKED :], structure)
