@@ -74,6 +74,27 @@ def test_an_object_that_refuses_its_own_state_is_not_saved(save, refusal, error,
     assert limpet.Run(tmp_path).latest() is None
 
 
+def test_an_object_that_another_thread_changes_is_saved(tmp_path):
+    """A queue gets a job right after its state was taken."""
+
+    class Queue(Counted):
+        jobs = 1
+
+        def state_dict(self):
+            self.jobs += 1
+            return {"jobs": self.jobs}
+
+        def check_state_dict(self, state):
+            self.calls.append("check")
+            if state["jobs"] != 3:
+                raise PlanError("a job would be lost")
+
+    queue = Queue()
+    saved(tmp_path, {"queue": queue})
+    assert limpet.load(tmp_path / "version_1") == {"queue": {"jobs": 2}}
+    assert queue.calls == ["check", "check"]
+
+
 def members(node):
     return node.get("dict") or node["ordered"]
 

@@ -40,7 +40,12 @@ def bind_stateful(
     if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
         effect = f"Nothing was {'saved' if binding.targets.is_dry else 'loaded'}. {UNCHANGED}"
         with calling(value, key, "check_state_dict", effect):
-            check(finalize_state())
+            try:
+                check(finalize_state())
+            except Exception:
+                if not binding.targets.is_dry:
+                    raise
+                check(value.state_dict())  # another thread may have changed the object meanwhile
 
     def finalize() -> Any:
         state = adapt(finalize_state())
