@@ -6,7 +6,9 @@ import torch
 import limpet
 from limpet.errors import CommitError, LimpetError
 from limpet.ranks.kv import Timeouts
+from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
+from limpet.testing.crashfs import CrashFs
 from tests.fakegroup import FakeGroup
 
 
@@ -117,3 +119,23 @@ def test_a_version_that_is_deleted_meanwhile_is_no_different_folder():
 
     with FakeGroup(2, Timeouts(2.0, 4.0)) as group:
         assert group.outcomes(resume) == [1, 1]
+
+
+def test_a_resume_raises_if_only_another_rank_finds_versions():
+    """Otherwise, the training would begin again, and its first save would raise."""
+    disks = [LocalStore("/a/run", fs=CrashFs()) for _ in range(2)]
+    with limpet.Checkpointer(disks[1], make_state(), save=limpet.EverySteps(1)) as ckpt:
+        ckpt.step()
+
+    def resume(rank):
+        with limpet.Checkpointer(disks[rank % 2], make_state()) as ckpt:
+            ckpt.resume()
+
+    for ranks in (2, 3):
+        with FakeGroup(ranks, Timeouts(2.0, 4.0)) as group:
+            outcomes = group.outcomes(resume)
+        for outcome in outcomes:
+            assert isinstance(outcome, CommitError), outcome
+            assert "rank 1 cannot see the files that rank 0 writes there" in str(outcome)
+            assert "no version, as rank 0 finds it, found a run with versions" in str(outcome)
+    assert list(disks[0].list("")) == []

@@ -249,12 +249,12 @@ def _check_visible(location: Location, key: str, collective: Collective) -> None
 
 
 def not_shared_error(
-    what: str, rank: int, key: str, found: str = "no such file"
+    what: str, rank: int, key: str, found: str = "no such file", expected: str = ""
 ) -> errors.CommitError:
-    """Return the error for a ``rank`` that has not ``found`` a file of rank 0."""
+    """Return the error for a ``rank`` that has not ``found`` what rank 0 has."""
     return errors.CommitError(
         f"{what}: rank {rank} cannot see the files that rank 0 writes there",
-        expected=f"{key}, which rank 0 wrote",
+        expected=expected or f"{key}, which rank 0 wrote",
         found=f"{found}; this is a different folder, possibly on another disk",
         todo="Use one location that all ranks can reach, such as a shared file system, under the"
         " same address on every rank",

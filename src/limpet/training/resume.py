@@ -34,6 +34,7 @@ from limpet.saving.commit import not_shared_error
 from limpet.snapshot import pins
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
+from limpet.storage.local.store import LocalStore
 from limpet.text import format_list, to_repr, warn_user
 from limpet.threads import no_op
 from limpet.tiers.inventory import WHERE, CurrentLine, Sources, TierName, TierSnapshot
@@ -92,6 +93,8 @@ class Resume:
                 point = self._choose(found) if collective.rank == 0 else self._follow()
                 if point is None and self._error is not None:
                     self._require_valid_state()
+                if point is None and collective.size > 1:
+                    self._require_one_folder()
                 if tiers.local is not None and not isinstance(point, str):
                     own = self._leftovers if collective.rank == 0 else None
                     self._leftovers = collective.broadcast(own, list[TierSnapshot])
@@ -130,6 +133,21 @@ class Resume:
                 " out",
                 live_state="not valid",
             )
+
+    def _require_one_folder(self) -> None:
+        """Raise on all ranks if rank 0 finds no version on its disk, and another rank does."""
+        is_local = isinstance(self.run.store, LocalStore)  # a server is the same for all ranks
+        has_version = is_local and self.run.listing().has_version()
+        found = self._collective.gather(has_version, bool)
+        if found is not None and any(found) and not found[0]:
+            raise not_shared_error(
+                f"Nothing was loaded from {self.run.url}",
+                found.index(True),
+                self.run.url,
+                found="a run with versions",
+                expected="no version, as rank 0 finds it",
+            )
+        self._collective.broadcast(None if found is None else True, bool)
 
     # -- rank 0 --------------------------------------------------------------------------------
 
