@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import limpet
 from limpet.convert.copy import copy_snapshot
-from limpet.convert.export import prepare_export, write_files
+from limpet.convert.export import _ComparingStore, prepare_export, write_files
 from limpet.convert.reshard import reshard
 from limpet.errors import DigestMismatch, SkippedVersion
 from limpet.integrations.dcp import StorageReader
@@ -83,7 +83,8 @@ def read_by_dcp(store):
 
 def export_all(snapshot):
     plan = prepare_export(snapshot, "memory://headers/out", "safetensors", root="/")
-    list(write_files(snapshot, plan.files, Location(MemoryStore(), "out"), no_op))
+    location = Location(_ComparingStore(MemoryStore()), "out")
+    list(write_files(snapshot, plan.files, location, no_op))
 
 
 def compare(store):

@@ -462,7 +462,7 @@ def test_a_copy_of_a_later_format_is_not_called_damaged(run, empty_url, monkeypa
     assert result.code == 8
     assert "a snapshot of a later format" in result.err
     assert "damaged" not in result.err
-    assert "Copy with a newer Limpet" in result.err
+    assert "Use a newer Limpet" in result.err
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])

@@ -1,14 +1,18 @@
 """A command that was killed is repeated: it completes what it began, or finds it done."""
 
+import itertools
 from uuid import uuid4
 
 import pytest
 import torch
 
 import limpet
+from limpet.convert.export import prepare_export
 from limpet.errors import StoreError
 from limpet.format.names import Version
 from limpet.run.run import Run
+from limpet.snapshot.location import locate
+from limpet.snapshot.reader import open_location
 from limpet.storage.memory import MemoryStore, _MemoryUpload
 from tests.cli.invoke import run_cli, train_branch
 
@@ -221,6 +225,56 @@ def test_an_export_of_other_bytes_is_still_refused_and_changes_nothing(kind, tmp
     files[0].unlink()
     assert run_cli(*command).code == 0
     assert files_in(str(to)) == before
+
+
+def test_two_exports_into_one_folder_complete_each_other(tmp_path):
+    """One of them creates a file, or all of them, while the other is about to do so. If one then
+    fails, it does not delete what the other counts as its own."""
+    limpet.save(tmp_path / "version_1", {"model": {f"w{i}": torch.zeros(1000) for i in range(3)}})
+    options = {"max_shard_size": 4000}
+    snapshot = open_location(locate(tmp_path / "version_1"))
+    for at, fails in itertools.product(range(1, 4), (False, True)):
+        to, calls = tmp_path / f"{at}{fails}", itertools.count(1)
+        prepared = prepare_export(snapshot, to, "hf", **options)
+
+        def advance(_, at=at, fails=fails, to=to, calls=calls):
+            if next(calls) == at:
+                limpet.export(tmp_path / "version_1", to, **options)
+                if fails:
+                    raise KeyboardInterrupt
+
+        if fails:
+            with pytest.raises(KeyboardInterrupt):
+                prepared.write(advance)
+        else:
+            sizes = {name.rpartition("/")[2]: n for name, n in prepared.write(advance).files}
+            assert sizes == {file.name: file.stat().st_size for file in to.iterdir()}
+        assert len([*to.iterdir()]) == 5
+        assert run_cli("verify", to).code == 0
+
+
+def test_a_repeated_export_gives_the_size_of_the_record_that_is_kept(tmp_path):
+    limpet.save(tmp_path / "run" / "version_1", {"model": {"w": torch.zeros(10)}})
+    run = Run(tmp_path / "run")
+    first = limpet.export(run.url + "@1", tmp_path / "out")
+    run.add_metrics(run.find(1), {"loss": 1.0})
+    assert limpet.export(run.url + "@1", tmp_path / "out").files == first.files
+
+
+@pytest.mark.parametrize("place", ["header", "index", "data", "manifest"])
+def test_a_damaged_import_is_not_taken_for_a_repeated_one(tmp_path, place):
+    torch.save({"model": {"w": torch.arange(4.0)}, "step": 3}, tmp_path / "x.pt")
+    command = ("import", tmp_path / "x.pt", tmp_path / "run")
+    assert run_cli(*command).code == 0
+    pattern = {"index": "*.index.json", "manifest": "manifest.json"}.get(place, "*.safetensors")
+    [file] = (tmp_path / "run" / "version_3").glob(pattern)
+    raw = bytearray(file.read_bytes())
+    raw[-1 if place == "data" else 20] ^= 4
+    file.write_bytes(raw)
+    result = run_cli(*command)
+    assert result.code == 8
+    assert "already" in result.err
+    assert file.read_bytes() == raw
 
 
 def test_other_content_is_still_refused(store):

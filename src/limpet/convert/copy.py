@@ -183,21 +183,21 @@ def find_same(
         raise AlreadyExists(
             f"There is already a snapshot of a later format at {location.url}; nothing was changed",
             found=e.what,
-            todo="Copy with a newer Limpet, or to another location",
+            todo="Use a newer Limpet, or choose another location",
         ) from e
     except FormatError as e:
         raise AlreadyExists(
             f"There is already a damaged snapshot at {location.url}; nothing was changed",
             found=e.what,
             todo=f"Move its {MANIFEST} away, and nothing else (newer versions may refer to other"
-            " files there), then copy again; or copy to another location",
+            " files there), then try again; or choose another location",
         ) from e
     if not is_same(other):
         raise AlreadyExists(
             f"There is already another snapshot at {location.url}; nothing was changed",
             expected=f"{expected}, or nothing",
             found=f"a snapshot that another save created at {other.manifest.created}",
-            todo="Copy to another location",
+            todo="Choose another location",
         )
     return other
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -43,6 +44,8 @@ from limpet.text import format_list
 from limpet.threads import no_op
 from limpet.types import DTYPES, Advance
 from limpet.version import __version__
+
+T = TypeVar("T")
 
 SUFFIXES = {
     "safetensors": (".safetensors",),
@@ -136,12 +139,14 @@ class PreparedExport:
         return self.names[-1] + RECORD_SUFFIX
 
     def write(self, advance: Advance = no_op) -> ExportResult:
-        """Write the files; after an error, none remains. Files that an earlier call has written are
-        compared and kept. Several threads call ``advance``."""
+        """Write the files; after an error, none remains, unless another call has completed the same
+        export. Files that an earlier call has written are compared and kept. Several threads call
+        ``advance``."""
         refuse_existing(self)
         origin, store = _origin(self.snapshot), _ComparingStore(self.location.store)
         location = Location(cast(Store, store), self.location.folder)
-        written: dict[str, ExportedFile] = {}
+        record_key, written = location.key(self.record_name), dict[str, ExportedFile]()
+        may_be_listed = True  # in a record of another call
         try:
             with self.snapshot.pin_while_reading():
                 if self.torch is None:
@@ -149,21 +154,28 @@ class PreparedExport:
                         written[name] = file
                 else:
                     name, state = self.torch
-                    written[name] = write_torch_file(state, location, name, advance)
+                    write = partial(write_torch_file, state, location, name, advance)
+                    written[name] = store.write_or_compare(location.key(name), write)
             record = encode_record(origin, written)
+            length, may_be_listed = len(record), False
             try:
-                store.put_if_absent(location.key(self.record_name), record)
-            except AlreadyExists:
+                store.put_if_absent(record_key, record)
+            except AlreadyExists as e:
+                may_be_listed = True
                 earlier = find_record(self.location, self.record_name)
                 if earlier is None or earlier.files != written:
-                    raise
+                    raise _other_file_error(self.location.store, record_key) from e
+                length = store.stat(record_key).length
         except BaseException:
-            for key in {*map(location.key, written)} - store.compared:
-                with suppress(StoreError):  # report the first error
-                    store.delete(key)
+            with suppress(StoreError):  # report the first error
+                earlier = find_record(self.location, self.record_name) if may_be_listed else None
+                listed = {} if earlier is None else earlier.files
+                for name, file in written.items():
+                    if location.key(name) not in store.compared and listed.get(name) != file:
+                        store.delete(location.key(name))
             raise
         url = location.url.rstrip("/")
-        sizes = {**{name: f.length for name, f in written.items()}, self.record_name: len(record)}
+        sizes = {**{name: f.length for name, f in written.items()}, self.record_name: length}
         return ExportResult(
             snapshot=self.snapshot.url,
             files=tuple((f"{url}/{name}", nbytes) for name, nbytes in sizes.items()),
@@ -328,14 +340,23 @@ class _ComparingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def write_or_compare(self, key: str, write: Callable[[], T]) -> T:
+        """Call ``write`` for the file ``key``; again if another process has created it."""
+        try:
+            return write()
+        except AlreadyExists:
+            if key in self.compared:
+                raise
+            return write()
+
     def put(self, key: str, length: int, *head: int) -> Any:
         try:
             found = self._inner.stat(key).length
         except NotFound:
             return self._inner.put(key, length, *head)
+        self.compared.add(key)
         if found != length:
             raise _other_file_error(self._inner, key)
-        self.compared.add(key)
         return nullcontext(_Comparison(self._inner, key))
 
 
@@ -577,7 +598,7 @@ def write_files(
 ) -> Iterator[tuple[str, ExportedFile]]:
     """Write the files, and yield each with its name: in ascending order if a store uploads parts or
     only appends. (A tile takes parts of many leaves, see ``windows.py``.)"""
-    store = location.store
+    store = cast(_ComparingStore, location.store)
     with snapshot.not_found_if_deleted():
         locations = windows.locate_leaves(snapshot)
         for file in files:
@@ -599,6 +620,9 @@ def write_files(
             image = windows.add_cuts(image, leaves)
             read = windows.make_reader(snapshot, leaves, locations)
             key = location.key(file.name)
-            [digests] = windows.write_images(store, [key], [image], leaves, read, advance)
+            write = partial(
+                windows.write_images, location.store, [key], [image], leaves, read, advance
+            )
+            [digests] = store.write_or_compare(key, write)
             pieces = zip(np.diff(image.cuts, prepend=0).tolist(), digests, strict=True)
             yield file.name, ExportedFile(image.length, [*pieces])

@@ -17,8 +17,9 @@ import msgspec
 
 from limpet import events
 from limpet.arguments import require
-from limpet.buffers import shared_pool
+from limpet.buffers import Buffer, shared_pool
 from limpet.convert import arrange, read_dcp, read_safetensors
+from limpet.convert.copy import find_same
 from limpet.convert.export_record import require_intact
 from limpet.convert.mmap_files import MappedFile
 from limpet.convert.read_dcp import load_dcp
@@ -251,15 +252,20 @@ def find_earlier(
 ) -> SnapshotReader | None:
     """Return the snapshot at ``location`` if it is an import of this checkpoint, with the same
     bytes, or None if there is none. Raises ``AlreadyExists`` for any other one."""
-    with suppress(NotFound, FormatError):
-        found = open_location(location)
-        note = found.metadata.get("note")
-        is_same = note == {"imported_from": _origin(checkpoint)} and found.step == step
+    origin = _origin(checkpoint)
+
+    def is_same(found: SnapshotReader) -> bool:
+        if found.metadata.get("note") != {"imported_from": origin} or found.step != step:
+            return False
         trees = {msgspec.json.encode(tree) for tree in (found.manifest.tree, flat.tree)}
-        if is_same and len(trees) == 1 and _has_bytes(found, flat):
-            return found
-    raise_if_exists(location)
-    return None
+        with suppress(FormatError):
+            return len(trees) == 1 and _has_bytes(found, flat) and found.verify().ok
+        return False
+
+    found = find_same(location, is_same, f"an intact import of {origin['path']}")
+    if found is None:
+        raise_if_exists(location)  # a run
+    return found
 
 
 def _origin(checkpoint: ForeignCheckpoint) -> dict[str, str]:
@@ -269,25 +275,24 @@ def _origin(checkpoint: ForeignCheckpoint) -> dict[str, str]:
 
 def _has_bytes(found: SnapshotReader, flat: FlatState) -> bool:
     """Return True if the shard of an import has the bytes of the state."""
-    location, workers = found.location, Workers.create()
+    location, new, existing = found.location, Buffer(BLOCK_SIZE), Buffer(BLOCK_SIZE)
     places = {
         (leaf.key, box.offsets, box.sizes): (location.file_key(index.path), box.at)
         for index in found.indexes()
         for leaf in index.leaves
         for box in leaf.boxes
     }
-    with workers.buffer() as new, workers.buffer() as existing:
-        for leaf in flat.leaves:
-            nbytes = int(leaf.source.nbytes)
-            key, first = places.get((leaf.key, leaf.box.offsets, leaf.box.sizes), ("", -1))
-            if first < 0 < nbytes:
+    for leaf in flat.leaves:
+        nbytes = int(leaf.source.nbytes)
+        key, first = places.get((leaf.key, leaf.box.offsets, leaf.box.sizes), ("", -1))
+        if first < 0 < nbytes:
+            return False
+        for start in range(0, nbytes, BLOCK_SIZE):
+            size = min(BLOCK_SIZE, nbytes - start)
+            copy_bytes(leaf.source, start, start + size, new)
+            location.store.get_range(key, first + start, size, existing.view)
+            if new.view[:size] != existing.view[:size]:
                 return False
-            for start in range(0, nbytes, BLOCK_SIZE):
-                size = min(BLOCK_SIZE, nbytes - start)
-                copy_bytes(leaf.source, start, start + size, new)
-                location.store.get_range(key, first + start, size, existing.view)
-                if new.view[:size] != existing.view[:size]:
-                    return False
     return True
 
 
