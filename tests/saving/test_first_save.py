@@ -1,6 +1,10 @@
 """At the first save of a structure, a save binds what it has encoded to the same live objects: it
 raises if a load would, and commits nothing."""
 
+import inspect
+import sys
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +14,8 @@ from limpet.errors import MemberFailed, PlanError, Unsupported
 from limpet.format import tree
 from limpet.loading import check
 from limpet.state import optimizers
+from limpet.types import MIB
+from tests.memory_peak import numbers_of
 
 
 class Counted:
@@ -190,3 +196,75 @@ def test_a_check_creates_no_slots(tmp_path, kind):
     optimizer = kind(model.parameters(), lr=0.1)
     saved(tmp_path, {"model": model, "optimizer": optimizer})
     assert not optimizer.state
+
+
+def deep(levels):
+    return 1 if levels == 0 else {"a": deep(levels - 1)}
+
+
+def at_depth(frames, call):
+    return at_depth(frames - 1, call) if frames else call()
+
+
+def test_a_state_that_is_too_deep_for_the_check_is_saved(tmp_path):
+    """A load may begin with a shorter call stack. The encoder needs fewer levels."""
+    saved_at = []
+    room = sys.getrecursionlimit() - len(inspect.stack())
+    for frames in range(room - 400, room - 150, 10):
+        run = tmp_path / str(frames)
+        try:
+            at_depth(frames, partial(saved, run, {"v": deep(80)}))
+        except Unsupported:  # of the encoder
+            continue
+        saved_at.append(frames)
+        state = {"v": deep(80)}
+        limpet.load(run / "version_1", into=state)
+        assert state == {"v": deep(80)}
+    assert len(saved_at) > 5
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_buffers_that_are_not_saved_may_be_of_any_kind(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    module.register_buffer("lengths", nested, persistent=False)
+    saved(tmp_path, {"m": module})
+    weight = module.weight.detach().clone()
+    module.weight.data.zero_()
+    limpet.load(tmp_path / "version_1", into={"m": module})
+    assert torch.equal(module.weight, weight)
+
+
+def test_an_object_that_is_twice_in_a_state_is_compared_with_each_of_its_states(tmp_path):
+    class Alternating:
+        number = 0
+
+        def state_dict(self):
+            self.number += 1
+            return {"a": 1} if self.number % 2 else [1]
+
+        def load_state_dict(self, state):
+            pass
+
+    one = Alternating()
+    saved(tmp_path, {"o": one, "p": one})
+    assert limpet.load(tmp_path / "version_1") == {"o": {"a": 1}, "p": [1]}
+
+
+def test_states_without_leaves_are_told_apart(tmp_path):
+    saved(tmp_path / "a", {"plain": [1]})
+    with pytest.raises(MemberFailed):
+        saved(tmp_path / "b", {"o": Counted(ValueError("no"))})
+
+
+def test_the_check_of_plain_values_needs_little_memory(tmp_path):
+    code = """
+import sys, limpet
+from tests.memory_peak import print_peak_resident
+state = {"values": list(range(1_000_000)), "named": {str(i): i / 7 for i in range(100_000)}}
+limpet.save(sys.argv[1] + "/warm", {"n": 1})
+with print_peak_resident():
+    limpet.save(sys.argv[1] + "/version_1", state)
+"""
+    [growth] = numbers_of(code, tmp_path)
+    assert growth < 256 * MIB

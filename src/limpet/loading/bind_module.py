@@ -41,7 +41,8 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     if members is None:
         return lambda: module
     with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
-        state = binding.states[id(module)] if id(module) in binding.states else module.state_dict()
+        own = id(module), key
+        state = binding.states[own] if own in binding.states else module.state_dict()
     names = dict(zip(modules.strip_wrapper_names(module, list(state), key), state, strict=True))
     loader = _Loader(binding, module, key, state, names)
     if node is not ABSENT and "metadata" in node:
@@ -368,6 +369,7 @@ def _is_dense(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and not torch.nn.parameter.is_lazy(value)
         and value.layout is torch.strided
+        and not value.is_nested
         and not composites.is_subclass(value)
     )
 

@@ -67,7 +67,8 @@ def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Ada
     if is_from_torchdata(value):
         return _unchanged
     try:
-        live = binding.states[id(value)] if id(value) in binding.states else value.state_dict()
+        own = id(value), key
+        live = binding.states[own] if own in binding.states else value.state_dict()
     except Exception:  # noqa: BLE001  (a save raises it: an object may have no state before a load)
         return _unchanged
     differing = len(binding.differences.missing) + len(binding.differences.unexpected)

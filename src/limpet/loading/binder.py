@@ -129,6 +129,8 @@ def _bind_dict(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         raise unsupported(value, key, f"a key cannot be converted to text: {e}") from e
     # below the top level, a dict of plain values takes the members of the snapshot, in their order
     is_plain = key != "" and node is not ABSENT and _is_plain(value)
+    if is_plain and binding.targets.is_dry:
+        return lambda: value
     bind_member = _bind_plain if is_plain else bind
     finalizers: dict[Any, Finalize] = {}
     live, selected = dict(zip(value, live_keys, strict=True)), binding.selected
@@ -181,6 +183,8 @@ def _bind_sequence(binding: Binding, value: Any, node: Any, key: str) -> Finaliz
         return lambda: value
     nodes = () if node is ABSENT else node[tag]
     is_plain = node is not ABSENT and _is_plain(value)
+    if is_plain and binding.targets.is_dry:
+        return lambda: value
     if is_plain and len(nodes) != len(value):
         # a list of plain values, such as a history, takes its saved length
         if not binding.is_any_selected(node, key):

@@ -69,8 +69,8 @@ class Binding:
     differences: Differences = field(default_factory=Differences)
     claims: dict[Memory | None, dict[Any, Claim]] = field(default_factory=dict)
     """What the memory of live arrays gets, each once."""
-    states: Mapping[int, Any] = field(default_factory=dict)
-    """What ``state_dict()`` of live objects has returned, by ``id``, if it was called before."""
+    states: Mapping[tuple[int, str], Any] = field(default_factory=dict)
+    """What ``state_dict()`` of live objects has returned, by ``id`` and key, if it was called."""
     inside_wrapper: bool = False
     depth: int = 0
     """The number of containers around the value that is bound."""

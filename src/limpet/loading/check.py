@@ -7,6 +7,7 @@ relies on it: the tree is decoded as from a file, and bound without reading or a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from limpet.errors import FormatError, PlanError, Unsupported
+from limpet.errors import LimpetError, MemberFailed, Unsupported
 from limpet.format.strict_json import StrictDecoder
 from limpet.format.tree import LeafSpecs, check_tree, decode, walk
 from limpet.loading.binder import bind
@@ -46,37 +47,43 @@ class _Encoded:
 def check_once(
     state: dict[str, Any], flat: FlatState, rank: int, make_tree: Callable[[], Any]
 ) -> None:
-    """Call ``check_loadable``, unless the same leaves of the same objects were checked before."""
+    """Call ``check_loadable``, unless the same leaves of the same objects were checked before. A
+    state that is too deep for this call stack is not checked: a load may begin in a shorter one."""
     global _checked
     # faster than a tuple for each leaf, because this runs at each save
     fields = (map(attrgetter(name), flat.leaves) for name in ("key", "dtype", "shape"))
-    structure = hash((*chain(*fields), *flat.states))
+    structure = hash((*chain(*fields), *flat.states, *map(str, state)))
     if structure not in _checked:
-        check_loadable(state, flat, make_tree(), rank)
-        _checked = (*_checked[1 - _MAX_CHECKED :], structure)
+        with suppress(RecursionError):
+            check_loadable(state, flat, make_tree(), rank)
+            _checked = (*_checked[1 - _MAX_CHECKED :], structure)
 
 
 def check_loadable(state: dict[str, Any], flat: FlatState, tree: Any, rank: int) -> None:
     """Raise ``Unsupported`` if no load could restore the ``tree`` of a snapshot of this rank alone
-    into the ``state`` that it was made from. No element is read, and no ``state_dict()`` called."""
+    into the ``state`` that it was made from. No element is read, and no ``state_dict()`` called
+    (but for objects whose ``check_state_dict()`` fails)."""
     if any(isinstance(leaf.source, Source) for leaf in flat.leaves):
         return  # a load gets arrays in their place
     try:
         tree = _JSON.decode(_encoder.encode(tree))
         leaves = check_tree(tree, "the manifest")
         decode(tree, "", lambda node, key: None)
-        encoded: Any = _Encoded(leaves, dict(walk(tree)))
+        encoded: Any = _Encoded(leaves, {k: n for k, n in walk(tree) if type(n) is dict})
         targets = LoadTargets(encoded, is_live=True, is_dry=True)
         binding = Binding(targets, lambda key: True, flat.names, rank, states=flat.states)
         bind(binding, state, tree, "")
         binding.differences.raise_if_any("of this state", tree)
-    except Unsupported:
+    except (Unsupported, RecursionError, MemberFailed):
         raise
-    except (FormatError, PlanError) as e:
+    except Exception as e:
+        fields = {"listing": repr(e)}
+        if isinstance(e, LimpetError):
+            fields = {"listing": e.what, **e.fields}
         raise Unsupported(
             "No load could restore this state into the objects that it was made from",
             expected="a state that the same objects accept",
-            found=e.fields.get("listing") or e.what,
+            found=fields["listing"],
             todo="Change what the objects named here return from state_dict(), or leave them out of"
             " the state",
         ) from e

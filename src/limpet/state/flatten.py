@@ -74,7 +74,8 @@ class FlatState:
     from_first: dict[str, Any] = field(default_factory=dict)
     merged_lists: list[str] = field(default_factory=list)  # may differ in length between ranks
     names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
-    states: dict[int, Any] = field(default_factory=dict)  # what state_dict() returned, by id
+    states: dict[tuple[int, str], Any] = field(default_factory=dict)
+    """What ``state_dict()`` of each object has returned, by ``id`` and key."""
 
     def devices(self) -> dict[str, Any]:
         """Return the devices of the tensors by key; only one tensor if all are on one device; none
@@ -238,7 +239,7 @@ class _Flattener:
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
-                raw = self.flat.states[id(value)] = modules.module_state(value, key)
+                raw = self.flat.states[id(value), key] = modules.module_state(value, key)
                 state = modules.unwrap_state(value, raw, key)
             elif optimizers.is_standard_optimizer(value):
                 state = optimizers.optimizer_state(value, self.flat.names.name_of, key)
@@ -256,7 +257,7 @@ class _Flattener:
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
         """Encode an object by its ``state_dict()``. An error for a value in it names both."""
         with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
-            raw = self.flat.states[id(value)] = value.state_dict()
+            raw = self.flat.states[id(value), key] = value.state_dict()
         state = optimizers.name_parameters(value, raw, self.flat.names.name_of, key)
         self.inside_object = True
         try:
