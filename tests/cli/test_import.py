@@ -130,7 +130,7 @@ def test_a_checkpoint_without_a_step(folder):
 def test_an_existing_version_is_not_changed(folder):
     hf.save("runs/a/version_7", {"x": np.arange(3)})
     check_error_line(
-        run_cli("import", "step_7.pt", "runs/a"), 8, "already exists at runs/a/version_7"
+        run_cli("import", "step_7.pt", "runs/a"), 8, "already another snapshot at runs/a/version_7"
     )
     assert list(hf.load("runs/a/version_7")) == ["x"]
 

@@ -93,8 +93,8 @@ class Resume:
                 point = self._choose(found) if collective.rank == 0 else self._follow()
                 if point is None and self._error is not None:
                     self._require_valid_state()
-                if point is None and collective.size > 1:
-                    self._require_one_folder()
+                if point is None and collective.size > 1 and not self.group.members:
+                    self._require_one_folder()  # members do not take part if there is no version
                 if tiers.local is not None and not isinstance(point, str):
                     own = self._leftovers if collective.rank == 0 else None
                     self._leftovers = collective.broadcast(own, list[TierSnapshot])
