@@ -41,8 +41,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     if members is None:
         return lambda: module
     with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
-        own = id(module), key
-        state = binding.states[own] if own in binding.states else module.state_dict()
+        state = binding.live_state(module, key)
     names = dict(zip(modules.strip_wrapper_names(module, list(state), key), state, strict=True))
     loader = _Loader(binding, module, key, state, names)
     if node is not ABSENT and "metadata" in node:

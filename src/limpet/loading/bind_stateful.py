@@ -67,8 +67,7 @@ def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Ada
     if is_from_torchdata(value):
         return _unchanged
     try:
-        own = id(value), key
-        live = binding.states[own] if own in binding.states else value.state_dict()
+        live = binding.live_state(value, key)
     except Exception:  # noqa: BLE001  (a save raises it: an object may have no state before a load)
         return _unchanged
     differing = len(binding.differences.missing) + len(binding.differences.unexpected)

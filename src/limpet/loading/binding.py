@@ -85,6 +85,11 @@ class Binding:
             return None
         return {name: (child, k) for name, child, k in tree.children(node, key)}
 
+    def live_state(self, value: Any, key: str) -> Any:
+        """Return the ``state_dict()`` of a live object, which is not called again."""
+        known = id(value), key
+        return self.states[known] if known in self.states else value.state_dict()
+
     def note_missing(self, key: str) -> None:
         """Record a key of the live state that the snapshot lacks, if it is selected."""
         if self.selected(key):

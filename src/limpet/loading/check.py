@@ -17,7 +17,7 @@ import msgspec
 
 from limpet.errors import LimpetError, MemberFailed, Unsupported
 from limpet.format.strict_json import StrictDecoder
-from limpet.format.tree import LeafSpecs, check_tree, decode, walk
+from limpet.format.tree import LeafSpecs, check_tree, walk
 from limpet.loading.binder import bind
 from limpet.loading.binding import Binding
 from limpet.loading.targets import LoadTargets
@@ -68,7 +68,6 @@ def check_loadable(state: dict[str, Any], flat: FlatState, tree: Any, rank: int)
     try:
         tree = _JSON.decode(_encoder.encode(tree))
         leaves = check_tree(tree, "the manifest")
-        decode(tree, "", lambda node, key: None)
         encoded: Any = _Encoded(leaves, {k: n for k, n in walk(tree) if type(n) is dict})
         targets = LoadTargets(encoded, is_live=True, is_dry=True)
         binding = Binding(targets, lambda key: True, flat.names, rank, states=flat.states)
@@ -77,13 +76,11 @@ def check_loadable(state: dict[str, Any], flat: FlatState, tree: Any, rank: int)
     except (Unsupported, RecursionError, MemberFailed):
         raise
     except Exception as e:
-        fields = {"listing": repr(e)}
-        if isinstance(e, LimpetError):
-            fields = {"listing": e.what, **e.fields}
+        found = e.fields.get("listing", e.what) if isinstance(e, LimpetError) else repr(e)
         raise Unsupported(
             "No load could restore this state into the objects that it was made from",
             expected="a state that the same objects accept",
-            found=fields["listing"],
+            found=found,
             todo="Change what the objects named here return from state_dict(), or leave them out of"
             " the state",
         ) from e

@@ -156,8 +156,10 @@ def begin_save(
         if group.rank == 0:
             raise_if_exists(location)
         metadata_node = metadata.to_node()
-        flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
-        if not isinstance(state, FlatState):
+        if isinstance(state, FlatState):
+            flat = state
+        else:
+            flat = flatten(state, group.rank)
             check_once(state, flat, group.rank, partial(local_tree, flat, group.rank))
         synchronize([*map(attrgetter("source"), flat.leaves)])
         partition = partition_state(collective, group, flat, workers)

@@ -239,7 +239,7 @@ class _Flattener:
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
-                raw = self.flat.states[id(value), key] = modules.module_state(value, key)
+                raw = self.flat.states[id(value), key] = modules.state_dict_of(value, key)
                 state = modules.unwrap_state(value, raw, key)
             elif optimizers.is_standard_optimizer(value):
                 state = optimizers.optimizer_state(value, self.flat.names.name_of, key)
@@ -256,8 +256,7 @@ class _Flattener:
 
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
         """Encode an object by its ``state_dict()``. An error for a value in it names both."""
-        with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
-            raw = self.flat.states[id(value), key] = value.state_dict()
+        raw = self.flat.states[id(value), key] = modules.state_dict_of(value, key)
         state = optimizers.name_parameters(value, raw, self.flat.names.name_of, key)
         self.inside_object = True
         try:

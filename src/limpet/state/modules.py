@@ -59,6 +59,12 @@ def calling(value: object, key: str, method: str, effect: str, **fields: Any) ->
 UNCHANGED = "Limpet has not modified the live state"
 
 
+def state_dict_of(value: Any, key: str) -> Any:
+    """Return ``value.state_dict()`` for a save. Its tensors share memory with the object."""
+    with calling(value, key, "state_dict", f"Nothing was saved. {UNCHANGED}"):
+        return value.state_dict()
+
+
 def require_complete(value: object, key: str) -> None:
     """Raise ``Unsupported`` for an object whose ``state_dict()`` is known to omit what it needs: it
     would not continue from where it was."""
@@ -159,12 +165,6 @@ def _strip_wrappers(name: str, wrapped_paths: set[str]) -> str:
     paths = accumulate(levels[:-1], "{}.{}".format)
     kept = [level for level, path in zip(levels, paths) if path not in wrapped_paths]
     return ".".join(level for level in [*kept, levels[-1]] if level not in WRAPPER_ATTRIBUTES)
-
-
-def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
-    """Return ``module.state_dict()``. The tensors share memory."""
-    with calling(module, key, "state_dict", f"Nothing was saved. {UNCHANGED}"):
-        return module.state_dict()
 
 
 def unwrap_state(module: torch.nn.Module, state: Any, key: str) -> dict[str, Any]:

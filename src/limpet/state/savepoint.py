@@ -237,7 +237,7 @@ class Savepoint:
         mutable_members = self._mutable_members.get(id(module))
         if mutable_members is None:
             return walk.map_containers(
-                modules.unwrap_state(module, modules.module_state(module, ""), ""),
+                modules.unwrap_state(module, modules.state_dict_of(module, ""), ""),
                 self._capture_value,
                 self._memo,
                 depth,
