@@ -217,5 +217,5 @@ def test_promises_hold_if_a_call_fails_with_eio(name, pools, opened):
 @pytest.mark.parametrize("error", [*ERRORS, "lost", "full", "short", "nothing"])
 @pytest.mark.parametrize("name", WORKS)
 def test_promises_hold_if_any_call_fails_with_any_error(name, error, pools, opened):
-    every = (5 if name == "checkpointer" else 1) * (2 if error in ("EDQUOT", "EACCES") else 1)
+    every = (3 if name == "checkpointer" else 1) * (2 if error in ("EDQUOT", "EACCES") else 1)
     run_all(WORKS[name], error, pools, opened, every=every)

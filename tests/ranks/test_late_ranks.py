@@ -364,7 +364,7 @@ def run_random_trials(seed, times=4):
 @pytest.mark.slow
 def test_all_ranks_take_the_same_steps_when_one_is_late():
     with recorded_steps(), ThreadPoolExecutor(6) as pool:
-        trials = [trial for group in pool.map(run_random_trials, range(4)) for trial in group]
+        trials = [trial for group in pool.map(run_random_trials, range(6)) for trial in group]
     assert sum(t.failure_count > 0 for t in trials) > len(trials) / 2
     assert sum(t.late_count > 0 for t in trials) > len(trials) / 4
 

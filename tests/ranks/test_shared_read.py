@@ -240,7 +240,7 @@ def indexes_of(store, folder):
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(states(), st.sampled_from([1, 4096, 20_000, 256 * MIB]), st.randoms(use_true_random=False))
 def test_any_layout_loads_on_any_hosts(drawn, budget, random):
     sizes, tensors = drawn

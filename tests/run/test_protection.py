@@ -132,7 +132,7 @@ def test_what_was_protected_during_a_deletion_stays(deletion, protection, in_par
     }.get(protection, False)
     outcomes = Counter[str]()
     deletions = range(count_calls(prepare(), delete) + 1)
-    for at in itertools.product(deletions, range(1, calls, 3) if in_parts else [None]):
+    for at in itertools.product(deletions, range(1, calls, 2) if in_parts else [None]):
         store = prepare()
         deleter, protector = actors = Actor(delete), Actor(PROTECTIONS[protection])
         run_interleaved(store, *actors, at)
