@@ -7,9 +7,9 @@ from weakref import ref
 import numpy as np
 
 import limpet
+from limpet.loading.snapshot import reader_of
 from limpet.run.lineage import start_branch
 from limpet.run.policy import EverySteps
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training import ending
 

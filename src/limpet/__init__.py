@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from limpet.saving.pending import Pending as Pending
     from limpet.saving.save import save as save, save_async as save_async
     from limpet.snapshot.leaf import LeafView as LeafView
-    from limpet.snapshot.snapshot import Snapshot as Snapshot
+    from limpet.loading.snapshot import Snapshot as Snapshot
     from limpet.snapshot.verify import Report as Report
     from limpet.state.replication import PerRank as PerRank, Replicated as Replicated
     from limpet.state.sharding import Boxed as Boxed
@@ -75,7 +75,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "saving.pending": "Pending",
         "saving.save": "save save_async",
         "snapshot.leaf": "LeafView",
-        "snapshot.snapshot": "Snapshot",
+        "loading.snapshot": "Snapshot",
         "snapshot.verify": "Report",
         "state.replication": "PerRank Replicated",
         "state.sharding": "Boxed",

@@ -8,9 +8,9 @@ import pytest
 import limpet
 from limpet.errors import LimpetError, PlanError, Unsupported
 from limpet.format.records import Evaluation, encode_record
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps, KeepBest
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli
 from tests.forging import files_of

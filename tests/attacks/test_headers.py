@@ -19,10 +19,10 @@ from limpet.errors import DigestMismatch, SkippedVersion
 from limpet.integrations.dcp import StorageReader
 from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.snapshot.compare import compare_bytes
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_location
-from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.threads import no_op
 from limpet.types import BLOCK_SIZE, MIB

@@ -17,11 +17,11 @@ from limpet.format.index import decode_index
 from limpet.format.manifest import ShardReference, decode_manifest
 from limpet.format.names import Version
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.run.run import Run
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests import forging
 from tests.attacks.test_fuzz import change

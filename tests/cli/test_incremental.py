@@ -7,10 +7,10 @@ import limpet as hf
 from limpet.buffers import shared_pool
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Branch, encode_record
+from limpet.loading.snapshot import reader_of
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.forging import seal, sealed_content

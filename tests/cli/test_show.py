@@ -12,9 +12,9 @@ from limpet.cli.tree_rows import iter_tree_rows
 from limpet.cli.verbs.show import render
 from limpet.format.names import Version
 from limpet.format.records import FailedEvaluation
+from limpet.loading.snapshot import reader_of
 from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from tests.cli.invoke import run_cli
 from tests.forging import small_state
 

@@ -11,9 +11,9 @@ from limpet.convert import copy as copy_module
 from limpet.convert.copy import copy_snapshot
 from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NoSpace, NotFound
 from limpet.format.names import MANIFEST, parse_pin
+from limpet.loading.snapshot import reader_of
 from limpet.run.run import Run
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits
 from limpet.types import MIB

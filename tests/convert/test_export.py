@@ -31,10 +31,10 @@ from limpet.errors import (
     Unsupported,
 )
 from limpet.format import names
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits

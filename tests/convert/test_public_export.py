@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import limpet
 from limpet.convert.export_record import check_export
 from limpet.errors import DigestMismatch, LimpetError, MissingLeaf, NotFound
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli

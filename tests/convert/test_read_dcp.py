@@ -23,7 +23,7 @@ import limpet
 from limpet.convert.import_ import read_foreign_checkpoint
 from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
 from limpet.layout.shard_layout import leaf_boxes_from_index
-from limpet.snapshot.snapshot import Snapshot
+from limpet.loading.snapshot import Snapshot
 from tests.convert.checkpoints import (
     MaliciousPickle,
     import_and_load,

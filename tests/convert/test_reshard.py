@@ -28,13 +28,13 @@ from limpet.errors import (
 )
 from limpet.format.names import MANIFEST, parse_attempt, parse_pin
 from limpet.layout.placements import ShardPlacement, local_boxes
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.compare import compare_bytes
 from limpet.snapshot.location import Location, is_snapshot
 from limpet.snapshot.reader import open_location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits

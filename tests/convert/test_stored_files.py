@@ -17,8 +17,8 @@ from limpet.convert.arrange import arrange_state
 from limpet.convert.import_ import read_foreign_checkpoint, save_foreign_checkpoint
 from limpet.convert.stored_files import size_of_foreign
 from limpet.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
+from limpet.loading.snapshot import Snapshot
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import flatten
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store

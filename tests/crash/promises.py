@@ -13,12 +13,12 @@ from limpet.errors import NotFound
 from limpet.format import names
 from limpet.format.names import Version
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.sweep import MIN_GRACE
 from limpet.snapshot import pins
-from limpet.snapshot.snapshot import reader_of
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 State = dict[str, Any]

@@ -11,13 +11,13 @@ from limpet.errors import CommitError, LimpetError
 from limpet.format import names
 from limpet.format.names import MANIFEST, Version
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing.crashfs import CrashFs

@@ -20,11 +20,11 @@ from limpet.evaluation.evaluation import Evaluation, Outcome
 from limpet.evaluation.options import Selection, Workers
 from limpet.format.names import Version
 from limpet.format.records import FailedEvaluation
+from limpet.loading.snapshot import reader_of
 from limpet.run.lease import list_leases
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.snapshot.location import locate
-from limpet.snapshot.snapshot import reader_of
 from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
 from tests.trainings import delete_version

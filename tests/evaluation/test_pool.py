@@ -13,7 +13,7 @@ from limpet.errors import TaskError
 from limpet.evaluation import Workers
 from limpet.evaluation.pool import WorkerLost, WorkerPool
 from limpet.evaluation.worker import Worker
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.tasks import RemoteQueue
 
 TRIVIAL = {name: f"tests.evaluation.trivial:{name}" for name in ("setup", "evaluate", "data")}

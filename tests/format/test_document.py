@@ -25,7 +25,7 @@ from limpet.format.safetensors import MAX_HEADER, build_header
 from limpet.format.sealed import FORMAT
 from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, check_tree, decode
 from limpet.loading.load import load_snapshot
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.types import ALIGNMENT, DTYPES, MIB
 from tests.forging import store_of, values_equal
 

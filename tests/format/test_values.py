@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import limpet
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.forging import files_of, plain_values, small_state, values_equal
 from tests.states import DTYPE_NAMES

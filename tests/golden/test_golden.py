@@ -11,7 +11,7 @@ import torch
 
 import limpet
 from limpet.format.names import Version
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from tests.forging import values_equal
 from tests.golden import make
 

@@ -40,8 +40,8 @@ from limpet.errors import (
     Unsupported,
 )
 from limpet.integrations.dcp import StorageReader, StorageWriter
+from limpet.loading.snapshot import reader_of
 from limpet.snapshot.location import is_snapshot, locate
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing.crashfs import CrashFs

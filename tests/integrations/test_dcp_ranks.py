@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import limpet
 from limpet.errors import CommitError, DigestMismatch, NotFound, Unsupported
 from limpet.integrations.dcp import StorageReader, StorageWriter
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from tests.integrations.world import SIZE, RankProcesses
 
 pytestmark = pytest.mark.slow

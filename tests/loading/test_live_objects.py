@@ -13,7 +13,7 @@ from limpet.errors import (
     ShapeMismatch,
     UnexpectedLeaf,
 )
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from tests.states import Stateful, assert_same, round_trip, save_state, unused_url
 
 

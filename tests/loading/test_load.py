@@ -16,7 +16,7 @@ from torch import nn
 
 import limpet
 from limpet.errors import DigestMismatch, MissingLeaf, PlanError, ShapeMismatch, StoreError
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.types import MIB
 from tests.memory_peak import numbers_of
 from tests.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url

@@ -12,7 +12,7 @@ from limpet.format.index import Index, IndexBox, IndexLeaf, encode_index
 from limpet.format.manifest import FileEntry, Shard
 from limpet.format.names import MANIFEST, index_name, shard_name
 from limpet.format.sealed import seal
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.types import MIB, Box
 from tests.memory_peak import numbers_of
 

@@ -20,10 +20,10 @@ import limpet
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.names import Version
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.ranks.group import current_group
 from limpet.ranks.kv import Timeouts
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from tests.fakegroup import FakeGroup

@@ -21,9 +21,9 @@ from torch.distributed import distributed_c10d
 
 import limpet
 from limpet import threads
+from limpet.loading.snapshot import reader_of
 from limpet.saving import save, write
 from limpet.saving.commit import SaveJob
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.os_calls import Fs
 from tests.ranks.faults import state_of
 from tests.trainings import state_after

@@ -9,8 +9,8 @@ import pytest
 
 from limpet.errors import CommitError, LimpetError, RankFailed, StoreError
 from limpet.format.names import Version
+from limpet.loading.snapshot import reader_of
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.testing.faults import Fault, FaultFs

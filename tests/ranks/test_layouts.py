@@ -15,13 +15,13 @@ import limpet
 from limpet.buffers import shared_pool
 from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.ranks.group import current_group
 from limpet.saving import partition
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.types import BLOCK_SIZE, DTYPES, MIB
 from tests.fakegroup import FakeGroup

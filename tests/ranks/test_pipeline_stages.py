@@ -17,7 +17,7 @@ from limpet.errors import (
     ShapeMismatch,
     UnexpectedLeaf,
 )
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.state.sharding import Boxed
 from tests.fakegroup import FakeGroup
 from tests.ranks.rank_threads import (

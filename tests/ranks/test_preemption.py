@@ -41,6 +41,7 @@ import pytest
 
 from limpet.errors import Preempted, RankFailed
 from limpet.format.names import MANIFEST
+from limpet.loading.snapshot import reader_of
 from limpet.notices import exit_status
 from limpet.notices.exit_status import Status
 from limpet.preemption import GcpNotice, NoticeSource, Preemption, PreemptionGuard
@@ -48,7 +49,6 @@ from limpet.ranks.kv import Timeouts
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.training import response, step_savepoint
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer

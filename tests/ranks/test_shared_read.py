@@ -20,13 +20,13 @@ from limpet import machine
 from limpet.errors import DigestMismatch, FormatError, RankFailed
 from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.ranks import host_exchange
 from limpet.ranks.group import current_group
 from limpet.ranks.host_exchange import HostPeers
 from limpet.ranks.kv import Timeouts
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import open_location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.types import BLOCK_SIZE, MIB

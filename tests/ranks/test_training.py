@@ -14,11 +14,11 @@ import limpet
 from limpet.errors import LimpetError, PlanError, StoreError
 from limpet.format import names
 from limpet.format.records import Pin, encode_record
+from limpet.loading.snapshot import reader_of
 from limpet.notices.notice import Notice
 from limpet.run.policy import EverySeconds, EverySteps, KeepBest, KeepLast, SavePolicy, StopWhen
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
-from limpet.snapshot.snapshot import reader_of
 from tests.ranks.trainings import TrainingJob, matches_uninterrupted
 
 WRITES = {"put", "write_at", "commit", "put_if_absent"}

@@ -8,10 +8,10 @@ import pytest
 import limpet
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.loading.snapshot import reader_of
 from limpet.notices.notice import Notice
 from limpet.run.policy import EverySeconds, EverySteps, Never, StopWhen
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.training.training_evaluation import TrainingEvaluation
 from tests.ranks.test_training import clocks
 from tests.ranks.trainings import TrainingJob, train_step

@@ -27,9 +27,9 @@ from limpet.errors import (
     UnsavedSteps,
 )
 from limpet.format.names import Version
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySeconds, EverySteps, KeepLast, OnException
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.threads import no_op
 from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, initial_state, matches_uninterrupted
 from tests.trainings import flip_bit

@@ -7,10 +7,10 @@ import pytest
 
 import limpet
 from limpet.errors import NoSnapshot, NotFound
+from limpet.loading.snapshot import reader_of
 from limpet.run import address as address_module
 from limpet.run.address import open_reader, open_version, read_objectives
 from limpet.run.policy import EverySteps, KeepBest, KeepLast, StopWhen
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli

@@ -21,13 +21,13 @@ from limpet.format.names import (
     random_id,
     shard_name,
 )
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.run.writer_lock import WriterLock
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from tests.interleaving import Actor, count_calls, run_interleaved

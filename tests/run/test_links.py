@@ -21,9 +21,9 @@ from limpet.errors import (
     StoreError,
 )
 from limpet.format.names import MANIFEST, Version
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from tests.cli.invoke import run_cli
 from tests.trainings import leave_from, train, training
 

@@ -17,12 +17,12 @@ from limpet.errors import LimpetError, NotFound, SkippedVersion, StoreError, Una
 from limpet.format.names import MANIFEST, NOTICES, Version, pin_name, random_id, shard_name
 from limpet.format.records import MAX_RECORD
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.run import catalog
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing.crashfs import CrashFs

@@ -18,6 +18,7 @@ from limpet.format.digest import digest
 from limpet.format.names import MANIFEST, Version, index_name, random_id, shard_name
 from limpet.format.records import Branch, encode_record
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.run.address import open_version
 from limpet.run.policy import EverySteps, KeepEvery, KeepLast
 from limpet.run.run import Run
@@ -25,7 +26,6 @@ from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from tests.trainings import flip_bit, leave_from, shard_of, train, trained_run, training

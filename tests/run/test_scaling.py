@@ -21,11 +21,11 @@ from limpet.convert.copy import copy_snapshot
 from limpet.format.manifest import decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.format.sealed import seal
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore

@@ -12,10 +12,10 @@ from limpet.errors import FormatError, LimpetError, ManifestInvalid, StoreError
 from limpet.format import names
 from limpet.format.manifest import decode_manifest
 from limpet.format.names import Version, index_name, shard_name
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.run.run import Run
 from limpet.snapshot import pins
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing.contract import keys, put

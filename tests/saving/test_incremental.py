@@ -15,13 +15,13 @@ from limpet.convert.copy import copy_snapshot
 from limpet.errors import CommitError, DigestMismatch, FormatError, StoreError
 from limpet.format.names import MANIFEST, Version, parse_reference
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.ranks.group import current_group
 from limpet.run.run import Run
 from limpet.saving import image
 from limpet.saving.commit import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
@@ -302,7 +302,7 @@ from limpet.buffers import shared_pool
 from limpet.saving.commit import VersionMetadata
 from limpet.snapshot.location import locate
 from limpet.saving.save import begin_save, finish_save
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from tests.memory_peak import print_peak_resident
 
 folder = sys.argv[1]

@@ -14,9 +14,9 @@ import limpet
 from limpet import events
 from limpet.errors import CommitError, LimpetError, StoreError
 from limpet.format.names import MANIFEST, WRITER_LOCK
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from tests.crash.promises import check_promises

@@ -14,12 +14,12 @@ import limpet
 from limpet.errors import AlreadyExists, CommitError, StoreError
 from limpet.format import names
 from limpet.format.names import MANIFEST
+from limpet.loading.snapshot import reader_of
 from limpet.run.run import Run
 from limpet.saving.commit import SaveJob
 from limpet.saving.save import finish_save
 from limpet.snapshot import pins
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing.crashfs import CrashFs

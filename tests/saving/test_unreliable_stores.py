@@ -9,9 +9,9 @@ import limpet
 from limpet import events
 from limpet.errors import AlreadyExists, CommitError, LimpetError, NotFound, Unavailable
 from limpet.format.names import MANIFEST
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.saving.saves import keys, save

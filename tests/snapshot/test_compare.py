@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import limpet
+from limpet.loading.snapshot import reader_of
 from limpet.snapshot import compare
 from limpet.snapshot.compare import compare_bytes, find_equal_by_digest
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 
 

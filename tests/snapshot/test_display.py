@@ -12,10 +12,10 @@ import torch
 
 import limpet
 from limpet.errors import StoreError
+from limpet.loading.snapshot import Snapshot, SubtreeView, reader_of
 from limpet.run.run import Run
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot, SubtreeView, reader_of
 from limpet.storage.memory import MemoryStore
 from tests.docs.reference import render
 from tests.trainings import trained_run

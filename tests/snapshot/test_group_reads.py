@@ -14,8 +14,8 @@ from limpet.convert.copy import copy_snapshot
 from limpet.convert.reshard import reshard
 from limpet.errors import DigestMismatch, StoreError
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.testing.contract import keys
 from limpet.types import BLOCK_SIZE, MIB

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import limpet
+from limpet.loading.snapshot import reader_of
 from limpet.snapshot import index_files
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 from tests.unreliable_stores import HookedStore

@@ -11,7 +11,7 @@ from torch import nn
 
 import limpet
 from limpet.errors import NotFound, Unsupported
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.state.flatten import flatten
 from tests.states import (
     TORCH_DTYPES,

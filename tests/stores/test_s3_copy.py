@@ -14,8 +14,8 @@ import torch
 
 import limpet
 from limpet.convert.copy import copy_snapshot
+from limpet.loading.snapshot import reader_of
 from limpet.snapshot.location import Location, locate
-from limpet.snapshot.snapshot import reader_of
 from limpet.testing.contract import partial_keys
 from limpet.types import MIB
 from tests.cli.invoke import run_cli

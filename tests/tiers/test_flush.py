@@ -19,13 +19,13 @@ from limpet.deadline import Deadline
 from limpet.errors import DeadlinePassed, FormatError, LimpetError, NoSpace, Preempted, StoreError
 from limpet.format.names import WRITER_LOCK, Version
 from limpet.format.records import Pin, encode_record
+from limpet.loading.snapshot import reader_of
 from limpet.machine import utc_now
 from limpet.preemption import Preemption
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.writer_lock import WriterLock
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import flush as flush_module
 from limpet.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory

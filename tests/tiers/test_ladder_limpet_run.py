@@ -8,10 +8,10 @@ import pytest
 
 import limpet
 from limpet.format.names import Version, restart_name
+from limpet.loading.snapshot import reader_of
 from limpet.notices.exit_status import FAILED, GIVE_UP
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.tiers.restarts import Restart, write_restart
 from tests.cli.supervised import run_to_end
 

@@ -27,12 +27,12 @@ from limpet.errors import (
 )
 from limpet.format.names import MANIFEST, WRITER_LOCK, Version
 from limpet.format.records import Pin, encode_record
+from limpet.loading.snapshot import reader_of
 from limpet.machine import utc_now
 from limpet.notices.notice import Notice
 from limpet.run.policy import AtEnd, EverySteps, KeepLast
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import flush, local_snapshots

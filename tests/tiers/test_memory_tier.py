@@ -11,9 +11,9 @@ import pytest
 import limpet
 from limpet.errors import Denied, LimpetError, NoSpace
 from limpet.format.names import MANIFEST, RUN_ID, Version
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySeconds, EverySteps
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import memory_snapshots

@@ -12,9 +12,9 @@ import limpet
 from limpet.errors import DigestMismatch, NotFound, StoreError, Unavailable
 from limpet.format.names import MANIFEST
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.inventory import Holder, Sources

@@ -16,9 +16,9 @@ from limpet.errors import (
     Unsupported,
 )
 from limpet.format.names import MANIFEST, Version
+from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySeconds, EverySteps, KeepLast
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.trainings import (
     flip_bit,

@@ -18,13 +18,13 @@ import pytest
 
 from limpet import Preemption
 from limpet.errors import LimpetError, NoSpace, Preempted, Unavailable
+from limpet.loading.snapshot import reader_of
 from limpet.notices.exit_status import forget_done, read_records
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
 from limpet.ranks.agreement import RoundDeadline
 from limpet.run.policy import AtEnd, EverySteps, Never, OnException
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer

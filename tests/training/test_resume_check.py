@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import limpet
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from limpet.training import checkpointer, resume_check
 
 Event = tuple[str, dict[str, Any]]

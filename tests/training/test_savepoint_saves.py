@@ -14,12 +14,12 @@ import limpet
 from limpet import Preemption
 from limpet.deadline import Deadline
 from limpet.errors import Preempted
+from limpet.loading.snapshot import reader_of
 from limpet.notices.notice import Notice
 from limpet.preemption import PreemptionGuard
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import EverySteps, Never
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer

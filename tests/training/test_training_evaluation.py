@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import limpet
 from limpet.errors import LimpetError, Preempted, Unavailable
 from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.loading.snapshot import reader_of
 from limpet.notices.notice import Notice
 from limpet.run.policy import AtEnd, EverySteps, KeepBest, KeepLast, Never, StopWhen
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training.training_evaluation import TrainingEvaluation
 from tests.evaluation.functions import data, evaluate, expected, make_model

@@ -32,13 +32,13 @@ from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
 from limpet.layout.shard_layout import chunk_cuts
 from limpet.lazy_torch import import_torch
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.machine import path_text
 from limpet.run.address import open_reader
 from limpet.run.run import Run
 from limpet.saving.image import Image
 from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.store import Store
 from limpet.text import format_list
 from limpet.threads import no_op

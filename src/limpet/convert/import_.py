@@ -36,13 +36,13 @@ from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members
 from limpet.lazy_torch import import_torch
+from limpet.loading.snapshot import Snapshot
 from limpet.machine import full_path, path_text
 from limpet.saving.commit import VersionMetadata, raise_if_exists
 from limpet.saving.image import copy_bytes
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import Store
 from limpet.threads import Workers, no_op

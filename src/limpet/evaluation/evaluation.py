@@ -20,12 +20,12 @@ from limpet.evaluation.pool import WorkerError, WorkerLost, WorkerPool
 from limpet.evaluation.worker import MAX_UNAVAILABLE, POLL_SECONDS, resolve
 from limpet.format.names import Version
 from limpet.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.run.lease import LEASE_SECONDS, LeaseHolder
 from limpet.run.records import check_job_name, make_objective, record_objective
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Url
-from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.threads import no_op
 
 _MAX_WAITING = 10_000

@@ -10,10 +10,10 @@ from limpet.errors import FormatError, NotFound
 from limpet.evaluation.options import Selection
 from limpet.format.names import Version
 from limpet.format.records import Evaluation, FailedEvaluation
+from limpet.loading.snapshot import Snapshot
 from limpet.run.lineage import lineage_folders
 from limpet.run.listing import Listing
 from limpet.run.run import Run
-from limpet.snapshot.snapshot import Snapshot
 from limpet.threads import no_op
 
 _State = Literal["found", "open", "done", "failed", "unreadable"]

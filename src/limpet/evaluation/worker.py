@@ -26,8 +26,8 @@ from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.lazy_torch import torch_or_none
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import Snapshot
 from limpet.snapshot.reader import open_snapshot
-from limpet.snapshot.snapshot import Snapshot
 from limpet.tasks.remote import RemoteQueue, parse_address
 from limpet.tasks.task import EvaluationTask
 

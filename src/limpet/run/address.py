@@ -19,6 +19,7 @@ from limpet.errors import NotFound
 from limpet.format.names import Version, split_address
 from limpet.loading.binding import Leniency
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import Snapshot
 from limpet.machine import path_text
 from limpet.ranks.group import (
     Group,
@@ -33,7 +34,6 @@ from limpet.run.run import Run
 from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.location import Url, locate
 from limpet.snapshot.reader import SnapshotReader, open_location, open_snapshot
-from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.open import open_store
 from limpet.storage.store import within
 from limpet.text import format_list

@@ -16,6 +16,7 @@ from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
 from limpet.format.records import AboutVersion, Branch, Evaluation, LastingPin, encode_record
+from limpet.loading.snapshot import Snapshot, reader_of, snapshot_of
 from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run import lineage, retention, sweep
 from limpet.run.catalog import Catalog, VersionRecord
@@ -27,7 +28,6 @@ from limpet.run.sweep import GRACE, SweepResult
 from limpet.run.writer import VersionWriter, check_incremental
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, Url
-from limpet.snapshot.snapshot import Snapshot, reader_of, snapshot_of
 from limpet.storage.open import open_store
 from limpet.text import to_printable
 from limpet.threads import gc_paused

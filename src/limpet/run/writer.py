@@ -21,6 +21,7 @@ from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, LimpetError
 from limpet.format.manifest import Parent
 from limpet.format.names import MAX_STEP, Version, parse_version, random_id
+from limpet.loading.snapshot import Snapshot, snapshot_of
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run import lineage
 from limpet.run.catalog import Catalog
@@ -33,7 +34,6 @@ from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot, snapshot_of
 
 _MAX_SESSIONS = 256
 """The sessions that a version names. A backup that lacks as many restarts is refused."""

@@ -18,7 +18,7 @@ from limpet.ranks.error_report import format_with_notes
 from limpet.threads import Latch, start_thread
 
 if TYPE_CHECKING:
-    from limpet.snapshot.snapshot import Snapshot
+    from limpet.loading.snapshot import Snapshot
 
 _unawaited: set[Pending] = set()
 _finalizer_pid: int | None = None

@@ -20,6 +20,7 @@ from limpet import events
 from limpet.buffers import BufferPool, enough_memory, shared_pool
 from limpet.errors import CommitError
 from limpet.loading.check import check_once
+from limpet.loading.snapshot import Snapshot
 from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.saving.commit import (
     Receipt,
@@ -39,7 +40,6 @@ from limpet.saving.staging import DeferredStaging, split_pieces, stage_pieces
 from limpet.saving.write import put_local_shard, write_local_shard
 from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten
 from limpet.state.step_hooks import find_stable_leaves
 from limpet.text import format_list

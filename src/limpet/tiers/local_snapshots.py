@@ -12,6 +12,7 @@ from limpet.deadline import Deadline
 from limpet.format import names
 from limpet.format.manifest import Manifest, Shard
 from limpet.format.names import Version, shard_name
+from limpet.loading.snapshot import Snapshot
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
 from limpet.run.run import Run
@@ -30,7 +31,6 @@ from limpet.settings import read_settings
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store
 from limpet.text import format_size

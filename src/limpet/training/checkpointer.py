@@ -13,6 +13,7 @@ from limpet.errors import LimpetError, RankFailed
 from limpet.format.names import Version
 from limpet.loading.binding import Leniency
 from limpet.loading.differences import LoadReport
+from limpet.loading.snapshot import Snapshot, snapshot_of
 from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.run.catalog import read_training_metadata
@@ -28,7 +29,6 @@ from limpet.run.policy import (
 from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher
 from limpet.snapshot.location import Url
-from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.state.flatten import flatten
 from limpet.storage.throttle import store_statistics
 from limpet.tiers.tiers import Tier, Tiers

@@ -21,6 +21,7 @@ from limpet.deadline import Deadline
 from limpet.errors import LimpetError
 from limpet.format.names import Version
 from limpet.loading.binding import STRICT, Leniency
+from limpet.loading.snapshot import Snapshot, snapshot_of
 from limpet.ranks.group import LEAVING, Group
 from limpet.run.policy import KeepPolicy
 from limpet.run.run import Run
@@ -28,7 +29,6 @@ from limpet.run.writer import VersionWriter
 from limpet.saving.commit import VersionMetadata
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.tiers.ladder import Ladder
 from limpet.tiers.tiers import Tiers
 from limpet.training.options import Options, check_state

@@ -13,6 +13,7 @@ from limpet import errors, events
 from limpet.buffers import BufferPool, page_lock
 from limpet.deadline import Deadline
 from limpet.format.names import Version, parse_version
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.ranks.error_report import format_with_notes
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.address import merge_objectives
@@ -23,7 +24,6 @@ from limpet.saving.pending import Pending
 from limpet.saving.save import begin_save, finish_in_background, finish_save
 from limpet.saving.staging import DeferredStaging
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.state.flatten import FlatState
 from limpet.state.step_hooks import StepPreHook
 from limpet.state.walk import optimizers_in

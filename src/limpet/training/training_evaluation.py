@@ -22,12 +22,12 @@ from limpet.evaluation.worker import count_records, describe, read_batches
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.generators import kept_generators
 from limpet.lazy_torch import torch_or_none
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
 from limpet.ranks.group import all_reduce, broadcast_from_first
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import Never, SavePolicy
 from limpet.run.records import check_job_name
-from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.training.cadence import Cadence
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saver import version_of

@@ -22,7 +22,7 @@ from limpet.errors import (
     NotFound,
     Unsupported,
 )
-from limpet.snapshot.snapshot import reader_of
+from limpet.loading.snapshot import reader_of
 from tests.fakegroup import FakeGroup
 from tests.forging import Json, manifest_key, save_to_files, seal, sealed_content, store_of
 from tests.golden.make import Scaled, scaled
