@@ -220,10 +220,11 @@ class Preempted(SystemExit):
 
     ``code`` is 75 if the last step is saved, or the one before a step that took too long, and 76
     otherwise. (Under ``limpet run``, ``code`` is 0, and the command returns 75 or 76.) ``step``
-    is the last step, ``saved_step`` that of the newest committed version, and ``reason`` says why.
+    is the last step, ``saved_step`` that of the newest committed version, or None if there is
+    none, and ``reason`` says why.
     """
 
-    def __init__(self, code: int, step: int, saved_step: int, reason: str) -> None:
+    def __init__(self, code: int, step: int, saved_step: int | None, reason: str) -> None:
         super().__init__(code)
         self.step = step
         self.saved_step = saved_step

@@ -30,6 +30,11 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
 
 
+def describe_newest(step: object) -> str:
+    """Return a clause with the step of the newest version, or None if there is none."""
+    return "nothing is saved" if step is None else f"the newest version is of step {step}"
+
+
 class LongRepr(reprlib.Repr):
     """``reprlib.Repr`` with integers of over 4,300 digits, which Python refuses, in hexadecimal."""
 

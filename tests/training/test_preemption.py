@@ -240,9 +240,9 @@ def test_never_saves_nothing_and_says_so(capsys):
     training = Training(store, Never())
     left = leave(training, at={5: training.source.announce})
     assert left.code == 76
-    assert left.saved_step == 0
+    assert left.saved_step is None
     assert Run(store).snapshots() == []
-    assert "the newest version is of step 0" in capsys.readouterr().err
+    assert "; nothing is saved" in capsys.readouterr().err
 
 
 def test_preemption_can_be_turned_off():
@@ -389,7 +389,7 @@ def test_a_save_that_fails_leaves_with_76_in_time(capsys):
     training = Training(hooked(fail))
     left = leave(training, at={5: training.source.announce})
     assert left.code == 76
-    assert left.saved_step == 0
+    assert left.saved_step is None
     assert "The disk is full" in capsys.readouterr().err
     assert no_threads()
 
@@ -485,7 +485,7 @@ def test_a_step_that_takes_too_long_ends_the_process_in_time(the_process_is_not_
         wait_until(lambda: the_process_is_not_ended, began + 10 - time.monotonic())
     ((code, why),) = the_process_is_not_ended
     assert code == 76
-    assert "Its last step is 3, and the newest version is that of step 0" in why
+    assert "Its last step is 3, and nothing is saved" in why
 
 
 def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart():

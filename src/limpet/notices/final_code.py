@@ -178,8 +178,11 @@ def _decision(code: int, statuses: Sequence[Status], ended: Ended) -> Decision:
         return Decision(code, describe_end(ended) + unsaid)
     first = min(said, key=lambda s: s.rank)
     others = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+    saved = "saved" if first.saved_step is None else f"saved step {first.saved_step}"
+    if first.saved_step is None and first.step == 0:
+        saved = "had nothing to save"
     what = {
-        SAVED: "saved" if first.saved_step is None else f"saved step {first.saved_step}",
+        SAVED: saved,
         UNSAVED: "stopped without a save",
         FAILED: "failed",
         GIVE_UP: "gave up",

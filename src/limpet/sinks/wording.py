@@ -10,6 +10,7 @@ from typing import Any
 from limpet.errors import LimpetError
 from limpet.format.names import parse_version
 from limpet.text import (
+    describe_newest,
     format_duration,
     format_metrics,
     format_size,
@@ -127,7 +128,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         return _describe_preemption(name, fields)
     return {
         "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
-        "left_unsaved": f"left the steps after {text_field(fields, 'since')} up to {step} unsaved:"
+        "left_unsaved": f"left {_describe_since(fields)} up to {step} unsaved:"
         " the policy AtEnd() saves them",
         "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
         "save_failed": f"failed to save step {step}: {error}",
@@ -147,6 +148,11 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),
     }.get(name)
+
+
+def _describe_since(fields: Mapping[str, Any]) -> str:
+    is_all = fields.get("since") is None
+    return "all steps" if is_all else f"the steps after {text_field(fields, 'since')}"
 
 
 def _describe_resume(fields: Mapping[str, Any]) -> str:
@@ -181,7 +187,7 @@ def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
 
 def _describe_end(fields: Mapping[str, Any]) -> str:
     step, newest, error = (text_field(fields, name) for name in ("step", "saved", "error"))
-    end = "no step is saved" if newest == "0" else f"the newest version is of step {newest}"
+    end = describe_newest(None if fields.get("saved") is None else newest)
     if fields.get("error") is None:
         return f"finished at step {step}: {end}"
     return f"ended after step {step}: {end}. The cause is {truncate(error, 100)}"
@@ -199,9 +205,10 @@ def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:
     step, saved, code = (text_field(fields, name) for name in ("step", "saved", "code"))
     left = number_field(fields, "seconds_left")
     end = "" if left is None else f", {format_duration(left)} before the deadline"
-    text = f"left after step {step} because of {source}, with code {code}{end}"
+    when = "before the first step" if step == "0" else f"after step {step}"
+    text = f"left {when} because of {source}, with code {code}{end}"
     if step != saved and code != "75":
-        text += f"; the newest version is of step {saved}"
+        text += f"; {describe_newest(None if fields.get('saved') is None else saved)}"
     return text if fields.get("error") is None else f"{text}: {_error_without_todo(fields)}"
 
 

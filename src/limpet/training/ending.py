@@ -243,18 +243,18 @@ class Ending:
     def warn_unsaved(self, error: BaseException | None) -> None:
         """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
         step, saved_step = self.step_counter.progress.step, self.saver.saved_step
-        url = self.saver.run.url
+        url, newest_step = self.saver.run.url, self.saver.newest_step
         if step != saved_step and not isinstance(self.policy, Never):
-            events.emit("left_unsaved", run=url, step=step, since=saved_step)
+            events.emit("left_unsaved", run=url, step=step, since=newest_step)
             if self._group.rank == 0:
                 reason = unsaved_reason(self.policy, error)
-                message = describe_unsaved_steps(url, step, saved_step, reason)
+                message = describe_unsaved_steps(url, step, newest_step, reason)
                 warn_user(message, errors.UnsavedSteps)
 
     def close(self) -> None:
         if self._start_save is not no_op:
             saver, step = self.saver, self.step_counter.progress.step
-            self._lifecycle.emit_finished(saver.url, step, saver.saved_step)
+            self._lifecycle.emit_finished(saver.url, step, saver.newest_step)
         self._start_save = self._release = no_op  # the Checkpointer refers to this object
         self._savepoint.close()
 
@@ -397,11 +397,12 @@ def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> No
                 write_error(warning)
 
 
-def describe_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> str:
-    """Say that the steps after ``last_saved_step`` are not in any version, and why."""
-    is_one = step <= last_saved_step + 1
-    steps = f"Step {step} is" if is_one else f"Steps {last_saved_step + 1} to {step} are"
-    return f"{steps} not in any version of {run_url}: {reason}"
+def describe_unsaved_steps(run_url: str, step: int, newest_step: int | None, reason: str) -> str:
+    """Say that the steps after ``newest_step`` are not in any version, and why."""
+    first = (newest_step or 0) + 1
+    steps = f"Step {step} is" if step <= first else f"Steps {first} to {step} are"
+    where = f"{run_url}, where nothing is saved" if newest_step is None else run_url
+    return f"{steps} not in any version of {where}: {reason}"
 
 
 def warn_collected(
@@ -420,7 +421,8 @@ def warn_collected(
     reason = f"{ended} before close(). Use a with block, or call close()"
     if not policy.at_end:
         reason += f", and write save={policy} | AtEnd()"
-    message = describe_unsaved_steps(saver.run.url, step, begun_step, reason)
+    newest_step = begun_step or saver.newest_step
+    message = describe_unsaved_steps(saver.run.url, step, newest_step, reason)
     try:
         warnings.warn_explicit(message, errors.UnsavedSteps, *line)
     except errors.UnsavedSteps:
@@ -515,14 +517,14 @@ def _end(saver: Saver, earlier: Ending | None) -> None:
     could_save = lifecycle.can_save
     error = errors.LimpetError(f"A newer Checkpointer of this process has taken {run} over")
     earlier.finish_here(error)
-    step, saved_step = earlier.step_counter.progress.step, saver.saved_step
+    step, newest_step = earlier.step_counter.progress.step, saver.newest_step
     if could_save:
-        events.emit("taken_over", run=run, step=step, saved=saved_step)
-    if could_save and step != saved_step and not isinstance(earlier.policy, Never):
+        events.emit("taken_over", run=run, step=step, saved=newest_step)
+    if could_save and step != saver.saved_step and not isinstance(earlier.policy, Never):
         reason = "a newer Checkpointer of this process has taken the run over"
-        if saved_step:
-            reason += f". Call its resume() to continue from step {saved_step}"
-        message = describe_unsaved_steps(run, step, saved_step, reason)
+        if newest_step is not None:
+            reason += f". Call its resume() to continue from step {newest_step}"
+        message = describe_unsaved_steps(run, step, newest_step, reason)
         # Not ``warn``, which shows an equal message only once: a cell may run many times.
         warnings.warn_explicit(message, errors.UnsavedSteps, *user_line())
 

@@ -110,7 +110,7 @@ class Lifecycle:
         error = sys.exception()
         return None if id(error) == self._outer_exception else error
 
-    def emit_finished(self, run: str, step: int, saved_step: int) -> None:
+    def emit_finished(self, run: str, step: int, saved_step: int | None) -> None:
         """Emit ``finished`` for a training that has begun, if no other event says why it ends."""
         error = self.interruption()
         is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)

@@ -25,6 +25,7 @@ from limpet.notices.watcher import NoticeWatcher
 from limpet.ranks.agreement import Agreement, LocalAgreement, Observer, RoundDeadline
 from limpet.ranks.error_report import decode_raised, is_from_torch
 from limpet.ranks.group import Group
+from limpet.text import describe_newest
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
 from limpet.training.goodput import Goodput
@@ -286,7 +287,7 @@ class PreemptionResponse(Observer):
         step = self._steps.progress.step
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is {step},"
-            f" and the newest version is that of step {self._saved_step}"
+            f" and {describe_newest(self._newest_step)}"
         )
         if self._ended_by is not None:  # a text: the frames of the error refer to the state
             has_failed, why = self._ended_by
@@ -315,15 +316,16 @@ class PreemptionResponse(Observer):
         )
 
     @property
-    def _saved_step(self) -> int:
-        return max(self._saver.saved_step, self._savepoint_saver.saved_step or 0)
+    def _newest_step(self) -> int | None:
+        steps = self._saver.newest_step, self._savepoint_saver.saved_step
+        return max((step for step in steps if step is not None), default=None)
 
     def _status(self, code: int, why: str) -> exit_status.Status:
         return exit_status.Status(
             code,
             self._group.rank,
             step=self._steps.progress.step,
-            saved_step=self._saved_step,
+            saved_step=self._newest_step,
             run=self._saver.url,
             why=why,
         )
@@ -397,7 +399,7 @@ class PreemptionResponse(Observer):
         self._exit(self._code() if code is None else code, deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
-        settings, step, saved_step = self._settings, self._steps.progress.step, self._saved_step
+        settings, step, saved_step = self._settings, self._steps.progress.step, self._newest_step
         cause = deadline.purpose.removeprefix("the exit after ")
         events.emit(
             "preempted",

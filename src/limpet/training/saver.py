@@ -89,10 +89,15 @@ class Saver:
         self._pid = os.getpid()
 
     @property
-    def saved_step(self) -> int:
-        """The step of the version that was saved or resumed last, or 0."""
+    def newest_step(self) -> int | None:
+        """The step of the version that was saved or resumed last, or None if there is none."""
         newest = self.writer.newest
-        return 0 if newest is None else version_of(newest).step
+        return None if newest is None else version_of(newest).step
+
+    @property
+    def saved_step(self) -> int:
+        """The same, or 0: the state before the first step need not be saved."""
+        return self.newest_step or 0
 
     @property
     def pending(self) -> Pending | None:
@@ -122,7 +127,7 @@ class Saver:
         except (errors.StoreError, errors.CommitError) as e:
             if self.on_error == "raise" or not is_store_failure(e):
                 raise
-            warn_save_failed(e, self.saved_step)
+            warn_save_failed(e, self.newest_step)
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -470,11 +475,12 @@ def is_store_failure(error: errors.StoreError | errors.CommitError) -> bool:
     return not reported_by_rank or isinstance(cause, errors.StoreError | errors.CommitError)
 
 
-def warn_save_failed(error: errors.LimpetError, last_saved_step: int) -> None:
+def warn_save_failed(error: errors.LimpetError, newest_step: int | None) -> None:
     """Warn of a save that failed, or of a failure after the commit."""
+    since = "" if newest_step is None else f" since step {newest_step}"
     message = (
         "Old versions accumulate"
         if "committed" in error.fields
-        else f"NOTHING WAS SAVED; there is no version since step {last_saved_step}"
+        else f"NOTHING WAS SAVED; there is no version{since}"
     )
     warn_user(f"{message}: {format_with_notes(error)}", errors.SaveFailed)
