@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
 
 import limpet
-from limpet.errors import Unsupported
+from limpet.errors import DigestMismatch, Unsupported
 from limpet.storage.memory import MemoryStore
 from tests.ranks.trainings import TrainingJob
 from tests.unreliable_stores import HookedStore
@@ -109,3 +111,37 @@ def test_a_step_that_does_not_save_waits_for_no_other_rank():
             return trainer.ckpt.current_step
 
         assert job.run(work) == [101] * 3
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.ones(100).numpy().tobytes()) + 200] ^= 1
+    path.write_bytes(data)
+
+
+def load_dcp(path):
+    state = {"w": torch.zeros(5000)}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:.*single process")
+def test_only_limpet_notices_a_flipped_bit(tmp_path):
+    """The first row of the table in docs/comparison.md."""
+    weights = {"w": torch.ones(5000)}
+    torch.save(weights, tmp_path / "torch.pt")
+    save_file(weights, tmp_path / "model.safetensors")
+    dcp.save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    limpet.save(tmp_path / "snap", weights)
+    for pattern in ("torch.pt", "model.safetensors", "dcp/*.distcp", "snap/*.safetensors"):
+        (path,) = tmp_path.glob(pattern)
+        flip_a_bit(path)
+
+    for loaded in (
+        torch.load(tmp_path / "torch.pt"),
+        load_file(tmp_path / "model.safetensors"),
+        load_dcp(tmp_path / "dcp"),
+    ):
+        assert int((loaded["w"] != 1).sum()) == 1
+    with pytest.raises(DigestMismatch):
+        limpet.load(tmp_path / "snap")
