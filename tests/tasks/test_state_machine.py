@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from limpet.errors import JobFailed, LeaseLost, TaskError
-from limpet.tasks import EvaluationTask, Job, Queue, Task, TrainingTask
+from limpet.errors import JobFailed, LeaseLost, PlanError, TaskError
+from limpet.tasks import EvaluationTask, Job, PredictionTask, Queue, Task, TrainingTask
 from tests.tasks.clock import FakeClock
 
 ATTEMPTS = 3
@@ -35,24 +35,28 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = Queue(lease_seconds=10, attempts=ATTEMPTS, clock=self.clock)
         self.counted: Counter[tuple[str, int, int]] = Counter()
         self.handed_out: list[Task] = []  # all tasks ever, with their reports
-        self.saved: tuple[Any, Counter[tuple[str, int, int]], dict[str, dict[int, int]]] | None
+        self.saved: tuple[Any, Counter[tuple[str, int, int]], Any] | None
         self.saved = None
         self.jobs: dict[str, Job] = {}
-        self.results: dict[str, dict[int, int]] = {}  # the first accepted result of each task
+        self.results: dict[
+            str, dict[int, int | None]
+        ] = {}  # the first accepted result of each task
         self.number = 0
 
     @initialize()
     def add_training(self):
         self.queue.add("training", DATA, task_size=3, epochs=EPOCHS, name="train")
 
-    @rule()
-    def add_evaluation(self):
-        name = f"e{self.number}"
+    @rule(kind=st.sampled_from(["evaluation", "prediction"]))
+    def add_job_with_results(self, kind):
+        name = f"{kind[0]}{self.number}"
         self.number += 1
-        self.jobs[name] = self.queue.add("evaluation", 5, task_size=2, name=name)
+        self.jobs[name] = self.queue.add(kind, 5, task_size=2, name=name)
         self.results[name] = {}
 
-    @rule(kind=st.sampled_from(["training", "training", "evaluation"]), worker=WORKERS)
+    @rule(
+        kind=st.sampled_from(["training", "training", "evaluation", "prediction"]), worker=WORKERS
+    )
     def get(self, kind, worker):
         task = self.queue.get(kind, worker)
         if task is not None:
@@ -95,13 +99,16 @@ class QueueMachine(RuleBasedStateMachine):
         self.counted.update((task.data, i, task.epoch) for i in range(start, stop))
 
     @rule(data=st.data(), result=st.integers())
-    def done_evaluation(self, data, result):
-        task = self.pick(data, EvaluationTask)
-        if task is not None and task.done(result):
+    def done_with_result(self, data, result):
+        task = self.pick(data, EvaluationTask | PredictionTask)
+        if isinstance(task, PredictionTask) and result % 2:
+            if task.done():
+                self.results[task.job][task.id] = None
+        elif task is not None and task.done(result):
             assert task.id not in self.results[task.job]
             self.results[task.job][task.id] = result
 
-    @rule(data=st.data(), kind=st.sampled_from([TrainingTask, EvaluationTask]))
+    @rule(data=st.data(), kind=st.sampled_from([TrainingTask, EvaluationTask, PredictionTask]))
     def release(self, data, kind):
         task = self.pick(data, kind)
         if task is not None:
@@ -134,7 +141,11 @@ class QueueMachine(RuleBasedStateMachine):
         if restart:
             self.queue = Queue(lease_seconds=10, attempts=ATTEMPTS, clock=self.clock)
             self.handed_out = []
-        self.queue.load_state_dict(copy.deepcopy(state))
+        try:
+            self.queue.load_state_dict(copy.deepcopy(state))
+        except PlanError:  # a new one would be lost
+            assert any(job.kind == "prediction" for job in self.jobs.values())
+            return
         assert self.queue.state_dict() == state
         self.counted, self.results = counted.copy(), copy.deepcopy(results)
         names = [name for name in results if f'"{name}"' in str(state)]
@@ -171,13 +182,15 @@ class QueueMachine(RuleBasedStateMachine):
             assert task.done()
             self.count(task, position, stop)
         assert self.counted == ALL_RECORDS
-        while (task := self.queue.get("evaluation", "last")) is not None:
-            assert task.done(0)
-            assert task.id not in self.results[task.job]
-            self.results[task.job][task.id] = 0
+        for kind in ("evaluation", "prediction"):
+            while (task := self.queue.get(kind, "last")) is not None:
+                assert task.done(0)
+                assert task.id not in self.results[task.job]
+                self.results[task.job][task.id] = 0
         self.collect()
         assert not self.jobs
         assert self.queue.finished("evaluation")
+        assert self.queue.finished("prediction")
 
 
 TestQueueMachine = QueueMachine.TestCase

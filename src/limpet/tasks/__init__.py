@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from limpet.tasks.task import (
         EvaluationSide as EvaluationSide,
         EvaluationTask as EvaluationTask,
+        PredictionSide as PredictionSide,
+        PredictionTask as PredictionTask,
         Task as Task,
         TrainingSide as TrainingSide,
         TrainingTask as TrainingTask,
@@ -29,6 +31,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "tasks.batches": "TaskBatches",
         "tasks.queue": "Job Queue",
         "tasks.remote": "RemoteQueue TaskServer",
-        "tasks.task": "EvaluationSide EvaluationTask Task TrainingSide TrainingTask",
+        "tasks.task": "EvaluationSide EvaluationTask PredictionSide PredictionTask"
+        " Task TrainingSide TrainingTask",
     },
 )

@@ -26,6 +26,7 @@ from limpet.tasks.tables import (
 )
 from limpet.tasks.task import (
     EvaluationSide,
+    PredictionSide,
     Report,
     Task,
     TrainingSide,
@@ -39,7 +40,8 @@ _LONGEST_WAIT = 1.0
 
 
 class Queue:
-    """Tasks for any number of workers, of the two kinds ``"training"`` and ``"evaluation"``.
+    """Tasks for any number of workers, of the kinds ``"training"``, ``"evaluation"``, and
+    ``"prediction"``, each of which is handed out independently of the others.
 
     ``lease_seconds``: the time after which a task whose worker has not reported returns to the
     queue; None: never. ``attempts``: how many attempts in a row may end without result and without
@@ -68,6 +70,7 @@ class Queue:
         self._jobs = JobTables(attempts)
         self.training = TrainingSide(self)
         self.evaluation = EvaluationSide(self)
+        self.prediction = PredictionSide(self)
         self.on_overdue: Callable[[str], object] = no_op
         """Called with the name of a worker that has not reported within the time of its lease. It
         must neither wait nor raise."""
@@ -136,15 +139,15 @@ class Queue:
     def finished(self, kind: Kind) -> bool:
         """Return True if no task of this kind is open or leased.
 
-        Then, raises the ``JobFailed`` of a training job that has failed: a training would end as if
-        it were complete. That of an evaluation is raised to whoever waits for its job.
+        Then, raises the ``JobFailed`` of a job that has failed: a training, or a prediction, would
+        end as if it were complete. That of an evaluation is raised to whoever waits for its job.
         """
         check_kind(kind)
         with self._entered():
             if self._jobs.running[kind]:
                 return False
             for table in self._jobs.failed.values():
-                if kind == "training" and table.error is not None:
+                if table.spec.kind == kind and table.error is not None:
                     raise table.error
             return True
 
@@ -167,8 +170,8 @@ class Queue:
         to wait for a task. ``lease_seconds``: instead of that of the queue; infinity for a worker
         that cannot be lost unless the queue is.
 
-        A worker holds at most one evaluation task: if it asks for another one, its last attempt
-        counts as failed.
+        A worker holds at most one evaluation task, and one prediction task: if it asks for another
+        one, its last attempt counts as failed.
         """
         check_kind(kind)
         seconds = self._lease_seconds if lease_seconds is None else lease_seconds
@@ -177,7 +180,7 @@ class Queue:
         worker = f"thread {get_ident()}" if worker is None else worker
         with self._entered():
             end = self._clock() + timeout
-            if kind == "evaluation":
+            if kind != "training":
                 for lease in self._jobs.leases_of(worker, kind):
                     self._jobs.take_back(lease, f"worker {worker!r} asked for another task")
             while True:
@@ -238,7 +241,7 @@ class Queue:
                 self._jobs.advance(lease, report.position, now)
 
     def report_done(self, report: Report, result: Any) -> bool:
-        """Complete a task. See ``EvaluationTask.done`` and ``TrainingTask.done``."""
+        """Complete a task. See ``done`` of its class."""
         text = encode_result(result)
         with self._entered():
             found = self._jobs.unfinished(report)
@@ -247,7 +250,9 @@ class Queue:
             table, number = found
             if report.position != table.position(number):
                 return False  # a newer attempt has consumed records
-            kept = text if table.spec.kind == "evaluation" else None
+            # of a prediction, there may be millions without one
+            is_kept = table.spec.kind == "evaluation" or result is not None
+            kept = text if is_kept and table.spec.kind != "training" else None
             self._jobs.complete(table, number, kept, report.attempt, self._clock())
             return True
 
@@ -292,7 +297,8 @@ class Queue:
 
         All leases end, and later reports of their attempts are ignored. Jobs that the queue has,
         and that the state does not have, end with an error. Raises ``PlanError``, and changes
-        nothing, if that would lose a training job that has not begun, or if a job differs.
+        nothing, if that would lose a training or a prediction that has not begun, or if a job
+        differs.
         """
         with self._entered():
             loaded, tables = check_state(state)
@@ -384,7 +390,7 @@ class Job:
             return table.has_ended
 
     def cancel(self) -> None:
-        """End an evaluation job, if it has not ended: its tasks are handed out no more."""
+        """End a job but for a training, if it has not ended: its tasks are handed out no more."""
         jobs, table = self._owner._jobs, self._table
         with self._owner._entered():
             if not table.has_ended and jobs.by_name.get(self.name) is table:
@@ -392,16 +398,16 @@ class Job:
             self._forget()
 
     def _forget(self) -> None:
-        """Remove an evaluation job that has ended from the queue. This object keeps its results."""
-        if self.kind == "evaluation":
+        """Remove a job that has ended from the queue. This object keeps its results."""
+        if self.kind != "training":
             self._owner._jobs.remove(self._table)
 
     def wait(self, timeout: float) -> None:
         """Wait for at most ``timeout`` seconds until all tasks are complete.
 
         Raises ``JobFailed`` if a task has used up its attempts, and ``TaskError`` after the time,
-        or if a load has replaced the jobs of the queue. An evaluation job leaves the queue with
-        this call once it has ended: its name is free again.
+        or if a load has replaced the jobs of the queue. A job but for a training leaves the queue
+        with this call once it has ended: its name is free again.
         """
         table = self._table
         if not self.has_ended(timeout):
@@ -416,8 +422,10 @@ class Job:
             raise table.error
 
     def results(self) -> list[Any]:
-        """Return the results of all tasks, in the order of their ids: one of each. Raises
-        ``TaskError`` until the job has ended, and as ``wait``. Training tasks have none."""
+        """Return the results of all tasks, in the order of their ids: one of each, None for a
+        prediction without one. Raises ``TaskError`` until the job has ended, and as ``wait``.
+        Training tasks have none."""
         self.wait(0.0)
         texts = self._table.results
-        return [decode_result(texts[number]) for number in sorted(texts)]
+        numbers = range(0 if self.kind == "training" else self.tasks)
+        return [decode_result(texts.get(number, "null")) for number in numbers]

@@ -27,6 +27,7 @@ from limpet.tasks.queue import Queue
 from limpet.tasks.spec import Kind, check_kind
 from limpet.tasks.task import (
     EvaluationSide,
+    PredictionSide,
     Report,
     Task,
     TrainingSide,
@@ -355,6 +356,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         self._is_closed = False
         self.training = TrainingSide(self)
         self.evaluation = EvaluationSide(self)
+        self.prediction = PredictionSide(self)
 
     @classmethod
     def connect(cls, address: str, worker: str | None = None) -> RemoteQueue:
@@ -406,7 +408,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
             answer = self._request(Get(kind, lease_seconds, min(left, _LONGEST_WAIT)))
             if isinstance(answer, Leased):
                 fields = {name: getattr(answer, name) for name in _TASK}
-                return make_task(answer.kind, owner=self, **fields)
+                return make_task(check_kind(answer.kind), owner=self, **fields)
             if not left:
                 return None
 

@@ -14,8 +14,11 @@ from limpet.arguments import check_whole, require, whole
 from limpet.errors import LimpetError, PlanError
 from limpet.text import without_surrogates
 
-Kind = Literal["training", "evaluation"]
-KINDS: tuple[Kind, ...] = ("training", "evaluation")
+Kind = Literal["training", "evaluation", "prediction"]
+KINDS: tuple[Kind, ...] = ("training", "evaluation", "prediction")
+"""Only steps of a training consume a part of a task, and streams. Only an evaluation has a result
+of each task, for whoever waits for the job: of the others, a failure must end the loop of workers.
+"""
 
 DataSets = int | Mapping[str, int | range | None]
 """The data of a job. An int is the number of records of a single data set without a name. A mapping
@@ -92,7 +95,7 @@ def make_spec(
     ranges: list[tuple[str, int, int | None]] = []
     for key, value in data.items():
         start, stop = _limits(name, key, value)
-        is_valid = stop is not None or kind != "evaluation"
+        is_valid = stop is not None or kind == "training"
         require(f"The end of each data set of job {name!r}", is_valid, "a number", stop)
         if start != stop:
             ranges.append((key, start, stop))

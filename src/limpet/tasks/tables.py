@@ -206,7 +206,7 @@ def _is_valid(spec: JobSpec, state: JobState) -> bool:
         and _are_sorted(state.results)
         and all(_is_partial(spec, done, *row) for row in state.positions)
         and all(number in done for number, _ in state.results)
-        and (spec.kind == "training" or len(state.results) == len(done))
+        and (spec.kind != "evaluation" or len(state.results) == len(done))
     )
 
 
@@ -261,7 +261,7 @@ class JobTables:
         self.leases: dict[int, TaskLease] = {}  # those in force, by attempt
         self._held: dict[tuple[str, Kind], dict[int, TaskLease]] = {}  # by worker
         self.running: dict[Kind, dict[str, TaskTable]] = {kind: {} for kind in KINDS}
-        self.failed: dict[str, TaskTable] = {}  # training jobs
+        self.failed: dict[str, TaskTable] = {}  # but for evaluations
         self._ready: dict[Kind, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
         self._blocked: dict[str, list[TaskTable]] = {}  # by the job for which they wait
 
@@ -285,6 +285,7 @@ class JobTables:
         """Remove a job that has ended."""
         if self.by_name.get(table.spec.name) is table:
             del self.by_name[table.spec.name]
+            self.failed.pop(table.spec.name, None)
 
     def replace(self, tables: Iterable[TaskTable], next_id: int) -> None:
         """Replace all jobs. All leases end, and later reports of them are ignored."""
@@ -423,7 +424,7 @@ class JobTables:
             table.fail(error)
             kind, name = table.spec.kind, table.spec.name
             del self.running[kind][name]
-            if kind == "training":
+            if kind != "evaluation":
                 self.failed[name] = table
             waiting = self._blocked.pop(name, [])
             pending += [(other, _failed_before(other, error)) for other in waiting]
@@ -569,8 +570,8 @@ def match_tables(
         receiving.append(table if own is None else own)  # who waits for it knows of no load
     names = {table.spec.name for table in loaded}
     dropped = [table for name, table in live.items() if name not in names]
-    # a training job that has not begun is one that the script adds for the first time
-    new = [t.spec.name for t in dropped if t.spec.kind == "training" and not t.is_touched]
+    # a job that has not begun is one that the script adds for the first time
+    new = [t.spec.name for t in dropped if t.spec.kind != "evaluation" and not t.is_touched]
     if new:
         raise PlanError(
             f"The saved task queue does not have job {new[0]!r}, which would be lost",

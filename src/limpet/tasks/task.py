@@ -7,10 +7,10 @@ cannot run code, or change on its way.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from limpet.arguments import whole
 from limpet.errors import TaskError
@@ -143,31 +143,68 @@ class EvaluationTask(Task):
         return self.owner.report_done(self.report, result)
 
 
-def make_task(kind: str, **fields: Any) -> Task:
+@dataclass(eq=False)
+class PredictionTask(Task):
+    """A task of a prediction, whose worker stores the output itself. Several attempts may store
+    that of one task, even at the same time: store it under the ``id`` of the task, as a whole."""
+
+    stop: int
+
+    def done(self, result: Any = None) -> bool:
+        """Report that the output of all records is stored, with a small result such as their
+        number, as for ``EvaluationTask.done``. Returns whether it counts: the first of a task
+        does."""
+        return self.owner.report_done(self.report, result)
+
+
+def make_task(kind: Kind, **fields: Any) -> Task:
     """Return a task of this kind with these fields."""
-    return (TrainingTask if kind == "training" else EvaluationTask)(**fields)
+    return _TASKS[kind](**fields)
+
+
+_TASKS: Mapping[Kind, Callable[..., Task]] = {
+    "training": TrainingTask,
+    "evaluation": EvaluationTask,
+    "prediction": PredictionTask,
+}
 
 
 # -- the sides of a queue --------------------------------------------------------------------------
 
 
-class TrainingSide:
-    """The training tasks of a queue, for a data pipeline: one that could ask for evaluation tasks
-    would take all of them while it reads ahead."""
+_T = TypeVar("_T", bound=Task)
+
+
+class _Side(Generic[_T]):
+    """The tasks of one kind of a queue."""
+
+    kind: ClassVar[Kind]
 
     def __init__(self, source: TaskSource) -> None:
         self._source = source
 
     def get(
         self, worker: str | None = None, timeout: float = 0.0, lease_seconds: float | None = None
-    ) -> TrainingTask | None:
-        """Lease a training task: ``Queue.get("training", ...)``."""
-        task = self._source.get("training", worker, timeout, lease_seconds)
-        return cast("TrainingTask | None", task)
+    ) -> _T | None:
+        """Lease a task of this kind: see ``Queue.get``."""
+        return cast("_T | None", self._source.get(self.kind, worker, timeout, lease_seconds))
 
     def finished(self) -> bool:
-        """Return ``Queue.finished("training")``."""
-        return self._source.finished("training")
+        """Return whether no task of this kind is open or leased: see ``Queue.finished``."""
+        return self._source.finished(self.kind)
+
+
+class PredictionSide(_Side[PredictionTask]):
+    """The prediction tasks of a queue. A worker holds at most one of them."""
+
+    kind = "prediction"
+
+
+class TrainingSide(_Side[TrainingTask]):
+    """The training tasks of a queue, for a data pipeline: one that could ask for evaluation tasks
+    would take all of them while it reads ahead."""
+
+    kind = "training"
 
     def consume(self, parts: list[tuple[TrainingTask, int]]) -> None:
         """Report the records of one step, which may be of several tasks: all of them, or none.
@@ -180,20 +217,11 @@ class TrainingSide:
             task.position = report.position
 
 
-class EvaluationSide:
+class EvaluationSide(_Side[EvaluationTask]):
     """The evaluation tasks of a queue, for the training step or for a worker that only evaluates. A
     worker holds at most one of them."""
 
-    def __init__(self, source: TaskSource) -> None:
-        self._source = source
-
-    def get(self, worker: str | None = None, timeout: float = 0.0) -> EvaluationTask | None:
-        """Lease an evaluation task: ``Queue.get("evaluation", ...)``."""
-        return cast("EvaluationTask | None", self._source.get("evaluation", worker, timeout))
-
-    def finished(self) -> bool:
-        """Return ``Queue.finished("evaluation")``."""
-        return self._source.finished("evaluation")
+    kind = "evaluation"
 
     def evaluate_one(
         self, evaluate: Callable[[EvaluationTask], Any], worker: str | None = None
