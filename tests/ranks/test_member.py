@@ -352,7 +352,8 @@ def test_another_number_of_members_restores(tmp_path, saved, restored, trained_b
     assert limpet.load(f"{run}@2")["table"][:, 0].tolist() == [100.0 + r for r in range(ROWS)]
 
 
-def test_a_run_begins_with_a_version_of_another_run_or_without_members(tmp_path):
+@pytest.mark.parametrize("is_snapshot", [False, True])
+def test_a_run_begins_with_a_version_of_another_run_or_without_members(tmp_path, is_snapshot):
     first, second = tmp_path / "first", tmp_path / "second"
     state = {"w": torch.ones(5)}
     with limpet.Checkpointer(first, state, save=limpet.AtEnd()) as ckpt:
@@ -370,7 +371,8 @@ def test_a_run_begins_with_a_version_of_another_run_or_without_members(tmp_path)
         with limpet.Checkpointer(second, state, save=limpet.AtEnd(), group=group) as ckpt:
             with pytest.raises(LimpetError, match="must be an address"):
                 ckpt.resume(start=limpet.open_store(first / "version_2"))
-            ckpt.resume(start=f"{first}@latest", keys=["table", "w"])
+            start = limpet.open(f"{first}@latest") if is_snapshot else f"{first}@latest"
+            ckpt.resume(start=start, keys=["table", "w"])
             assert rows_of(servers.states) == [5.0 + row for row in range(ROWS)]
             ckpt.step()
     assert [member.latest.step for member in servers.end()] == [1, 1]

@@ -32,7 +32,7 @@ from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
 from limpet.layout.shard_layout import chunk_cuts
 from limpet.lazy_torch import import_torch
 from limpet.loading.load import load_snapshot
-from limpet.loading.snapshot import Snapshot, reader_of
+from limpet.loading.snapshot import Snapshot
 from limpet.machine import path_text
 from limpet.run.address import open_reader
 from limpet.run.run import Run
@@ -213,8 +213,7 @@ def export(
     ``NotFound``, ``FormatError`` for damage, ``PlanError`` for what cannot be exported,
     ``StoreError``, and ``LimpetError`` for other arguments.
     """
-    opened = reader_of(snapshot) if isinstance(snapshot, Snapshot) else open_reader(snapshot)
-    keys = [keys] if isinstance(keys, str) else keys
+    opened, keys = open_reader(snapshot), [keys] if isinstance(keys, str) else keys
     return prepare_export(
         opened, path, to, root=root, keys=keys, max_shard_size=max_shard_size
     ).write()

@@ -48,6 +48,7 @@ from limpet.layout.local_plan import make_local_plan
 from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox
 from limpet.lazy_torch import rank_and_world_size
+from limpet.loading.snapshot import Snapshot
 from limpet.loading.targets import LoadTargets
 from limpet.run.address import open_reader
 from limpet.saving.commit import (
@@ -79,7 +80,7 @@ METADATA_KEY = "dcp"
 class SnapshotStorage:
     """The methods that DCP calls on a writer and on a reader of the snapshot at ``url`` alike."""
 
-    url: Url
+    url: Url | Snapshot
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -167,6 +168,8 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     Raises ``Unsupported`` for ``_extensions``, with which DCP's own writer transforms its files. A
     save with ``use_collectives=False`` on several ranks raises it, too.
     """
+
+    url: Url
 
     def __init__(self, url: Url, *, _extensions: Sequence[Any] | None = None) -> None:
         super().__init__()
@@ -401,7 +404,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
     unique name of the load.
     """
 
-    def __init__(self, url: Url) -> None:
+    def __init__(self, url: Url | Snapshot) -> None:
         super().__init__()
         self.url = url
         self.load_id = names.random_id()

@@ -5,13 +5,20 @@ The packages below use readers only, so that users cannot come to depend on inte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from limpet.format import torch_types, tree
 from limpet.format.names import Version
 from limpet.format.tree import LeafSpecs
+from limpet.loading.binding import Leniency
+from limpet.loading.load import load_snapshot
+from limpet.ranks.group import Group, GroupSpec, broadcast_from_first, current_group
+from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import CheckedChunks, Report
@@ -271,6 +278,33 @@ class Snapshot:
         """
         return self._reader.verify(progress, seen)
 
+    def load(  # noqa: PLR0913  (as limpet.load)
+        self,
+        into: dict[str, Any] | None = None,
+        *,
+        keys: str | Sequence[str] | None = None,
+        device: Any = None,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        cast: bool = False,
+        rename: Mapping[str, str] | None = None,
+        mismatched: Literal["error", "keep"] = "error",
+        group: GroupSpec = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Load the snapshot, and check every byte that is read: see ``limpet.load``.
+
+        The manifest is read again. Raises ``NotFound`` if the snapshot was deleted, and
+        ``DigestMismatch`` if another one has replaced it.
+        """
+        leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
+        ranks = Group() if into is None else current_group(group)
+        reader = open_again(self, ranks, timeout)
+        with ExitStack() as shown:
+            if into is not None:
+                shown.callback(default_terminal.open(reader.url))
+            return load_snapshot(reader, into, keys, device, leniency, ranks)
+
 
 def snapshot_of(reader: SnapshotReader | None) -> Snapshot | None:
     """Return what a user gets for the reader of a version, if there is one."""
@@ -280,3 +314,29 @@ def snapshot_of(reader: SnapshotReader | None) -> Snapshot | None:
 def reader_of(snapshot: Snapshot) -> SnapshotReader:
     """Return the reader of a snapshot that a user passed, or that a public function returned."""
     return snapshot._reader
+
+
+class Opened(Struct, frozen=True):
+    """The snapshot that rank 0 has opened: its URL, and the digest of its manifest."""
+
+    url: str
+    digest: str
+
+
+def open_again(
+    snapshot: Snapshot, group: Group | None = None, timeout: float | None = None
+) -> SnapshotReader:
+    """Read the manifest of a snapshot again, on all ranks: it must be the one of rank 0. Raises
+    ``NotFound`` or ``DigestMismatch``."""
+    location = reader_of(snapshot).location.without_limit().limit("load", timeout)
+    reader = SnapshotReader(location, None, reader_of(snapshot).digest)
+
+    found = broadcast_from_first(
+        group or Group(),
+        f"the opening of {location.name}",
+        lambda: Opened(reader.url, reader.digest),
+        Opened,
+        on_each=lambda: reader.manifest,
+        deadline=location.deadline,
+    )
+    return reader if found.digest == reader.digest else SnapshotReader(location, None, found.digest)

@@ -12,14 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
-from msgspec import Struct
-
 from limpet.deadline import Deadline
 from limpet.errors import NotFound
 from limpet.format.names import Version, split_address
 from limpet.loading.binding import Leniency
 from limpet.loading.load import load_snapshot
-from limpet.loading.snapshot import Snapshot
+from limpet.loading.snapshot import Opened, Snapshot, open_again
 from limpet.machine import path_text
 from limpet.ranks.group import (
     Group,
@@ -70,23 +68,26 @@ def _open_run(url: str, deadline: Deadline | None) -> Run:
     return Run(url if deadline is None else within(open_store(url), deadline))
 
 
-def open_version(address: Url) -> Snapshot:
+def open_version(address: Url | Snapshot) -> Snapshot:
     """Open the snapshot at an address. Only its manifest is read.
 
     An address is ``RUN@120`` (step 120 on the current lineage), ``RUN@120.1`` (step 120 of branch
     1), ``RUN@latest`` (the newest intact version), ``RUN@best`` or ``RUN@best:METRIC`` (the version
-    with the best value of the metric, by the mode that the run records), the URL of a snapshot, or
-    a ``Store`` with the snapshot at its root. If a snapshot exists at the literal address, that
-    snapshot is opened.
+    with the best value of the metric, by the mode that the run records), the URL of a snapshot, a
+    ``Store`` with the snapshot at its root, or a ``Snapshot``, which is opened again. If a snapshot
+    exists at the literal address, that snapshot is opened.
 
-    Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
+    Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``, also if another snapshot has replaced
+    the given one.
     """
     return Snapshot(open_reader(address))
 
 
-def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReader:
+def open_reader(address: Url | Snapshot, deadline: Deadline | None = None) -> SnapshotReader:
     """Do the same as ``open_version`` for the packages of Limpet. ``deadline``: the time by which
     the store must have answered."""
+    if isinstance(address, Snapshot):
+        return open_again(address)
     if not isinstance(address, str | os.PathLike):
         return open_snapshot(address)
     text = path_text("A URL", address)
@@ -167,16 +168,13 @@ def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader
 # -- all ranks -----------------------------------------------------------------------------------
 
 
-class _OpenedVersion(Struct, frozen=True):
-    """The version that rank 0 has found at an address: its URL, and the digest of its manifest."""
-
-    url: str
-    digest: str
-
-
-def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) -> SnapshotReader:
+def open_on_all_ranks(
+    address: Url | Snapshot, group: Group, timeout: float | None = None
+) -> SnapshotReader:
     """Open what rank 0 finds at an address on all ranks, because a run may change meanwhile. Raises
     on all ranks as ``open_version``, and ``Unavailable`` after ``timeout`` seconds."""
+    if isinstance(address, Snapshot):
+        return open_again(address, group, timeout)
     is_text = isinstance(address, str | os.PathLike)
     where = path_text("A URL", address) if is_text else open_store(address).url
     purpose = f"the load of {where}: {timeout} s"
@@ -184,12 +182,12 @@ def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) 
 
     opened: list[SnapshotReader] = []
 
-    def choose() -> _OpenedVersion:
+    def choose() -> Opened:
         opened.append(open_reader(address, deadline))
-        return _OpenedVersion(opened[0].url, opened[0].digest)
+        return Opened(opened[0].url, opened[0].digest)
 
     operation = f"the opening of {where}"
-    found = broadcast_from_first(group, operation, choose, _OpenedVersion, deadline=deadline)
+    found = broadcast_from_first(group, operation, choose, Opened, deadline=deadline)
     # A URL does not contain the options of a store, so each rank uses the store that it was given.
     location = locate(found.url if is_text else address).limit("load", None, deadline)
     if opened:  # on rank 0, which has read the manifest
@@ -198,7 +196,7 @@ def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) 
 
 
 def load(  # noqa: PLR0913  (the public face)
-    url: Url,
+    url: Url | Snapshot,
     into: dict[str, Any] | None = None,
     *,
     keys: str | Sequence[str] | None = None,
@@ -213,7 +211,8 @@ def load(  # noqa: PLR0913  (the public face)
 ) -> Any:
     """Load the snapshot at ``url`` and check every byte that is read.
 
-    ``url`` may be an address, such as ``"runs/a@best"``: see ``limpet.open``. Without ``into``,
+    ``url`` may be an address, such as ``"runs/a@best"``, or a ``Snapshot``, which has this method,
+    too: see ``limpet.open``. Without ``into``,
     return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values.
     ``device="saved"`` stands for the devices from which the tensors were saved, and
     ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
@@ -242,7 +241,9 @@ def load(  # noqa: PLR0913  (the public face)
     """
     leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
     ranks = Group() if into is None else current_group(group)
-    if isinstance(url, str | os.PathLike) and split_address(path_text("A URL", url))[1] is not None:
+    is_text = isinstance(url, str | os.PathLike)
+    is_address = is_text and split_address(path_text("A URL", url))[1] is not None
+    if is_address or isinstance(url, Snapshot):
         snapshot = open_on_all_ranks(url, ranks, timeout)
     else:
         location = locate(url).limit("load", timeout)

@@ -103,10 +103,11 @@ class SnapshotReader:
             stored = open_location(self.location)
             if stored.digest != self.digest:
                 raise DigestMismatch(
-                    f"The manifest of {self.url} is not the one that was committed",
+                    f"The manifest of {self.url} is not the one that was committed or opened",
                     expected=f"digest {self.digest}",
                     found=stored.digest,
-                    todo="Look for a second job that writes to the same run",
+                    todo="Look for a second job that writes to the same run. If this one has saved"
+                    " there again, open the snapshot again",
                     file=self.location.key(MANIFEST),
                 )
             self._manifest, self._leaves = stored.manifest, stored.leaves

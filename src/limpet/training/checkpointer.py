@@ -231,7 +231,7 @@ class Checkpointer:
         self,
         at: int | str | None = None,
         *,
-        start: Url | None = None,
+        start: Url | Snapshot | None = None,
         keys: str | Sequence[str] | None = None,
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
@@ -247,7 +247,7 @@ class Checkpointer:
         ``SkippedVersion`` warnings name the damaged versions that were skipped.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
-        ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
+        ``"runs/a@best"``, a URL, a ``Snapshot``, or a ``Store`` with one at its root. ``keys``,
         ``missing``, ``unexpected``, ``rename``, and ``mismatched`` (as for ``limpet.load``, and
         ``"cast"`` for its ``cast=True``) determine how much of it is loaded; ``start_report`` then
         says what was. A run that has versions ignores these arguments and loads its own completely.

@@ -182,14 +182,16 @@ def check_members(group: Group, options: Options) -> None:
 
 def call_to_resume(
     group: Group,
-    start: object,
+    start: Url | Snapshot | None,
     keys: str | Sequence[str] | None,
     leniency: Leniency,
     *,
     check: bool,
 ) -> None:
     """Call the members to a resume with these arguments of ``Checkpointer.resume``."""
-    if start is not None and not isinstance(start, str | os.PathLike):
-        raise LimpetError("With members, start= must be an address, not a Store")
+    # rank 0 says which manifest they all load
+    start = start.url if isinstance(start, Snapshot) else start
+    if not isinstance(start, str | os.PathLike | None):
+        raise LimpetError("With members, start= must be an address or a Snapshot, not a Store")
     address = None if start is None else os.fspath(start)
     call_members(group, MemberCall(None, address, keys, leniency, check))

@@ -18,6 +18,7 @@ from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.loading.binding import STRICT, Leniency
 from limpet.loading.differences import LoadReport
 from limpet.loading.load import load_snapshot
+from limpet.loading.snapshot import Snapshot
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
 from limpet.run.address import open_on_all_ranks
@@ -56,7 +57,7 @@ class Resume:
     at: int | None = None
     branch: int | None = None
     acquire_lock: Callable[[], object] = no_op
-    start: Url | None = None
+    start: Url | Snapshot | None = None
     keys: str | Sequence[str] | None = None
     leniency: Leniency = STRICT
     """If there is a ``start``, of its load: the run's own versions are then loaded strictly."""
@@ -370,11 +371,12 @@ def check_start(
 ) -> None:
     """Check the arguments that select a version of another run: a valid address, without one of the
     run itself (``goes_back``). Without ``start``, the only choice is ``missing="keep"``."""
-    is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
-    if start is not None and not is_location:
+    is_store = hasattr(start, "put_if_absent")
+    if not (is_store or isinstance(start, str | os.PathLike | Snapshot | None)):
         raise errors.LimpetError(
-            'start= must be an address ("RUN@120", "RUN@best", or the URL of a snapshot) or a'
-            f" Store, not {to_repr(start)[:200]}; resume(at=120) goes back to step 120 of this run"
+            'start= must be an address ("RUN@120", "RUN@best", or the URL of a snapshot), a Store,'
+            f" or a Snapshot, not {to_repr(start)[:200]}; resume(at=120) goes back to step 120 of"
+            " this run"
         )
     if start is not None and goes_back:
         raise errors.LimpetError(
@@ -389,7 +391,7 @@ def check_start(
 
 
 def start_from(
-    start: Url,
+    start: Url | Snapshot,
     state: dict[str, Any],
     group: Group,
     keys: str | Sequence[str] | None,
