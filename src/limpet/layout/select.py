@@ -61,6 +61,9 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     return matches
 
 
+match_none = make_key_filter(())
+
+
 def prune(node: Any, key_filter: KeyFilter, key: str = "") -> Any:
     """Return the tree without the nodes that are not selected, or ``ABSENT``. In lists and tuples,
     None replaces them, so that the others keep their positions."""

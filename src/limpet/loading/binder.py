@@ -140,7 +140,7 @@ def _bind_dict(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         if name not in live:
             if binding.takes(child, k):
                 finalizers[name] = binding.targets.add_fresh(child, k)
-        elif not is_plain or child is not ABSENT or binding.keeps_missing or not selected(k):
+        elif not is_plain or child is not ABSENT or binding.keeps_missing(k) or not selected(k):
             finalizers[name] = bind_member(binding, value[name], child, k)
     binding.note_unexpected(members.values())
 

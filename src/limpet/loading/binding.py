@@ -11,7 +11,7 @@ from limpet.arguments import require
 from limpet.format import tree
 from limpet.format.names import to_dotted
 from limpet.format.numpy_dtypes import from_descr
-from limpet.layout.select import ABSENT, KeyFilter
+from limpet.layout.select import ABSENT, KeyFilter, make_key_filter, match_none
 from limpet.loading.differences import SLOT_OF, Differences
 from limpet.loading.shared_memory import Claim
 from limpet.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
@@ -25,19 +25,33 @@ from limpet.types import Box
 class Leniency:
     """The differences that a load tolerates: none, unless the caller requests them by option."""
 
-    missing: Literal["error", "keep"] = "error"
-    unexpected: Literal["error", "ignore"] = "error"
+    missing: Literal["error", "keep"] | list[str] = "error"
+    unexpected: Literal["error", "ignore"] | list[str] = "error"
     cast: bool = False
     rename: Mapping[str, str] = field(default_factory=dict)
-    mismatched: Literal["error", "keep"] = "error"
+    mismatched: Literal["error", "keep"] | list[str] = "error"
 
     def __post_init__(self) -> None:
         lenient = {"missing": "keep", "unexpected": "ignore", "mismatched": "keep"}
         for name, choice in lenient.items():
             value = getattr(self, name)
-            require(f"{name}=", value in ("error", choice), f'"error" or "{choice}"', value)
+            if isinstance(value, list | tuple) and all(isinstance(key, str) for key in value):
+                object.__setattr__(self, name, [*value] or "error")
+            else:
+                is_valid = isinstance(value, str) and value in ("error", choice)
+                expected = f'"error", "{choice}", or a list of patterns of keys'
+                require(f"{name}=", is_valid, expected, value)
         expected = "True or False; the dtypes are those of the live tensors"
         require("cast=", type(self.cast) is bool, expected, self.cast)
+
+    def tolerates(self, name: Literal["missing", "unexpected", "mismatched"]) -> KeyFilter:
+        """Return a function that returns True for a key that may be missing, and so on. The key of
+        an object stands for all keys below it."""
+        value = getattr(self, name)
+        matches = make_key_filter(
+            () if value == "error" else value if type(value) is list else None
+        )
+        return lambda key: matches(key) or matches(f"{key}/")
 
 
 STRICT = Leniency()
@@ -62,7 +76,7 @@ class Binding:
     parameter_names: ParameterNames
     rank: int = 0
     cast: bool = False
-    keeps_missing: bool = False
+    keeps_missing: KeyFilter = match_none
     renames: Mapping[str, str] = field(default_factory=dict)
     resized: Mapping[str, str] = field(default_factory=dict)
     taken: frozenset[str] | None = None

@@ -13,7 +13,8 @@ import msgspec
 
 from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from limpet.format import tree
-from limpet.format.names import join_key
+from limpet.format.names import join_key, to_dotted
+from limpet.layout.select import KeyFilter, match_none
 from limpet.ranks.collective import Collective
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import MAX_SHOWN, for_people, format_list, format_ranks, to_printable
@@ -112,14 +113,22 @@ class Differences:
         url: str,
         node: tree.Node,
         *,
-        missing: bool = True,
-        unexpected: bool = True,
-        mismatched: bool = True,
+        missing: KeyFilter = match_none,
+        unexpected: KeyFilter = match_none,
+        mismatched: KeyFilter = match_none,
     ) -> None:
-        """Raise one error of the narrowest class that lists all differences, except kinds that are
-        False. ``node``: the snapshot's tree."""
-        lacking, surplus = self.missing * missing, self.unexpected * unexpected
-        shapes = self.shapes if mismatched else {}
+        """Raise one error of the narrowest class that lists all differences, except those that the
+        three tolerate. ``node``: the snapshot's tree."""
+        lacking = [key for key in self.missing if not missing(key)]
+        surplus = [key for key in self.unexpected if not unexpected(key)]
+        # the slots of a parameter are kept with it
+        kept = {to_dotted(key) for key in self.shapes if mismatched(key)}
+        shapes = {
+            key: text
+            for key, text in self.shapes.items()
+            if not mismatched(key)
+            and (not text.startswith(SLOT_OF) or kept.isdisjoint(map(to_dotted, key.split("/"))))
+        }
         others = self.dtypes | self.kinds
         if not (lacking or surplus or shapes or others):
             return

@@ -145,7 +145,7 @@ def _bind(
         names,
         collective.rank,
         cast=leniency.cast,
-        keeps_missing=leniency.missing == "keep",
+        keeps_missing=leniency.tolerates("missing"),
         taken=None if collective.size == 1 else frozenset(),
         renames=leniency.rename,
     )
@@ -167,9 +167,9 @@ def _bind(
     binding.differences.raise_if_any(
         snapshot.url,
         tree,
-        missing=leniency.missing == "error",
-        unexpected=leniency.unexpected == "error",
-        mismatched=leniency.mismatched == "error",
+        missing=leniency.tolerates("missing"),
+        unexpected=leniency.tolerates("unexpected"),
+        mismatched=leniency.tolerates("mismatched"),
     )
     if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
         raise no_match_error(snapshot, keys)

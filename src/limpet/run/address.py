@@ -201,11 +201,11 @@ def load(  # noqa: PLR0913  (the public face)
     *,
     keys: str | Sequence[str] | None = None,
     device: Any = None,
-    missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["error", "ignore"] = "error",
+    missing: Literal["error", "keep"] | list[str] = "error",
+    unexpected: Literal["error", "ignore"] | list[str] = "error",
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
-    mismatched: Literal["error", "keep"] = "error",
+    mismatched: Literal["error", "keep"] | list[str] = "error",
     group: GroupSpec = None,
     timeout: float | None = None,
 ) -> Any:
@@ -228,9 +228,10 @@ def load(  # noqa: PLR0913  (the public face)
     The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
     ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
     dtypes. ``mismatched="keep"`` keeps live values that have another shape; a parameter also keeps
-    its optimizer slots, or has none. ``rename={"model/old": "model/new"}`` renames members of the
-    snapshot, with everything below them, before they are matched with the live state. A load fails
-    after ``timeout`` seconds.
+    its optimizer slots, or has none. A list of patterns, as ``keys``, in place of these words
+    tolerates only the keys that match: ``missing=["ema/**"]``. ``rename={"model/old":
+    "model/new"}`` renames members of the snapshot, with everything below them, before they are
+    matched with the live state. A load fails after ``timeout`` seconds.
 
     Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
     snapshot was saved with, or all raise. If several ranks of a host need the same data of a large

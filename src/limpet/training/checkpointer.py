@@ -233,10 +233,10 @@ class Checkpointer:
         *,
         start: Url | Snapshot | None = None,
         keys: str | Sequence[str] | None = None,
-        missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["error", "ignore"] = "error",
+        missing: Literal["error", "keep"] | list[str] = "error",
+        unexpected: Literal["error", "ignore"] | list[str] = "error",
         rename: Mapping[str, str] | None = None,
-        mismatched: Literal["error", "keep", "cast"] = "error",
+        mismatched: Literal["error", "keep", "cast"] | list[str] = "error",
         check: bool = False,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
@@ -251,8 +251,8 @@ class Checkpointer:
         ``missing``, ``unexpected``, ``rename``, and ``mismatched`` (as for ``limpet.load``, and
         ``"cast"`` for its ``cast=True``) determine how much of it is loaded; ``start_report`` then
         says what was. A run that has versions ignores these arguments and loads its own completely.
-        ``missing="keep"`` without ``start`` keeps the live values that its version lacks. An event
-        names them.
+        Without ``start``, ``missing="keep"`` keeps the live values that its version lacks, and
+        ``missing=["ema/**"]`` those that match. An event names them.
 
         With ``check=True``, all of the version is read again and compared with the live state,
         which finds objects that do not restore what they saved. An event reports it.
@@ -263,12 +263,12 @@ class Checkpointer:
         """
         self._lifecycle.check_open()
         step, branch = parse_at(at)
-        self._preemption.watch()
-        self._call_state_function()
-        self._saver.wait_on_all_ranks()
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
         check_start(start, keys, leniency, goes_back=at is not None)
+        self._preemption.watch()
+        self._call_state_function()
+        self._saver.wait_on_all_ranks()
         if self._all_ranks.members:
             call_to_resume(self._all_ranks, start, keys, leniency, check=check)
         resume = Resume(

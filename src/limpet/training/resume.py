@@ -370,7 +370,7 @@ def check_start(
     start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
 ) -> None:
     """Check the arguments that select a version of another run: a valid address, without one of the
-    run itself (``goes_back``). Without ``start``, the only choice is ``missing="keep"``."""
+    run itself (``goes_back``). Without ``start``, the only choice is ``missing``."""
     is_store = hasattr(start, "put_if_absent")
     if not (is_store or isinstance(start, str | os.PathLike | Snapshot | None)):
         raise errors.LimpetError(
@@ -383,7 +383,7 @@ def check_start(
             "resume() cannot combine start= for an empty run with at= for one with versions; write"
             ' the step in the address: resume(start="RUN@120")'
         )
-    if start is None and (keys is not None or leniency not in (STRICT, Leniency(missing="keep"))):
+    if start is None and (keys is not None or replace(leniency, missing="error") != STRICT):
         raise errors.LimpetError(
             "A run resumes all of its own versions: keys=, unexpected=, rename=, and mismatched="
             " are valid only together with start="
