@@ -432,7 +432,7 @@ EVALUATION = {
 ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
 FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
 ENDED = {**ABOUT, "reason": "finished", "epochs": 10, "positions": {"loader": 9}}
-INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9}
+INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9, "counts": False}
 LEASE = {
     "name": "val",
     "attempt": "0" * 12,
@@ -485,7 +485,7 @@ RECORDS: dict[str, tuple[Json, Callable[[bytes, str], object], list[tuple[str, J
     ]),
     "inexact": (INEXACT, partial(decode_about_version, kind="inexact"), [
         ("metrics", None), ("metrics", {"loss": "low"}), ("first_step", -1),
-        ("last_step", 10**18), ("last_step", 1.5), ("extra", 1),
+        ("last_step", 10**18), ("last_step", 1.5), ("counts", 1), ("counts", None), ("extra", 1),
     ]),
 }  # fmt: skip
 

@@ -95,20 +95,21 @@ def test_ranks_divide_the_data_and_the_result_is_that_of_one_process(size, on):
             assert Run(job.inner).metrics(5)["mean"] == pytest.approx(11.0)
 
 
-def test_scores_of_a_paused_evaluation_stop_all_ranks_at_one_step():
+@pytest.mark.parametrize("on", ["current", "paused"])
+def test_scores_that_count_stop_all_ranks_at_one_step(on):
     def work(trainer):
         def worse(model, batch):
             return {"loss": (trainer.ckpt.current_step, 1)}
 
-        stop = StopWhen("loss", patience=2)
-        with evaluating(trainer, evaluate=worse, stop=stop, every=EverySteps(2)) as part:
+        stop, how = StopWhen("loss", patience=2), {"on": on, "counts": on == "current"}
+        with evaluating(trainer, evaluate=worse, stop=stop, every=EverySteps(2), **how) as part:
             part.train(10_000)
         return trainer.ckpt.current_step
 
     with TrainingJob(2) as job:
         first, second = job.run(work)
         assert first == second < 10_000
-        assert job.versions[:3] == [2, 4, 6]
+        assert job.versions[:3] == ([2, 4, 6] if on == "paused" else [7])
         assert Run(job.inner).ended() == "stopped by " + repr(StopWhen("loss", patience=2))
 
 

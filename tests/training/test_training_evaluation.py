@@ -1,7 +1,7 @@
 """Evaluation inside the training: exact or marked as inexact, once, and without a trace in the
 training."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -17,8 +17,10 @@ from limpet.loading.snapshot import reader_of
 from limpet.notices.notice import Notice
 from limpet.run.policy import AtEnd, EverySteps, KeepBest, KeepLast, Never, StopWhen
 from limpet.run.run import Run
+from limpet.sinks.wording import describe_event
 from limpet.storage.memory import MemoryStore
 from limpet.training.training_evaluation import TrainingEvaluation
+from tests.cli.invoke import run_cli
 from tests.evaluation.functions import data, evaluate, expected, make_model
 from tests.unreliable_stores import HookedStore
 
@@ -233,12 +235,123 @@ def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops():
         assert all("weight" not in run.metrics(s.version) for s in run.snapshots())
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_metric_of_inexact_evaluations_is_not_missing():
+def test_inexact_scores_that_count_decide_which_version_is_the_best():
     keep = KeepLast(1) | KeepBest(1, "weight")
-    with training(save=EverySteps(5), keep=keep) as job, job.evaluating(on="current"):
-        for _ in range(20):
+    with training(save=EverySteps(5), keep=keep) as job, job.evaluating(on="current", counts=True):
+        for _ in range(100):
             job.step()
+        run = Run(job.store)
+        # steps 10 to 29 are evaluated, and then 30 to 49; smaller is better
+        assert [v.step for v in run.line()] == [25, 100]
+        best = run.best("weight")
+        assert best is not None
+        assert best.step == 25
+        assert run.metrics(25) == {"weight": job.weight(sum(range(10, 30)) / 20)}
+        run.add_metrics(25, {"weight": 10.0**9}, "exact")
+        assert run.metrics(25) == {"weight": 10.0**9}, "the newest record counts"
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_state_of_an_inexact_evaluation_has_its_steps(counts, tmp_path):
+    url = str(tmp_path / "run")
+    with training(url, save=EverySteps(5)) as job, job.evaluating(on="current", counts=counts):
+        for _ in range(45):
+            job.step()
+    status = Run(url).evaluations(25)["val"]
+    assert (status.state, status.first_step, status.last_step) == ("INEXACT", 10, 29)
+    assert (status.counts, status.cause) == (counts, "")
+    assert status.metrics == {"weight": job.weight(sum(range(10, 30)) / 20)}
+    shown = run_cli("show", f"{url}@25", "--json").json
+    fields = {"first_step": 10, "last_step": 29, "counts": counts}
+    assert fields.items() <= shown["evaluations"]["val"].items()
+    assert shown["inexact"] == [{"by": "val", **fields, "metrics": dict(status.metrics)}]
+    versions = run_cli("ls", url, "--json").json["versions"]
+    [listed] = [v["evaluations"]["val"] for v in versions if v["step"] == 25]
+    assert listed == shown["evaluations"]["val"]
+    text = run_cli("show", f"{url}@25").out
+    assert text.count("steps 10 to 29") == 1
+    assert ("steps 10 to 29, counts)" in text) == counts
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("options", "is_used"),
+    [
+        ({"keep": KeepLast(1) | KeepBest(1, "weight")}, True),
+        ({"stop": StopWhen("weight", patience=9)}, True),
+        ({"stop": StopWhen("loss", patience=9)}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_score_that_a_policy_waits_for_says_why_it_does_not_count(options, is_used, counts):
+    missing, lines = list[dict[str, Any]](), list[str | None]()
+
+    def collect(name, fields):
+        if name == "metric_missing":
+            missing.append(fields)
+        if name in ("metric_missing", "training_evaluated"):
+            lines.append(describe_event(name, fields))
+
+    with limpet.attach(collect):
+        for _ in range(2):  # also of a training that finds the records of an earlier one
+            with (
+                training(save=EverySteps(5), **options) as job,
+                job.evaluating(on="current", counts=counts),
+            ):
+                for _ in range(30):
+                    job.step()
+    said = [line for line in lines if line and ("evaluated" in line or "has weight" in line)]
+    if counts or not is_used:
+        assert said == []
+        assert all(fields["inexact"] == [] for fields in missing)
+    else:
+        assert said[0].startswith("evaluated weight ")
+        assert "measured over steps 10 to 29, so it decides neither" in said[0]
+        assert "counts=True" in said[0]
+        assert "no version has weight" in said[-1]
+        assert "counts=True" in said[-1]
+        assert [(fields["metrics"], fields["inexact"]) for fields in missing] == [
+            (["weight"], ["weight"])
+        ] * 2
+
+
+def last_evaluated_step(store, killed_at, saves, function):
+    """Train until the training stops, and return the step. The process is lost in each of the
+    steps ``killed_at``, and continues from its last version."""
+    stop = StopWhen("loss", patience=3)
+    for life, kill in enumerate((*killed_at, None)):
+        with suppress(KeyboardInterrupt), training(store, save=saves, stop=stop) as job:
+            # an evaluation that is repeated may end at another step than the lost one
+            options = {"data": range(2 + life), "batch_size": 1, "counts": True}
+
+            def measure(model, batch, ckpt=job.ckpt):
+                return {"loss": (function(ckpt.current_step // 10), 1)}
+
+            with job.evaluating(measure, on="current", **options):
+                while not job.ckpt.should_stop:
+                    assert job.ckpt.current_step < 200
+                    if kill is not None and job.ckpt.current_step >= kill:
+                        raise KeyboardInterrupt
+                    job.step()
+                return job.ckpt.current_step
+    raise AssertionError
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 90), max_size=3).map(sorted),
+    st.integers(1, 60),
+    st.sampled_from([1, 2, 4]),
+)
+def test_each_inexact_score_is_counted_once_whatever_a_resume_repeats(kills, interval, best):
+    """Several evaluations are about one version if saves are rare, and a resume repeats those that
+    began after it. The scores of an epoch of 10 steps are equal; ``best`` is the best one."""
+    stopped_at = last_evaluated_step(
+        MemoryStore(), kills, EverySteps(interval), lambda n: 0.0 if n == best else 1.0 + n
+    )
+    assert stopped_at // 10 == best + 3
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -507,7 +620,8 @@ def test_going_back_abandons_the_evaluation_in_progress():
         ("every", Never(), "every="), ("every", 10, "every="),
         ("every", limpet.OnException(), "every="), ("on", "version", "on="),
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
-        ("keep", True, "keep="), ("data", [], "is empty"), ("data", iter([1]), "map-style"),
+        ("keep", True, "keep="), ("counts", True, "always count"),
+        ("data", [], "is empty"), ("data", iter([1]), "map-style"),
         ("name", "a b", "must be 1 to 64"), ("name", "metrics", "must be another one"),
         ("function", "evaluate", "evaluate="),
     ],

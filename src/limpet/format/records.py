@@ -103,10 +103,11 @@ class Evaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
 
 class InexactEvaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
     """The result of an evaluation while the training went on from ``first_step`` to ``last_step``.
-    It is no score of the version, which is the newest one at its end."""
+    It is about the newest version at its end, and a score of it only if it ``counts``."""
 
     first_step: Annotated[int, Meta(ge=0, lt=10**18)]
     last_step: Annotated[int, Meta(ge=0, lt=10**18)]
+    counts: bool
 
     kind: ClassVar[str] = "inexact"
 

@@ -19,6 +19,7 @@ from limpet.format.records import (
     AboutVersion,
     Evaluation,
     FailedEvaluation,
+    InexactEvaluation,
     Objective,
     VersionLease,
     decode_about_version,
@@ -46,11 +47,15 @@ class VersionEvaluations:
         """Return the records of one kind."""
         return [record for record in self.records if isinstance(record, kind)]
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the results. A newer result overrides an older one."""
+    def metrics(self, *, only_exact: bool = False) -> dict[str, float]:
+        """Return the metrics of the results, and of the inexact ones that count unless
+        ``only_exact``. A newer result overrides an older one."""
         metrics: dict[str, float] = {}
-        for evaluation in self.of(Evaluation):
-            metrics.update(evaluation.decoded_metrics())
+        for record in self.records:
+            if isinstance(record, Evaluation) or (
+                isinstance(record, InexactEvaluation) and record.counts and not only_exact
+            ):
+                metrics.update(record.decoded_metrics())
         return metrics
 
     def newest(self, name: str) -> Evaluation | FailedEvaluation | None:
@@ -138,13 +143,17 @@ def in_order(records: Iterable[AboutVersion]) -> list[AboutVersion]:
 @dataclass(frozen=True, slots=True)
 class EvaluationStatus:
     """The state of one evaluation of one version: ``DONE`` with the ``metrics`` of its newest
-    result; ``FAILED`` with the ``cause`` of the newest failure; or ``PENDING``: a live lease of
-    ``cause`` protects the version, which is being evaluated, or waits for that."""
+    result; ``INEXACT``, if a training measured them from ``first_step`` to ``last_step``, and
+    whether it ``counts``; ``FAILED`` with the ``cause`` of the newest failure; or ``PENDING``: a
+    live lease of ``cause`` protects the version, which is being evaluated, or waits for that."""
 
-    state: Literal["DONE", "FAILED", "PENDING"]
+    state: Literal["DONE", "INEXACT", "FAILED", "PENDING"]
     created: str
     metrics: Mapping[str, float] = field(default_factory=dict)
     cause: str = ""
+    first_step: int | None = None
+    last_step: int | None = None
+    counts: bool | None = None
 
 
 def find_statuses(
@@ -153,12 +162,21 @@ def find_statuses(
     """Return the state of each evaluation of a version, by name. ``leases``: the live ones of the
     run. A lease counts more than a result: it protects the version for another attempt."""
     found: dict[str, EvaluationStatus] = {}
-    for record in evaluations.outcomes():
+    for record in evaluations.records:
         if isinstance(record, FailedEvaluation):
             found[record.name] = EvaluationStatus("FAILED", record.created, cause=record.cause)
         elif isinstance(record, Evaluation):
             metrics = record.decoded_metrics()
             found[record.name] = EvaluationStatus("DONE", record.created, metrics)
+        elif isinstance(record, InexactEvaluation):
+            found[record.name] = EvaluationStatus(
+                "INEXACT",
+                record.created,
+                record.decoded_metrics(),
+                first_step=record.first_step,
+                last_step=record.last_step,
+                counts=record.counts,
+            )
     for lease in leases:
         if str(version) in lease.versions:
             holder = f"process {lease.process.partition(':')[0]} on {lease.host.partition(' ')[0]}"

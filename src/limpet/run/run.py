@@ -197,7 +197,8 @@ class Run:
         self.put_record(Evaluation, name, at, metrics=to_numbers(checked))
 
     def evaluations(self, at: Snapshot | Version | int) -> dict[str, EvaluationStatus]:
-        """Return the state of each evaluation of a version: ``DONE``, ``FAILED``, ``PENDING``."""
+        """Return the state of each evaluation of a version, by its name: ``DONE``, ``INEXACT``,
+        ``FAILED``, or ``PENDING``."""
         version, record = self._read_version(at)
         records = self.catalog.evaluations.read(version, record.digest)
         return find_statuses(version, records, self.catalog.leases.live().values())

@@ -35,7 +35,7 @@ STYLES = {
             *("resume_differs", "options_replaced", "skipped", "left_unsaved"),
             *("pin_left", "read_again", "waiting", *_LESS),
             *("request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
-            *("ranks_awaited", "notice", "notice_source_failed", "preempted"),
+            *("training_evaluated", "ranks_awaited", "notice", "notice_source_failed", "preempted"),
         ),
         "yellow",
     ),
@@ -126,6 +126,10 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         return _describe_check(name, fields)
     if name in ("notice", "preempted", "platform_detected"):
         return _describe_preemption(name, fields)
+    if name == "training_evaluated":  # for people only if its metrics do not do what they expect
+        what = format_metrics(fields.get("metrics"), _MAX_METRICS)
+        is_unused = fields.get("state") == "INEXACT" and fields.get("cause")
+        return f"evaluated {what}: {text_field(fields, 'cause')}" if is_unused else None
     return {
         "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
         "left_unsaved": f"left {_describe_since(fields)} up to {step} unsaved:"
@@ -237,10 +241,12 @@ def _describe_less(name: str, fields: Mapping[str, object]) -> str:
     """Describe what a training does or saves less of than one may expect."""
     if name == "metric_missing":
         metrics, given = (", ".join(_list_field(fields, n)) for n in ("metrics", "given"))
-        return (
-            f"no version has {metrics}, which a policy uses; they have {given or 'no metrics'}."
-            " Save the steps that have it, such as save=... | limpet.EveryEpoch(), or evaluate them"
-        )
+        what = f"no version has {metrics}, which a policy uses; they have {given or 'no metrics'}."
+        if not fields.get("inexact"):
+            what += " Save the steps that have it, such as save=... | limpet.EveryEpoch(), or"
+            return f"{what} evaluate them"
+        what += f" {', '.join(_list_field(fields, 'inexact'))} was measured while the parameters"
+        return f'{what} changed: use TrainingEvaluation(..., counts=True), or on="paused"'
     if name == "restarts_uncounted":
         return f"under `limpet run`: {text_field(fields, 'error')}"
     if name == "uncopied":

@@ -12,6 +12,7 @@ import msgspec
 from limpet import events
 from limpet.errors import LimpetError
 from limpet.format.names import MAX_STEP, Version
+from limpet.format.records import InexactEvaluation
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.catalog import VersionRecord, read_training_metadata
@@ -104,6 +105,8 @@ class EarlyStop:
     def _read_all(self, step: int) -> bool:
         if self._stop is not None:
             self._recorded.restart()
+            for last_step, score in self._recorded.read_inexact():
+                self._history.record(last_step, score)
             if not self._is_decided:
                 self._update(self._stop, {}, step)
             self._is_decided |= find_end(self._run.catalog) == self._stop_reason
@@ -186,6 +189,19 @@ class RecordedScores:
         self._lineage = _Lineage({v: digests[v] for v in versions[-MAX_VERSIONS:]})
         self._read(self._lineage, digests)
 
+    def read_inexact(self) -> list[tuple[int, float]]:
+        """Return the inexact scores that count and that no version stores, each with its last step:
+        those about the newest version whose evaluation began before it. A resumed training repeats
+        the evaluations that began after it, and the newest version stores the scores before."""
+        for version, digest in [*self._lineage.digests.items()][-1:]:
+            records = self._run.catalog.evaluations.read(version, digest).of(InexactEvaluation)
+            return [
+                (r.last_step, r.decoded_metrics()[self._metric])
+                for r in records
+                if r.counts and r.first_step <= version.step and self._metric in r.metrics
+            ]
+        return []
+
     def add(self, snapshot: SnapshotReader) -> None:
         """Add a version that was just committed."""
         lineage = self._lineage
@@ -222,7 +238,7 @@ class RecordedScores:
 
         def look(version: Version) -> None:
             records = self._run.catalog.evaluations.read(version, digests[version])
-            score = records.metrics().get(self._metric)
+            score = records.metrics(only_exact=True).get(self._metric)
             if score is None:
                 return
             found[version] = score

@@ -12,7 +12,7 @@ from weakref import finalize, ref
 
 from limpet import errors, events
 from limpet.deadline import Deadline
-from limpet.format.records import Ended, Evaluation, InexactEvaluation
+from limpet.format.records import Ended, InexactEvaluation
 from limpet.machine import after_fork
 from limpet.notices.exit_status import write_error
 from limpet.ranks.agreement import Agreement, LocalAgreement
@@ -364,8 +364,10 @@ def read_end(saver: Saver) -> tuple[int, Mapping[str, int] | None]:
 
 def report_missing_metrics(saver: Saver) -> None:
     """Emit ``metric_missing`` for metrics of policies that no version has, unless an evaluation is
-    at work, or the store cannot be read. It is no warning: one may still follow."""
+    at work, or the store cannot be read. It is no warning: one may still follow. ``inexact``: the
+    ones that only evaluations that do not count have measured."""
     awaited, given = saver.early_stop.awaited_metric, set[str]()
+    inexact = saver.inexact_metrics.copy()
     needed = saver.keep.metrics.union(() if awaited is None else (awaited,))
     if not needed - saver.evaluated_metrics:
         return
@@ -374,11 +376,13 @@ def report_missing_metrics(saver: Saver) -> None:
         listing = catalog.listing()
         for version, record in catalog.read_versions(listing).items():
             evaluations = catalog.evaluations.read(version, record.digest)
-            results = evaluations.of(Evaluation) + evaluations.of(InexactEvaluation)
-            given.update(record.metrics, *(result.metrics for result in results))
-        missing = sorted(needed - saver.evaluated_metrics - given)
+            given.update(record.metrics, evaluations.metrics())
+            inexact.update(*(r.metrics for r in evaluations.of(InexactEvaluation)))
+        missing = needed - saver.evaluated_metrics - given
         if missing and not listing.leases:
-            events.emit("metric_missing", run=saver.url, metrics=missing, given=sorted(given))
+            found = {"metrics": missing, "given": given, "inexact": missing & inexact}
+            fields = {name: sorted(metrics) for name, metrics in found.items()}
+            events.emit("metric_missing", run=saver.url, **fields)
 
 
 # -- warnings at the end --------------------------------------------------------------------------

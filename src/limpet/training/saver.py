@@ -73,7 +73,8 @@ class Saver:
         self.keep = options.keep
         self.evaluated_metrics = set[str]()
         """The metrics that evaluations in this training have given, also about versions that are
-        deleted since."""
+        deleted since; ``inexact_metrics``: those that do not count."""
+        self.inexact_metrics = set[str]()
         self._goodput = goodput
         self._overlap, self.on_error = options.overlap, options.on_error
         self._guard: StepPreHook | None = None

@@ -77,8 +77,9 @@ class TrainingEvaluation:
 
     ``on="current"``: each call of ``step`` evaluates one batch, with the parameters as they are
     then. The metrics are recorded as inexact, with the first and the last of these steps, about the
-    newest version. They never decide which version is the best, nor when to stop. With
-    ``keep=True``, the state after the last of these steps is saved for that.
+    newest version. They decide which version is the best, and when to stop, only with
+    ``counts=True``; for ``StopWhen``, they are those of the last of these steps. With
+    ``keep=True``, the state after that step is saved for the record.
 
     ``every``: a save policy; ``EverySteps``, ``EverySeconds``, ``EveryEpoch``, and ``AtEnd``
     combine with ``|``. An evaluation that is due while another one runs follows it; several become
@@ -102,6 +103,7 @@ class TrainingEvaluation:
         every: SavePolicy,
         on: Literal["current", "paused"] = "paused",
         keep: bool = False,
+        counts: bool = False,
         batch_size: int | None = 32,
         collate: Callable[[list[Any]], Any] | None = None,
         name: str = "validation",
@@ -114,6 +116,8 @@ class TrainingEvaluation:
         is_batch_size = batch_size is None or whole(batch_size, 1) is not None
         require("batch_size=", is_batch_size, "1 or more, or None", batch_size)
         require("keep=", not keep or on == "current", 'False, except with on="current"', keep)
+        expected = 'False, except with on="current": exact metrics always count'
+        require("counts=", not counts or on == "current", expected, counts)
         require("evaluate=", callable(evaluate), "a function", evaluate)
         records = count_records(data)
         self.name = check_job_name(name)
@@ -121,6 +125,7 @@ class TrainingEvaluation:
         """The result of the newest evaluation, or None."""
 
         self._ckpt, self._every, self._is_paused, self._keep = ckpt, every, on == "paused", keep
+        self._counts = bool(counts)
         self._spec = EvaluationSpec(model, evaluate, data, records, whole(batch_size), collate)
         self._group = ckpt._group
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
@@ -168,8 +173,10 @@ class TrainingEvaluation:
             self._agreement = make_agreement(self._group, f"evaluation {self.name}")
         else:
             self._abandon("the training has resumed from an earlier version")
-        arguments = f"{self._spec.records} records in batches of {self._spec.batch_size}"
-        self._began = self._read_last(f"{arguments}, {self._every}, {self._is_paused}")
+        spec, how = self._spec, (self._every, self._is_paused, self._counts)
+        self._began = self._read_last(
+            f"{spec.records} records in batches of {spec.batch_size}, {how}"
+        )
         self._cadence.restart(self._began)
         self._agreed, self._seen_step = frozenset(), self._began[0]
         return self._cadence
@@ -229,7 +236,15 @@ class TrainingEvaluation:
             version = self._record_exact(merged.metrics)
         else:
             version = self._record_inexact(merged.metrics, steps)
-        self._ckpt._saver.evaluated_metrics.update(merged.metrics)
+        saver, cause = self._ckpt._saver, ""
+        if self._is_paused or self._counts:
+            saver.evaluated_metrics.update(merged.metrics)
+        else:
+            saver.inexact_metrics.update(merged.metrics)
+            used = {metric for metric, _ in saver.keep.objectives | saver.early_stop.objectives}
+            if used & merged.metrics.keys():
+                cause = f"measured over steps {steps[0]} to {steps[1]}, so it decides neither which"
+                cause += " version is the best nor when to stop; with counts=True, it does"
         self.newest = Score(
             version=version,
             is_exact=self._is_paused,
@@ -237,7 +252,7 @@ class TrainingEvaluation:
             last_step=share.last_step,
             metrics=merged.metrics,
         )
-        self._report("DONE" if self._is_paused else "INEXACT", steps, merged.metrics)
+        self._report("DONE" if self._is_paused else "INEXACT", steps, merged.metrics, cause)
 
     def _report(
         self,
@@ -312,7 +327,7 @@ class TrainingEvaluation:
                     f"The ranks have different arguments for the evaluation {self.name}",
                     expected=found[0],
                     found=next(f for f in found if f != found[0]),
-                    todo="Give all ranks the same data, batch_size, every, and on",
+                    todo="Give all ranks the same data, batch_size, every, on, and counts",
                 )
             return list(self._find_last())
 
@@ -350,7 +365,9 @@ class TrainingEvaluation:
 
     def _record_inexact(self, metrics: Mapping[str, float], steps: Steps) -> str:
         """Record the metrics about the newest version, and return it. The current step is saved
-        first with ``keep``, and if there is no version. All ranks call this."""
+        first with ``keep``, and if there is no version. If they count, early stopping sees them at
+        once, as those of the last step: several evaluations may be about one version. All ranks
+        call this."""
         ckpt, operation = self._ckpt, f"the record of the evaluation {self.name}"
         before = ckpt._saver.evaluated
         self._complete(self._began)  # the version that is saved now says so, too
@@ -364,6 +381,7 @@ class TrainingEvaluation:
             if about is None:
                 raise LimpetError(f"The versions of {ckpt.run.url} were deleted meanwhile")
             content = {"metrics": dict(metrics), "first_step": steps[0], "last_step": steps[1]}
+            content["counts"] = self._counts
             ckpt.run.put_record(InexactEvaluation, self.name, about, **content)
             return str(version_of(reader_of(about)))
 
@@ -371,10 +389,13 @@ class TrainingEvaluation:
             where = f"{operation}: its version"
             if self._keep or not broadcast_from_first(self._group, where, has_version, bool):
                 snapshot = ckpt.save()
-            return broadcast_from_first(self._group, operation, record, str)
+            version = broadcast_from_first(self._group, operation, record, str)
         except BaseException:
             ckpt._saver.evaluated = before
             raise
+        if self._counts:
+            ckpt._early_stop.observe(metrics, steps[1], ckpt._agreement, False)
+        return version
 
     def _complete(self, began: Steps) -> None:
         """Let the versions that are saved from now on say that this evaluation is complete."""

@@ -107,6 +107,7 @@ def _build_document(
                 "by": record.name,
                 "first_step": record.first_step,
                 "last_step": record.last_step,
+                "counts": record.counts,
                 "metrics": record.decoded_metrics(),
             }
             for record in evaluations.of(InexactEvaluation)
@@ -201,12 +202,16 @@ def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
             yield name, format_metrics(value) if isinstance(value, dict) else text
     evaluations, statuses = _read_evaluations(snapshot)
     for name, status in statuses.items():
+        if status.state == "INEXACT":
+            continue  # shown below, with the older ones
         found = status.cause or format_metrics(status.metrics)
         state = "" if status.state == "DONE" else f"{status.state}: "
         yield "evaluation", f"{state}{found} ({name})"
     for record in evaluations.of(InexactEvaluation):
         steps = f"steps {record.first_step} to {record.last_step}"
-        yield "inexact", f"{format_metrics(record.decoded_metrics())} ({record.name}, {steps})"
+        counts = ", counts" if record.counts else ""
+        metrics = format_metrics(record.decoded_metrics())
+        yield "inexact", f"{metrics} ({record.name}, {steps}{counts})"
     shards = format_count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:
