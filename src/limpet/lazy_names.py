@@ -1,4 +1,5 @@
-"""The names of a public package, each of which is imported on first use."""
+"""The names of a public package, each of which is imported on first use, and then has short
+tracebacks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
+
+from limpet.tracebacks import short_tracebacks
 
 
 def lazy_names(
@@ -24,7 +27,10 @@ def lazy_names(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, attribute = places[name]
         found = import_module(f"limpet.{module or name}")
-        value = getattr(found, attribute) if module else found
+        value = found
+        if module:
+            value = short_tracebacks(getattr(found, attribute))
+            setattr(found, attribute, value)  # else pickle refuses a function
         setattr(sys.modules[package], name, value)
         return value
 

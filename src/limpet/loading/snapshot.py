@@ -24,6 +24,7 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import CheckedChunks, Report
 from limpet.text import format_size, to_printable
 from limpet.threads import gc_paused
+from limpet.tracebacks import short_tracebacks
 from limpet.types import DTYPES
 
 _MAX_LISTED = 6
@@ -133,6 +134,7 @@ def _is_leaf(node: Any) -> bool:
 _MISSING = object()
 
 
+@short_tracebacks
 class Snapshot:
     """An immutable, committed state. ``limpet.open``, ``limpet.save``, and ``Run`` return it.
 

@@ -34,6 +34,7 @@ from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
+from limpet.tracebacks import short_tracebacks
 
 _MAX_SESSIONS = 256
 """The sessions that a version names. A backup that lacks as many restarts is refused."""
@@ -53,6 +54,7 @@ class _Start(msgspec.Struct, frozen=True):
     branch: int = 0
 
 
+@short_tracebacks
 class VersionWriter(AbstractContextManager["VersionWriter"]):
     """Writes versions of a run, one at a time. All ranks of the group make the same calls.
 

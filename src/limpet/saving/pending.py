@@ -16,6 +16,7 @@ from limpet.errors import CommitError, LimpetError
 from limpet.machine import after_fork
 from limpet.ranks.error_report import format_with_notes
 from limpet.threads import Latch, start_thread
+from limpet.tracebacks import short_tracebacks
 
 if TYPE_CHECKING:
     from limpet.loading.snapshot import Snapshot
@@ -24,6 +25,7 @@ _unawaited: set[Pending] = set()
 _finalizer_pid: int | None = None
 
 
+@short_tracebacks
 class Pending:
     """A save that runs in the background on its own thread.
 

@@ -14,9 +14,11 @@ from limpet.layout.read_plan import ReadRequest
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import part_library
+from limpet.tracebacks import short_tracebacks
 from limpet.types import DTYPES, Box
 
 
+@short_tracebacks
 class LeafView:
     """A tensor or array of a snapshot. Indexing reads and checks the chunks that cover the part; a
     read of the whole leaf also checks the headers of its shards, as a load does."""

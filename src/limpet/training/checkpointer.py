@@ -32,6 +32,7 @@ from limpet.snapshot.location import Url
 from limpet.state.flatten import flatten
 from limpet.storage.throttle import store_statistics
 from limpet.tiers.tiers import Tier, Tiers
+from limpet.tracebacks import short_tracebacks
 from limpet.training import state_check
 from limpet.training.cadence import Cadence
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
@@ -345,6 +346,7 @@ class Checkpointer:
         """
         return self._run_epochs(check_count("The number of epochs", count, 0))
 
+    @short_tracebacks
     def _run_epochs(self, count: int) -> Iterator[int]:
         self._resume_once()
         counter = self._step_counter
@@ -374,6 +376,7 @@ class Checkpointer:
         """
         return self._run_steps(check_count("The number of steps", count, 0))
 
+    @short_tracebacks
     def _run_steps(self, count: int) -> Iterator[int]:
         self._resume_once()
         counter = self._step_counter

@@ -14,6 +14,7 @@ from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
 from limpet.sinks.terminal import default_terminal
 from limpet.threads import no_op
+from limpet.tracebacks import marked, shorten
 
 
 class _HasLifecycle(Protocol):
@@ -38,12 +39,15 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
             if running.setdefault(_CALL, own) is not own:
                 raise self._lifecycle.refusal(name)
             return method(self, *args, **kwargs)
+        except LimpetError as error:
+            shorten(error)
+            raise
         finally:
             # a handler of a signal runs only at calls and jumps, and none is before the release
             if running and running[_CALL] is own:
                 del running[_CALL]
 
-    return call
+    return marked(call)
 
 
 _CALL = "call"

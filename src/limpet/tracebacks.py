@@ -1,0 +1,103 @@
+"""Short tracebacks: a ``LimpetError`` that leaves a public call has at most three frames of Limpet.
+
+They say where it and its first cause were raised. ``python -X dev`` shows all frames.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from inspect import isfunction, isgeneratorfunction
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
+
+from limpet.errors import LimpetError
+
+T = TypeVar("T")
+
+_SPECIAL = {"__init__", "__enter__", "__exit__", "__iter__", "__getitem__"}
+
+
+def short_tracebacks(target: T) -> T:
+    """Decorate a public function or generator, or the public methods of a class."""
+    found: Any = target
+    if not isinstance(found, type):
+        return cast(T, _wrap(found)) if isfunction(found) else target
+    for name, member in list(vars(found).items()):
+        if name.startswith("_") and name not in _SPECIAL:
+            continue
+        if isinstance(member, classmethod):
+            setattr(found, name, classmethod(_wrap(member.__func__)))
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(found, name, member.getter(_wrap(member.fget)))
+        elif isfunction(member):
+            setattr(found, name, _wrap(member))
+    return target
+
+
+def _wrap(function: Callable[..., Any]) -> Any:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except LimpetError as error:
+            shorten(error)
+            raise
+
+    @wraps(function)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return (yield from function(*args, **kwargs))
+        except LimpetError as error:
+            shorten(error)
+            raise
+
+    if hasattr(function, "shortens"):
+        return function
+    return marked(generate if isgeneratorfunction(function) else call)
+
+
+def marked(wrapper: T) -> T:
+    """Mark a function that calls ``shorten`` itself, and needs no wrapper for it."""
+    wrapper.shortens = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+def shorten(error: LimpetError) -> None:
+    """Drop Limpet's frames from the tracebacks of an error and its causes, but for the last two,
+    and the last one of the first cause. If Limpet itself has called the wrapper that calls this,
+    keep everything: only the outermost public call drops frames."""
+    caller = sys._getframe(1).f_back
+    if sys.flags.dev_mode or (caller is not None and _is_own(caller)):
+        return
+    chain: list[BaseException] = []
+    shown: BaseException | None = error
+    while shown is not None and shown not in chain:
+        chain.append(shown)
+        shown = shown.__cause__ if shown.__suppress_context__ else shown.__context__
+    for each in chain:
+        kept = 2 if each is error else int(each is chain[-1])
+        each.__traceback__ = _without_own(each.__traceback__, kept)
+
+
+def _without_own(trace: TracebackType | None, kept: int) -> TracebackType | None:
+    """Return a traceback with only the last ``kept`` of Limpet's frames."""
+    entries: list[TracebackType] = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    for entry in reversed(entries):
+        if not _is_own(entry.tb_frame) or (kept and not _is_between(entry.tb_frame)):
+            trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            kept -= _is_own(entry.tb_frame)
+    return trace
+
+
+def _is_own(frame: FrameType) -> bool:
+    return _is_between(frame) or str(frame.f_globals.get("__name__")).startswith("limpet.")
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Return True for a frame that only lies between others, and says nothing."""
+    return frame.f_globals.get("__name__") in (__name__, "contextlib")
