@@ -309,12 +309,10 @@ def test_the_state_of_a_loader_with_workers_is_restored():
          Loader({"n": 3, "rng": (3, tuple(range(600)), None)}).state_dict())  # fmt: skip
 
 
-def test_the_state_itself_must_be_a_dict():
-    for state in ([], None, OrderedDict(), nn.Linear(1, 1), torch.ones(1)):
+def test_the_state_itself_must_be_a_mapping():
+    for state in ([], None, nn.Linear(1, 1), torch.ones(1)):
         url = unused_url()
-        with pytest.raises(
-            Unsupported, match=r"The state must be a plain dict, such as .*, not an? "
-        ):
+        with pytest.raises(Unsupported, match=r"The state must be a dict, such as .*, not an? "):
             limpet.save(url, state)
 
 

@@ -8,7 +8,7 @@ the live state changes. Each binding returns a ``Finalize`` function that sets v
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from limpet.format import tree
@@ -25,7 +25,7 @@ from limpet.state import modules, optimizers
 from limpet.state.arrays import library_of, part_library
 from limpet.state.modules import calling
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
-from limpet.state.walk import IMMUTABLE_TYPES
+from limpet.state.walk import IMMUTABLE_TYPES, as_dict
 from limpet.types import DTYPES, Box
 
 _NON_VALUE_TAGS = frozenset(
@@ -39,6 +39,20 @@ _CONTAINER_TAGS: dict[type, tuple[str, ...]] = {
 
 
 _Bind = Callable[[Binding, Any, Any, str], Finalize]
+
+
+def bind_state(binding: Binding, state: Mapping[str, Any], node: Any) -> Finalize:
+    """Bind a whole state. A mapping other than a dict is assigned what was not filled in place."""
+    members = as_dict(state)
+    finalize_members = bind(binding, members, node, "")
+
+    def finalize() -> Any:
+        for name, value in finalize_members().items():
+            if members is not state and state[name] is not value:
+                state[name] = value  # type: ignore[index]  # see ``check_replaceable``
+        return state
+
+    return finalize
 
 
 def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:

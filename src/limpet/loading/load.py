@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from limpet.buffers import enough_memory
 from limpet.errors import InexactResume, LimpetError, RankFailed
 from limpet.format.tree import walk
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
-from limpet.loading.binder import bind
+from limpet.loading.binder import bind_state
 from limpet.loading.binding import STATE_INVALID, STRICT, Binding, Leniency
 from limpet.loading.differences import Differences, LoadReport, no_match_error
 from limpet.loading.shared_memory import check_shared_memory
@@ -33,13 +33,14 @@ from limpet.ranks.collective import Collective, await_all
 from limpet.ranks.group import Group
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import ParameterNames
+from limpet.state.walk import check_replaceable
 from limpet.text import warn_user
 from limpet.threads import gc_paused
 
 
 def load_snapshot(
     snapshot: SnapshotReader,
-    into: dict[str, Any] | None = None,
+    into: Mapping[str, Any] | None = None,
     keys: str | Sequence[str] | None = None,
     device: Any = None,
     leniency: Leniency = STRICT,
@@ -69,7 +70,7 @@ def load_snapshot(
 
 def _load(
     reader: SnapshotReader | SharedReader,
-    into: dict[str, Any] | None,
+    into: Mapping[str, Any] | None,
     keys: str | Sequence[str] | None,
     targets: LoadTargets,
     leniency: Leniency,
@@ -119,7 +120,7 @@ def _load(
 @gc_paused
 def _bind(
     targets: LoadTargets,
-    into: dict[str, Any] | None,
+    into: Mapping[str, Any] | None,
     keys: str | Sequence[str] | None,
     leniency: Leniency,
     collective: Collective,
@@ -136,7 +137,8 @@ def _bind(
             raise no_match_error(snapshot, keys)
         return targets.add_fresh(tree, ""), None, ""
     expected = 'a dict like the one that was saved, such as {"model": model}'
-    require("into=", isinstance(into, dict), expected, into)
+    require("into=", isinstance(into, Mapping), expected, into)
+    check_replaceable("into=", into)
     targets.is_live = True
     names = ParameterNames(into)
     binding = Binding(
@@ -149,7 +151,7 @@ def _bind(
         taken=None if collective.size == 1 else frozenset(),
         renames=leniency.rename,
     )
-    finalize = bind(binding, into, tree, "")
+    finalize = bind_state(binding, into, tree)
     check_shared_memory(binding.claims, snapshot)
     binding.differences.combine_ranks(collective)
     found = binding.differences
@@ -161,7 +163,7 @@ def _bind(
         targets.clear()
         fresh = Differences()
         binding = replace(binding, resized=found.resized, taken=taken, differences=fresh, claims={})
-        finalize = bind(binding, into, tree, "")
+        finalize = bind_state(binding, into, tree)
         check_shared_memory(binding.claims, snapshot)
         binding.differences.combine_ranks(collective)
     binding.differences.raise_if_any(

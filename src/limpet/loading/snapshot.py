@@ -282,7 +282,7 @@ class Snapshot:
 
     def load(  # noqa: PLR0913  (as limpet.load)
         self,
-        into: dict[str, Any] | None = None,
+        into: Mapping[str, Any] | None = None,
         *,
         keys: str | Sequence[str] | None = None,
         device: Any = None,

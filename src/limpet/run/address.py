@@ -197,7 +197,7 @@ def open_on_all_ranks(
 
 def load(  # noqa: PLR0913  (the public face)
     url: Url | Snapshot,
-    into: dict[str, Any] | None = None,
+    into: Mapping[str, Any] | None = None,
     *,
     keys: str | Sequence[str] | None = None,
     device: Any = None,
@@ -216,7 +216,7 @@ def load(  # noqa: PLR0913  (the public face)
     return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values.
     ``device="saved"`` stands for the devices from which the tensors were saved, and
     ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
-    With ``into``, a dict like the one that was saved, fill that dict in place and return a
+    With ``into``, a mapping like the one that was saved, fill it in place and return a
     ``LoadReport``; a terminal shows what was kept, ignored, or converted. ``keys``: load only
     leaves whose key matches. ``"model/fc"`` selects that leaf, all leaves below it, and those that
     continue it with a dot, as ``model/fc.weight``; ``*`` matches within a level, ``**`` across

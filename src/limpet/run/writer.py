@@ -144,7 +144,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
 
     def save(
         self,
-        state: dict[str, Any],
+        state: Mapping[str, Any],
         *,
         step: int,
         metrics: Mapping[str, Any] | None = None,

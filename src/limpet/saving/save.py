@@ -42,13 +42,14 @@ from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import FlatState, flatten
 from limpet.state.step_hooks import find_stable_leaves
+from limpet.state.walk import as_dict
 from limpet.text import format_list
 from limpet.threads import Workers, gc_paused, no_op
 
 
 def save(
     url: Url,
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     *,
     step: int | None = None,
     note: Mapping[str, Any] = {},
@@ -57,7 +58,7 @@ def save(
 ) -> Snapshot:
     """Save ``state`` as the snapshot at ``url``, and return the snapshot once it is committed.
 
-    ``state``: a dict of tensors, arrays, plain values, dicts and lists of those, modules,
+    ``state``: a mapping of tensors, arrays, plain values, dicts and lists of those, modules,
     optimizers, and objects with ``state_dict()`` and ``load_state_dict()``. ``step``: if it is not
     given, it is read from a folder name such as ``version_120``. ``note``: plain values for the
     snapshot's ``metadata``.
@@ -82,7 +83,7 @@ def save(
 
 def save_async(
     url: Url,
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     *,
     step: int | None = None,
     note: Mapping[str, Any] = {},
@@ -159,7 +160,7 @@ def begin_save(
         if isinstance(state, FlatState):
             flat = state
         else:
-            flat = flatten(state, group.rank)
+            flat = flatten(state := as_dict(state), group.rank)
             check_once(state, flat, group.rank, partial(local_tree, flat, group.rank))
         synchronize([*map(attrgetter("source"), flat.leaves)])
         partition = partition_state(collective, group, flat, workers)

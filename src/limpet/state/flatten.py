@@ -6,6 +6,7 @@ Tensors are not copied, except views without bytes of their own, such as a conju
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,7 +39,7 @@ from limpet.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
-from limpet.state.walk import map_containers, storage_address, to_local
+from limpet.state.walk import as_dict, map_containers, storage_address, to_local
 from limpet.text import with_article
 from limpet.threads import gc_paused
 from limpet.types import Box
@@ -100,7 +101,7 @@ class ParameterNames:
     """The qualified names (``model.layers.0.weight``) of the parameters in a state."""
 
     def __init__(self, state: Any) -> None:
-        self._state = state
+        self._state = as_dict(state)
 
     def name_of(self, parameter: Any) -> str | None:
         """Return a parameter's name: that of a tensor of the state in its memory if no module has
@@ -135,11 +136,12 @@ def _memory_of(t: Any) -> Any:
 
 
 @gc_paused
-def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
+def flatten(state: Mapping[str, Any], rank: int = 0) -> FlatState:
     """Flatten a state, as the rank ``rank`` of the save. Raises ``Unsupported``, which names all
     values that cannot be saved faithfully."""
+    state = as_dict(state)
     if type(state) is not dict:
-        expected = 'a plain dict, such as {"model": model, "optimizer": optimizer}'
+        expected = 'a dict, such as {"model": model, "optimizer": optimizer}'
         found = with_article(type(state).__name__)
         raise Unsupported(f"The state must be {expected}, not {found}")
     flattener = _Flattener(rank, FlatState(names=ParameterNames(state)))

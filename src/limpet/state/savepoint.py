@@ -101,8 +101,9 @@ class Savepoint:
         self._version_counters = _read_version_counters(self._fingerprint.partial)
         self._fingerprint.record()
         self._copies.recycle(self._stable_storages)
-        self._memo, self._names = {}, ParameterNames(self.state)
-        self._captured = walk.map_containers(self.state, self._capture_value, self._memo)
+        state = walk.as_dict(self.state)
+        self._memo, self._names = {}, ParameterNames(state)
+        self._captured = walk.map_containers(state, self._capture_value, self._memo)
         self._memo = {}
         self._invalid_reason = None
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from limpet import lazy_torch
+from limpet.errors import LimpetError
 from limpet.format.tree import MAX_DEPTH, child_keys
+from limpet.text import MAX_SHOWN, format_list, with_article
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,21 @@ Memo = dict[int, tuple[Any, Any]]
 """By ``id``: an object that a walk visited, alive so that no id is reused, and its result."""
 
 IMMUTABLE_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
+
+
+def as_dict(state: Any) -> Any:
+    """Return the members of a mapping as a plain dict; anything else as it is."""
+    return dict(state) if type(state) is not dict and isinstance(state, Mapping) else state
+
+
+def check_replaceable(name: str, state: Mapping[str, Any]) -> None:
+    """Raise ``LimpetError`` if a load would replace members of a mapping that is read-only."""
+    read_only = () if hasattr(state, "__setitem__") else state.items()
+    if plain := [str(key) for key, value in read_only if type(value) in {*IMMUTABLE_TYPES, tuple}]:
+        raise LimpetError(
+            f"{name} is {with_article(type(state).__name__)}, which is read-only, so that a load"
+            f" could not replace the plain values of {format_list(plain, MAX_SHOWN)}: pass a dict"
+        )
 
 
 def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
@@ -122,7 +139,7 @@ def find_named_instances(
                     members[i], f"{path}{separator}{level}" if path else level, depth + 1
                 )
 
-    return walk(value, "", 0)
+    return walk(value if isinstance(value, kind) else as_dict(value), "", 0)
 
 
 def map_containers(

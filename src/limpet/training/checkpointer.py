@@ -116,7 +116,7 @@ class Checkpointer:
     def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         run: Url,
-        state: dict[str, Any] | Callable[[], dict[str, Any]],
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
@@ -131,10 +131,10 @@ class Checkpointer:
         group: GroupSpec = None,
     ) -> None:
         # a module can be called, but is no function that returns a state
-        is_function = callable(state) and not hasattr(state, "state_dict")
-        check_state({} if is_function else state)
-        self._state_function = None if isinstance(state, dict) else state
-        self.state = state if isinstance(state, dict) else {}
+        is_function = callable(state) and not isinstance(state, Mapping)
+        is_function = is_function and not hasattr(state, "state_dict")
+        self.state = check_state({} if is_function else state)
+        self._state_function: Any = state if is_function else None
         options = Options(
             save=EverySeconds(600) | AtEnd() if save is None else save,
             keep=KeepPolicy() if keep is None else keep,
@@ -653,8 +653,7 @@ class Checkpointer:
         """Use the state that the function returns from now on, if there is a function."""
         if self._state_function is None:
             return
-        state = self._state_function()
-        check_state(state)
+        state = check_state(self._state_function())
         check_position(self.run, state)
         self._step_counter.attach(state)
         self._savepoint.attach(state)

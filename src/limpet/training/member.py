@@ -8,7 +8,7 @@ agreement on a step, is an operation of the ranks that train.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from math import inf
 from typing import Any, Literal
@@ -76,11 +76,10 @@ class Member:
     Raises ``LimpetError`` for an invalid argument.
     """
 
-    def __init__(self, run: Url, state: dict[str, Any], *, group: Group) -> None:
-        check_state(state)
+    def __init__(self, run: Url, state: Mapping[str, Any], *, group: Group) -> None:
+        self._run, self.state = Run(run), check_state(state)
         if not (isinstance(group, Group) and group.members and group.training is None):
             raise LimpetError("group= must be a limpet.Group in which this rank is a member")
-        self._run, self.state = Run(run), state
         self._group, self._has_ended = group, False
         # of the training's versions, it refers to the same one as the training, if to any
         self._writer = VersionWriter(self._run.catalog, group, KeepPolicy(), incremental=True)

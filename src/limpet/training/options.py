@@ -19,6 +19,8 @@ from limpet.run.run import Run
 from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unwritable
+from limpet.state.modules import EXTRA_STATE
+from limpet.state.walk import check_replaceable
 from limpet.text import MAX_SHOWN, format_list, to_repr, with_article
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
@@ -97,19 +99,22 @@ def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def check_state(state: Any) -> None:
-    """Raise ``LimpetError`` unless the state is a dict, ``PlanError`` if it has the
-    ``state_dict()`` of an optimizer or scheduler: such a copy neither changes nor loads into it;
-    or a ``DataLoader`` without a position."""
+def check_state(state: Any) -> Any:
+    """Return a state. Raise ``LimpetError`` unless it is a mapping, ``PlanError`` if it is or has
+    the ``state_dict()`` of an optimizer or scheduler: such a copy neither changes nor loads into
+    it; or a ``DataLoader`` without a position."""
     expected = 'a dict such as {"model": model}, or a function that returns one'
-    require("state", type(state) is dict, expected, state)
-    for key, value in _walk_dicts(state, "", {id(state)}):
+    require("state", isinstance(state, Mapping), expected, state)
+    check_replaceable("state", state)
+    for key, value in [("", state), *_walk_dicts(state, "", {id(state)})]:
         for kind, is_copy in (
             ("optimizer", value.keys() == {"state", "param_groups"}),
             ("scheduler", value.keys() >= {"last_epoch", "_step_count"}),
+            ("model", not key and any(k.endswith(EXTRA_STATE) for k in value if type(k) is str)),
         ):
             if is_copy:
-                what = f"{key} in the state is the state_dict() of {with_article(kind)}"
+                where = f"{key} in the state" if key else "The state"
+                what = f"{where} is the state_dict() of {with_article(kind)}"
                 todo = f'write {{"{kind}": {kind}}}, without .state_dict()'
                 raise PlanError(f"{what}, a copy made once: {todo}", leaf=key)
     torch_data: Any = sys.modules.get("torch.utils.data")
@@ -121,6 +126,7 @@ def check_state(state: Any) -> None:
                 " accelerator.prepare(loader)",
                 leaf=key,
             )
+    return state
 
 
 def check_writable(state: dict[str, Any]) -> None:
@@ -137,7 +143,7 @@ def check_writable(state: dict[str, Any]) -> None:
 
 
 def _walk_dicts(
-    value: dict[Any, Any], path: str, seen: set[int], depth: int = 0
+    value: Mapping[Any, Any], path: str, seen: set[int], depth: int = 0
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield the dicts nested in a state with their paths, each object once (``seen``: their ids).
     The save reports those that are too deep for it."""
