@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 from limpet.errors import LimpetError
+from limpet.other_words import add_advice
 
 T = TypeVar("T")
 
@@ -43,6 +44,9 @@ def _wrap(function: Callable[..., Any]) -> Any:
             return function(*args, **kwargs)
         except LimpetError as error:
             shorten(error)
+            raise
+        except TypeError as error:
+            add_advice(error, function, kwargs)
             raise
 
     @wraps(function)

@@ -12,6 +12,7 @@ from weakref import finalize
 
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
+from limpet.other_words import add_advice
 from limpet.sinks.terminal import default_terminal
 from limpet.threads import no_op
 from limpet.tracebacks import marked, shorten
@@ -41,6 +42,9 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
             return method(self, *args, **kwargs)
         except LimpetError as error:
             shorten(error)
+            raise
+        except TypeError as error:
+            add_advice(error, method, kwargs)
             raise
         finally:
             # a handler of a signal runs only at calls and jumps, and none is before the release
