@@ -41,7 +41,9 @@ def test_json_keys_are_stable(run):
     result = run_cli("diff", f"{run}/version_20", f"{run}/version_40", "--json")
     assert result.code == 7
     report = result.json
-    assert list(report) == ["a", "b", "same", "only_a", "only_b", "changed", "equal", "bytes_read"]
+    assert list(report) == [
+        "a", "b", "same", "only_a", "only_b", "changed", "equal", "bytes_read", "config",
+    ]  # fmt: skip
     assert report["a"]["step"] == 20
     weights = next(c for c in report["changed"] if c["key"] == "weights")
     assert list(weights) == ["key", "what", "a", "b", "elements", "differing", "largest"]
@@ -111,3 +113,36 @@ def test_damage_is_not_a_difference(store):
     result = run_cli("diff", f"{store.url}/version_20", f"{store.url}/version_40")
     assert result.code == 3
     assert "damaged" in result.err
+
+
+def save_with(url, config, x=1):
+    with hf.Checkpointer(url, {"x": x}, config=config) as ckpt:
+        ckpt.step()
+    return f"{url}@1"
+
+
+def test_configs_are_compared_and_are_no_part_of_the_state(empty_url):
+    a = save_with(f"{empty_url}/a", {"lr": 0.1, "o": {"b": (1, 2), "same": 1}, "old": None})
+    b = save_with(f"{empty_url}/b", {"lr": 0.2, "o": {"b": (1, 3), "same": 1}, "new": "n"})
+    report = run_cli("diff", a, b, "--json")
+    assert (report.code, report.json["same"]) == (0, True)
+    assert report.json["config"] == [
+        {"name": "lr", "a": 0.1, "b": 0.2},
+        {"name": "o.b", "a": [1, 2], "b": [1, 3]},
+        {"name": "old", "a": None},
+        {"name": "new", "b": "n"},
+    ]
+    result = run_cli("diff", a, b)
+    assert result.code == 0
+    assert [line for line in result.out.splitlines() if line.startswith("config")] == [
+        "config  lr 0.1 -> 0.2",
+        "config  o.b (1, 2) -> (1, 3)",
+        "config  old None (removed)",
+        "config  new 'n' (new)",
+    ]
+    assert "Identical" in result.out
+    c = save_with(f"{empty_url}/c", None, x=2)
+    assert run_cli("diff", a, c).code == 7
+    found = run_cli("diff", c, a, "--json").json
+    assert [change["name"] for change in found["config"]] == ["lr", "o.b", "o.same", "old"]
+    assert run_cli("diff", a, a, "--json").json["config"] == []

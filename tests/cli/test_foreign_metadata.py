@@ -29,7 +29,7 @@ VALUES = [
 FIELDS = [
     (), ("reason",), ("metrics",), ("note",), ("statistics",), ("training",), ("objectives",),
     ("devices",), ("resharded",), ("training", "sessions"), ("training", "trained_seconds"),
-    ("training", "stop"), ("objectives", "m"),
+    ("training", "stop"), ("objectives", "m"), ("config",), ("config", "m"),
 ]  # fmt: skip
 _numbers = count()
 
@@ -63,7 +63,9 @@ def use_everything(url):
     def resume(**at):
         state = {"x": np.zeros(3)}
         policy = limpet.StopWhen("m", patience=3, mode="min")
-        with limpet.Checkpointer(url, state, save=limpet.Never(), stop=policy) as ckpt:
+        with limpet.Checkpointer(
+            url, state, save=limpet.Never(), stop=policy, config={"m": 1}
+        ) as ckpt:
             ckpt.resume(**at)
 
     calls = [

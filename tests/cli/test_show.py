@@ -33,7 +33,7 @@ def test_json_keys_are_stable(run):
     report = run_cli("show", f"{run}/version_40", "--json", "--layout").json
     assert list(report) == [
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
-        "metrics", "note", "evaluations", "inexact", "statistics", "shards",
+        "metrics", "note", "config", "evaluations", "inexact", "statistics", "shards",
         "bytes", "referred_bytes", "bases", "chain", "intact", "problem",
         "bytes_checked", "leaves", "values", "collapsed",
     ]  # fmt: skip
@@ -210,3 +210,28 @@ def test_show_respects_depth_in_json(tmp_path):
     assert shown("--depth", 1) == ([], ["step"], [model])
     assert shown("--depth", 2) == (["model/b"], ["step"], [fc])
     assert shown("--depth", 3) == shown("--depth", 9) == (*everything, [])
+
+
+def test_the_config_is_shown_with_one_line_for_each_value(empty_url):
+    config = {"lr": 3e-4, "optim": {"betas": (0.9, 0.99)}, "name\n": "a\x1b[31m", "db": "x://u:p@h"}
+    with hf.Checkpointer(empty_url, {"x": 1}, config=config) as ckpt:
+        ckpt.step()
+    for address in (empty_url, f"{empty_url}@1"):
+        result = run_cli("show", address)
+        assert result.code == 0
+        lines = [line.split() for line in result.out.splitlines()]
+        assert [line for line in lines if line and line[0].startswith("config")] == [
+            ["config.lr", "0.0003"],
+            ["config.optim.betas", "(0.9,", "0.99)"],
+            ["config.name", r"'a\x1b[31m'"],
+            ["config.db", "'x://...@h'"],
+        ]
+    document = run_cli("show", empty_url, "--json").json
+    assert document["config"] == {
+        "lr": 3e-4, "optim": {"betas": [0.9, 0.99]}, "name\n": "a\x1b[31m", "db": "x://...@h",
+    }  # fmt: skip
+
+
+def test_a_version_without_a_config_shows_none(run):
+    assert "config" not in run_cli("show", run).out
+    assert run_cli("show", run, "--json").json["config"] is None

@@ -130,7 +130,8 @@ def test_a_run_with_branches_and_pins():
     pins.create_pin(Location(store, "version_2"), "0" * 12, Version(1))
     run.pin(1)
     run.add_metrics(Version(1), {"loss": 0.5, "n": 3, "worst": float("inf"), "none": float("nan")})
-    with limpet.Checkpointer(store, {"n": 1, "p": limpet.Progress()}) as checkpointer:
+    state = {"n": 1, "p": limpet.Progress()}
+    with limpet.Checkpointer(store, state, config=plain_values()) as checkpointer:
         checkpointer.resume()
         checkpointer.save()
     assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation", "ended"}

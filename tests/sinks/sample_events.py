@@ -39,6 +39,11 @@ EVENTS: dict[str, dict[str, Any]] = {
         "url": "runs/a/version_1200",
         "differing": ["scaler/scale", "tracker/values"],
     },
+    "config_changed": {
+        "run": "runs/a",
+        "url": "runs/a/version_1200",
+        "changes": ["lr 0.001 -> 0.0001", "dropout 0.1 (new)"],
+    },
     "options_replaced": {
         "run": "runs/a",
         "url": "runs/a/version_1200",

@@ -24,6 +24,7 @@ def test_logging_records(caplog):
         "saved": "INFO", "save_failed": "ERROR", "save_waited": "INFO",
         "began": "INFO", "stopped": "INFO", "finished": "INFO", "resume_checked": "INFO",
         "resume_differs": "WARNING", "options_replaced": "WARNING", "left_unsaved": "WARNING",
+        "config_changed": "INFO",
         "taken_over": "INFO", "resumed": "INFO", "skipped": "WARNING", "deleted": "INFO",
         "pin_left": "WARNING", "read_again": "WARNING", "waiting": "WARNING",
         "read_alone": "WARNING", "request_unseen": "WARNING", "not_agreed": "WARNING",

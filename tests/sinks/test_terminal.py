@@ -91,6 +91,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(monkeypatch):
         ("taken_over", "closed an earlier Checkpointer of runs/a"),
         ("resumed", "resumed step 1200 from runs/a/version_1200: 64 samples per "
                     "step, was 128"),
+        ("config_changed", "resumed with another config: lr 0.001 -> 0.0001, dropout 0.1 (new)"),
         ("options_replaced", "resumed the options of runs/a/version_1200. lr: the script has "
                              "0.0001, had 0.001; the version's 0.00042 is in use"),
         ("pin_left", "could not remove the pin pin-1.json: timeout"),

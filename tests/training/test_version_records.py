@@ -114,7 +114,7 @@ MEASURED = {"save_seconds", "step_seconds", "run_calls"}
 
 def start(way, run, is_resumed):
     """Train until a version is saved in that way. Return the names of what it records."""
-    ways = way(run, quiet=True)
+    ways = way(run, quiet=True, config={"lr": 0.1})
     _, ckpt = next(ways)
     if is_resumed:
         assert ckpt.resume() is None
@@ -122,6 +122,7 @@ def start(way, run, is_resumed):
     newest = limpet.Run(run).latest()
     metadata = dict(newest.metadata)
     training = metadata.pop("training")
+    assert metadata["config"] == {"lr": 0.1}
     return {*metadata}, {*training} - MEASURED, {*training["options"]}
 
 

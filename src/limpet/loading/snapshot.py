@@ -190,7 +190,7 @@ class Snapshot:
     @property
     def metadata(self) -> dict[str, Any]:
         """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, the ``devices`` of
-        the tensors, and the ``objectives`` of the policies of a ``Checkpointer``."""
+        the tensors, and the ``config`` of a ``Checkpointer`` and ``objectives`` of its policies."""
         return self._reader.metadata
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from limpet import events
 from limpet.errors import BrokenLink, FormatError, LimpetError, NotFound
-from limpet.format import names
+from limpet.format import names, tree
 from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import Version
 from limpet.format.records import MAX_RECORD, Branch, decode_branch
@@ -282,7 +282,8 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
 
 def read_training_metadata(snapshot: SnapshotReader) -> Mapping[str, Any]:
     """Return the state of early stopping and goodput that a version stores, if it stores one."""
-    training = snapshot.metadata.get("training")
+    node = snapshot.metadata_node("training")
+    training = tree.decode(node, "metadata/training", tree.reject_value)
     return training if isinstance(training, dict) else {}
 
 

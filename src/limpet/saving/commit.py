@@ -45,7 +45,8 @@ from limpet.version import __version__
 @dataclass(frozen=True, slots=True)
 class VersionMetadata:
     """The content of a manifest other than the state. ``training``: what the layers above need to
-    resume; ``objectives``: the metrics whose best versions are wanted, each with its mode."""
+    resume; ``objectives``: the metrics whose best versions are wanted, each with its mode;
+    ``config``: the node of the training's config, or None."""
 
     step: int | None = None
     branch: int = 0
@@ -55,6 +56,7 @@ class VersionMetadata:
     note: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     objectives: Mapping[str, str] = field(default_factory=dict)
+    config: Any = None
 
     def __post_init__(self) -> None:
         """Raise ``LimpetError`` unless ``step`` is one, before anything is written."""
@@ -70,7 +72,8 @@ class VersionMetadata:
             content["training"] = dict(self.training)
         if self.objectives:
             content["objectives"] = dict(self.objectives)
-        return tree.encode_root(content, "metadata", tree.reject_value)
+        node = tree.encode_root(content, "metadata", tree.reject_value)
+        return node if self.config is None else {"dict": {**node["dict"], "config": self.config}}
 
 
 class Receipt(msgspec.Struct, frozen=True):

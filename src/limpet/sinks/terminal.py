@@ -169,8 +169,8 @@ _OMITTED = frozenset(
 )
 _SHOWN = STYLES.keys() - _OMITTED
 
-_ALWAYS = frozenset({"notice_source_failed"})
-"""Also shown if stderr is no terminal: SIGTERM will end a job without a save."""
+_ALWAYS = frozenset({"config_changed", "options_replaced", "notice_source_failed"})
+"""Also shown if stderr is no terminal: what a training uses, and that SIGTERM may not save."""
 
 
 class DefaultTerminal:

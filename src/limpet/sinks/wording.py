@@ -12,6 +12,7 @@ from limpet.format.names import parse_version
 from limpet.text import (
     describe_newest,
     format_duration,
+    format_list,
     format_metrics,
     format_size,
     format_value,
@@ -25,6 +26,7 @@ _LESS = "fewer_copies", "uncopied", "metric_missing", "restarts_uncounted"
 
 STYLES = {
     "saved": "green",
+    "config_changed": "cyan",
     **dict.fromkeys(("save_waited", "platform_detected", "deleted"), "dim"),
     **dict.fromkeys(
         ("began", "loaded", "resumed", "resume_checked", "stopped", "finished", "taken_over"),
@@ -122,7 +124,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         return _describe_end(fields)
     if name in _LESS:
         return _describe_less(name, fields)
-    if name in ("resume_checked", "resume_differs", "options_replaced"):
+    if name in ("resume_checked", "resume_differs", "config_changed", "options_replaced"):
         return _describe_check(name, fields)
     if name in ("notice", "preempted", "platform_detected"):
         return _describe_preemption(name, fields)
@@ -177,12 +179,13 @@ def _describe_changes(fields: Mapping[str, Any]) -> str:
 
 def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
     url, seconds = text_field(fields, "url"), number_field(fields, "seconds")
+    if name == "config_changed":
+        return f"resumed with another config: {format_list(_list_field(fields, 'changes'), 8)}"
     if name == "options_replaced":
         return f"resumed the options of {url}. {', '.join(_list_field(fields, 'options'))}"
     if name == "resume_differs":
-        keys = _list_field(fields, "differing")
-        more = f", and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
-        return f"resumed with differences from {url}: {', '.join(keys[:_MAX_KEYS])}{more}"
+        keys = format_list(_list_field(fields, "differing"), _MAX_KEYS)
+        return f"resumed with differences from {url}: {keys}"
     nbytes = number_field(fields, "bytes")
     what = f"{format_size(nbytes)} as in" if nbytes else "all values as in"
     took = "" if seconds is None else f", compared in {format_duration(seconds)}"

@@ -158,11 +158,17 @@ class SnapshotReader:
         )
         return metadata
 
+    def metadata_node(self, name: str) -> Any:
+        """Return the node of one member of ``metadata``, of which a config may be large, or None.
+        Another program may have written any."""
+        return self.manifest.metadata["dict"].get(name)
+
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the save. Another program may have written others than 64-bit ints and
         floats by name: they are left out."""
-        found = self.metadata.get("metrics")
+        node = self.metadata_node("metrics")
+        found = tree.decode(node, "metadata/metrics", tree.reject_value)
         return {
             name: value
             for name, value in (found if isinstance(found, dict) else {}).items()

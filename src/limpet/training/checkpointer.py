@@ -10,6 +10,7 @@ from limpet import events
 from limpet.arguments import check_count
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError, RankFailed
+from limpet.format.config import compare_configs, describe_change, encode_config
 from limpet.format.names import Version
 from limpet.loading.binding import Leniency
 from limpet.loading.differences import LoadReport
@@ -97,6 +98,10 @@ class Checkpointer:
     save is due), ``save``, ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a
     store failure causes only a ``SaveFailed`` warning in ``step`` and ``close``.
 
+    ``config`` is a dict of plain values, such as ``vars(args)``, which is copied now. Each version
+    stores that of rank 0, as plain text, in ``Snapshot.metadata["config"]``. A resume with another
+    one says what differs.
+
     On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
     saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1`` turns this off.
 
@@ -127,6 +132,7 @@ class Checkpointer:
         preemption: Preemption | None = DEFAULT,
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
+        config: dict[str, Any] | None = None,
         quiet: bool = False,
         group: GroupSpec = None,
     ) -> None:
@@ -145,6 +151,7 @@ class Checkpointer:
             preemption=preemption,
             save_timeout=save_timeout,
             on_error=on_error,
+            config=encode_config(config),
             quiet=quiet,
         )
         self._arguments = check_arguments(options)
@@ -752,6 +759,10 @@ class Checkpointer:
         restored += state_check.describe_changes(self._script_options, earlier, used)
         run, url, step = self.run.url, point.snapshot.url, progress.step
         events.emit("resumed", run=run, url=url, step=step, branch=self._branch, changes=changes)
+        configs = point.snapshot.metadata_node("config"), self._saver.config
+        texts = () if None in configs else [*map(describe_change, compare_configs(*configs))]
+        if self._group.rank == 0 and point.from_own_run and texts:
+            events.emit("config_changed", run=run, url=url, changes=texts)
         if self._group.rank == 0 and restored:
             events.emit("options_replaced", run=run, url=url, options=restored)
         return changes

@@ -41,6 +41,7 @@ class Options:
     overlap: bool
     tiers: Sequence[Tier]
     preemption: Preemption | None
+    config: Any  # a node, see ``encode_config``
     quiet: bool
 
 
@@ -79,8 +80,8 @@ def check_arguments(options: Options) -> dict[str, str]:
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
-        # only rank 0 uses the first three, and each host may have its own notices and memory
-        if name not in ("keep", "stop", "quiet", "preemption", "tiers")
+        # only rank 0 uses the first four, and each host may have its own notices and memory
+        if name not in ("keep", "stop", "quiet", "config", "preemption", "tiers")
     }
 
 

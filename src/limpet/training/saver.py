@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec
 
@@ -70,7 +71,7 @@ class Saver:
         self.retention, self.writer_lock = self.writer.retention, self.writer.lock
         self.early_stop = early_stop
         self._objectives = merge_objectives(options.keep.objectives | early_stop.objectives)
-        self.keep = options.keep
+        self.keep, self.config = options.keep, options.config
         self.evaluated_metrics = set[str]()
         """The metrics that evaluations in this training have given, also about versions that are
         deleted since; ``inexact_metrics``: those that do not count."""
@@ -301,7 +302,7 @@ class Saver:
         training |= {**self.evaluated, **self._goodput.to_metadata()}
         if spec.reason == "memory" and self.begun_step == spec.version.step:
             training["saved_with"] = self.writer.attempt  # both are of this call of step()
-        return self.writer.make_metadata(
+        metadata = self.writer.make_metadata(
             spec.version,
             spec.reason,
             spec.metrics,
@@ -309,6 +310,7 @@ class Saver:
             training=training,
             objectives=self._objectives,
         )
+        return replace(metadata, config=self.config)
 
     def save_savepoint(
         self,

@@ -15,6 +15,7 @@ from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import resolve_snapshot
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.format import tree
+from limpet.format.config import compare_configs, describe_change
 from limpet.format.names import join_key
 from limpet.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from limpet.snapshot.reader import SnapshotReader
@@ -207,6 +208,7 @@ def _build_document(
         ],
         "equal": differences.equal_count,
         "bytes_read": differences.bytes_read,
+        "config": [*compare_configs(a.metadata_node("config"), b.metadata_node("config"))],
     }
 
 
@@ -216,6 +218,8 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
         step = "" if snapshot.step is None else f"  step {snapshot.step}"
         print_line(f"{label}  {snapshot.url}{step}", style)
     print_line()
+    for change in compare_configs(a.metadata_node("config"), b.metadata_node("config")):
+        print_line(f"config  {describe_change(change)}")
     for key in differences.only_a:
         print_line(f"only in A  {key}", "red")
     for key in differences.only_b:

@@ -13,8 +13,10 @@ from limpet.cli.console import Cell, format_age, output_width, print_line, print
 from limpet.cli.resolve import resolve_newest
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.errors import FormatError, MissingLeaf
+from limpet.format import tree
+from limpet.format.config import config_entries
 from limpet.format.index import IndexBox
-from limpet.format.names import parse_version
+from limpet.format.names import parse_version, to_dotted
 from limpet.format.records import InexactEvaluation
 from limpet.run.records import EvaluationStatus, VersionEvaluations, find_statuses
 from limpet.run.run import Run
@@ -101,6 +103,7 @@ def _build_document(
         "reason": metadata.get("reason"),
         "metrics": snapshot.metrics,
         "note": metadata.get("note", {}),
+        "config": metadata.get("config"),
         "evaluations": {name: asdict(status) for name, status in statuses.items()},
         "inexact": [
             {
@@ -200,6 +203,8 @@ def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
         if value := metadata.get(name):
             text = value if isinstance(value, str) else to_repr(value)
             yield name, format_metrics(value) if isinstance(value, dict) else text
+    for key, node in config_entries(snapshot.metadata_node("config")):
+        yield f"config.{to_dotted(key)}", to_repr(tree.decode(node, key, tree.reject_leaf))
     evaluations, statuses = _read_evaluations(snapshot)
     for name, status in statuses.items():
         if status.state == "INEXACT":
