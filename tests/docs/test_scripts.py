@@ -78,6 +78,11 @@ def test_the_tutorial_changes_few_lines():
     assert len([line for line in lines if line.startswith(("+", "-"))]) <= 12
 
 
+def test_the_script_of_the_tutorial_can_be_copied():
+    _, script = sides_of_diff(read_diff("docs/tutorial.md"))
+    assert (ROOT / "examples" / "tutorial.py").read_text().endswith(f'"""\n\n{script}')
+
+
 def test_the_losses_of_the_tutorial_are_exact_with_four_workers_and_augmentation(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     write_script(read_diff("docs/tutorial.md"), whole, killed)
