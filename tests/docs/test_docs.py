@@ -30,7 +30,7 @@ COMMAND = re.compile(
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-LIBRARIES = {"import-export.md": ["lightning", "accelerate", "transformers"]}
+LIBRARIES = {"import-export.md": ["lightning", "accelerate"]}
 """The libraries that a document needs, which may not be installed (the extra ``zoo``)."""
 
 
