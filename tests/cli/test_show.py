@@ -33,7 +33,7 @@ def test_json_keys_are_stable(run):
     report = run_cli("show", f"{run}/version_40", "--json", "--layout").json
     assert list(report) == [
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
-        "metrics", "note", "config", "evaluations", "inexact", "statistics", "shards",
+        "metrics", "note", "config", "evaluations", "statistics", "shards",
         "bytes", "referred_bytes", "bases", "chain", "intact", "problem",
         "bytes_checked", "leaves", "values", "collapsed",
     ]  # fmt: skip

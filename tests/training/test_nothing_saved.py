@@ -41,7 +41,7 @@ class Training:
 
 
 def end_with_unsaved_steps(has_version):
-    training = Training(has_version, EverySteps(100))
+    training = Training(has_version, EverySteps(10**9))
     training.step()
     training.ckpt.close()
 
@@ -66,7 +66,7 @@ def fail_to_save(has_version):
 
 
 def leave_without_a_save(has_version):
-    training = Training(has_version, EverySteps(100))
+    training = Training(has_version, EverySteps(10**9))
     with pytest.raises(Preempted) as left, training.ckpt:
         training.step()
         training.source.announce()
@@ -89,14 +89,14 @@ def leave_before_the_first_step(has_version):
 
 
 def take_over(has_version):
-    training = Training(has_version, EverySteps(100))
+    training = Training(has_version, EverySteps(10**9))
     training.step()
     with limpet.Checkpointer(training.store, {"x": [1.0]}, save=Never()):
         pass
 
 
 def discard(has_version):
-    training = Training(has_version, EverySteps(100), preemption=None)
+    training = Training(has_version, EverySteps(10**9), preemption=None)
     training.step()
     training.store.before = lambda method, key: None  # it refers to the training
     del training

@@ -308,3 +308,77 @@ def test_an_error_of_the_device_is_raised_and_nothing_is_saved(guarded, monkeypa
     training.ckpt._preemption.close()
     training.ckpt.close()
     assert Run(store).snapshots() == []
+
+
+def call_many_steps(training):
+    training.guard.run(training.train_steps, 3)
+
+
+def call_run(training):
+    training.guard.run(training.train_step)
+
+
+def call_save_if_preempted(training):
+    training.train_step()
+    training.guard.save_if_preempted({"loss": 0.5})
+
+
+def call_nested(training):
+    """What is called in a call is a part of it."""
+    training.guard.run(lambda: (call_save_if_preempted(training), call_run(training)))
+
+
+def announce_and_call(training, call):
+    training.announce()
+    call(training)
+
+
+def in_scope(call):
+    def make_call(training):
+        with training.guard.watch_scope():
+            call(training)
+
+    return make_call
+
+
+@pytest.mark.parametrize("by", ["notice", "loss", "failing call", "notice in a call"])
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (call_run, 1),
+        (call_save_if_preempted, 1),
+        (call_many_steps, 3),
+        (call_nested, 2),
+        (in_scope(call_run), 1),
+        (in_scope(call_save_if_preempted), 1),
+    ],
+)
+def test_every_form_of_call_counts_and_a_restart_repeats_and_skips_none(call, steps, by):
+    """2, 7: epochs of ``STEPS_PER_EPOCH`` calls, with several lives."""
+    store = MemoryStore()
+    for life in range(4):
+        training, made = GuardedTraining(store, EverySteps(2) | AtEnd()), 0
+        with suppress(Preempted, KeyboardInterrupt), training.ckpt:
+            training.ckpt.resume()
+            first = training.guard.total_run_calls
+            assert first * steps == training.ckpt.current_step
+            for _epoch in range(first // STEPS_PER_EPOCH, 3):
+                for _ in range(training.guard.total_run_calls % STEPS_PER_EPOCH, STEPS_PER_EPOCH):
+                    is_last = life < 3 and made == life + 3
+                    if is_last and by == "loss":
+                        raise KeyboardInterrupt
+                    if is_last and by == "failing call":
+                        with pytest.raises(ZeroDivisionError):
+                            training.guard.run(lambda: 1 / 0)
+                        with pytest.raises(LimpetError, match="steps="):
+                            training.guard.save_if_preempted(steps=-1)
+                    if is_last and by == "notice in a call":
+                        training.guard.run(announce_and_call, training, call)
+                    elif is_last and by == "notice":
+                        training.announce()
+                    call(training)
+                    made += 1
+                    assert training.guard.total_run_calls == first + made
+    assert training.guard.total_run_calls == 3 * STEPS_PER_EPOCH
+    assert training.ckpt.current_step == 3 * STEPS_PER_EPOCH * steps
+    assert states_equal(training.state, state_after(3 * STEPS_PER_EPOCH * steps))

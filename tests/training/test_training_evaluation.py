@@ -264,13 +264,12 @@ def test_the_state_of_an_inexact_evaluation_has_its_steps(counts, tmp_path):
     shown = run_cli("show", f"{url}@25", "--json").json
     fields = {"first_step": 10, "last_step": 29, "counts": counts}
     assert fields.items() <= shown["evaluations"]["val"].items()
-    assert shown["inexact"] == [{"by": "val", **fields, "metrics": dict(status.metrics)}]
     versions = run_cli("ls", url, "--json").json["versions"]
     [listed] = [v["evaluations"]["val"] for v in versions if v["step"] == 25]
     assert listed == shown["evaluations"]["val"]
     text = run_cli("show", f"{url}@25").out
     assert text.count("steps 10 to 29") == 1
-    assert ("steps 10 to 29, counts)" in text) == counts
+    assert f"steps 10 to 29, {'counts' if counts else 'does not count'})" in text
 
 
 @pytest.mark.filterwarnings("error")

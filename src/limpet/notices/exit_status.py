@@ -24,7 +24,7 @@ from limpet.machine import after_fork
 from limpet.notices.process_tree import read_process, started_at
 from limpet.ranks.error_report import encode_json
 from limpet.settings import LAUNCHED_WORKER_VARIABLE, launched_worker, status_folder
-from limpet.text import describe_newest, hide_secrets
+from limpet.text import hide_secrets
 
 DONE = 0
 """The training is complete."""
@@ -232,17 +232,6 @@ def _has_left() -> bool:
     with suppress(OSError):
         records += () if folder is None else read_records(folder)
     return any(r.pid == pid and r.started == started_at(pid) and r.status for r in records)
-
-
-def describe_exit(
-    code: int, step: int, saved_step: int | None, cause: str, problem: BaseException | None
-) -> str:
-    """Return one line for people: at which step the training has stopped, and why."""
-    if code == SAVED and saved_step is not None and step <= saved_step:
-        return f"stopped after step {step}, which is saved, because of {cause}"
-    when = f"after step {step}" if step else "before the first step"
-    text = f"stopped {when} because of {cause}; {describe_newest(saved_step)}"
-    return text if problem is None else f"{text}. {problem}"
 
 
 def write_error(text: str) -> None:

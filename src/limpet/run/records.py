@@ -60,12 +60,8 @@ class VersionEvaluations:
 
     def newest(self, name: str) -> Evaluation | FailedEvaluation | None:
         """Return the newest result or failure of the evaluation ``name``, or None."""
-        outcomes = [r for r in self.outcomes() if r.name == name]
-        return outcomes[-1] if outcomes else None
-
-    def outcomes(self) -> list[Evaluation | FailedEvaluation]:
-        """Return the results and the failures of evaluations."""
-        return [r for r in self.records if isinstance(r, Evaluation | FailedEvaluation)]
+        outcomes = [r for r in self.records if isinstance(r, Evaluation | FailedEvaluation)]
+        return next((r for r in reversed(outcomes) if r.name == name), None)
 
 
 class EvaluationReader:

@@ -132,10 +132,11 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         what = format_metrics(fields.get("metrics"), _MAX_METRICS)
         is_unused = fields.get("state") == "INEXACT" and fields.get("cause")
         return f"evaluated {what}: {text_field(fields, 'cause')}" if is_unused else None
+    is_all = fields.get("since") is None
+    since = "all steps" if is_all else f"the steps after {text_field(fields, 'since')}"
     return {
         "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
-        "left_unsaved": f"left {_describe_since(fields)} up to {step} unsaved:"
-        " the policy AtEnd() saves them",
+        "left_unsaved": f"left {since} up to {step} unsaved: the policy AtEnd() saves them",
         "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
         "save_failed": f"failed to save step {step}: {error}",
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
@@ -154,11 +155,6 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),
     }.get(name)
-
-
-def _describe_since(fields: Mapping[str, Any]) -> str:
-    is_all = fields.get("since") is None
-    return "all steps" if is_all else f"the steps after {text_field(fields, 'since')}"
 
 
 def _describe_resume(fields: Mapping[str, Any]) -> str:
@@ -214,7 +210,7 @@ def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:
     end = "" if left is None else f", {format_duration(left)} before the deadline"
     when = "before the first step" if step == "0" else f"after step {step}"
     text = f"left {when} because of {source}, with code {code}{end}"
-    if step != saved and code != "75":
+    if step != saved and code != "75" and fields.get("run") is not None:
         text += f"; {describe_newest(None if fields.get('saved') is None else saved)}"
     return text if fields.get("error") is None else f"{text}: {_error_without_todo(fields)}"
 

@@ -581,7 +581,9 @@ class Checkpointer:
     def _save_if_due(self, agreed: frozenset[str]) -> None:
         requested = self._watcher.pending_request is not None
         reason = self._cadence.save_reason(requested, agreed, self._agreement)
-        if reason is not None:
+        if reason is not None and self._saver.reported_url is None:
+            self._preemption.call_save_function()
+        elif reason is not None:
             self._saver.warn_or_raise(
                 self._saver.wait_before_save, self._step_counter.progress.step
             )
@@ -597,6 +599,8 @@ class Checkpointer:
         training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
         training[state_check.OPTIONS] = self._script_options
         training[_RANKS] = self._group.size
+        if self._goodput.run_calls:  # now: a savepoint may be saved in the next call
+            training["run_calls"] = self._goodput.run_calls
         return SaveSpec(
             version=Version(self._step_counter.progress.step, self._branch),
             reason=reason,

@@ -104,8 +104,7 @@ class EarlyStop:
 
     def _read_all(self, step: int) -> bool:
         if self._stop is not None:
-            self._recorded.restart()
-            for last_step, score in self._recorded.read_inexact():
+            for last_step, score in self._recorded.restart():
                 self._history.record(last_step, score)
             if not self._is_decided:
                 self._update(self._stop, {}, step)
@@ -180,27 +179,23 @@ class RecordedScores:
         self._lineage = _Lineage({})
         self._polled = 0
 
-    def restart(self) -> None:
-        """Begin with the current lineage of the run, and read the records of all its versions."""
+    def restart(self) -> list[tuple[int, float]]:
+        """Begin with the current lineage of the run, and read the records of all its versions.
+        Return the inexact scores that count and that no version stores, each with its last step:
+        those about the newest version whose evaluation began before it. A resumed training repeats
+        the evaluations that began after it, and the newest version stores the scores before."""
         catalog, listing = self._run.catalog, self._run.listing()
         known = catalog.read_versions(listing) if listing.folders else {}
         versions = [v for v in lineage_of(catalog, listing) if v in known and known[v].digest]
         digests = {v: known[v].digest for v in versions}
         self._lineage = _Lineage({v: digests[v] for v in versions[-MAX_VERSIONS:]})
         self._read(self._lineage, digests)
-
-    def read_inexact(self) -> list[tuple[int, float]]:
-        """Return the inexact scores that count and that no version stores, each with its last step:
-        those about the newest version whose evaluation began before it. A resumed training repeats
-        the evaluations that began after it, and the newest version stores the scores before."""
-        for version, digest in [*self._lineage.digests.items()][-1:]:
-            records = self._run.catalog.evaluations.read(version, digest).of(InexactEvaluation)
-            return [
-                (r.last_step, r.decoded_metrics()[self._metric])
-                for r in records
-                if r.counts and r.first_step <= version.step and self._metric in r.metrics
-            ]
-        return []
+        return [
+            (r.last_step, r.decoded_metrics()[self._metric])
+            for v in versions[-1:]
+            for r in catalog.evaluations.read(v, digests[v]).of(InexactEvaluation)
+            if r.counts and r.first_step <= v.step and self._metric in r.metrics
+        ]
 
     def add(self, snapshot: SnapshotReader) -> None:
         """Add a version that was just committed."""

@@ -252,7 +252,7 @@ class Ending:
                 warn_user(message, errors.UnsavedSteps)
 
     def close(self) -> None:
-        if self._start_save is not no_op:
+        if self._start_save is not no_op and self.saver.reported_url is not None:
             saver, step = self.saver, self.step_counter.progress.step
             self._lifecycle.emit_finished(saver.url, step, saver.newest_step)
         self._start_save = self._release = no_op  # the Checkpointer refers to this object
@@ -380,9 +380,13 @@ def report_missing_metrics(saver: Saver) -> None:
             inexact.update(*(r.metrics for r in evaluations.of(InexactEvaluation)))
         missing = needed - saver.evaluated_metrics - given
         if missing and not listing.leases:
-            found = {"metrics": missing, "given": given, "inexact": missing & inexact}
-            fields = {name: sorted(metrics) for name, metrics in found.items()}
-            events.emit("metric_missing", run=saver.url, **fields)
+            events.emit(
+                "metric_missing",
+                run=saver.url,
+                metrics=sorted(missing),
+                given=sorted(given),
+                inexact=sorted(missing & inexact),
+            )
 
 
 # -- warnings at the end --------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Goodput:
         """From the beginning of a save until it is committed."""
 
         self.run_calls = 0
-        """The complete calls of ``PreemptionGuard.run``, also those of earlier processes."""
+        """The complete calls of a ``PreemptionGuard``, also those of earlier processes."""
 
         self.call_durations = Durations()
         """Those of the calls of ``PreemptionGuard.run``, which may make several steps each."""
@@ -74,11 +74,6 @@ class Goodput:
         ``PreemptionGuard.run`` is one step: the training cannot leave in it."""
         step_seconds = max(self.step_durations.p95(), self.call_durations.p95())
         return step_seconds, self.save_durations.p95()
-
-    def add_call(self, seconds: float) -> None:
-        """Count a call of ``PreemptionGuard.run`` that took ``seconds``."""
-        self.run_calls += 1
-        self.call_durations.add(seconds)
 
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
         """Continue from what the resumed version stores."""
@@ -116,8 +111,6 @@ class Goodput:
             "began": round(self._started, 3),
             "trained_seconds": round(self._trained_seconds, 6),
         }
-        if self.run_calls:
-            metadata["run_calls"] = self.run_calls
         if step_seconds:
             metadata["step_seconds"] = round(step_seconds, 6)
         if save_seconds:

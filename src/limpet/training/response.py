@@ -79,6 +79,7 @@ class PreemptionResponse(Observer):
         self.save_arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         """The arguments of ``Preemption.save_fn``."""
 
+        self._has_called = False  # ``save_fn`` has returned
         self._noted = _NOTHING  # what the ranks have agreed on in the block of ``watch_scope``
         self._timer = ExitTimer(clock)
         self._savepoint_saver = SavepointSaver(
@@ -287,7 +288,7 @@ class PreemptionResponse(Observer):
         step = self._steps.progress.step
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is {step},"
-            f" and {describe_newest(self._newest_step)}"
+            f" and {self._describe_saved()}"
         )
         if self._ended_by is not None:  # a text: the frames of the error refer to the state
             has_failed, why = self._ended_by
@@ -307,7 +308,16 @@ class PreemptionResponse(Observer):
             code = exit_status.leave_code(self._status(code, message))
         end_process(code, message)
 
+    def _describe_saved(self) -> str:
+        if self._has_called:
+            return "save_fn has saved"
+        if self.has_save_function and self._newest_step is None:
+            return "save_fn has not saved it"
+        return describe_newest(self._newest_step)
+
     def _code(self) -> int:
+        if self._has_called:
+            return exit_status.SAVED
         is_saved = self._savepoint_saver.saved_step is not None
         return (
             exit_status.SAVED
@@ -326,7 +336,7 @@ class PreemptionResponse(Observer):
             self._group.rank,
             step=self._steps.progress.step,
             saved_step=self._newest_step,
-            run=self._saver.url,
+            run=self._saver.reported_url,
             why=why,
         )
 
@@ -374,12 +384,17 @@ class PreemptionResponse(Observer):
         self._failure = error
         self._leave(together=False)
 
+    def call_save_function(self) -> None:
+        """Call ``Preemption.save_fn``, if there is one, with the arguments of this call."""
+        if self._settings is not None and self._settings.save_fn is not None:
+            args, kwargs = self.save_arguments
+            self._settings.save_fn(*args, **kwargs)
+
     def _leave(self, together: bool) -> None:
         deadline, settings = self._deadline, self._settings
         if deadline is None or settings is None:
             return
         problem: BaseException | None = self._failure
-        code = None
         try:
             limit = save_deadline(deadline)
             if together and not self._savepoint_saver.claim():
@@ -388,22 +403,21 @@ class PreemptionResponse(Observer):
                 if self._savepoint_saver.wait(limit) is None:
                     self._saver.wait(limit)
             elif settings.save_fn is not None:
-                args, kwargs = self.save_arguments
-                settings.save_fn(*args, **kwargs)
-                code = exit_status.SAVED
+                self.call_save_function()
+                self._has_called = True
             else:
                 self._ending.save_last_step(limit)
         except (LimpetError, TimeoutError) as e:
             problem = e
             self._savepoint_saver.flush(limit)
-        self._exit(self._code() if code is None else code, deadline, problem)
+        self._exit(self._code(), deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
         settings, step, saved_step = self._settings, self._steps.progress.step, self._newest_step
         cause = deadline.purpose.removeprefix("the exit after ")
         events.emit(
             "preempted",
-            run=self._saver.url,
+            run=self._saver.reported_url,
             step=step,
             saved=saved_step,
             code=code,
@@ -422,7 +436,11 @@ class PreemptionResponse(Observer):
             self.cleanup_seconds = CLEANUP_SECONDS
             self._timer.clear()  # training may go on, also while an old promotion is in flight
             return
-        why = exit_status.describe_exit(code, step, saved_step, cause, problem)
+        why = f"stopped after step {step}, which is saved, because of {cause}"
+        if code != exit_status.SAVED or saved_step is None or step > saved_step:
+            when = f"after step {step}" if step else "before the first step"
+            why = f"stopped {when} because of {cause}; {self._describe_saved()}"
+            why += "" if problem is None else f". {problem}"
         if self._group.rank == 0:
             exit_status.write_error(why)
         code = exit_status.leave_code(self._status(code, why))

@@ -56,6 +56,7 @@ class Saver:
         all_ranks: Group,
     ) -> None:
         self.run, self.url = run, run.url
+        self.reported_url: str | None = run.url  # None: of a PreemptionGuard without Checkpointer
         self.begun_step = 0
         """The step of the last save that did not fail, even if it is still in flight."""
 

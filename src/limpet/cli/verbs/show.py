@@ -17,8 +17,7 @@ from limpet.format import tree
 from limpet.format.config import config_entries
 from limpet.format.index import IndexBox
 from limpet.format.names import parse_version, to_dotted
-from limpet.format.records import InexactEvaluation
-from limpet.run.records import EvaluationStatus, VersionEvaluations, find_statuses
+from limpet.run.records import EvaluationStatus, find_statuses
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, format_metrics, format_size, to_repr
@@ -88,7 +87,7 @@ def _build_document(
     rows = [r for r in rows if depth is None or r.depth < depth]
     manifest, metadata = snapshot.manifest, snapshot.metadata
     problem = _find_problem(snapshot)
-    evaluations, statuses = _read_evaluations(snapshot)
+    statuses = _read_statuses(snapshot)
     return {
         "snapshot": snapshot.url,
         "step": manifest.step,
@@ -105,16 +104,6 @@ def _build_document(
         "note": metadata.get("note", {}),
         "config": metadata.get("config"),
         "evaluations": {name: asdict(status) for name, status in statuses.items()},
-        "inexact": [
-            {
-                "by": record.name,
-                "first_step": record.first_step,
-                "last_step": record.last_step,
-                "counts": record.counts,
-                "metrics": record.decoded_metrics(),
-            }
-            for record in evaluations.of(InexactEvaluation)
-        ],
         "statistics": metadata.get("statistics", {}),
         "shards": [{"name": s.name, "bytes": s.length} for s in manifest.shards],
         "bytes": snapshot.nbytes,
@@ -151,16 +140,14 @@ def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any
     return document
 
 
-def _read_evaluations(
-    snapshot: SnapshotReader,
-) -> tuple[VersionEvaluations, dict[str, EvaluationStatus]]:
-    """Return the records about a run's version, and the state of each evaluation; else nothing."""
+def _read_statuses(snapshot: SnapshotReader) -> dict[str, EvaluationStatus]:
+    """Return the state of each evaluation of a run's version; else nothing."""
     version = parse_version(snapshot.location.folder)
     if version is None:
-        return VersionEvaluations(), {}
+        return {}
     catalog = Run(snapshot.location.store).catalog
     evaluations = catalog.evaluations.read(version, snapshot.digest)
-    return evaluations, find_statuses(version, evaluations, catalog.leases.live().values())
+    return find_statuses(version, evaluations, catalog.leases.live().values())
 
 
 def _find_problem(snapshot: SnapshotReader) -> FormatError | None:
@@ -205,18 +192,14 @@ def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
             yield name, format_metrics(value) if isinstance(value, dict) else text
     for key, node in config_entries(snapshot.metadata_node("config")):
         yield f"config.{to_dotted(key)}", to_repr(tree.decode(node, key, tree.reject_leaf))
-    evaluations, statuses = _read_evaluations(snapshot)
-    for name, status in statuses.items():
-        if status.state == "INEXACT":
-            continue  # shown below, with the older ones
+    for name, status in _read_statuses(snapshot).items():
         found = status.cause or format_metrics(status.metrics)
         state = "" if status.state == "DONE" else f"{status.state}: "
-        yield "evaluation", f"{state}{found} ({name})"
-    for record in evaluations.of(InexactEvaluation):
-        steps = f"steps {record.first_step} to {record.last_step}"
-        counts = ", counts" if record.counts else ""
-        metrics = format_metrics(record.decoded_metrics())
-        yield "inexact", f"{metrics} ({record.name}, {steps}{counts})"
+        steps = ""
+        if status.state == "INEXACT":
+            does_count = "counts" if status.counts else "does not count"
+            steps = f", steps {status.first_step} to {status.last_step}, {does_count}"
+        yield "evaluation", f"{state}{found} ({name}{steps})"
     shards = format_count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:
