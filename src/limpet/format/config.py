@@ -16,9 +16,6 @@ from limpet.format.tree import Node
 from limpet.text import format_list, format_size, hide_in_urls, to_repr, truncate, with_article
 from limpet.types import MIB
 
-MAX_CONFIG = MIB
-"""The maximum size of a config as JSON, in bytes: each read of a manifest reads it, too."""
-
 
 def encode_config(config: object) -> Node:
     """Return a ``config=`` as a node, which is a copy for all saves; None: there is none. Raises
@@ -30,11 +27,8 @@ def encode_config(config: object) -> Node:
     except Unsupported as e:
         found = format_list([*map(_describe, rejections_of(e))], 5)
         raise LimpetError(f"config= takes a dict of plain values, but {found}") from None
-    if (nbytes := len(msgspec.json.encode(node))) > MAX_CONFIG:
-        raise LimpetError(
-            f"config= takes at most {format_size(MAX_CONFIG)} as JSON, because each version has it,"
-            f" but this is {format_size(nbytes)}"
-        )
+    if (nbytes := len(msgspec.json.encode(node))) > MIB:  # each version has it
+        raise LimpetError(f"config= takes at most 1 MiB as JSON, not {format_size(nbytes)}")
     return node
 
 

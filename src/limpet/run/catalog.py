@@ -282,8 +282,7 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
 
 def read_training_metadata(snapshot: SnapshotReader) -> Mapping[str, Any]:
     """Return the state of early stopping and goodput that a version stores, if it stores one."""
-    node = snapshot.metadata_node("training")
-    training = tree.decode(node, "metadata/training", tree.reject_value)
+    training = tree.decode(snapshot.metadata_node("training"), "metadata", tree.reject_value)
     return training if isinstance(training, dict) else {}
 
 

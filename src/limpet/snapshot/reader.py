@@ -167,8 +167,7 @@ class SnapshotReader:
     def metrics(self) -> dict[str, float]:
         """The metrics of the save. Another program may have written others than 64-bit ints and
         floats by name: they are left out."""
-        node = self.metadata_node("metrics")
-        found = tree.decode(node, "metadata/metrics", tree.reject_value)
+        found = tree.decode(self.metadata_node("metrics"), "metadata", tree.reject_value)
         return {
             name: value
             for name, value in (found if isinstance(found, dict) else {}).items()
