@@ -433,6 +433,7 @@ ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
 FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
 ENDED = {**ABOUT, "reason": "finished", "epochs": 10, "positions": {"loader": 9}}
 INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9, "counts": False}
+BEST = {**ABOUT, "metric": "loss", "mode": "min"}
 LEASE = {
     "name": "val",
     "attempt": "0" * 12,
@@ -482,6 +483,9 @@ RECORDS: dict[str, tuple[Json, Callable[[bytes, str], object], list[tuple[str, J
     "objective": (OBJECTIVE, decode_objective, [("mode", "best"), ("metric", None), ("extra", 1)]),
     "ended": (ENDED, partial(decode_about_version, kind="ended"), [
         ("reason", None), ("reason", 1), ("reason", "x" * 16_385), ("extra", 1), ("metrics", {}),
+    ]),
+    "best": (BEST, partial(decode_about_version, kind="best"), [
+        ("metric", None), ("metric", 1), ("mode", "less"), ("mode", None), ("extra", 1),
     ]),
     "inexact": (INEXACT, partial(decode_about_version, kind="inexact"), [
         ("metrics", None), ("metrics", {"loss": "low"}), ("first_step", -1),

@@ -30,6 +30,7 @@ from limpet.snapshot import pins
 from limpet.snapshot.location import Location
 from limpet.storage.memory import MemoryStore
 from tests.attacks.test_invalid_files import (
+    BEST,
     BRANCH,
     ENDED,
     EVALUATION,
@@ -215,6 +216,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "failure": partial(decode_about_version, kind="failed"),
     "ended": partial(decode_about_version, kind="ended"),
     "inexact": partial(decode_about_version, kind="inexact"),
+    "best": partial(decode_about_version, kind="best"),
     "lease": decode_lease,
     "objective": decode_objective,
 }
@@ -244,6 +246,7 @@ def documents():
         "pin": json.loads(seal(PIN)), "lasting": json.loads(seal(LASTING_PIN)),
         "evaluation": json.loads(seal(EVALUATION)), "failure": json.loads(seal(FAILURE)),
         "ended": json.loads(seal(ENDED)), "inexact": json.loads(seal(INEXACT)),
+        "best": json.loads(seal(BEST)),
         "lease": json.loads(seal(LEASE)), "objective": json.loads(seal(OBJECTIVE)),
     }  # fmt: skip
 

@@ -362,7 +362,7 @@ def test_a_failed_retention_is_reported_on_all_ranks(on_error):
             outcomes = job.run(work)
         if on_error == "warn":
             assert [w.category for w in caught] == [SaveFailed] * 3
-            assert all("Old versions accumulate" in str(w.message) for w in caught)
+            assert all("old versions could not be deleted" in str(w.message) for w in caught)
             assert not any("nothing was committed" in str(w.message) for w in caught)
         else:
             assert {committed for committed, _ in outcomes} == {"version_10"}

@@ -32,7 +32,7 @@ _RESTART = re.compile(r"restart-[0-2]-[0-9a-f]{12}\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 _EVALUATION = re.compile(
-    rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})(?:\.(failed|ended|inexact))?\.json"
+    rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})(?:\.(failed|ended|inexact|best))?\.json"
 )
 _LEASE = re.compile(rf"lease-({_EVALUATION_NAME})\.([1-9][0-9]{{0,17}})\.json")
 _OBJECTIVE = re.compile(r"objective-[0-9a-f]{32}\.json")
@@ -180,7 +180,7 @@ def parse_lasting_pin(name: str) -> Version | None:
 
 
 class EvaluationFile(NamedTuple):
-    """The name of a file about a version; ``kind``: "", "failed", "ended", or "inexact"."""
+    """The name of a file about a version; ``kind``: "", "failed", "ended", "inexact", or "best"."""
 
     name: str
     attempt: str

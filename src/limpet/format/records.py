@@ -133,6 +133,15 @@ class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
     kind: ClassVar[str] = "ended"
 
 
+class BecameBest(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """The version became the best by this metric, and ``on_best`` of the training has returned."""
+
+    metric: str
+    mode: Literal["min", "max"]
+
+    kind: ClassVar[str] = "best"
+
+
 class VersionLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Protects ``versions`` while the evaluation ``name`` renews it, each time in a new file: until
     an observer sees no renewal for ``seconds``, or the process has ended (as for a ``Pin``)."""
@@ -183,7 +192,7 @@ decode_lease = partial(_decode, StrictDecoder(msgspec.json.Decoder(VersionLease)
 decode_objective = partial(_decode, StrictDecoder(msgspec.json.Decoder(Objective)))
 _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
-    for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation)
+    for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation, BecameBest)
 }
 
 

@@ -80,6 +80,13 @@ class Checkpointer:
     ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
     to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
 
+    ``on_best(snapshot)`` is called on rank 0 for each version that has become the best by the one
+    metric of ``keep`` and ``stop``, on a thread of its own. It is looked for after each save (with
+    n versions, after each n // 50-th) and at a normal end, which waits for the call. Metrics that
+    are added later count from then on. Of several new best versions, only the newest is passed. If
+    the function raises, that counts as an error of a save, and it is called again after the next
+    save; so is one that an end of the process interrupts, or prevents, after the next start.
+
     With ``incremental=20``, a version refers to the chunks that an earlier version holds, and the
     first of every 20 versions is written in full. True means 20.
 
@@ -126,6 +133,7 @@ class Checkpointer:
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         stop: StopWhen | None = None,
+        on_best: Callable[[Snapshot], object] | None = None,
         incremental: bool | int = False,
         overlap: bool = False,
         tiers: Sequence[Tier] = (),
@@ -145,6 +153,7 @@ class Checkpointer:
             save=EverySeconds(600) | AtEnd() if save is None else save,
             keep=KeepPolicy() if keep is None else keep,
             stop=stop,
+            on_best=on_best,
             incremental=incremental,
             overlap=overlap,
             tiers=tiers,

@@ -18,7 +18,7 @@ from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.catalog import VersionRecord, read_training_metadata
 from limpet.run.lineage import find_end, lineage_of
 from limpet.run.metrics import to_number
-from limpet.run.policy import Mode, StopState, StopWhen
+from limpet.run.policy import StopState, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.threads import look_up_each
@@ -39,11 +39,7 @@ class EarlyStop:
         self.stopped = False
         """True once training should stop. A better score later does not change that."""
 
-        self.objectives: frozenset[tuple[str, Mode]] = frozenset()
-        """The metric and the mode of the policy."""
-
         if stop is not None:
-            self.objectives = frozenset(((stop.metric, stop.mode),))
             self._history = self._stored = ScoreHistory(stop)
             self._recorded = RecordedScores(run, stop.metric)
 

@@ -112,6 +112,7 @@ class Ending:
         """Wait for the save in flight, and save with ``AtEnd``. ``error``: being handled, or None;
         ``is_leaving``: the training goes on elsewhere. Return True if steps may be unsaved."""
         could_save = self._lifecycle.can_save
+        self.saver.on_best.is_held |= error is not None or is_leaving
         at_end = could_save and self.policy.at_end and not is_process_ending()
         if at_end and error is not None:
             report_exception(self._group, error)
@@ -123,16 +124,19 @@ class Ending:
             raise
         if at_end and error is None:
             self._save()
+        saver = self.saver
         if could_save and error is None and not is_process_ending():
-            saver = self.saver
             if not is_leaving:
                 counter, reason = self.step_counter, saver.early_stop.end_reason
                 is_saved = saver.saved_step == counter.progress.step
                 positions = counter.loader_epochs() if is_saved else None
                 saver.warn_or_raise(record_end, saver, reason, counter.progress.epoch, positions)
+            saver.warn_or_raise(saver.on_best.finish)
             saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
+        elif self._lifecycle.is_resumed and not self._lifecycle.is_forked:  # it was complete
+            saver.warn_or_raise(saver.on_best.finish)
         if not self._lifecycle.is_closed:
             self.ladder.end(error)
         return could_save and not (at_end and error is None)
@@ -166,6 +170,7 @@ class Ending:
     def finish_here(self, error: BaseException) -> None:
         """Do the same, but do not tell the other ranks, and leave the record of restarts alone."""
         problems: list[str] = []
+        self.saver.on_best.is_held = True
         could_save = self._lifecycle.can_save
         try:
             self._end_after(error, problems)

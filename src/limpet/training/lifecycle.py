@@ -36,6 +36,8 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         running, own = self._lifecycle.running, (name, get_ident())
+        if current_thread().name == CALLBACK_THREAD:  # the state may be within a step
+            raise LimpetError(f"on_best() called {name}() of a Checkpointer: only training may")
         try:
             if running.setdefault(_CALL, own) is not own:
                 raise self._lifecycle.refusal(name)
@@ -53,6 +55,9 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
 
     return marked(call)
 
+
+CALLBACK_THREAD = "limpet-best"
+"""The name of the threads that call ``on_best``."""
 
 _CALL = "call"
 

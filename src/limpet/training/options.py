@@ -14,7 +14,7 @@ from limpet.format.names import parse_version
 from limpet.format.tree import MAX_DEPTH
 from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
-from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
+from limpet.run.policy import KeepPolicy, Mode, SavePolicy, StopWhen
 from limpet.run.run import Run
 from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
@@ -35,6 +35,7 @@ class Options:
     save: SavePolicy
     keep: KeepPolicy
     stop: StopWhen | None
+    on_best: Callable[[Any], object] | None
     save_timeout: float | None
     on_error: Literal["raise", "warn"]
     incremental: bool | int
@@ -43,6 +44,12 @@ class Options:
     preemption: Preemption | None
     config: Any  # a node, see ``encode_config``
     quiet: bool
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        """The metrics of the policies, with their modes."""
+        stop = self.stop
+        return self.keep.objectives | ({(stop.metric, stop.mode)} if stop is not None else set())
 
 
 def check_arguments(options: Options) -> dict[str, str]:
@@ -58,6 +65,7 @@ def check_arguments(options: Options) -> dict[str, str]:
         "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
+        "on_best": (options.on_best is None or callable(options.on_best), "a function, or None"),
         "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
         "tiers": (
             len(set(kinds)) == len(kinds) and set(kinds) <= {MemoryTier, LocalTier},
@@ -72,6 +80,12 @@ def check_arguments(options: Options) -> dict[str, str]:
         check_seconds("save_timeout=", timeout, may_be_infinite=True)
     for name, (is_valid, expected) in expected_values.items():
         require(f"{name}=", is_valid, expected, values[name])
+    if options.on_best is not None and len(options.objectives) != 1:
+        raise LimpetError(
+            "on_best= needs one metric with one mode: write"
+            ' keep=KeepBest(2, "val_loss", mode="min"), or the same for stop=StopWhen(...), instead'
+            f" of {sorted(options.objectives) or 'none'}"
+        )
     if incremental and LocalTier in kinds:
         raise LimpetError(
             "A LocalTier cannot be combined with incremental=True: the local disk has no version"
@@ -80,8 +94,8 @@ def check_arguments(options: Options) -> dict[str, str]:
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
-        # only rank 0 uses the first four, and each host may have its own notices and memory
-        if name not in ("keep", "stop", "quiet", "config", "preemption", "tiers")
+        # only rank 0 uses the first five, and each host may have its own notices and memory
+        if name not in ("keep", "stop", "on_best", "quiet", "config", "preemption", "tiers")
     }
 
 

@@ -260,6 +260,7 @@ class PreemptionResponse(Observer):
             self.cleanup_seconds = exit_margin(left)
             self._deadline = replace(deadline, cleanup=self.cleanup_seconds)
         events.emit("notice", source=cause, seconds=left)
+        self._saver.on_best.is_held = True
         self._timer.set("exit", deadline.at - exit_margin(left), self._end_late)
         return True
 

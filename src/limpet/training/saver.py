@@ -35,6 +35,7 @@ from limpet.tiers.tiers import Tiers
 from limpet.training.early_stop import EarlyStop
 from limpet.training.goodput import Goodput
 from limpet.training.member import MemberCall, call_members
+from limpet.training.on_best import OnBest
 from limpet.training.options import Options
 
 P = ParamSpec("P")
@@ -71,7 +72,7 @@ class Saver:
         )
         self.retention, self.writer_lock = self.writer.retention, self.writer.lock
         self.early_stop = early_stop
-        self._objectives = merge_objectives(options.keep.objectives | early_stop.objectives)
+        self.objectives = merge_objectives(options.objectives)
         self.keep, self.config = options.keep, options.config
         self.evaluated_metrics = set[str]()
         """The metrics that evaluations in this training have given, also about versions that are
@@ -83,8 +84,10 @@ class Saver:
         self._pool = BufferPool(1 << 50, on_create=page_lock)
         self._tiers, self.can_flush = tiers, tiers.can_flush
         self._saves: Sequence[tuple[Pending, Promotion | None]] = ()  # oldest first
-        self._errors: list[Exception] = []  # of saves that have ended: each wait raises one
-        self._post_commit_error: Exception | None = None  # the next wait raises it, once
+        # of saves that have ended, and of what follows a commit: each wait raises one
+        self._errors: list[Exception] = []
+        function = options.on_best if self.group.rank == 0 else None
+        self.on_best = OnBest(function, options.objectives, run, self._errors)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
         self._closing = self._is_saving_savepoint = False
@@ -127,8 +130,8 @@ class Saver:
         """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
         try:
             call(*args, **kwargs)
-        except (errors.StoreError, errors.CommitError) as e:
-            if self.on_error == "raise" or not is_store_failure(e):
+        except errors.LimpetError as e:
+            if self.on_error == "raise" or not is_tolerable(e):
                 raise
             warn_save_failed(e, self.newest_step)
 
@@ -204,9 +207,6 @@ class Saver:
                     self._errors.append(e)
         if self._errors:
             raise self._errors.pop(0)
-        if self._post_commit_error is not None:
-            error, self._post_commit_error = self._post_commit_error, None
-            raise error
 
     def _end(self, save: tuple[Pending, Promotion | None], timeout: float | None) -> None:
         """Wait for a save, and take its result: also later, after an interrupt or timeout."""
@@ -309,7 +309,7 @@ class Saver:
             spec.metrics,
             spec.note,
             training=training,
-            objectives=self._objectives,
+            objectives=self.objectives,
         )
         return replace(metadata, config=self.config)
 
@@ -406,9 +406,10 @@ class Saver:
         try:
             if job.collective.rank == 0 and spec.deadline is None:  # it has committed the version
                 self.early_stop.after_save(snapshot)
+                self.on_best.after_save(snapshot.location.folder)
                 self.retention.after_save(snapshot)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
-            self._post_commit_error = e
+            self._errors.append(e)
         seconds = time.perf_counter() - began
         self._goodput.seconds["background"] += seconds
         self.writer.emit_saved(job, blocked=blocked_seconds[0], seconds=seconds)
@@ -472,19 +473,18 @@ def version_of(snapshot: SnapshotReader) -> Version:
 # -- what is reported of saves and versions ------------------------------------------------------
 
 
-def is_store_failure(error: errors.StoreError | errors.CommitError) -> bool:
-    """Return True if a store or a commit failed, also as the cause of another rank's error."""
-    cause = error.__cause__ if isinstance(error, errors.RankFailed) else None
-    reported_by_rank = cause is not None and not error.fields.get("lost")
-    return not reported_by_rank or isinstance(cause, errors.StoreError | errors.CommitError)
+def is_tolerable(error: errors.LimpetError) -> bool:
+    """Return True if a store, a commit, or what follows a commit failed, also as the cause of
+    another rank's error."""
+    is_reported = isinstance(error, errors.RankFailed) and not error.fields.get("lost")
+    cause = (error.__cause__ if is_reported else None) or error
+    is_failure = isinstance(cause, errors.StoreError | errors.CommitError)
+    return is_failure or "committed" in getattr(cause, "fields", ())
 
 
 def warn_save_failed(error: errors.LimpetError, newest_step: int | None) -> None:
     """Warn of a save that failed, or of a failure after the commit."""
     since = "" if newest_step is None else f" since step {newest_step}"
-    message = (
-        "Old versions accumulate"
-        if "committed" in error.fields
-        else f"NOTHING WAS SAVED; there is no version{since}"
-    )
-    warn_user(f"{message}: {format_with_notes(error)}", errors.SaveFailed)
+    begin = f"NOTHING WAS SAVED; there is no version{since}: "
+    begin = "" if "committed" in error.fields else begin
+    warn_user(f"{begin}{format_with_notes(error)}", errors.SaveFailed)

@@ -241,8 +241,7 @@ class TrainingEvaluation:
             saver.evaluated_metrics.update(merged.metrics)
         else:
             saver.inexact_metrics.update(merged.metrics)
-            used = {metric for metric, _ in saver.keep.objectives | saver.early_stop.objectives}
-            if used & merged.metrics.keys():
+            if saver.objectives.keys() & merged.metrics.keys():
                 cause = f"measured over steps {steps[0]} to {steps[1]}, so it decides neither which"
                 cause += " version is the best nor when to stop; with counts=True, it does"
         self.newest = Score(
