@@ -434,6 +434,7 @@ FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
 ENDED = {**ABOUT, "reason": "finished", "epochs": 10, "positions": {"loader": 9}}
 INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9, "counts": False}
 BEST = {**ABOUT, "metric": "loss", "mode": "min"}
+VERIFIED = {**ABOUT, "damage": "a shard is damaged"}
 LEASE = {
     "name": "val",
     "attempt": "0" * 12,
@@ -490,6 +491,9 @@ RECORDS: dict[str, tuple[Json, Callable[[bytes, str], object], list[tuple[str, J
     "inexact": (INEXACT, partial(decode_about_version, kind="inexact"), [
         ("metrics", None), ("metrics", {"loss": "low"}), ("first_step", -1),
         ("last_step", 10**18), ("last_step", 1.5), ("counts", 1), ("counts", None), ("extra", 1),
+    ]),
+    "verified": (VERIFIED, partial(decode_about_version, kind="verified"), [
+        ("damage", None), ("damage", 1), ("damage", "x" * 16_385), ("extra", 1), ("metrics", {}),
     ]),
 }  # fmt: skip
 

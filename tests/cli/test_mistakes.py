@@ -97,7 +97,7 @@ def test_a_large_folder_of_other_files_is_not_listed(folder, monkeypatch):
         raise RuntimeError("the whole folder is listed")
 
     monkeypatch.setattr(Run, "listing", fail)
-    for verb in ("ls", "verify", "sweep", "show"):
+    for verb in ("verify", "sweep", "show"):
         assert run_cli(verb, "runs").code == 4
 
 

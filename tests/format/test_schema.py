@@ -42,6 +42,7 @@ from tests.attacks.test_invalid_files import (
     MANIFEST_EDITS,
     OBJECTIVE,
     PIN,
+    VERIFIED,
     WRONG_VALUES,
 )
 from tests.forging import (
@@ -69,7 +70,7 @@ pytestmark = pytest.mark.filterwarnings(
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
 KINDS = {
     kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
-    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation", "ended")
+    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation", "ended", "verified")
 }
 ANY = Draft202012Validator(SCHEMA)
 
@@ -217,6 +218,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "ended": partial(decode_about_version, kind="ended"),
     "inexact": partial(decode_about_version, kind="inexact"),
     "best": partial(decode_about_version, kind="best"),
+    "verified": partial(decode_about_version, kind="verified"),
     "lease": decode_lease,
     "objective": decode_objective,
 }
@@ -248,6 +250,7 @@ def documents():
         "ended": json.loads(seal(ENDED)), "inexact": json.loads(seal(INEXACT)),
         "best": json.loads(seal(BEST)),
         "lease": json.loads(seal(LEASE)), "objective": json.loads(seal(OBJECTIVE)),
+        "verified": json.loads(seal(VERIFIED)),
     }  # fmt: skip
 
 

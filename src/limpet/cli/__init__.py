@@ -32,6 +32,7 @@ from limpet.text import hide_secrets
 
 VERBS = (
     "ls",
+    "best",
     "show",
     "verify",
     "diff",
@@ -132,7 +133,7 @@ class VerbGroup(click.Group):
             document = describe_error(add_advice(e))
             click.echo(f"limpet: {document['message']}", err=True)
             if wants_json(ctx):
-                print_json({"error": document, "exit": exit_code(e)})
+                print_json({"error": document, "exit": exit_code(e)}, indent=None)
             ctx.exit(exit_code(e))
         except KeyboardInterrupt:
             click.echo("limpet: interrupted", err=True)

@@ -110,7 +110,7 @@ def format_age(created: str) -> str:
 
 @contextmanager
 def progress_bar(
-    description: str, total: int, *, quiet: bool, unit: str = "bytes"
+    description: str, total: int | None, *, quiet: bool, unit: str = "bytes"
 ) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr, after a delay and only on a terminal. Yields a function that adds
     completed work, from any thread."""
@@ -122,7 +122,7 @@ def progress_bar(
 
 
 class _ProgressBar:
-    def __init__(self, description: str, total: int, unit: str) -> None:
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
         self._description, self._total, self._unit = to_printable(description), total, unit
         self._lock = Lock()
         self._done = 0

@@ -76,8 +76,8 @@ def print_result(
         render(*result, **fields)
 
 
-def print_json(document: Mapping[str, Any]) -> None:
-    click.echo(json.dumps(to_json_value(document, limit=None), indent=2))
+def print_json(document: Mapping[str, Any], indent: int | None = 2) -> None:
+    click.echo(json.dumps(to_json_value(document, limit=None), indent=indent))
 
 
 def format_error_line(error: BaseException) -> str:

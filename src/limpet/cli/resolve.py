@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from itertools import islice
 
+from limpet.cli.console import progress_bar
 from limpet.errors import AlreadyExists, NoSnapshot, NotFound
 from limpet.format import names
 from limpet.machine import full_path
 from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
 from limpet.run.lineage import find_latest
 from limpet.run.listing import Listing
+from limpet.run.overview import RunSummary, summarize_runs
 from limpet.run.run import Run
 from limpet.snapshot.location import (
     Location,
@@ -87,6 +89,21 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
             else f"Its name is not that of a version. To show it: limpet show {url}",
         )
     raise _not_found_error(url, "run")
+
+
+def resolve_runs(
+    url: str, *, quiet: bool, require_version: bool = True
+) -> tuple[Run, Listing] | list[RunSummary]:
+    """Return the run at ``url``, or else the runs that are directly in that folder, with a progress
+    bar unless ``quiet``. Raises ``NotFound`` and ``NoSnapshot``."""
+    try:
+        return resolve_run(url, require_version=require_version)
+    except (NotFound, NoSnapshot):
+        store = open_store(url)
+        with progress_bar("reading runs", None, quiet=quiet, unit="runs") as advance:
+            if summaries := summarize_runs(store, advance=advance):
+                return summaries
+        raise
 
 
 def split_version(url: str) -> tuple[str, str] | None:

@@ -32,7 +32,7 @@ _RESTART = re.compile(r"restart-[0-2]-[0-9a-f]{12}\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 _EVALUATION = re.compile(
-    rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})(?:\.(failed|ended|inexact|best))?\.json"
+    rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})(?:\.(failed|ended|inexact|best|verified))?\.json"
 )
 _LEASE = re.compile(rf"lease-({_EVALUATION_NAME})\.([1-9][0-9]{{0,17}})\.json")
 _OBJECTIVE = re.compile(r"objective-[0-9a-f]{32}\.json")
@@ -63,7 +63,12 @@ class Version(Struct, frozen=True, order=True, gc=False):
     branch: int = 0
 
     def __str__(self) -> str:
-        return f"version_{self.step}" + (f".{self.branch}" if self.branch else "")
+        return f"version_{self.name}"
+
+    @property
+    def name(self) -> str:
+        """What follows the ``@`` in an address."""
+        return f"{self.step}" + (f".{self.branch}" if self.branch else "")
 
 
 def parse_version(folder: str) -> Version | None:
@@ -180,7 +185,7 @@ def parse_lasting_pin(name: str) -> Version | None:
 
 
 class EvaluationFile(NamedTuple):
-    """The name of a file about a version; ``kind``: "", "failed", "ended", "inexact", or "best"."""
+    """The name of a file about a version; ``kind``: "", or what is before ``.json``."""
 
     name: str
     attempt: str

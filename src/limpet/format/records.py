@@ -142,6 +142,14 @@ class BecameBest(AboutVersion, frozen=True, forbid_unknown_fields=True):
     kind: ClassVar[str] = "best"
 
 
+class Verified(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """Every byte of the version was read: the ``damage`` that was found, or none."""
+
+    damage: Annotated[str, Meta(max_length=MAX_TEXT)]
+
+    kind: ClassVar[str] = "verified"
+
+
 class VersionLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Protects ``versions`` while the evaluation ``name`` renews it, each time in a new file: until
     an observer sees no renewal for ``seconds``, or the process has ended (as for a ``Pin``)."""
@@ -192,7 +200,7 @@ decode_lease = partial(_decode, StrictDecoder(msgspec.json.Decoder(VersionLease)
 decode_objective = partial(_decode, StrictDecoder(msgspec.json.Decoder(Objective)))
 _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
-    for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation, BecameBest)
+    for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation, BecameBest, Verified)
 }
 
 

@@ -26,6 +26,7 @@ from limpet.ranks.group import (
     current_group,
     failing_together,
 )
+from limpet.run.catalog import read_objectives
 from limpet.run.lineage import find_best, find_latest
 from limpet.run.records import read_recorded_objectives
 from limpet.run.run import Run
@@ -122,19 +123,11 @@ def open_reader(address: Url | Snapshot, deadline: Deadline | None = None) -> Sn
 
 
 def merge_objectives(objectives: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return what a version records of the metrics of policies: see ``read_objectives``."""
+    """Return what a version records of the metrics of policies: see ``catalog.read_objectives``."""
     merged: dict[str, str] = {}
     for metric, mode in sorted(objectives):
         merged[metric] = mode if merged.get(metric, mode) == mode else BOTH_MODES
     return merged
-
-
-def read_objectives(snapshot: SnapshotReader) -> dict[str, str]:
-    """Return the metrics that the policies of the training use, each with ``min``, ``max``, or
-    ``BOTH_MODES``; none for a snapshot that no ``Checkpointer`` has saved."""
-    recorded = snapshot.metadata.get("objectives")
-    found = recorded.items() if isinstance(recorded, dict) else ()
-    return {name: mode for name, mode in found if isinstance(name, str) and isinstance(mode, str)}
 
 
 def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader:

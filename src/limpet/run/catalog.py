@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 from limpet import events
-from limpet.errors import BrokenLink, FormatError, LimpetError, NotFound
-from limpet.format import names, tree
+from limpet.errors import BrokenLink, DigestMismatch, FormatError, LimpetError, NotFound
+from limpet.format import names
 from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import Version
 from limpet.format.records import MAX_RECORD, Branch, decode_branch
@@ -44,14 +44,17 @@ class VersionRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     manifest: Stat | None = None
     trained_seconds: float | None = None
+    created: str | None = None
+    objectives: Mapping[str, str] = field(default_factory=dict)  # modes of metrics
 
 
 class Catalog:
     """Reads records once, because none ever changes; but a step may be saved again, so who depends
     on a version *looks again*. After a ``StoreError``, nothing may be deleted."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, check_leaves: bool = True) -> None:
         self.store = store
+        self._check_leaves = check_leaves
         self._versions: dict[str, Version] = {}
         self._folders: list[Version] = []
         self._present: frozenset[Version] = frozenset()
@@ -71,7 +74,9 @@ class Catalog:
     def open(self, version: Version) -> SnapshotReader:
         """Open one version. Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or
         names another version than its folder."""
-        snapshot = open_location(Location(self.store, str(version)))
+        snapshot = open_location(
+            Location(self.store, str(version)), check_leaves=self._check_leaves
+        )
         _ = snapshot.version  # reads the manifest and compares its version with the folder's name
         return snapshot
 
@@ -231,6 +236,16 @@ class Catalog:
             found |= {match.decode() for match in _VERSION.findall(part)}
         return found
 
+    def check(self, snapshot: SnapshotReader) -> None:
+        """Raise ``FormatError`` if a file is missing or has another length, or if `limpet verify`
+        has found damage, and has not found the version intact since; and ``NotFound``."""
+        snapshot.check_files()
+        if damage := self.evaluations.read(snapshot.version, snapshot.digest).damage():
+            raise DigestMismatch(
+                f"`limpet verify` has found that {snapshot.version} is damaged: {damage}",
+                todo=f"After a repair, run it again: limpet verify {snapshot.url}",
+            )
+
     def intact_records(
         self, lineage: Iterable[Version], version_records: Mapping[Version, VersionRecord]
     ) -> list[Record]:
@@ -239,7 +254,10 @@ class Catalog:
         for v in lineage:
             known = version_records.get(v)
             if known is not None and self.is_intact(known):
-                records.append(Record(v, self.metrics(v, known), known.trained_seconds))
+                found = self.evaluations.read(v, known.digest)
+                if not found.damage():
+                    metrics = {**known.metrics, **found.metrics()}
+                    records.append(Record(v, metrics, known.trained_seconds))
         return records
 
     def metrics(self, version: Version, version_record: VersionRecord) -> dict[str, float]:
@@ -269,7 +287,7 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
         files[snapshot.location.file_key(shard.index_path)] = shard.index.length
         for reference in shard.refers:
             files[snapshot.location.file_key(reference.path)] = reference.length
-    seconds = read_training_metadata(snapshot).get("trained_seconds")
+    seconds = snapshot.read_metadata("training", "trained_seconds")
     is_time = isinstance(seconds, int | float) and 0 <= seconds < 1e18
     return VersionRecord(
         snapshot.digest,
@@ -277,12 +295,22 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
         snapshot.bases,
         snapshot.metrics,
         trained_seconds=seconds if is_time else None,
+        created=snapshot.manifest.created,
+        objectives=read_objectives(snapshot),
     )
+
+
+def read_objectives(snapshot: SnapshotReader) -> dict[str, str]:
+    """Return the metrics that the policies of the training use, each with ``min``, ``max``, or
+    ``BOTH_MODES``; none for a snapshot that no ``Checkpointer`` has saved."""
+    recorded = snapshot.read_metadata("objectives")
+    found = recorded.items() if isinstance(recorded, dict) else ()
+    return {name: mode for name, mode in found if isinstance(name, str) and isinstance(mode, str)}
 
 
 def read_training_metadata(snapshot: SnapshotReader) -> Mapping[str, Any]:
     """Return the state of early stopping and goodput that a version stores, if it stores one."""
-    training = tree.decode(snapshot.metadata_node("training"), "metadata", tree.reject_value)
+    training = snapshot.read_metadata("training")
     return training if isinstance(training, dict) else {}
 
 

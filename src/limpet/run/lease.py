@@ -18,7 +18,7 @@ from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, Sto
 from limpet.format.names import Version, lease_name, parse_lease, random_id
 from limpet.format.records import MAX_RECORD, VersionLease, decode_lease, encode_record
 from limpet.snapshot.location import get_bounded
-from limpet.snapshot.pins import is_holder_alive
+from limpet.snapshot.pins import describe_holder, is_holder_alive
 from limpet.storage.store import Store, contended_error, list_level
 from limpet.threads import Latch, start_thread
 
@@ -291,7 +291,6 @@ def _in_use_error(store: Store, lease: VersionLease) -> LimpetError:
     return LimpetError(
         f"Another process evaluates {store.url} under the name {lease.name}",
         expected="one evaluation of each name at a time",
-        found=f"process {lease.process.partition(':')[0]} on {lease.host.partition(' ')[0]}, which"
-        " renews its lease",
+        found=f"{describe_holder(lease)}, which renews its lease",
         todo="Stop one of the two, or give this one another name",
     )

@@ -85,9 +85,9 @@ def find_sessions(catalog: Catalog, listing: Listing, snapshot: SnapshotReader) 
     return sessions
 
 
-def find_end(catalog: Catalog) -> str | None:
+def find_end(catalog: Catalog, listing: Listing | None = None) -> str | None:
     """See ``Run.ended``."""
-    listing = stable_listing(catalog)
+    listing = listing or stable_listing(catalog)
     version = newest_version(catalog, listing)
     if version is None or version.branch != newest_branch(catalog, listing):
         return None  # a training has gone back to the version, to continue from there
@@ -176,7 +176,7 @@ def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, r
 
 def find_latest(catalog: Catalog) -> SnapshotReader | None:
     """See ``Run.latest``."""
-    return find_newest(catalog, SnapshotReader.check_files)[0]
+    return find_newest(catalog, catalog.check)[0]
 
 
 def find_newest(

@@ -21,6 +21,7 @@ from limpet.format.records import (
     FailedEvaluation,
     InexactEvaluation,
     Objective,
+    Verified,
     VersionLease,
     decode_about_version,
     decode_objective,
@@ -30,6 +31,7 @@ from limpet.format.sealed import check_length
 from limpet.run.listing import list_entries
 from limpet.run.metrics import ADDED_METRICS
 from limpet.snapshot.location import get_bounded
+from limpet.snapshot.pins import describe_holder
 from limpet.storage.store import Store, list_level
 from limpet.text import to_repr
 
@@ -62,6 +64,10 @@ class VersionEvaluations:
         """Return the newest result or failure of the evaluation ``name``, or None."""
         outcomes = [r for r in self.records if isinstance(r, Evaluation | FailedEvaluation)]
         return next((r for r in reversed(outcomes) if r.name == name), None)
+
+    def damage(self) -> str:
+        """Return the wrong bytes that `limpet verify` has found last, or nothing."""
+        return "".join(record.damage for record in self.of(Verified)[-1:])
 
 
 class EvaluationReader:
@@ -175,8 +181,8 @@ def find_statuses(
             )
     for lease in leases:
         if str(version) in lease.versions:
-            holder = f"process {lease.process.partition(':')[0]} on {lease.host.partition(' ')[0]}"
-            found[lease.name] = EvaluationStatus("PENDING", lease.created, cause=holder)
+            cause = describe_holder(lease)
+            found[lease.name] = EvaluationStatus("PENDING", lease.created, cause=cause)
     return found
 
 

@@ -12,10 +12,18 @@ from typing import Any
 
 from limpet import events, machine
 from limpet.arguments import check_seconds, require
-from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
+from limpet.errors import AlreadyExists, DigestMismatch, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
-from limpet.format.records import AboutVersion, Branch, Evaluation, LastingPin, encode_record
+from limpet.format.records import (
+    MAX_TEXT,
+    AboutVersion,
+    Branch,
+    Evaluation,
+    LastingPin,
+    Verified,
+    encode_record,
+)
 from limpet.loading.snapshot import Snapshot, reader_of, snapshot_of
 from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run import lineage, retention, sweep
@@ -28,8 +36,9 @@ from limpet.run.sweep import GRACE, SweepResult
 from limpet.run.writer import VersionWriter, check_incremental
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, Url
+from limpet.snapshot.verify import Report
 from limpet.storage.open import open_store
-from limpet.text import to_printable
+from limpet.text import format_list, to_printable
 from limpet.threads import gc_paused
 
 
@@ -224,6 +233,17 @@ class Run:
         earlier = self.catalog.evaluations.read(version, record.digest).records
         with pins.protected(self.location(version), version):
             put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
+
+    def record_verification(self, snapshot: Snapshot, report: Report) -> None:
+        """Record that ``snapshot.verify()`` has found wrong bytes, so that the version does not
+        count as intact; or, after such a record, that it is intact again. (Missing bytes are always
+        seen.) Raises as ``add_metrics`` does."""
+        reader = reader_of(snapshot)
+        wrong = [p.error.brief for p in report.problems if isinstance(p.error, DigestMismatch)]
+        known = self.catalog.evaluations.read(reader.version, reader.digest).damage()
+        if bool(wrong) != bool(known) and (wrong or report.ok):
+            damage = format_list(wrong, 3, " ")[:MAX_TEXT]
+            self.put_record(Verified, "verify", snapshot, damage=damage)
 
     def records(self) -> list[Record]:
         """Return the intact versions on the current lineage with their metrics, oldest first, as

@@ -132,12 +132,11 @@ class WriterLock:
 
     def _lock_error(self, owner: Pin, what: str) -> errors.LimpetError:
         is_own_process = owner.process == machine.process_identity()[2]
-        process = "this process" if is_own_process else "process"
-        pid = owner.process.partition(":")[0]
+        this = "this " if is_own_process else ""
         return errors.LimpetError(
             f"{what}: {self._store.url}",
             expected=f"one training at a time (this one is process {os.getpid()})",
-            found=f"{process} {pid} on {owner.host.split()[0]}, since {owner.created}",
+            found=f"{this}{pins.describe_holder(owner)}, since {owner.created}",
             todo="End one of the two, or give each its own run. A training that has died does not"
             " block others",
             process=owner.process,

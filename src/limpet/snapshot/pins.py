@@ -220,6 +220,11 @@ def is_stale(store: Store, key: str, pin: Pin | FormatError, now: float | None =
         return True  # removed meanwhile
 
 
+def describe_holder(record: Pin | VersionLease) -> str:
+    """Return ``process 4711 on node-3``."""
+    return f"process {record.process.partition(':')[0]} on {record.host.partition(' ')[0]}"
+
+
 def is_holder_alive(pin: Pin | VersionLease) -> bool | None:
     """Return True if the process that holds the pin is alive; None if this cannot be seen, as on
     another machine."""

@@ -36,8 +36,9 @@ def open_snapshot(url: Url) -> SnapshotReader:
 
 
 @gc_paused
-def open_location(location: Location) -> SnapshotReader:
-    """Do the same as ``open_snapshot`` for a location."""
+def open_location(location: Location, *, check_leaves: bool = True) -> SnapshotReader:
+    """Do the same as ``open_snapshot`` for a location. Without ``check_leaves``, which takes most
+    of the time, the tree and the metadata are not checked, and the leaves are not known."""
     file = location.key(MANIFEST)
     try:
         raw = get_bounded(location.store, file, MAX_MANIFEST)
@@ -61,7 +62,7 @@ def open_location(location: Location) -> SnapshotReader:
             store=location.store.url,
         ) from e
     manifest, digest = decode_manifest(raw, file)
-    return SnapshotReader(location, manifest, digest)
+    return SnapshotReader(location, manifest, digest, None if check_leaves else {})
 
 
 class SnapshotReader:
@@ -153,21 +154,27 @@ class SnapshotReader:
     @property
     def metadata(self) -> dict[str, Any]:
         """See ``Snapshot.metadata``."""
-        metadata: dict[str, Any] = tree.decode(
-            self.manifest.metadata, "metadata", tree.reject_value
-        )
+        metadata: dict[str, Any] = self.read_metadata()
         return metadata
 
-    def metadata_node(self, name: str) -> Any:
-        """Return the node of one member of ``metadata``, of which a config may be large, or None.
-        Another program may have written any."""
-        return self.manifest.metadata["dict"].get(name)
+    def metadata_node(self, *names: str) -> Any:
+        """Return the node under these names in the metadata, which may be large or invalid, or
+        None."""
+        node = self.manifest.metadata
+        for name in names:
+            members = node.get("dict") if type(node) is dict else None
+            node = members.get(name) if type(members) is dict else None
+        return node
+
+    def read_metadata(self, *names: str) -> Any:
+        """Return what is under these names in the metadata, or None. The rest is not decoded."""
+        return tree.decode(self.metadata_node(*names), "metadata", tree.reject_value)
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the save. Another program may have written others than 64-bit ints and
         floats by name: they are left out."""
-        found = tree.decode(self.metadata_node("metrics"), "metadata", tree.reject_value)
+        found = self.read_metadata("metrics")
         return {
             name: value
             for name, value in (found if isinstance(found, dict) else {}).items()

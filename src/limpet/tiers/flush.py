@@ -233,8 +233,7 @@ def _require_no_writer(
         raise LimpetError(
             f"A snapshot in a tier was not saved to {run.url}",
             expected="a training that has ended",
-            found=f"process {writer.process.partition(':')[0]} on {writer.host.split()[0]}, which"
-            " may still write to the run",
+            found=f"{pins.describe_holder(writer)}, which may still write to the run",
             todo="Nothing, if that is the next training of this run",
         )
     newest = newest_version(run.catalog, run.listing())

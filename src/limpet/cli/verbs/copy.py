@@ -18,7 +18,7 @@ from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import copy_snapshot, find_copy
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format.names import Version, branch_name, pin_name
-from limpet.format.records import MAX_RECORD, Ended, LastingPin, encode_record
+from limpet.format.records import MAX_RECORD, Ended, LastingPin, Verified, encode_record
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import last_written
@@ -173,6 +173,8 @@ def _copy_records(
     location = target.location
     with pins.protected(location, version):
         for record in records:
+            if isinstance(record, Verified):  # of the bytes in the source; the copy checks them
+                continue
             key = location.key(record.file_name)
             copied = replace(record, manifest_digest=target.digest)
             try:

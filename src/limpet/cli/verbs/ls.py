@@ -1,28 +1,36 @@
-"""``limpet ls RUN``: list all versions of a run, from manifests and file lengths only."""
+"""``limpet ls RUN|FOLDER``: list the versions of a run, or the runs in a folder, from manifests,
+records, and file lengths only."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import click
 
 from limpet.cli.console import Cell, format_age, print_line, print_table, progress_bar, truncate
-from limpet.cli.output import describe_error, json_option, print_result
-from limpet.cli.resolve import resolve_run
+from limpet.cli.output import describe_error, json_option
+from limpet.cli.resolve import resolve_run, resolve_runs
+from limpet.cli.watch import show_result
 from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
 from limpet.format.names import Version
 from limpet.format.records import Branch, VersionLease
 from limpet.run.catalog import VersionRecord, make_version_record
 from limpet.run.listing import Listing, list_all_files
+from limpet.run.overview import RunSummary, summarize_run, summarize_runs
 from limpet.run.records import VersionEvaluations, find_statuses
 from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
+from limpet.snapshot.pins import describe_holder
+from limpet.storage.open import open_store
 from limpet.storage.store import Stat
 from limpet.text import format_count, format_metrics, format_size
+
+Runs = list[RunSummary]
 
 
 @dataclass(slots=True)
@@ -75,20 +83,53 @@ class ListResult:
         return next((e for e in self.entries if e.is_latest), None)
 
 
-@click.command("ls", short_help="List versions: step, age, size, metrics, intact or not.")
-@click.argument("run")
+@click.command("ls", short_help="List versions of a run, or runs: step, age, size, metrics, ...")
+@click.argument("place", metavar="RUN|FOLDER")
+@click.option("--watch", is_flag=True, help="Show each change, up to the end of the training.")
 @json_option
-def command(run: str, as_json: bool) -> None:
-    """List the versions of RUN: step, age, size, metrics, and whether they are intact.
+def command(place: str, watch: bool, as_json: bool) -> None:
+    """List the versions of RUN: step, age, size, metrics, and whether they are intact. Or list the
+    runs directly in FOLDER: newest intact version, age, size, running or not, and best metrics.
 
     Damaged versions and versions on abandoned branches are listed too. A version is intact here
-    if its manifest is valid and its files exist with their full length; "verify" reads the bytes.
+    if its manifest is valid, its files exist with their full length, and "verify", which reads the
+    bytes, has not found damage. --watch --json prints a line for each change.
     """
-    opened, listing = resolve_run(run)
-    count = len(listing.versions)
-    with progress_bar("reading manifests", count, quiet=as_json, unit="versions") as advance:
-        result = list_versions(opened, listing, advance)
-    print_result(as_json, _build_document, render, result)
+    found = resolve_runs(place, quiet=as_json, require_version=not watch)
+    watched = place if watch else None
+    if isinstance(found, list):
+        read, build = partial(_read_runs, place, found), partial(_build_runs_document, place)
+        show = partial(render_runs, place)
+        show_result(read, _have_ended, build, show, watched=watched, as_json=as_json)
+    else:
+        show_result(
+            partial(_read_versions, place, found, as_json),
+            lambda result: _have_ended([summarize_run(result.run.store)]),
+            _build_document,
+            render,
+            watched=watched,
+            as_json=as_json,
+        )
+
+
+def _read_runs(place: str, first: Runs, last: Runs | None) -> Runs:
+    runs = first if last is None else summarize_runs(open_store(place), last)
+    if not runs:
+        raise NotFound(f"There is no run in {place}", key=place)
+    return runs
+
+
+def _have_ended(runs: Iterable[RunSummary | None]) -> bool:
+    return all(run and run.ended and run.is_running() is False for run in runs)
+
+
+def _read_versions(
+    place: str, first: tuple[Run, Listing], quiet: bool, last: ListResult | None
+) -> ListResult:
+    run, listing = first if last is None else resolve_run(place, require_version=False)
+    count, quiet = len(listing.versions), quiet or last is not None
+    with progress_bar("reading manifests", count, quiet=quiet, unit="versions") as advance:
+        return list_versions(run if last is None else last.run, listing, advance)
 
 
 def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
@@ -135,7 +176,7 @@ def _read_entry(
     nbytes = sum(f.length for f in files)
     try:
         snapshot = run.catalog.open(version)
-        snapshot.check_files()
+        run.catalog.check(snapshot)
     except NotFound:
         return None
     except (FormatError, StoreError) as e:
@@ -221,6 +262,71 @@ def render(result: ListResult) -> None:
     print_table(rows, (*names, "metrics"), right_aligned=numbers, flexible=-1)
     for note, style in _footnotes(result):
         print_line(note, style)
+
+
+def _build_runs_document(place: str, runs: Runs) -> dict[str, Any]:
+    return {"folder": place, "runs": [*map(_build_run_document, runs)]}
+
+
+def _build_run_document(run: RunSummary) -> dict[str, Any]:
+    latest, writer = run.records[-1] if run.records else None, run.writer
+    best = [(metric, mode, run.best(metric, mode)) for metric, mode in run.objectives.items()]
+    return {
+        "name": run.name,
+        "url": run.url,
+        "latest": latest and str(latest.version),
+        "created": run.created,
+        "bytes": run.nbytes,
+        "versions": len(run.records),
+        "damaged": run.damaged,
+        "metrics": latest.metrics if latest else {},
+        "best": {
+            metric: {"mode": mode, "version": str(r.version), "value": r.metrics[metric]}
+            for metric, mode, r in best
+            if r is not None
+        },
+        "running": run.is_running(),
+        "writer": writer and {"holder": describe_holder(writer), "since": writer.created},
+        "ended": run.ended,
+        "problem": run.problem and describe_error(run.problem),
+    }
+
+
+def render_runs(place: str, runs: Runs) -> None:
+    """Print the table of runs, that with the newest version last, and their problems."""
+    total = format_size(sum(run.nbytes for run in runs))
+    print_table([[(place, "bold"), (f"{format_count(len(runs), 'run')}, {total}", "dim")]])
+    names, numbers = ("run", "step", "age", "size", "state", "metrics"), ("step", "age", "size")
+    print_table([*map(_run_cells, runs)], names, right_aligned=numbers, flexible=-1)
+    for run in runs:
+        if run.problem is not None:
+            print_line(f"{run.name}: {run.problem.brief}", "red")
+
+
+def _run_cells(run: RunSummary) -> list[Cell]:
+    shown, style = _build_run_document(run), ""
+    state = run.ended or ("not running" if run.records else "no version")
+    if run.writer is not None and run.is_running() is not False:
+        age = format_age(run.writer.created)  # it may have been killed, on another machine
+        what, style = ("running", "green") if run.is_running() else (f"locked for {age}", "yellow")
+        state = f"{what}: {describe_holder(run.writer)}"
+    if isinstance(run.problem, FormatTooNew):
+        state, style = f"{state}, too new", "red"
+    elif run.damaged or run.problem is not None:
+        what = f"{run.damaged} damaged" if run.damaged else "unreadable"
+        state, style = f"{state}, {what}", "red"
+    best = [
+        f"{format_metrics({metric: found['value']})} (step {found['version'][8:]})"
+        for metric, found in shown["best"].items()
+    ]
+    return [
+        (run.name, ""),
+        (run.records[-1].version.name if run.records else "", ""),
+        (format_age(run.created) if run.created else "", ""),
+        (format_size(run.nbytes), ""),
+        (state, style),
+        (", ".join(best) or format_metrics(shown["metrics"]), ""),
+    ]
 
 
 _STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}

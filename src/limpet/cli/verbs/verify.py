@@ -24,6 +24,7 @@ from limpet.format.names import (
     branch_name,
     is_shard_name,
     parse_evaluation,
+    parse_version,
     pin_name,
 )
 from limpet.format.records import (
@@ -32,11 +33,12 @@ from limpet.format.records import (
     decode_branch,
     decode_lasting_pin,
 )
+from limpet.loading.snapshot import Snapshot
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.snapshot.location import get_bounded
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.verify import CheckedChunks, Problem
+from limpet.snapshot.verify import CheckedChunks, Problem, Report
 from limpet.text import format_count, format_list, format_size
 
 
@@ -60,7 +62,8 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     The files that `limpet export` wrote, or a folder with them, are compared with their records.
 
     All damage is reported by file, offset, and leaf. For an incremental version, this includes
-    damage in the versions that it refers to. The exit code is 3 if there is damage.
+    damage in the versions that it refers to. The exit code is 3 if there is damage. Wrong bytes of
+    a version are recorded in its run, if the store is writable, until it is found intact again.
     """
     began = perf_counter()
     target = _find_target(run_or_snapshot, as_json)
@@ -110,7 +113,19 @@ def _verify_snapshot(snapshot: SnapshotReader, quiet: bool) -> VerifyResult:
     with progress_bar("verifying", bytes_to_read(snapshot), quiet=quiet) as advance:
         report = snapshot.verify(advance)
     name = snapshot.location.folder.rpartition("/")[2] or snapshot.url
-    return VerifyResult(name, snapshot.url, report.nbytes, report.problems)
+    return _record(Run(snapshot.location.store), snapshot, name, report)
+
+
+def _record(run: Run, snapshot: SnapshotReader, name: str, report: Report) -> VerifyResult:
+    """Record what was found, if the snapshot is a version of the run, and return it."""
+    try:
+        if parse_version(snapshot.location.folder) is not None:
+            run.record_verification(Snapshot(snapshot), report)
+    except errors.FormatError:
+        pass  # its folder has the name of another version
+    except errors.StoreError as e:
+        click.echo(f"limpet: the result is not recorded in the run: {e}", err=True)
+    return VerifyResult(name, report.url, report.nbytes, report.problems)
 
 
 def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyResult], str | None]:
@@ -138,9 +153,7 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
             with suppress(errors.NotFound):
                 if snapshot is not None:
                     report = snapshot.verify(advance, seen)
-                    results.append(
-                        VerifyResult(str(version), report.url, report.nbytes, report.problems)
-                    )
+                    results.append(_record(run, snapshot, str(version), report))
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
     newest_result = next((r for r in results if r.name == newest), None)

@@ -1,0 +1,205 @@
+"""What there is to know about a run at a glance, for all runs that are directly in a folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from limpet.errors import FormatError, LimpetError, NotFound, StoreError
+from limpet.format.names import MANIFEST, is_spread_folder
+from limpet.format.records import Pin
+from limpet.run.address import BOTH_MODES, merge_objectives
+from limpet.run.catalog import Catalog
+from limpet.run.lineage import MAX_SEARCHES, changing_run_error, find_end, has_changed, lineage_of
+from limpet.run.policy import Mode, Record, best_first
+from limpet.run.records import read_recorded_objectives
+from limpet.run.writer_lock import find_writer
+from limpet.snapshot import pins
+from limpet.storage.local.store import LocalStore
+from limpet.storage.open import open_store
+from limpet.storage.store import Store, exists, list_level
+from limpet.text import format_list
+from limpet.threads import gc_paused, look_up_each
+
+CHECK_AGAIN = 60.0
+"""Seconds after which a run is read again although nothing seems to have changed. Until then, bytes
+that were changed in place, or a change that a file server still hides, are not seen."""
+
+_SETTLED = 2.0
+"""Seconds after which one more change of a folder has another time, also in coarse file systems."""
+
+_MAX_OTHERS = 1000
+"""The number of folders after which no more are looked at, if none of them is a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run at one time. ``records``: the intact versions of the current lineage, oldest first;
+    ``damaged``: the number of others. ``created``: the time of the newest intact one. ``nbytes``:
+    of all files that a manifest names. ``objectives``: metrics with their recorded modes.
+    ``problem``: why the newest version, or the run, cannot be used."""
+
+    name: str
+    catalog: Catalog
+    created: str | None = None
+    nbytes: int = 0
+    records: Sequence[Record] = ()
+    damaged: int = 0
+    objectives: Mapping[str, Mode] = field(default_factory=dict)
+    ended: str | None = None
+    writer: Pin | None = None
+    problem: LimpetError | None = None
+    read_at: float = 0.0
+    states: Mapping[str, object] | None = None
+
+    def is_running(self) -> bool | None:
+        """Return whether a training writes to the run; None: unknown, it is on another machine."""
+        return False if self.writer is None else pins.is_holder_alive(self.writer)
+
+    @property
+    def url(self) -> str:
+        return self.catalog.store.url
+
+    def best(self, metric: str, mode: Mode) -> Record | None:
+        """Return the version that is the best one by a metric, as ``Run.best`` does."""
+        best = best_first(self.records, metric, mode)[:1]
+        return next((r for r in self.records if r.version in best), None)
+
+
+def summarize_runs(
+    folder: Store,
+    previous: Iterable[RunSummary] = (),
+    advance: Callable[[int], object] = lambda step: None,
+) -> list[RunSummary]:
+    """Return the runs directly in a folder, that with the newest version last. One that cannot be
+    read has a ``problem``. What has not changed since ``previous`` is not read again: in a local
+    folder, see ``CHECK_AGAIN``; elsewhere, manifests and records. Raises ``StoreError``."""
+    known = {summary.name: summary for summary in previous}
+    at: Any = getattr(folder, "at", lambda name: open_store(f"{folder.url.rstrip('/')}/{name}"))
+    found: list[RunSummary] = []
+
+    def look(name: str) -> None:
+        summary = summarize_run(at(name), name, known.get(name))
+        found.extend([] if summary is None else [summary])
+        advance(1)
+
+    folders = (e.name for e in list_level(folder, "") if e.kind != "object")
+    while batch := [*islice(folders, _MAX_OTHERS)]:
+        look_up_each([name for name in batch if not is_spread_folder(name)], look)
+        if not found:
+            break
+    return sorted(found, key=lambda summary: (summary.created or "", summary.name))
+
+
+@gc_paused
+def summarize_run(
+    store: Store, name: str = "", previous: RunSummary | None = None
+) -> RunSummary | None:
+    """Return a run at a glance, or None if nothing of a run is there."""
+    now = time.monotonic()
+    states = previous and now - previous.read_at < CHECK_AGAIN and previous.states
+    if previous and states and read_states(store, states) == states:
+        return previous
+    catalog = previous.catalog if previous else Catalog(store, check_leaves=False)
+    summary = RunSummary(name, catalog, read_at=now)
+    try:
+        summary = replace(summary, writer=find_writer(store))
+        folders = (e for e in list_level(store, "", "version_") if e.kind != "object")
+        if summary.writer is None and next(iter(folders), None) is None:
+            return None
+        for _ in range(MAX_SEARCHES):
+            if (complete := _read(summary)) is not None:
+                return complete
+        raise changing_run_error(catalog)
+    except (FormatError, StoreError) as e:
+        return replace(summary, problem=e)
+
+
+def _read(summary: RunSummary) -> RunSummary | None:
+    """Complete a summary. None: versions were deleted meanwhile, because there are newer ones."""
+    catalog, store = summary.catalog, summary.catalog.store
+    listing = catalog.listing()
+    states = read_states(store, ("", *map(str, listing.folders)))
+    known = catalog.read_versions(listing)
+    missing = [v for v in listing.folders if v not in known]
+    if missing and has_changed(catalog, listing, (), missing):
+        return None
+    listing = replace(listing, exists=known.__contains__)
+    lineage = lineage_of(catalog, listing)
+    records = catalog.intact_records(lineage, known)
+    intact = {r.version for r in records}
+    damaged = [v for v in lineage if v not in intact and exists(store, f"{v}/{MANIFEST}")]
+    if len(intact) + len(damaged) < len(lineage):
+        return None
+    problem = None
+    if damaged and damaged[-1] == lineage[-1]:
+        try:
+            catalog.check(catalog.open(damaged[-1]))
+        except (FormatError, StoreError) as e:
+            problem = e
+    latest = known.get(records[-1].version) if records else None
+    recorded = ((o.metric, o.mode) for o in read_recorded_objectives(store))
+    modes = merge_objectives([*recorded, *(latest.objectives if latest else {}).items()]).items()
+    files: dict[str, int] = {}
+    for record in known.values():
+        files |= record.files
+    manifests = sum(r.manifest.length for r in known.values() if r.manifest is not None)
+    return replace(
+        summary,
+        created=latest.created if latest else None,
+        nbytes=sum(files.values()) + manifests,
+        records=records,
+        damaged=len(damaged),
+        objectives={m: "max" if how == "max" else "min" for m, how in modes if how != BOTH_MODES},
+        ended=find_end(catalog, listing),
+        problem=problem,
+        states=states,
+    )
+
+
+def read_states(store: Store, folders: Iterable[str]) -> dict[str, object] | None:
+    """Return what changes in each local folder whenever a file is added or removed. None: unknown,
+    or one has just changed, so that a next change could have the same time."""
+    states, settled = dict[str, object](), time.time() - _SETTLED
+    try:
+        for folder in folders if isinstance(store, LocalStore) else ():
+            status = os.stat(f"{store.url}/{folder}")
+            if status.st_ctime > settled:
+                return None
+            states[folder] = status.st_dev, status.st_ino, status.st_ctime_ns
+    except OSError:
+        return None
+    return states or None
+
+
+def rank_runs(
+    place: str, runs: Sequence[RunSummary], metric: str | None, mode: str | None
+) -> tuple[str, Mode, list[tuple[RunSummary, Record]]]:
+    """Return a metric, by default the only one with a recorded mode; its mode; and the runs that
+    have it, from the best on, with their best versions. Of equal values, that of the newest run is
+    first. Raises ``NotFound`` if no version has a value, and ``LimpetError``."""
+    recorded = merge_objectives(o for run in runs for o in run.objectives.items())
+    metric = next(iter(recorded)) if metric is None and len(recorded) == 1 else metric
+    mode = mode or recorded.get(metric or "")
+    if metric is None or mode not in ("min", "max"):
+        modes = format_list([f"{name} ({how})" for name, how in sorted(recorded.items())], 20)
+        raise LimpetError(
+            f"The runs of {place} record no single {'mode of ' + metric if metric else 'metric'}",
+            found=f"the modes {modes or '(none)'}",
+            todo="Pass --metric METRIC --mode min|max",
+        )
+    how: Mode = "max" if mode == "max" else "min"
+    best = [(run, found) for run in reversed(runs) if (found := run.best(metric, how))]
+    if not best:
+        available = sorted({name for run in runs for r in run.records for name in r.metrics})
+        raise NotFound(
+            f"No version in {place} has a value of {metric}",
+            found=f"the metrics {format_list(available, 20) or '(none)'}",
+            key=place,
+        )
+    best.sort(key=lambda ranked: ranked[1].metrics[metric], reverse=how == "max")
+    return metric, how, best
