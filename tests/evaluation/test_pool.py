@@ -61,7 +61,7 @@ class Idle:
 def make_pool(monkeypatch, make):
     monkeypatch.setattr(WorkerPool, "_make", make)
     functions = {**TRIVIAL, "collate": None}
-    return WorkerPool(Workers(2), functions, batch_size=1, keys=(), device=None)
+    return WorkerPool("run", limpet.open_store("run"), Workers(2), functions, 1, (), None)
 
 
 @pytest.fixture

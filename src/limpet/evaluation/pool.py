@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,12 +17,17 @@ from time import monotonic
 from typing import Any, Protocol
 
 from limpet import events
+from limpet.arguments import require
 from limpet.errors import JobFailed, LimpetError
 from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import State, compute
 from limpet.evaluation.options import Workers
 from limpet.evaluation.ray_engine import RayCluster
 from limpet.evaluation.worker import Work, Worker, describe, resolve
+from limpet.snapshot.location import Url
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
 from limpet.tasks.queue import Job, Queue
 from limpet.tasks.remote import TaskServer, parse_address
 
@@ -98,6 +106,28 @@ class _Place:
     has_asked: bool = False
 
 
+def encode_store(run: Url, store: Store, workers: Workers) -> str:
+    """Return the store of ``run`` for worker processes: pickled, as base64, or empty if they open
+    its URL. Raises ``LimpetError`` if they cannot use it."""
+    is_shared = not isinstance(store, MemoryStore)
+    require("workers=", is_shared, f"0, because {store.url} is in memory", workers.count)
+    if isinstance(run, str | os.PathLike) or type(store) is LocalStore:
+        return ""
+    is_alone = workers.listen is None and workers.ray is None
+    expected = "a URL, which workers on other machines open with credentials of their own"
+    require("run", is_alone, expected, store)
+    try:
+        pickled = pickle.dumps(store)
+    except Exception as e:
+        raise LimpetError(
+            f"Worker processes cannot get the store {store.url}, which cannot be pickled"
+            f" ({type(e).__name__}: {e}): pass its URL (register_store), or use workers=0"
+        ) from e
+    expected = "a store whose class is in a module, not in the script, so that workers import it"
+    require("run", b"__main__" not in pickled, expected, store)
+    return base64.b64encode(pickled).decode()
+
+
 class WorkerPool:
     """Workers that live for the whole evaluation, and the queue from which they take tasks.
     ``functions``: ``setup``, ``evaluate``, ``data``, and ``collate`` (or None), or their names.
@@ -105,6 +135,8 @@ class WorkerPool:
 
     def __init__(
         self,
+        run: Url,
+        store: Store,
         workers: Workers,
         functions: dict[str, Any],
         batch_size: int | None,
@@ -119,9 +151,14 @@ class WorkerPool:
             if not inline
         }
         self._work = Work("count", names, batch_size, keys=[*keys], device=device)
+        self._store = store
         if not inline:
             self._work = replace(
-                self._work, start=workers.start, load=workers.load, task=workers.task
+                self._work,
+                store=encode_store(run, store, workers),
+                start=workers.start,
+                load=workers.load,
+                task=workers.task,
             )
         self._cluster = None if workers.ray is None else RayCluster(workers.ray, device)
         if workers.listen is not None:
@@ -144,7 +181,7 @@ class WorkerPool:
         that fails, unless the pool is closed meanwhile."""
         try:
             if self._is_inline:
-                self._inline = Worker(resolve(self._functions))
+                self._inline = Worker(resolve(self._functions), self._store)
             if self._workers.listen is not None:
                 own = parse_address(self._server.listen(*parse_address(self._workers.listen)))
                 events.emit("evaluation_listens", address=f"{own[0]}:{own[1]}")

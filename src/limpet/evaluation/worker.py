@@ -6,8 +6,10 @@ knows nothing beforehand: each task says which functions to call on which versio
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -27,7 +29,9 @@ from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.lazy_torch import torch_or_none
 from limpet.loading.load import load_snapshot
 from limpet.loading.snapshot import Snapshot
-from limpet.snapshot.reader import open_snapshot
+from limpet.snapshot.location import Location, locate
+from limpet.snapshot.reader import open_location
+from limpet.storage.store import Store
 from limpet.tasks.remote import RemoteQueue, parse_address
 from limpet.tasks.task import EvaluationTask
 
@@ -53,6 +57,7 @@ class Work:
     batch_size: int | None  # None: each record is a batch
     keys: Sequence[str] = ()  # patterns of the leaves that ``setup`` gets instead of the snapshot
     device: str | None = None
+    store: str = ""  # of the run, pickled, as base64; empty: workers open the URL
     url: str = ""
     digest: str = ""
     records: int = 0  # that the worker must have
@@ -73,11 +78,13 @@ class Work:
 
 
 class Worker:
-    """Does the tasks of an evaluation, one after the other, with these ``functions`` if the tasks
-    do not name them. ``collate`` may be None, as for ``torch.utils.data.DataLoader``."""
+    """Does the tasks of an evaluation, one after the other, with these ``functions`` and ``store``
+    if the tasks do not name them. ``collate`` may be None, as for ``DataLoader`` of PyTorch."""
 
-    def __init__(self, functions: Mapping[str, Any] | None = None) -> None:
-        self._functions = functions or {}
+    def __init__(
+        self, functions: Mapping[str, Any] | None = None, store: Store | None = None
+    ) -> None:
+        self._functions, self._store = functions or {}, store
         self._data: Any = None
         self._records = 0  # 0: it has not started
         self._model: Any = None
@@ -144,7 +151,11 @@ class Worker:
         _renew(task, work.task)
 
     def _set_up(self, work: Work) -> Any:
-        snapshot = open_snapshot(work.url)
+        if work.store and self._store is None:
+            self._store = pickle.loads(base64.b64decode(work.store))
+        folder = work.url.rpartition("/")[2]
+        location = locate(work.url) if self._store is None else Location(self._store, folder)
+        snapshot = open_location(location)
         if snapshot.digest != work.digest:
             raise NotFound(f"{work.url} was replaced by another snapshot", key=work.url)
         with snapshot.not_found_if_deleted():

@@ -63,6 +63,10 @@ class FsspecFolder(Remote):
         self._top = top.rstrip("/") + "/" if top else ""
         self.connect, self._is_allowed, self.server = connect, is_allowed, Server(32, timeout)
         self._unused: dict[int, list[Any]] = {}  # per process: a fork cannot share connections
+        self._made_by = url, top, connect, is_allowed, timeout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_by, {"prefix": self.prefix}
 
     def path(self, key: str) -> str:
         return self._top + self.object_name(key)

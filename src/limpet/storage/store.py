@@ -208,9 +208,11 @@ class Store(Protocol):
 
         Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
 
-        A store may also have ``list_level(folder, prefix)``, ``within(deadline)``, and
-        ``put_mapped(key, length)``: see the functions of these names. With a ``read_size`` in its
-        traits, it has ``open_range(key, offset, length)``, which returns a ``RangeReader``.
+        A store may also have ``at(folder)``, which returns a store for the keys below a folder, as
+        all of Limpet's have: ``limpet.Run(store.at("runs/a"))``. It may have ``list_level(folder,
+        prefix)``, ``within(deadline)``, and ``put_mapped(key, length)``: see the functions of these
+        names. With a ``read_size`` in its traits, it has ``open_range(key, offset, length)``, which
+        returns a ``RangeReader``.
         """
         ...
 

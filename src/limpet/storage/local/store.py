@@ -16,9 +16,10 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from threading import Lock
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 from urllib.parse import unquote
 
 from limpet.buffers import address_of, as_byte_view, direct_io_length
@@ -126,6 +127,12 @@ class LocalStore:
         self.fs = Fs() if fs is None else fs
         self._direct = direct and bool(O_DIRECT)
         self._root_synced = False  # the names of the root and its parents are durable
+
+    def at(self, folder: str) -> Self:
+        """Return a store for the keys below ``folder``."""
+        view = copy(self)
+        view.url, view._root_synced = self.path(folder), False
+        return view
 
     def stat(self, key: str) -> Stat:
         with self.translate_errors("look up", key):
