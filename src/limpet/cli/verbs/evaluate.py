@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,16 +15,21 @@ import click
 from click.core import ParameterSource
 
 from limpet import events
-from limpet.cli.console import print_line
+from limpet.cli.console import print_line, progress_bar
 from limpet.cli.exit_codes import EVALUATION_FAILED
 from limpet.cli.output import json_option, keys_option, parse_duration, print_json
-from limpet.cli.resolve import check_run_target, resolve_run
+from limpet.cli.resolve import check_run_target, refuse_address, resolve_run
+from limpet.convert.export import SUFFIXES, prepare_export
+from limpet.convert.export_record import find_record
 from limpet.evaluation.evaluation import Evaluation, Outcome
 from limpet.evaluation.options import Selection, Workers
 from limpet.evaluation.worker import work_at
 from limpet.format.names import Version, parse_version
+from limpet.loading.snapshot import reader_of
+from limpet.run.policy import Mode
 from limpet.run.run import Run
 from limpet.settings import evaluation_secret
+from limpet.snapshot import pins
 from limpet.tasks.remote import format_address
 from limpet.text import format_list, to_printable
 from limpet.threads import no_op
@@ -45,6 +51,18 @@ from limpet.threads import no_op
 @click.option("--name", default="evaluation", show_default=True, help="Names the evaluation.")
 @click.option("--metric", metavar="NAME", help="The metric by which versions are compared.")
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less or more is better.")
+@click.option(
+    "--export-best",
+    "export_to",
+    metavar="DIR",
+    help="Export each version that becomes the best by --metric to DIR/version_N.",
+)
+@click.option(
+    "--to",
+    "kind",
+    type=click.Choice(list(SUFFIXES)),
+    help="The format of --export-best, as of export. Default: hf.",
+)
 @click.option("--workers", default=4, show_default=True, help="0: in this process.")
 @click.option(
     "--engine",
@@ -108,7 +126,9 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     data: str | None,
     name: str,
     metric: str | None,
-    mode: str | None,
+    mode: Mode | None,
+    export_to: str | None,
+    kind: str | None,
     workers: int,
     engine: Literal["local", "ray"],
     batch_size: int,
@@ -133,12 +153,8 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         return
     if run is None or module is None or data is None:
         raise click.UsageError("RUN, --with, and --data are required, except with --connect", ctx)
-    if (metric is None) != (mode is None):
-        raise click.UsageError("--metric and --mode belong together", ctx)
-    if follow:  # the run need not exist yet
-        check_run_target(Run(run))
-    else:
-        resolve_run(run)
+    objective = _make_objective(ctx, metric, mode, export_to, kind)
+    check_run_target(Run(run)) if follow else resolve_run(run)  # it need not exist yet
     address = None if listen is None else _make_address(ctx, listen, secret_file)
     evaluation = Evaluation(
         run,
@@ -146,7 +162,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         f"{module}:evaluate",
         data=data,
         name=name,
-        objective=(metric, mode) if metric is not None and mode is not None else None,
+        objective=objective,
         workers=Workers(workers, {} if engine == "ray" else None, address, task=task_time),
         batch_size=batch_size or None,
         keys=keys,
@@ -154,14 +170,53 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         follow=follow,
         select=Selection(**selection),
     )
+    say: Callable[..., object] = no_op if as_json else print_line
+    exported: dict[str, str] = {}
+    export = partial(_export_best, Run(run), objective, export_to, kind or "hf", exported, say)
     with nullcontext() if as_json else _printed_events():
-        outcomes = evaluation.run(no_op if as_json else _print_outcome)
+        export()  # what an earlier command has left
+        outcomes = evaluation.run(partial(_show, say, export))
     if as_json:
-        print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
+        document = {"run": evaluation.url, "name": name, "exported": exported}
+        print_json({**document, "versions": [*map(_to_json, outcomes)]})
     elif not outcomes:
         print_line(_describe_nothing(name, evaluation.failed))
     if evaluation.failed or any(outcome.state == "FAILED" for outcome in outcomes):
         ctx.exit(EVALUATION_FAILED)  # also if a restarted command has nothing left to evaluate
+
+
+def _make_objective(
+    ctx: click.Context, metric: str | None, mode: Mode | None, export_to: str | None, to: str | None
+) -> tuple[str, Mode] | None:
+    if (metric is None) != (mode is None):
+        raise click.UsageError("--metric and --mode belong together", ctx)
+    if (export_to, to) != (None, None) and not (export_to and metric):
+        needs = "--export-best needs --metric and --mode, and --to needs --export-best"
+        raise click.UsageError(needs, ctx)
+    refuse_address(export_to or "")
+    return None if metric is None or mode is None else (metric, mode)
+
+
+def _export_best(
+    run: Run,
+    objective: tuple[str, Mode] | None,
+    folder: str | None,
+    kind: str,
+    exported: dict[str, str],
+    say: Callable[..., object],
+) -> None:
+    """Export the best version into its own folder below ``folder``, unless that is done."""
+    best = run.best(*objective) if objective and folder else None
+    if best is None or folder is None or str(best.version) in exported:
+        return
+    to = f"{folder.rstrip('/')}/{best.version}"
+    with pins.protected(run.location(best.version), best.version):
+        prepared = prepare_export(reader_of(best), to, kind)
+        if find_record(prepared.location, prepared.record_name) is None:  # it is written last
+            with progress_bar("exporting", prepared.nbytes, quiet=say is no_op) as advance:
+                prepared.write(advance)
+            say(f"exported {best.version} to {to}")
+    exported[str(best.version)] = to
 
 
 def _work(ctx: click.Context, place: str, secret_file: str | None) -> None:
@@ -190,11 +245,14 @@ def _make_address(ctx: click.Context, place: str, secret_file: str | None) -> st
     return format_address(parts[1], int(parts[2]), secret)
 
 
-def _print_outcome(outcome: Outcome) -> None:
+def _show(say: Callable[..., object], export: Callable[[], object], outcome: Outcome) -> None:
+    """Print an outcome, and export the version if it is the best one now."""
     metrics = "  ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
     style = {"FAILED": "red", "SKIPPED": "dim"}.get(outcome.state, "")
     text = metrics if outcome.state == "DONE" else f"{outcome.state}: {outcome.cause}"
-    print_line(f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
+    say(f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
+    if outcome.state == "DONE":
+        export()
 
 
 @contextmanager
