@@ -7,7 +7,7 @@ cannot run code, or change on its way.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
@@ -159,14 +159,8 @@ class PredictionTask(Task):
 
 def make_task(kind: Kind, **fields: Any) -> Task:
     """Return a task of this kind with these fields."""
-    return _TASKS[kind](**fields)
-
-
-_TASKS: Mapping[Kind, Callable[..., Task]] = {
-    "training": TrainingTask,
-    "evaluation": EvaluationTask,
-    "prediction": PredictionTask,
-}
+    others = EvaluationTask if kind == "evaluation" else PredictionTask
+    return (TrainingTask if kind == "training" else others)(**fields)
 
 
 # -- the sides of a queue --------------------------------------------------------------------------
