@@ -111,8 +111,9 @@ class Evaluation:
         self._run = Run(run)
         self._select = select
         self._follower = Follower(self._run, name, select)
-        options = batch_size, keys, device
-        self._pool = WorkerPool(run, self._run.store, self._workers, functions, *options)
+        self._pool = WorkerPool(
+            run, self._run.store, self._workers, functions, batch_size, keys, device
+        )
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
         self._stopping = Event()
         self._started_at = self._ended_at = -inf
