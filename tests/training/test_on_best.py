@@ -14,6 +14,7 @@ from tests.notices.announced import Announced
 from tests.ranks.trainings import TrainingJob
 from tests.trainings import forget, initial_state, train_step
 from tests.unreliable_stores import HookedStore
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -394,6 +395,25 @@ def test_after_a_notice_it_is_left_to_the_next_start(store, given):
         step_before = ckpt.resume().step
         step(ckpt, 2.0)
     assert given == [step_before]
+
+
+def test_a_save_in_flight_at_a_notice_calls_nothing(store, given):
+    source, hooked = Announced(), HookedStore(store)
+
+    def announce(method, key):
+        if method == "put_if_absent" and key == "version_1/manifest.json":
+            source.announce()
+            wait_until(lambda: ckpt._preemption.is_pending)
+
+    hooked.before = announce
+    ckpt = make(hooked, given, preemption=limpet.Preemption(notices=[source]))
+    with pytest.raises(limpet.errors.Preempted), ckpt:
+        for _ in range(10_000):
+            train_step(ckpt.state)
+            ckpt.step({"val": 0.5} if ckpt.current_step == 0 else {})
+    assert Run(store).find(1)
+    settle(ckpt)
+    assert given == []
 
 
 def test_a_function_in_progress_does_not_delay_an_exception_or_a_notice(store):
