@@ -6,6 +6,7 @@ import pytest
 
 from limpet.storage.open import open_store
 from tests.cli.invoke import make_run
+from tests.storage.fake_s3 import s3  # noqa: F401  (a fixture)
 
 _store_numbers = itertools.count()
 

@@ -94,6 +94,27 @@ def test_the_folder_may_be_any_store():
     assert "40" in run_cli("ls", "memory://ls-any/exp").out
 
 
+@pytest.mark.slow
+def test_the_runs_in_a_bucket(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    train_run("s3://bucket/exp/a", 40, KeepBest(9, "loss", mode="min"))
+    train_run("s3://bucket/exp/b", 20)
+    s3.objects.update({"bucket/exp/data/x": b"x", "bucket/exp/notes.txt": b"x"})
+    runs = list_runs("s3://bucket/exp")
+    assert [(r["name"], r["latest"]) for r in runs.values()] == [
+        ("a", "version_40"), ("b", "version_20"),
+    ]  # fmt: skip
+    assert list(runs["a"]["best"]) == ["loss"]
+    best = run_cli("best", "s3://bucket/exp", "--json").json["runs"][0]
+    assert best["address"].startswith("s3://bucket/exp/")
+    assert run_cli("show", best["address"]).code == 0
+    summaries = summarize_runs(open_store("s3://bucket/exp"))
+    with training("s3://bucket/exp/b", EverySteps(20)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 40)
+    assert latest_of(summarize_runs(open_store("s3://bucket/exp"), summaries))["b"] == Version(40)
+
+
 def test_the_run_with_the_newest_version_is_the_last(folder):
     train_run(folder / "0", 20)
     os.rename(folder / "a", folder / "z")

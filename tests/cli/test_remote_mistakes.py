@@ -42,9 +42,11 @@ ON_RUN = ["ls", "verify", "sweep", "request-save"]
 
 @pytest.mark.parametrize("verb", [*ON_RUN, "show"])
 def test_a_wrong_location_is_explained(root, verb):
-    if verb != "ls":
-        check(run_cli(verb, f"{root}/runs"), "found a folder with a.")
-        check(run_cli(verb, f"{root}/runs/"), "found a folder with a.")
+    for place in (f"{root}/runs", f"{root}/runs/"):
+        if verb == "ls":
+            assert run_cli(verb, place, "--json").json["runs"][0]["name"] == "a"
+        else:
+            check(run_cli(verb, place), "found a folder with a.")
     check(run_cli(verb, root), "found a folder with notes.txt, runs.")
     check(run_cli(verb, f"{root}/elsewhere/b"), "found nothing", "Check the path")
     check(run_cli(verb, f"{root}/runs/zzz"), "found nothing. Check the path")

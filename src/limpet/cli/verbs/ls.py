@@ -21,10 +21,11 @@ from limpet.format.names import Version
 from limpet.format.records import Branch, VersionLease
 from limpet.run.catalog import VersionRecord, make_version_record
 from limpet.run.listing import Listing, list_all_files
-from limpet.run.overview import RunSummary, summarize_run, summarize_runs
+from limpet.run.overview import RunSummary, summarize_runs
 from limpet.run.records import VersionEvaluations, find_statuses
 from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
+from limpet.run.writer_lock import find_writer
 from limpet.snapshot.pins import describe_holder
 from limpet.storage.open import open_store
 from limpet.storage.store import Stat
@@ -102,14 +103,8 @@ def command(place: str, watch: bool, as_json: bool) -> None:
         show = partial(render_runs, place)
         show_result(read, _have_ended, build, show, watched=watched, as_json=as_json)
     else:
-        show_result(
-            partial(_read_versions, place, found, as_json),
-            lambda result: _have_ended([summarize_run(result.run.store)]),
-            _build_document,
-            render,
-            watched=watched,
-            as_json=as_json,
-        )
+        look = partial(_read_versions, place, found, as_json)
+        show_result(look, _has_ended, _build_document, render, watched=watched, as_json=as_json)
 
 
 def _read_runs(place: str, first: Runs, last: Runs | None) -> Runs:
@@ -119,8 +114,8 @@ def _read_runs(place: str, first: Runs, last: Runs | None) -> Runs:
     return runs
 
 
-def _have_ended(runs: Iterable[RunSummary | None]) -> bool:
-    return all(run and run.ended and run.is_running() is False for run in runs)
+def _have_ended(runs: Iterable[RunSummary]) -> bool:
+    return all(run.ended and run.is_running() is False for run in runs)
 
 
 def _read_versions(
@@ -130,6 +125,11 @@ def _read_versions(
     count, quiet = len(listing.versions), quiet or last is not None
     with progress_bar("reading manifests", count, quiet=quiet, unit="versions") as advance:
         return list_versions(run if last is None else last.run, listing, advance)
+
+
+def _has_ended(result: ListResult) -> bool:
+    run, writer = result.run, find_writer(result.run.store)
+    return _have_ended([RunSummary("", run.catalog, ended=run.ended(), writer=writer)])
 
 
 def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
