@@ -86,8 +86,8 @@ class Run:
         """Return the newest intact version, or None if the run is empty or absent.
 
         A version is intact if its manifest is valid and all of its files exist with their full
-        length. The bytes of the files are checked when they are read. Raises ``NoSnapshot`` if
-        there are versions but none qualifies.
+        length, and `limpet verify` has found no wrong bytes, which are checked when they are read.
+        Raises ``NoSnapshot`` if there are versions but none qualifies.
         """
         return snapshot_of(lineage.find_latest(self.catalog))
 
