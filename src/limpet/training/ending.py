@@ -135,7 +135,8 @@ class Ending:
             saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
-        elif self._lifecycle.is_resumed and not self._lifecycle.is_forked:  # it was complete
+        is_over = is_process_ending() or self._lifecycle.is_forked
+        if self._lifecycle.is_resumed and not (could_save or is_over):  # it was complete
             saver.warn_or_raise(saver.on_best.finish)
         if not self._lifecycle.is_closed:
             self.ladder.end(error)
