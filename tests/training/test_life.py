@@ -1,5 +1,6 @@
 """A run over its lifetime: store failures, requests, going back, early stopping, statistics."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -599,7 +600,10 @@ def test_the_error_for_another_training_lists_all_differences():
     assert isinstance(e.value, MissingLeaf | UnexpectedLeaf | PlanError)
     for key in ("model", "weights", "small", "history"):
         assert key in str(e.value)
-    assert "new run" in str(e.value)  # with the advice
+    first = r"memory://memory holds a training with another state, of which step 5 was saved on "
+    assert re.match(first + r"\d{4}-\d\d-\d\d at \d\d:\d\d UTC\. The snapshot ", str(e.value))
+    assert "use another folder" in str(e.value)  # with the advice
+    assert "new run" in str(e.value)
     assert Run(store).branch() == 0
 
 

@@ -182,8 +182,6 @@ class Resume:
             snapshot, skipped = find_newest(
                 run.catalog, self._load_with_others, at=self.at, branch=self.branch
             )
-        except errors.PlanError as e:
-            raise self._unfit_error(e) from e.__cause__
         except errors.NoSnapshot:
             ladder.give_up_without_older()
             raise
@@ -213,6 +211,8 @@ class Resume:
         self._tell(ResumeInstruction(False, str(snapshot.version), snapshot.digest))
         try:
             self._load(snapshot)
+        except errors.PlanError as e:
+            raise self._unfit_error(e, snapshot) from e.__cause__
         except (errors.NotFound, errors.DigestMismatch) as e:
             rank, key = e.fields.get("rank"), snapshot.location.key(MANIFEST)
             if rank and key in (e.fields.get("key"), e.fields.get("file")):
@@ -222,21 +222,21 @@ class Resume:
                 raise not_shared_error(what, rank, key, found=found) from e
             raise
 
-    def _unfit_error(self, error: errors.PlanError) -> errors.PlanError:
+    def _unfit_error(self, error: errors.PlanError, snapshot: SnapshotReader) -> errors.PlanError:
         """Return the error for a version that does not fit the state, with advice for a resume. An
         error without ``missing`` is of an object in the state, which gives more specific advice."""
-        fields = error.fields
+        fields, saved = error.fields, snapshot.manifest.created[:16].replace("T", " at ")
         if "missing" not in fields:
             return error
         is_new = fields["missing"] and not (fields["unexpected"] or fields["misfits"])
         keep = ' Or keep the live values of these keys: resume(missing="keep").' if is_new else ""
         return type(error)(
-            error.what,
-            expected=error.expected,
-            found=error.found,
-            todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
-            f' state in a new run: use another folder and resume(start="{self.run.url}@latest"),'
-            f" with options as needed: {fields['options']}",
+            f"{self.run.url} holds a training with another state, of which step {snapshot.step} was"
+            f" saved on {saved} UTC. {error.what}",
+            todo="For another training, use another folder. To continue this one, restore the state"
+            f" of then.{keep} To go on with the changed state, begin a new run: use another"
+            f' folder and resume(start="{self.run.url}@latest"), with options as needed:'
+            f" {fields['options']}",
             **fields,
         )
 
