@@ -6,8 +6,10 @@ This module exports the public names. Each name is imported on first use, so tha
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from limpet.events import set_default
 from limpet.lazy_names import lazy_names
 from limpet.version import __version__ as __version__
 
@@ -88,3 +90,6 @@ __all__, __getattr__, __dir__ = lazy_names(
         "training.training_evaluation": "TrainingEvaluation",
     },
 )
+
+# from the first event on, the module itself is the default
+set_default(lambda *event: import_module("limpet.sinks.terminal").default_terminal(*event))

@@ -23,11 +23,11 @@ Sink = Callable[[str, dict[str, Any]], object]
 # sink therefore cannot deadlock, and a forked child cannot inherit a locked lock.
 _attached: dict[object, Sink] = {}
 _defaults: dict[object, Sink] = {}
-"""The sinks that receive events only while no sink is attached."""
+"""At most one sink, which receives events while no sink is attached."""
 
 
 def emit(name: str, **fields: Any) -> None:
-    """Send an event to every attached sink, or to the default sinks if there is none. An
+    """Send an event to every attached sink, or to the default sink if there is none. An
     ``Exception`` of a sink does not propagate; others, such as ``KeyboardInterrupt``, do."""
     receivers = _attached or _defaults
     fields = {k: hide_in_urls(v) if isinstance(v, str) else v for k, v in fields.items()}
@@ -55,20 +55,16 @@ def attach(sink: Sink) -> ExitStack:
             found="a class" if isinstance(sink, type) else None,
             todo=f"Call it: attach({name}())" if isinstance(sink, type) else None,
         )
-    return _add(_attached, sink)
-
-
-def attach_default(sink: Sink) -> ExitStack:
-    """Attach a sink that receives events only while no sink of ``attach`` does."""
-    return _add(_defaults, sink)
-
-
-def _add(sinks: dict[object, Sink], sink: Sink) -> ExitStack:
     key = object()
-    sinks[key] = sink
+    _attached[key] = sink
     detach = ExitStack()
-    detach.callback(sinks.pop, key, None)
+    detach.callback(_attached.pop, key, None)
     return detach
+
+
+def set_default(sink: Sink) -> None:
+    """Let ``sink`` receive the events while no sink of ``attach`` does."""
+    _defaults[None] = sink
 
 
 def _warn_detached(sink: Sink, name: str, error: Exception) -> None:

@@ -17,6 +17,12 @@ from limpet.other_words import add_advice
 
 T = TypeVar("T")
 
+SHORTENS = "shortens"
+"""The attribute of a function that calls ``shorten`` itself, and needs no wrapper."""
+
+_BETWEEN = {__name__, "contextlib"}
+"""Modules whose frames only lie between others, and say nothing."""
+
 _SPECIAL = {"__init__", "__enter__", "__exit__", "__iter__", "__getitem__"}
 
 
@@ -57,14 +63,10 @@ def _wrap(function: Callable[..., Any]) -> Any:
             shorten(error)
             raise
 
-    if hasattr(function, "shortens"):
+    if SHORTENS in vars(function):
         return function
-    return marked(generate if isgeneratorfunction(function) else call)
-
-
-def marked(wrapper: T) -> T:
-    """Mark a function that calls ``shorten`` itself, and needs no wrapper for it."""
-    wrapper.shortens = True  # type: ignore[attr-defined]
+    wrapper = generate if isgeneratorfunction(function) else call
+    vars(wrapper)[SHORTENS] = True
     return wrapper
 
 
@@ -73,7 +75,7 @@ def shorten(error: LimpetError) -> None:
     and the last one of the first cause. If Limpet itself has called the wrapper that calls this,
     keep everything: only the outermost public call drops frames."""
     caller = sys._getframe(1).f_back
-    if sys.flags.dev_mode or (caller is not None and _is_own(caller)):
+    if sys.flags.dev_mode or (caller is not None and _module(caller).startswith("limpet.")):
         return
     chain: list[BaseException] = []
     shown: BaseException | None = error
@@ -92,16 +94,13 @@ def _without_own(trace: TracebackType | None, kept: int) -> TracebackType | None
         entries.append(trace)
         trace = trace.tb_next
     for entry in reversed(entries):
-        if not _is_own(entry.tb_frame) or (kept and not _is_between(entry.tb_frame)):
+        module = _module(entry.tb_frame)
+        is_own = module.startswith("limpet.")
+        if module not in _BETWEEN and (kept or not is_own):
             trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-            kept -= _is_own(entry.tb_frame)
+            kept -= is_own
     return trace
 
 
-def _is_own(frame: FrameType) -> bool:
-    return _is_between(frame) or str(frame.f_globals.get("__name__")).startswith("limpet.")
-
-
-def _is_between(frame: FrameType) -> bool:
-    """Return True for a frame that only lies between others, and says nothing."""
-    return frame.f_globals.get("__name__") in (__name__, "contextlib")
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))

@@ -11,7 +11,7 @@ import limpet
 from limpet.errors import RankFailed
 from limpet.ranks.collective import StoreCollective
 from limpet.ranks.failure_detector import FailureDetector
-from limpet.ranks.kv import KVClient, Timeouts
+from limpet.ranks.kv import CALL_ON_ALL, KVClient, Timeouts
 from tests.fakegroup import FakeStore
 
 WHAT = "the save of version_5"
@@ -75,8 +75,9 @@ def test_rank_0_emits_one_event_that_names_the_late_ranks(scenario):
     collective = scenario.collective()
     assert collective.gather(0, int) == list(range(12))
     [report] = scenario.reports  # rank 1 has arrived, and rank 3 makes progress with a long task
-    assert 30 < report.pop("at") == report.pop("seconds") < 34
-    assert report == {"what": WHAT, "ranks": late_ranks[:8], "count": 9, "longest": 600.0}
+    assert 10 < report.pop("at") == report.pop("seconds") < 14
+    assert report == {"what": WHAT, "ranks": late_ranks[:8], "count": 9, "longest": 600.0,
+                      "first": True, "todo": CALL_ON_ALL}  # fmt: skip
     scenario.on_pause = lambda now: [
         on_pause(now),
         now > 160 and [scenario.arrive(r, op_number=2) for r in range(12)],
@@ -99,7 +100,7 @@ def test_other_ranks_report_a_late_rank_0_but_not_one_that_waits_itself(scenario
     assert scenario.collective().broadcast(None, str) == "go"
     [report] = scenario.reports
     assert (report["ranks"], report["count"]) == ([0], 1)
-    assert 129 < report["at"] < 136
+    assert 109 < report["at"] < 116
 
 
 def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises():
@@ -120,9 +121,9 @@ def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises():
     kv.close()
     [(name, fields)] = reports
     assert name == "ranks_awaited"
-    assert 30 < fields.pop("seconds") < 100
+    assert 10 < fields.pop("seconds") < 100
     assert fields == {"what": "the first call of all ranks", "ranks": [0], "count": 1,
-                      "longest": 300}  # fmt: skip
+                      "longest": 300, "first": True, "todo": CALL_ON_ALL}  # fmt: skip
 
 
 def find_failed(ages, arrived=()):

@@ -73,6 +73,8 @@ EVENTS: dict[str, dict[str, Any]] = {
         "count": 6,
         "seconds": 31.2,
         "longest": 600.0,
+        "first": True,
+        "todo": "Call it on all ranks",
     },
     "notice": {"source": "SIGTERM", "seconds": 29.8},
     "preempted": {

@@ -1,5 +1,6 @@
 """The memory tier of a process that is killed: BEHAVIOURS.md, C5."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -32,7 +33,8 @@ with limpet.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
 def start(run, memory, last_step, *args):
     """Train until a step in a new process. Return its exit code and what it had resumed."""
     command = [sys.executable, "-c", SCRIPT, str(run), memory, str(last_step), *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "LIMPET_QUIET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.stderr == ""
     return done.returncode, done.stdout.split()
 

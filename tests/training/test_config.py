@@ -323,7 +323,7 @@ def test_the_start_of_another_run_is_not_compared(tmp_path):
 def own_lines(monkeypatch):
     """Show no lines of trainings that other tests have left."""
     monkeypatch.setattr(events, "_defaults", {})
-    monkeypatch.setattr("limpet.training.lifecycle.default_terminal", DefaultTerminal())
+    monkeypatch.setattr("limpet.training.checkpointer.default_terminal", DefaultTerminal())
 
 
 def with_optimizer(run, lr, **more):

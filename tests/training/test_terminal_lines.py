@@ -57,7 +57,7 @@ def run_on_terminal(program, folder, *launcher, **variables):
 
 
 def without_figures(line):
-    return re.sub(r", compared in .*", "", re.sub(r"(saved step) +(\d+).*", r"\1 \2", line))
+    return re.sub(r", compared in .*", "", re.sub(r"^(saved step) +(\d+).*", r"\1 \2", line))
 
 
 def test_a_training_shows_one_line_for_each_event(tmp_path):
@@ -66,13 +66,13 @@ def test_a_training_shows_one_line_for_each_event(tmp_path):
     assert [without_figures(line) for line in lines] == [
         "started a new training in a: it has no version yet",
         "saved step 2",  # the next one within a minute is not shown
-        "finished at step 5: the newest version is of step 5",
+        "finished: saved step 5 to a",
         "resumed step 5 from a/version_5",
         "saved step 6",
-        "finished at step 8: the newest version is of step 8",
+        "finished: saved step 8 to a",
         "started a new training in b: it has no version yet",
         "saved step 1",
-        "finished at step 1: the newest version is of step 1",
+        "finished: saved step 1 to b",
     ]
 
 
@@ -90,19 +90,96 @@ def test_the_lines_draw_no_random_numbers(tmp_path):
     assert run_on_terminal(program, tmp_path)[0] == 0
 
 
-def test_without_a_terminal_rich_is_not_imported(tmp_path):
-    code = TRAINING + "train('a', 3)\nprint('rich' in sys.modules)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
-    assert (done.stdout.strip(), done.stderr) == (b"False", b"")
+def run_without_terminal(program, folder, **variables):
+    """Run a program with a pipe as stderr. Return the lines of stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING + program],
+        cwd=folder,
+        capture_output=True,
+        check=True,
+        timeout=60,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def test_without_a_terminal_the_begin_and_the_end_are_shown(tmp_path):
+    """And rich, which draws a random number, is not imported."""
+    program = """
+train('a', 3)
+train('a', 5)
+with limpet.Checkpointer('a', {"weights": [0.0] * 4}, save=limpet.EverySteps(2)) as ckpt:
+    ckpt.resume()
+    ckpt.step()
+    ckpt.step()
+    import warnings
+    warnings.simplefilter('ignore')
+with limpet.Checkpointer('b', {"n": 1}, save=limpet.Never()) as ckpt:
+    ckpt.resume()
+    ckpt.step()
+print('rich' in sys.modules)
+"""
+    out, lines = run_without_terminal(program, tmp_path)
+    assert out == ["False"]
+    assert lines == [
+        "started a new training in a: it has no version yet",
+        "finished: saved step 3 to a",
+        "resumed step 3 from a/version_3",
+        "finished: saved step 5 to a",
+        "resumed step 5 from a/version_5",
+        "finished at step 7 of a: the newest version is of step 6",
+        "started a new training in b: it has no version yet",
+        "finished at step 1 of b: nothing is saved",
+    ]
+
+
+@pytest.mark.slow
+def test_any_stderr(tmp_path):
+    program = """
+class Plain:  # as programs replace it
+    def write(self, text): print("plain", text, end="")
+    def flush(self): pass
+
+train('a', 1)
+real, sys.stderr = sys.stderr, Plain()
+train('a', 2)
+sys.stderr = None
+train('a', 3)
+sys.stderr = open(os.devnull, "w")
+sys.stderr.close()
+train('a', 4)
+sys.stderr = real
+train('a', 5, quiet=True)
+with limpet.attach(lambda name, fields: None):
+    train('a', 6)
+train('a', 7)
+"""
+    out, lines = run_without_terminal(program, tmp_path)
+    assert out == ["plain resumed step 1 from a/version_1", "plain finished: saved step 2 to a"]
+    assert lines == [
+        "started a new training in a: it has no version yet",
+        "finished: saved step 1 to a",
+        "resumed step 6 from a/version_6",
+        "finished: saved step 7 to a",
+    ]
+    assert run_without_terminal("train('a', 8)", tmp_path, LIMPET_QUIET="1") == ([], [])
+
+
+def test_captured_output(capsys, tmp_path):
+    with limpet.Checkpointer(tmp_path / "a", {"n": 1}, save=limpet.AtEnd()) as ckpt:
+        for _ in ckpt.steps(2):
+            ckpt.step()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("started a new training in ")
+    assert re.fullmatch("finished: saved step 2 to .*/a", last)
 
 
 def test_a_training_that_fails_says_so(tmp_path):
     code, lines = run_on_terminal("train('a', 5, failing_step=3)", tmp_path)
     assert code == 1
-    assert "ended after step 3: the newest version is of step 2. The cause is ValueError: boom" in (
-        lines
-    )
+    end = "ended after step 3 of a: the newest version is of step 2. The cause is ValueError: boom"
+    assert end in lines
 
 
 def test_a_notice_and_the_exit_are_one_line_each(tmp_path):
@@ -187,12 +264,12 @@ def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(monkeypatc
 def test_a_discarded_checkpointer_shows_no_more_lines(monkeypatch, tmp_path):
     monkeypatch.setattr(events, "_defaults", {})  # trainings that other tests have left
     terminal = DefaultTerminal()
-    monkeypatch.setattr("limpet.training.lifecycle.default_terminal", terminal)
+    monkeypatch.setattr("limpet.training.checkpointer.default_terminal", terminal)
     ckpt: Any = limpet.Checkpointer(tmp_path, {"x": 1})
-    assert events._defaults
+    assert terminal._runs
     del ckpt
     gc.collect()
-    assert not events._defaults
+    assert not terminal._runs
 
 
 def test_a_closed_stderr_is_no_terminal(monkeypatch):

@@ -19,7 +19,7 @@ from limpet.deadline import Deadline
 from limpet.errors import RankFailed
 from limpet.ranks import error_report
 from limpet.ranks.failure_detector import FailureDetector
-from limpet.ranks.kv import MAX_BATCH_KEYS, KVClient, emit_stragglers
+from limpet.ranks.kv import CALL_ON_ALL, MAX_BATCH_KEYS, KVClient, emit_stragglers
 
 T = TypeVar("T")
 
@@ -75,6 +75,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self.closed = False
         self._left = False
         self._stragglers_reported = False
+        self._todo = CALL_ON_ALL
+        """What to do about a rank that does not come; empty once all are known to have joined."""
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -194,6 +196,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             lambda r: self._kv.has_all([key_of(r)]),
             initial_delay,
         )
+        self._todo = ""
 
     def wait_for_ranks(self, pending_ranks: Callable[[], Sequence[int]], wait_number: int) -> None:
         """Wait until ``pending_ranks``, a condition outside the store, returns no ranks.
@@ -220,7 +223,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         delay: float = 0.0002,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        detector = FailureDetector(self._kv, self.operation, None, position)
+        detector = FailureDetector(self._kv, self.operation, None, position, self._todo)
         started_at = self._kv.clock()
         timeout = self._kv.timeouts.stuck if self._timeout is None else self._timeout
         # This limits the load of the store to 10,000 requests per second from all ranks.
@@ -246,7 +249,11 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
                         stragglers := detector.stragglers(ranks, has_arrived)
                     ):
                         self._stragglers_reported = True
-                        emit_stragglers(stragglers, self.operation, now - started_at, timeout)
+                        key, own = f"{self._sequence_number}/first_report", str(self.rank)
+                        first, waited = self._kv.compare_and_set(key, own) == own, now - started_at
+                        emit_stragglers(
+                            stragglers, self.operation, waited, timeout, first, self._todo
+                        )
                 expected = self.exceeded(now - started_at)
                 if expected and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
                     raise detector.make_error(missing, expected, "that it has not arrived")
@@ -344,9 +351,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             self._kv.try_get(f"{self._sequence_number}/{op_number}/0", delete=True)
         if self._failed or self._read_failure() not in (None, error_report.COMMIT_BEGUN):
             self._delete_leftovers()
-        self._kv.delete(
-            [f"{self._sequence_number}/{name}" for name in ("first_arrival", "left", "failed")]
-        )
+        names = "first_arrival", "left", "failed", "first_report"
+        self._kv.delete([f"{self._sequence_number}/{name}" for name in names])
 
     def _delete_leftovers(self) -> None:
         """Delete values that no rank read because the collective failed. Each operation has left at

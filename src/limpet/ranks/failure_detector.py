@@ -20,7 +20,9 @@ class FailureDetector:
         operation: str,
         stuck: float | None = None,
         position: WaitPosition = (0, 0),
+        todo: str = "Check that all ranks make this call",
     ) -> None:
+        self._todo = todo and f"{todo}. "
         self._position = position
         self._kv = kv
         self._operation = operation
@@ -101,8 +103,8 @@ class FailureDetector:
             f"Rank {rank}{host} did not join {self._operation}{more}",
             expected=expected,
             found=found,
-            todo=f"Check the log of rank {rank}, and that all ranks make this call. LIMPET_SILENT"
-            " and LIMPET_STUCK set the time limits in seconds",
+            todo=f"Check the log of rank {rank}. {self._todo}LIMPET_SILENT and LIMPET_STUCK set the"
+            " time limits in seconds",
             rank=rank,
             lost=True,
         )

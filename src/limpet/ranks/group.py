@@ -370,7 +370,7 @@ def _await_server(host: str, port: int, timeouts: Timeouts) -> None:
             raise _unserved_error(host, port, f"it to join within {timeouts.stuck:g} s", error)
         if waited > STRAGGLER_SECONDS and not is_reported:
             is_reported = True
-            emit_stragglers([0], f"the group at {host}:{port}", waited, timeouts.stuck)
+            emit_stragglers([0], f"the group at {host}:{port}", waited, timeouts.stuck, True, "")
         time.sleep(0.05)
 
 

@@ -48,8 +48,14 @@ NO_VALUE = "-"
 MAX_BATCH_KEYS = 64
 """The maximum number of values that the thread reads for one request."""
 
-STRAGGLER_SECONDS = 30.0
+STRAGGLER_SECONDS = 10.0
 """Seconds without progress after which waiting ranks report a rank as a straggler."""
+
+CALL_ON_ALL = (
+    "All ranks must make this call: remove an `if rank == 0`, or pass group='alone' to limpet.save"
+    " or limpet.load, which then save or load in this process only"
+)
+"""What to do if a rank has not joined."""
 
 _POLL_SECONDS = 0.01
 
@@ -426,7 +432,8 @@ class KVClient:
             last_greeting = greeting
             if waited > STRAGGLER_SECONDS and not self._stragglers_reported:
                 self._stragglers_reported = True
-                emit_stragglers([0], "the first call of all ranks", waited, stuck)
+                what, first = "the first call of all ranks", self._request(self._is_first_to_wait)
+                emit_stragglers([0], what, waited, stuck, first, CALL_ON_ALL)
             is_current = greeting.sent_at >= self._started_at
             # rank 0 would replace the last greeting of an earlier start in the meantime
             if is_current and greeting.is_closed and silent_for > 2 * self._normal_interval:
@@ -440,13 +447,18 @@ class KVClient:
                 found = "no response from rank 0 since this process started"
                 raise self._no_reply_error(limit, found)
 
+    def _is_first_to_wait(self) -> bool:
+        """Return True unless one of the next lower ranks has also greeted, and reports the wait."""
+        others = map(self._read_greeting, range(1, min(self.rank, MAX_BATCH_KEYS)))
+        return all(other.sent_at < self._started_at for other in others)
+
     def _no_reply_error(self, expected: str, found: str) -> RankFailed:
         return RankFailed(
             "Rank 0 did not join the first call of all ranks",
             expected=expected,
             found=found,
-            todo="Check the log of rank 0, and that all ranks make this call. LIMPET_SILENT and"
-            " LIMPET_STUCK set the time limits in seconds",
+            todo=f"Check the log of rank 0. {CALL_ON_ALL}. LIMPET_SILENT and LIMPET_STUCK set the"
+            " time limits in seconds",
             rank=0,
             lost=True,
         )
@@ -468,6 +480,9 @@ class KVClient:
                 todo="Save and load in the training process",
             )
         self.await_session()
+        return self._request(operation)
+
+    def _request(self, operation: Callable[[], T]) -> T:
         self.start()
         if self._closed or self._error is not None:
             raise self._unresponsive_error() from self._error
@@ -588,8 +603,11 @@ class Neighbors:
             store.set(f"heartbeat/{self._rank}/process", f"{self._host}\n{process}".encode())
 
 
-def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout: float) -> None:
-    """Emit which ranks this one awaits. ``timeout``: seconds without progress until it gives up."""
+def emit_stragglers(
+    ranks: Sequence[int], operation: str, waited: float, timeout: float, first: bool, todo: str
+) -> None:
+    """Emit which ranks this one awaits. ``timeout``: seconds without progress until it gives up;
+    ``first``: no other rank has reported this wait; ``todo``: what to do, or ""."""
     emit(
         "ranks_awaited",
         what=operation,
@@ -597,6 +615,8 @@ def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout
         count=len(ranks),
         seconds=waited,
         longest=timeout,
+        first=first,
+        todo=todo,
     )
 
 

@@ -7,10 +7,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from io import StringIO
-from itertools import count
 from threading import RLock
 from typing import Any, TextIO
 
@@ -44,22 +43,24 @@ class Terminal:
     extra line.
 
     ``stream``: by default, the value of ``sys.stderr`` at the time of the event. Lines are colored
-    and truncated at the right edge only if the stream is a terminal (rich decides this and respects
-    ``NO_COLOR``). A failure is never truncated. Each line is one write, and tqdm progress bars stay
+    (rich respects ``NO_COLOR``) and truncated at the right edge only if the stream is a terminal. A
+    failure is never truncated. Each line is one write, and tqdm progress bars stay
     intact. Raises the errors of the stream.
 
-    With several ranks of torch.distributed, only rank 0 prints what all ranks do. Rank 1 prints
-    only that the ranks wait for rank 0.
+    With several ranks of torch.distributed, only rank 0 prints what all ranks do. The first rank
+    that reports late ranks prints that.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        _import_rich()
+        if _is_terminal(sys.stderr if stream is None else stream):
+            _import_rich()
         self._stream = stream
         self._deleted: list[str] = []
         self._shown: set[str] = set()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        if rank_and_world_size()[0] != _showing_rank(name, fields):
+        is_late = name == "ranks_awaited"
+        if not (fields.get("first", True) if is_late else rank_and_world_size()[0] == 0):
             return
         with _line_lock:
             if name == "deleted":
@@ -95,13 +96,6 @@ def _import_rich() -> None:
         import rich.text  # noqa: F401
 
 
-def _showing_rank(name: str, fields: Mapping[str, Any]) -> int:
-    """Return the rank that shows an event: the lowest rank that is not awaited itself."""
-    ranks = fields.get("ranks") if name == "ranks_awaited" else None
-    awaited = {r for r in ranks if type(r) is int} if isinstance(ranks, list) else set()
-    return next(rank for rank in count() if rank not in awaited)
-
-
 def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[tuple[str, str]]:
     """Return the parts of the line of a save, each with its style, the least important one last."""
     texts = describe_saved(fields)
@@ -123,28 +117,30 @@ def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[tuple
 
 def _print_line(stream: TextIO, parts: Sequence[tuple[str, str]], *, is_cut: bool) -> None:
     """Print a line. With ``is_cut``, it ends at the right edge of a terminal."""
-    from rich.console import Console
-    from rich.text import Text
+    text = "".join(part for part, _ in parts) + "\n"
+    if _is_terminal(stream):
+        from rich.console import Console
+        from rich.text import Text
 
-    detected = Console(file=stream, force_jupyter=False)
-    line = Text.assemble(*parts)
-    if is_cut and stream.isatty():
-        line.truncate(detected.width, overflow="ellipsis")
-    # rich detects the features of the stream but does not write to it: it would write more than
-    # once, and it ends the program if the pipe is broken
-    buffer = StringIO()
-    console = Console(
-        file=buffer,
-        force_terminal=detected.is_terminal,
-        force_jupyter=False,
-        color_system=detected.color_system,  # type: ignore[arg-type]
-        no_color=detected.no_color,
-    )
-    console.print(line, soft_wrap=True)
+        detected = Console(file=stream, force_jupyter=False)
+        line = Text.assemble(*parts)
+        if is_cut:
+            line.truncate(detected.width, overflow="ellipsis")
+        # rich detects the features of the stream but does not write to it: it would write more than
+        # once, and it ends the program if the pipe is broken
+        buffer = StringIO()
+        console = Console(
+            file=buffer,
+            force_terminal=detected.is_terminal,
+            force_jupyter=False,
+            color_system=detected.color_system,  # type: ignore[arg-type]
+            no_color=detected.no_color,
+        )
+        console.print(line, soft_wrap=True)
+        text = buffer.getvalue()
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    text = buffer.getvalue().encode(encoding, "backslashreplace").decode(encoding)
     with _pause_progress_bars(stream):
-        stream.write(text)
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
 
 
@@ -169,20 +165,25 @@ _OMITTED = frozenset(
 )
 _SHOWN = STYLES.keys() - _OMITTED
 
-_ALWAYS = frozenset({"config_changed", "options_replaced", "notice_source_failed"})
-"""Also shown if stderr is no terminal: what a training uses, and that SIGTERM may not save."""
+_ALWAYS = frozenset(
+    {
+        *("began", "resumed", "config_changed", "options_replaced", "finished"),
+        *("ranks_awaited", "notice_source_failed"),
+    }
+)
+"""Also shown if stderr is no terminal: where a training begins and ends, what it uses, and what it
+waits for."""
 
 
 class DefaultTerminal:
     """Prints as a ``Terminal`` does, while stderr is a terminal and no other sink is attached: for
     runs that ``open`` names, and events of no run. Per run, one line a minute about saves. What is
-    in ``_ALWAYS`` needs no terminal."""
+    in ``_ALWAYS`` needs no terminal, and ``ranks_awaited`` no run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._terminal: Terminal | None = None
         self._runs: Counter[str] = Counter()
-        self._attached = ExitStack()
         self._last_lines: dict[str, float] = {}
 
     def open(self, run: str) -> Callable[[], None]:
@@ -191,7 +192,7 @@ class DefaultTerminal:
             return lambda: None
         if not self._runs:
             self._last_lines.clear()
-            self._attached = events.attach_default(self)
+        events.set_default(self)  # again, after an error of the stream
         if _is_terminal(sys.stderr):
             self._get_terminal()  # now, not in a thread of a save: see ``Terminal``
         run = hide_in_urls(run)  # as events do
@@ -205,12 +206,13 @@ class DefaultTerminal:
     def _close(self, run: str) -> None:
         self._runs[run] -= 1
         self._runs += Counter()  # without the runs whose count is 0
-        if not self._runs:
-            self._attached.close()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         run = fields.get("run", "")  # as it is: what is shown lacks the current folder
-        if name not in _SHOWN or (run and run not in self._runs):
+        is_open = run in self._runs if run else bool(self._runs)
+        if name == "ranks_awaited":
+            is_open = not read_settings().quiet
+        if name not in _SHOWN or not is_open:
             return
         if not _is_terminal(sys.stderr) and (name not in _ALWAYS or not _is_open(sys.stderr)):
             return
@@ -224,12 +226,13 @@ class DefaultTerminal:
 
 def _is_open(stream: Any) -> bool:
     """Return True if a stream is neither missing nor closed."""
-    return stream is not None and not stream.closed
+    return stream is not None and not getattr(stream, "closed", False)
 
 
 def _is_terminal(stream: Any) -> bool:
     """Return True if a stream, which may be missing or closed, is a terminal."""
-    return _is_open(stream) and stream.isatty()
+    return _is_open(stream) and getattr(stream, "isatty", bool)()
 
 
 default_terminal = DefaultTerminal()
+events.set_default(default_terminal)

@@ -107,9 +107,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
     if name == "save_waited":
         return f"{waited} to save step {step}: another save was in progress"
     if name == "ranks_awaited":
-        longest = number_field(fields, "longest")
-        end = "" if longest is None else f", and keeps waiting for up to {format_duration(longest)}"
-        return f"{waited} for {_format_ranks(fields)} in {text_field(fields, 'what')}{end}"
+        return f"{waited} for {_describe_late(fields)}"
     if name == "waiting":
         end = "" if seconds is None else f" for up to {format_duration(seconds)}"
         action, store = text_field(fields, "action"), text_field(fields, "store")
@@ -189,11 +187,15 @@ def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
 
 
 def _describe_end(fields: Mapping[str, Any]) -> str:
-    step, newest, error = (text_field(fields, name) for name in ("step", "saved", "error"))
+    step, newest, run = (text_field(fields, name) for name in ("step", "saved", "run"))
     end = describe_newest(None if fields.get("saved") is None else newest)
-    if fields.get("error") is None:
-        return f"finished at step {step}: {end}"
-    return f"ended after step {step}: {end}. The cause is {truncate(error, 100)}"
+    end = "it is saved" if step == newest else end
+    if fields.get("error") is not None:
+        cause = truncate(text_field(fields, "error"), 100)
+        return f"ended after step {step} of {run}: {end}. The cause is {cause}"
+    if step == newest:
+        return f"finished: saved step {step} to {run}"
+    return f"finished at step {step} of {run}: {end}"
 
 
 def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:
@@ -215,11 +217,14 @@ def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:
     return text if fields.get("error") is None else f"{text}: {_error_without_todo(fields)}"
 
 
-def _format_ranks(fields: Mapping[str, Any]) -> str:
+def _describe_late(fields: Mapping[str, Any]) -> str:
     ranks, count = _list_field(fields, "ranks"), fields.get("count")
     more = count - len(ranks) if type(count) is int else 0
     text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-    return text + (f" and {more} more" if more > 0 else "")
+    text += (f" and {more} more" if more > 0 else "") + f" in {text_field(fields, 'what')}"
+    longest = number_field(fields, "longest")
+    text += f", and keeps waiting for up to {format_duration(longest)}" if longest else ""
+    return text + (f". {text_field(fields, 'todo')}" if fields.get("todo") else "")
 
 
 def _list_field(fields: Mapping[str, Any], name: str) -> list[str]:

@@ -34,7 +34,6 @@ from limpet.tasks.task import (
     encode_result,
 )
 from limpet.threads import no_op
-from limpet.tracebacks import short_tracebacks
 
 _LONGEST_WAIT = 1.0
 """Seconds after which a wait looks at the clock again, which may not be the real one."""
@@ -347,7 +346,6 @@ class Queue:
         self._take_back_overdue()
 
 
-@short_tracebacks
 class Job:
     """The tasks that one ``Queue.add`` has added."""
 

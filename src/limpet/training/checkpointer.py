@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
+from weakref import finalize
 
 from limpet import events
 from limpet.arguments import check_count
@@ -29,9 +30,11 @@ from limpet.run.policy import (
 )
 from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher
+from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.location import Url
 from limpet.state.flatten import flatten
 from limpet.storage.throttle import store_statistics
+from limpet.threads import no_op
 from limpet.tiers.tiers import Tier, Tiers
 from limpet.tracebacks import short_tracebacks
 from limpet.training import state_check
@@ -39,7 +42,7 @@ from limpet.training.cadence import Cadence
 from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
 from limpet.training.ending import Ending, check_position, read_end, record_end, take_over
 from limpet.training.goodput import Goodput
-from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
+from limpet.training.lifecycle import Lifecycle, exclusive
 from limpet.training.member import call_to_resume, check_members
 from limpet.training.options import (
     Options,
@@ -109,8 +112,9 @@ class Checkpointer:
     stores that of rank 0, as plain text, in ``Snapshot.metadata["config"]``. A resume with another
     one says what differs.
 
-    On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
-    saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1`` turns this off.
+    Rank 0 prints a line for each resume and for the end, and on a terminal for each failure, and at
+    most one per minute for saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1``
+    turns this off. (After 10 s, a wait for other ranks is shown even with ``quiet=True``.)
 
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
     ``group`` is the ``ProcessGroup`` or ``limpet.Group`` of these ranks if they are not all ranks.
@@ -225,7 +229,9 @@ class Checkpointer:
         self._is_never = is_never
         self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
         self._script_options = state_check.read_options(self.state)
-        self._end_lines = show_lines(self, self.run.url, options.quiet)
+        self._end_lines: Callable[[], object] = no_op
+        if not options.quiet:
+            self._end_lines = finalize(self, default_terminal.open(self.run.url))
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self._step_counter.progress.step}>"

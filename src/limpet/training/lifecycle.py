@@ -8,14 +8,11 @@ from collections.abc import Callable
 from functools import wraps
 from threading import current_thread, get_ident, main_thread
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
-from weakref import finalize
 
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
 from limpet.other_words import add_advice
-from limpet.sinks.terminal import default_terminal
-from limpet.threads import no_op
-from limpet.tracebacks import marked, shorten
+from limpet.tracebacks import SHORTENS, shorten
 
 
 class _HasLifecycle(Protocol):
@@ -53,7 +50,8 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
             if running and running[_CALL] is own:
                 del running[_CALL]
 
-    return marked(call)
+    vars(call)[SHORTENS] = True
+    return call
 
 
 CALLBACK_THREAD = "limpet-best"
@@ -65,16 +63,6 @@ _CALL = "call"
 def is_process_ending() -> bool:
     """Return True if the main thread has ended. No thread can be started from then on."""
     return not main_thread().is_alive()
-
-
-def show_lines(checkpointer: object, run: str, quiet: bool) -> Callable[[], object]:
-    """Print the events of ``run`` on a terminal until the returned function is called, or
-    ``checkpointer`` is discarded, unless the user wants none."""
-    if quiet:
-        return no_op
-    close = finalize(checkpointer, default_terminal.open(run))
-    close.atexit = False
-    return close
 
 
 class Lifecycle:

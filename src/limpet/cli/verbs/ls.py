@@ -310,9 +310,10 @@ def _run_cells(run: RunSummary) -> list[Cell]:
         age = format_age(run.writer.created)  # it may have been killed, on another machine
         what, style = ("running", "green") if run.is_running() else (f"locked for {age}", "yellow")
         state = f"{what}: {describe_holder(run.writer)}"
-    if run.damaged or run.problem is not None:
+    if isinstance(run.problem, FormatTooNew):
+        state, style = f"{state}, too new", "red"
+    elif run.damaged or run.problem is not None:
         what = f"{run.damaged} damaged" if run.damaged else "unreadable"
-        what = "too new" if isinstance(run.problem, FormatTooNew) else what
         state, style = f"{state}, {what}", "red"
     best = [
         f"{format_metrics({metric: found['value']})} (step {found['version'][8:]})"
