@@ -51,6 +51,24 @@ def test_a_version_with_wrong_bytes_does_not_count_after_a_verify(store):
     assert shard_of(store, "version_60") in record.damage
 
 
+def test_a_policy_keeps_no_damaged_version_instead_of_an_intact_one(store):
+    for step, value in ((20, 2.0), (40, 1.0), (60, 3.0)):
+        Run(store).add_metrics(step, {"val": value})
+    damage(store, "version_40")
+    run_cli("verify", store.url)
+    run = Run(store)
+    assert run.retain(limpet.KeepBest(1, "val")) == []
+    assert run.best("val", "min").step == 20
+    assert {v["step"] for v in run_cli("ls", store.url, "--json").json["versions"]} == {20, 40, 60}
+
+
+def test_the_newest_version_without_known_damage_cannot_be_deleted(store):
+    damage(store)
+    run_cli("verify", store.url)
+    with pytest.raises(limpet.errors.LimpetError, match="the newest intact version"):
+        Run(store).delete(40)
+
+
 def test_a_folder_of_runs_counts_it():
     store = open_store("memory://known/runs/a")
     with training(store, EverySteps(20)) as (state, ckpt):

@@ -248,7 +248,9 @@ def test_inexact_scores_that_count_decide_which_version_is_the_best():
         assert best.step == 25
         assert run.metrics(25) == {"weight": job.weight(sum(range(10, 30)) / 20)}
         run.add_metrics(25, {"weight": 10.0**9}, "exact")
-        assert run.metrics(25) == {"weight": 10.0**9}, "the newest record counts"
+        late = {"metrics": {"weight": 1.0}, "first_step": 26, "last_step": 30, "counts": True}
+        run.put_record(InexactEvaluation, "late", 25, **late)
+        assert run.metrics(25) == {"weight": 10.0**9}, "a score of the version itself counts"
 
 
 @pytest.mark.parametrize("counts", [False, True])

@@ -215,14 +215,18 @@ class Catalog:
             record = VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
         return replace(record, manifest=manifest)
 
-    def is_intact(self, record: VersionRecord) -> bool:
-        """Return True if a manifest is valid and every file exists with its full length."""
+    def has_files(self, record: VersionRecord) -> bool:
+        """Return True if a manifest is valid, and every file exists with its full length."""
         try:
             return record.digest != "" and all(
                 self.store.stat(key).length == length for key, length in record.files.items()
             )
         except (NotFound, BrokenLink):
             return False
+
+    def is_intact(self, version: Version, record: VersionRecord) -> bool:
+        """Return True if that is so, and `limpet verify` has found no damage."""
+        return self.has_files(record) and not self.evaluations.read(version, record.digest).damage()
 
     def _find_version_names(self, manifest: Stat) -> set[str]:
         """Return every version's name in the bytes of a damaged manifest. No longer one was ever
@@ -253,7 +257,7 @@ class Catalog:
         records = []
         for v in lineage:
             known = version_records.get(v)
-            if known is not None and self.is_intact(known):
+            if known is not None and self.has_files(known):
                 found = self.evaluations.read(v, known.digest)
                 if not found.damage():
                     metrics = {**known.metrics, **found.metrics()}

@@ -51,13 +51,14 @@ class VersionEvaluations:
 
     def metrics(self, *, only_exact: bool = False) -> dict[str, float]:
         """Return the metrics of the results, and of the inexact ones that count unless
-        ``only_exact``. A newer result overrides an older one."""
+        ``only_exact``. A newer result overrides an older one, and an exact one those that are not.
+        """
         metrics: dict[str, float] = {}
-        for record in self.records:
-            if isinstance(record, Evaluation) or (
-                isinstance(record, InexactEvaluation) and record.counts and not only_exact
-            ):
-                metrics.update(record.decoded_metrics())
+        for inexact in () if only_exact else self.of(InexactEvaluation):
+            if inexact.counts:
+                metrics.update(inexact.decoded_metrics())
+        for exact in self.of(Evaluation):
+            metrics.update(exact.decoded_metrics())
         return metrics
 
     def newest(self, name: str) -> Evaluation | FailedEvaluation | None:

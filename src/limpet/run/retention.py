@@ -133,7 +133,7 @@ def _require_deletable(
     _, kept = roots.select_deletable(versions)
     linked = {v: link_reason(folder) for v, folder in folders.items() if folder.links}
     newest_first = [v for v in reversed(lineage_of(catalog, listing)) if known[v].digest]
-    needed = next((v for v in newest_first if catalog.is_intact(known[v])), None)
+    needed = next((v for v in newest_first if catalog.is_intact(v, known[v])), None)
     reasons = {**linked, **kept}
     if needed is not None and needed in versions:
         reasons.setdefault(
@@ -153,8 +153,9 @@ def _require_deletable(
     return folders
 
 
-_Metrics = dict[tuple[Version, str], Mapping[str, float]]
-"""The metrics of versions, by version and digest, as they were read before the notices."""
+_Metrics = dict[tuple[Version, str], Mapping[str, float] | None]
+"""The metrics of versions, by version and digest, as they were read before the notices. None:
+`limpet verify` has found the version damaged."""
 
 
 def _read_records(
@@ -173,7 +174,8 @@ def _read_records(
     def add_metrics(version: Version) -> None:
         digest = known[version].digest
         evaluations = catalog.evaluations.read(version, digest)
-        metrics[version, digest] = {**known[version].metrics, **evaluations.metrics()}
+        found = {**known[version].metrics, **evaluations.metrics()}
+        metrics[version, digest] = None if evaluations.damage() else found
         if evaluations.is_damaged:
             roots.pinned.setdefault(version, "a result about it is unreadable")
 
@@ -182,8 +184,9 @@ def _read_records(
         unread = [v for v in versions if v in again or (v, known[v].digest) not in metrics]
         look_up_each(unread, add_metrics)
     return [
-        Record(v, metrics.get((v, r.digest), r.metrics), r.trained_seconds)
+        Record(v, found, r.trained_seconds)
         for v, r in ((v, known[v]) for v in versions)
+        if (found := metrics.get((v, r.digest), r.metrics)) is not None
     ]
 
 
@@ -260,7 +263,7 @@ def _look_again(
 
     def look(version: Version) -> None:
         record = catalog.read_version(version, listing)
-        found[version] = record, record is not None and catalog.is_intact(record)
+        found[version] = record, record is not None and catalog.has_files(record)
 
     look_up_each(sorted(versions), look)
     return found
