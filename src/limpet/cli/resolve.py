@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from itertools import islice
 
+import click
+
 from limpet.cli.console import progress_bar
 from limpet.errors import AlreadyExists, NoSnapshot, NotFound
 from limpet.format import names
@@ -14,13 +16,7 @@ from limpet.run.lineage import find_latest
 from limpet.run.listing import Listing
 from limpet.run.overview import RunSummary, summarize_runs
 from limpet.run.run import Run
-from limpet.snapshot.location import (
-    Location,
-    Url,
-    is_snapshot,
-    locate,
-    versions_in,
-)
+from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader, open_snapshot
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import check_url, open_store
@@ -49,10 +45,10 @@ def resolve_snapshot(url: str) -> SnapshotReader:
     raise _not_found_error(url, "snapshot")
 
 
-def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
-    """Do the same, but return the newest version of a run, with a note that says so (else None)."""
+def resolve_newest(url: str, *, quiet: bool) -> SnapshotReader:
+    """Do the same, but return the newest version of a run, and say so unless ``quiet``."""
     try:
-        return resolve_snapshot(url), None
+        return resolve_snapshot(url)
     except NotFound as e:
         if "versions" not in e.fields:
             raise
@@ -60,7 +56,10 @@ def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
     newest = find_latest(run.catalog)
     if newest is None:
         raise _not_found_error(url, "snapshot")
-    return newest, f"{url} is a run; this is its newest version, {newest.version}"
+    if not quiet:
+        note = f"{url} is a run; this is its newest version, {newest.version}"
+        click.echo(f"limpet: {note}", err=True)
+    return newest
 
 
 def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:

@@ -17,12 +17,13 @@ from limpet.format.names import Version
 from limpet.format.tree import LeafSpecs
 from limpet.loading.binding import Leniency
 from limpet.loading.load import load_snapshot
+from limpet.loading.targets import is_leaf, tag_of
 from limpet.ranks.group import Group, GroupSpec, broadcast_from_first, current_group
 from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import CheckedChunks, Report
-from limpet.text import format_size, to_printable
+from limpet.text import format_count, format_size, to_printable
 from limpet.threads import gc_paused
 from limpet.tracebacks import short_tracebacks
 from limpet.types import DTYPES
@@ -75,9 +76,8 @@ class SubtreeView(Mapping[str, Any]):
         return sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in leaves)
 
     def __repr__(self) -> str:
-        count, nbytes = len(self), self.nbytes
-        keys = f"{count:,} key{'' if count == 1 else 's'}"
-        size = f", {format_size(nbytes)}" if nbytes else ""
+        keys = format_count(len(self), "key")
+        size = f", {format_size(self.nbytes)}" if self.nbytes else ""
         members = describe_members(self._node, self.key)
         return f"<SubtreeView {short_name(self.key)}: {keys}{size}: {members}>"
 
@@ -109,26 +109,21 @@ def describe_members(node: Any, key: str) -> str:
 
 def is_container(node: Any, key: str) -> bool:
     """Return True for a dict, a sparse tensor, and a list or tuple with a leaf in it."""
-    tag = next(iter(node), "") if type(node) is dict else ""
+    tag = tag_of(node)
     if tag in ("list", "tuple"):
-        return any(_is_leaf(n) for _, n in tree.walk(node, key))
-    return tag in ("dict", "ordered", "items", "sparse")
+        return any(is_leaf(n) for _, n in tree.walk(node, key))
+    return tag in _CONTAINER_TAGS
 
 
 def walk_containers(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the key and the node of every dict, list, tuple, and sparse tensor below a node."""
-    inner = tree.members(node, key)
-    for child, k in inner or ():
-        if type(child) is dict and next(iter(child), "") in _CONTAINER_TAGS:
+    for child, k in tree.members(node, key) or ():
+        if tag_of(child) in _CONTAINER_TAGS:
             yield k, child
             yield from walk_containers(child, k)
 
 
 _CONTAINER_TAGS = ("dict", "ordered", "items", "list", "tuple", "sparse")
-
-
-def _is_leaf(node: Any) -> bool:
-    return type(node) is dict and next(iter(node), "") in (*tree.LEAF_TAGS, "tied")
 
 
 _MISSING = object()

@@ -264,11 +264,6 @@ class Catalog:
                     records.append(Record(v, metrics, known.trained_seconds))
         return records
 
-    def metrics(self, version: Version, version_record: VersionRecord) -> dict[str, float]:
-        """Return the metrics of the save, updated with those of the evaluations, oldest first."""
-        evaluations = self.evaluations.read(version, version_record.digest)
-        return {**version_record.metrics, **evaluations.metrics()}
-
     def _report(self, name: str, error: LimpetError) -> None:
         """Emit the event ``skipped`` for a damaged file, once while it is damaged."""
         if name not in self._reported:

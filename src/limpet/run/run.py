@@ -187,7 +187,9 @@ class Run:
     def metrics(self, at: Snapshot | Version | int) -> dict[str, float]:
         """Return the metrics of a snapshot, version, or step: those of the save, overridden by
         those of evaluations, of which the newest counts. Raises ``NotFound`` or ``FormatError``."""
-        return self.catalog.metrics(*self._read_version(at))
+        version, record = self._read_version(at)
+        evaluations = self.catalog.evaluations.read(version, record.digest)
+        return {**record.metrics, **evaluations.metrics()}
 
     def add_metrics(
         self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = ADDED_METRICS

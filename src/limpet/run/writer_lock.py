@@ -46,29 +46,16 @@ class WriterLock:
         owner = None if self.id is None else find_writer(store)
         if owner is not None and owner.attempt == self.id:
             return
-        host, boot, process = machine.process_identity()
-        lock = Pin(
-            attempt=random_id(),
-            version=None,
-            created=machine.utc_now(),
-            host=host,
-            boot=boot,
-            process=process,
-        )
-        previous = None
+        lock, previous = pins.make_pin(random_id()), None
         for _ in range(MAX_PUTS):
             try:
                 store.put_if_absent(WRITER_LOCK, encode_record(lock))
             except errors.AlreadyExists:
                 previous = find_writer(store)
-                if (
-                    previous is not None
-                    and previous.process != lock.process
-                    and pins.is_holder_alive(previous)
-                ):
-                    raise self._lock_error(
-                        previous, "Another training writes to this run"
-                    ) from None
+                is_other = previous is not None and previous.process != lock.process
+                if previous is not None and is_other and pins.is_holder_alive(previous):
+                    what = "Another training writes to this run"
+                    raise self._lock_error(previous, what) from None
                 store.delete(WRITER_LOCK)
             else:
                 self.id = lock.attempt

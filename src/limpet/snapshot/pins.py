@@ -35,6 +35,12 @@ _ended_notices: dict[str, set[str]] = {}
 would stop copies for as long as it lives, so its next deletion removes them."""
 
 
+def make_pin(attempt: str, version: names.Version | None = None) -> Pin:
+    """Return a record of this process, as of now."""
+    name = None if version is None else str(version)
+    return Pin(attempt, name, utc_now(), *process_identity())
+
+
 def create_pin(
     location: Location,
     attempt: str,
@@ -43,12 +49,9 @@ def create_pin(
 ) -> str:
     """Pin the files of an attempt, and a version, while this process lives; return the key.
     ``location``: of any version of the run. Raises ``StoreError`` if the pin cannot be written."""
-    host, boot, process = process_identity()
-    name = None if version is None else str(version)
-    pin = Pin(attempt, name, utc_now(), host, boot, process)
     key = location.run_key(make_name(names.random_id()))
     try:
-        location.store.put_if_absent(key, encode_record(pin))
+        location.store.put_if_absent(key, encode_record(make_pin(attempt, version)))
     except StoreError as e:
         # After a refusal, nothing was written, and a deletion would be refused too.
         if e.is_outcome_unknown or not isinstance(e, Denied):
@@ -111,9 +114,8 @@ def require_no_deletion(
         is_damaged = isinstance(notice, FormatError)
         if (is_damaged or notice.version in about) and not is_stale(location.store, key, notice):
             found = f"the notice {key}"
-            if not is_damaged:
-                process, host = notice.process.partition(":")[0], notice.host.partition(" ")[0]
-                found += f" of process {process} on {host}, since {notice.created}"
+            if not isinstance(notice, FormatError):
+                found += f" of {describe_holder(notice)}, since {notice.created}"
             raise (Unavailable if of_files else NotFound)(
                 f"A process is deleting files of {location.url}; nothing was committed",
                 expected="no notice of a deletion",

@@ -71,9 +71,7 @@ def command(
     overwritten, and a failed export leaves no file behind. DIR may also be the name of the file,
     such as out/llama.safetensors.
     """
-    opened, note = resolve_newest(snapshot)
-    if note is not None and not as_json:
-        click.echo(f"limpet: {note}", err=True)
+    opened = resolve_newest(snapshot, quiet=as_json)
     prepared = prepare_export(opened, to, kind, root=root, keys=keys, max_shard_size=max_shard_size)
     refuse_address(prepared.location.url)
     began = perf_counter()

@@ -40,22 +40,17 @@ class VersionEntry:
     versions. (Manifests would fill the memory.)"""
 
     version: Version
-    problem: LimpetError | None
     on_lineage: bool
     pinned: bool
     nbytes: int
     created: str
+    problem: LimpetError | None = None
     record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     referred_bytes: int = 0
     reason: str | None = None
     evaluations: VersionEvaluations = VersionEvaluations()  # noqa: RUF009  (frozen)
     is_latest: bool = False
-
-    @property
-    def is_usable(self) -> bool:
-        """True if a training could resume from it, or ``RUN@latest`` be this version."""
-        return self.on_lineage and self.problem is None
 
     @property
     def status(self) -> str:
@@ -150,7 +145,7 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         orphan_bytes[version] += stat.length
     for entry in entries:
         entry.nbytes -= orphan_bytes[entry.version]
-    usable = [e for e in entries if e.is_usable]
+    usable = [e for e in entries if e.on_lineage and e.problem is None]
     if usable:
         usable[-1].is_latest = True
     branches: dict[int, Branch | LimpetError] = {}
@@ -172,34 +167,23 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
 def _read_entry(
     run: Run, version: Version, on_lineage: bool, pinned: bool, files: Sequence[Stat]
 ) -> VersionEntry | None:
-    snapshot, problem = None, None
     nbytes = sum(f.length for f in files)
+    modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
+    created = modified.isoformat(timespec="seconds")
+    entry = VersionEntry(version, on_lineage, pinned, nbytes, created)
     try:
         snapshot = run.catalog.open(version)
+        entry.created, entry.record = snapshot.manifest.created, make_version_record(snapshot)
+        entry.evaluations = run.catalog.evaluations.read(version, snapshot.digest)
+        entry.metrics = {**snapshot.metrics, **entry.evaluations.metrics()}
+        entry.referred_bytes = snapshot.referred_bytes
+        entry.reason = snapshot.metadata.get("reason")
         run.catalog.check(snapshot)
     except NotFound:
         return None
     except (FormatError, StoreError) as e:
-        problem = e
-    if snapshot is not None:
-        record = make_version_record(snapshot)
-        evaluations = run.catalog.evaluations.read(version, record.digest)
-        return VersionEntry(
-            version,
-            problem,
-            on_lineage,
-            pinned,
-            nbytes,
-            snapshot.manifest.created,
-            record,
-            {**record.metrics, **evaluations.metrics()},
-            snapshot.referred_bytes,
-            snapshot.metadata.get("reason"),
-            evaluations,
-        )
-    modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
-    created = modified.isoformat(timespec="seconds")
-    return VersionEntry(version, problem, on_lineage, pinned, nbytes, created)
+        entry.problem = e
+    return entry
 
 
 def _build_document(result: ListResult) -> dict[str, Any]:

@@ -43,9 +43,7 @@ def command(
     If SNAPSHOT is a run, its newest version is shown. Only the manifest is read, and with --layout
     the indexes.
     """  # fmt: skip
-    opened, note = resolve_newest(snapshot)
-    if note is not None and not as_json:
-        click.echo(f"limpet: {note}", err=True)
+    opened = resolve_newest(snapshot, quiet=as_json)
     rows = list(filter_rows(iter_tree_rows(opened), keys))
     if keys and not rows:
         raise MissingLeaf(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from limpet.errors import AlreadyExists, StoreError
 from limpet.ranks.wire import connect
@@ -13,7 +14,7 @@ from limpet.tiers.peers import transfer
 from limpet.tiers.peers.addresses import PeerAddress
 
 
-class PeerConnection:
+class PeerConnection(AbstractContextManager["PeerConnection", None]):
     """A connection to the server of a peer, for one thread. Raises ``Unavailable`` if it is away,
     slow, or busy, ``Denied`` for another secret, and its error if it refuses a request."""
 
@@ -104,9 +105,6 @@ class PeerConnection:
     def close(self) -> None:
         """Close the connection. What the peer has half received is gone."""
         self._channel.close()
-
-    def __enter__(self) -> PeerConnection:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

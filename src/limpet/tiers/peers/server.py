@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -70,7 +70,7 @@ class PeerAccounts:
             )
 
 
-class PeerServer:
+class PeerServer(AbstractContextManager["PeerServer", None]):
     """Serves the files of the versions in ``store`` at an IP address of this host, and no others,
     nor those behind symbolic links. It stores no manifest: only this host may make a snapshot
     visible. Raises ``StoreError`` if it cannot listen."""
@@ -89,9 +89,6 @@ class PeerServer:
         """Stop accepting connections, and end those that exist. What is half received is gone."""
         self._listener.close()
         self._connections.close()
-
-    def __enter__(self) -> PeerServer:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
