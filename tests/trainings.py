@@ -67,9 +67,9 @@ def missing_metrics():
 
 
 @contextmanager
-def training(store, save, keep=None):
+def training(store, save, keep=None, **options):
     state = initial_state()
-    with limpet.Checkpointer(store, state, save=save, keep=keep) as ckpt:
+    with limpet.Checkpointer(store, state, save=save, keep=keep, **options) as ckpt:
         yield state, ckpt
 
 

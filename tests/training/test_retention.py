@@ -8,7 +8,16 @@ import limpet
 from limpet.buffers import shared_pool
 from limpet.errors import Denied, SaveFailed
 from limpet.format.names import MANIFEST, Version
-from limpet.run.policy import AtSteps, EverySteps, KeepBest, KeepEvery, KeepLast, KeepSteps, Never
+from limpet.run.policy import (
+    AtEnd,
+    AtSteps,
+    EverySteps,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepSteps,
+    Never,
+)
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
 from limpet.saving.commit import VersionMetadata
@@ -16,7 +25,7 @@ from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from tests.trainings import flip_bit, initial_state, train, training
+from tests.trainings import flip_bit, initial_state, train, train_step, training
 from tests.unreliable_stores import HookedStore
 
 
@@ -198,3 +207,142 @@ def test_versions_wait_for_their_score():
             if step in (2, 4):
                 Run(store).add_metrics(Version(step), {"val": 1.0 / step})
     assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
+
+
+# -- the last metrics ------------------------------------------------------------------------------
+
+
+def kept(store):
+    return [v.step for v in Run(store).line()]
+
+
+BEST = KeepBest(1, "val", mode="min")
+
+
+@pytest.mark.parametrize("add", ["metrics", "save", "end_epoch", "run"])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize(
+    ("value", "keep", "expected"),
+    [
+        (0.1, BEST, [4]),  # 2 was the best before
+        (0.9, BEST, [2, 4]),  # 4 is the newest
+        (0.1, BEST | KeepLast(2), [3, 4]),
+        (0.1, BEST | KeepSteps([2]), [2, 4]),
+        (0.1, KeepBest(2, "val", mode="min"), [2, 4]),
+        (0.1, KeepBest(1, "val", mode="max"), [1, 4]),
+        (9.0, KeepBest(1, "val", mode="max", unscored=1), [4]),
+    ],
+)
+def test_retention_decides_with_metrics_that_come_after_the_last_save(
+    add, on_error, value, keep, expected
+):
+    store, scores = MemoryStore(), [0.8, 0.5, 0.6]
+    with training(store, EverySteps(1), keep, on_error=on_error) as (state, ckpt):
+        for score in scores:
+            train_step(state)
+            ckpt.step({"val": score})
+            ckpt.wait()
+        train(state, ckpt, 4)
+        ckpt.wait()  # the retention after this save knows no score of 4
+        if add == "run":
+            Run(store).add_metrics(Version(4), {"val": value}, name="an-evaluation")
+        else:
+            getattr(ckpt, add)({"val": value})
+    assert kept(store) == expected
+    assert [*Run(store).listing().folders] == [*map(Version, expected)]
+
+
+def test_the_last_save_carries_the_metrics_of_its_step():
+    """With or without a save in flight, and when the epoch ends."""
+    for ends in ("metrics", "end_epoch"):
+        store = MemoryStore()
+        with training(store, EverySteps(2) | AtEnd(), BEST) as (state, ckpt):
+            for score in (0.9, 0.5, 0.4, 0.6, 0.1):
+                train_step(state)
+                ckpt.step()
+                getattr(ckpt, ends)({"val": score})
+        assert kept(store) == [5], ends
+
+
+def test_metrics_of_the_version_of_a_resume_count_although_nothing_is_saved():
+    store = MemoryStore()
+    with training(store, EverySteps(1), BEST) as (state, ckpt):
+        for score in (0.5, 0.6):
+            train_step(state)
+            ckpt.step({"val": score})
+    assert kept(store) == [1, 2]
+    with training(store, EverySteps(1), BEST) as (state, ckpt):
+        ckpt.resume()
+        ckpt.metrics({"val": 0.1})
+    assert kept(store) == [2]
+
+
+def test_a_training_that_only_resumes_deletes_nothing():
+    store = MemoryStore()
+    with training(store, EverySteps(1)) as (state, ckpt):
+        train(state, ckpt, 3)
+    with training(store, EverySteps(1), BEST) as (_, ckpt):
+        ckpt.resume()
+    assert kept(store) == [1, 2, 3]
+
+
+def test_after_an_exception_the_last_metrics_delete_nothing():
+    store = MemoryStore()
+    with pytest.raises(ZeroDivisionError), training(store, EverySteps(1), BEST) as (state, ckpt):
+        for score in (0.5, 0.6):
+            train_step(state)
+            ckpt.step({"val": score})
+        ckpt.wait()
+        ckpt.metrics({"val": 0.1})
+        raise ZeroDivisionError
+    assert kept(store) == [1, 2]
+
+
+@pytest.mark.parametrize("choice", ["raise", "warn"])
+def test_a_deletion_that_fails_at_the_end_is_reported(choice):
+    store = UndeletableStore()
+    ckpt = Checkpointer(store, initial_state(), save=EverySteps(1), keep=BEST, on_error=choice)
+    for score in (0.5, 0.6):
+        ckpt.step({"val": score})
+        ckpt.wait()
+    store.broken = True
+    ckpt.metrics({"val": 0.1})
+    if choice == "warn":
+        with pytest.warns(SaveFailed, match=r"version_2 was saved, but old versions"):
+            ckpt.close()
+    else:
+        with pytest.raises(Denied, match=r"version_2 was saved, but old versions could not"):
+            ckpt.close()
+    assert kept(store) == [1, 2]
+
+
+def test_a_policy_without_metrics_costs_the_end_nothing():
+    """Retention of ``KeepLast`` is over after the last save."""
+    for keep, looks in ((KeepLast(1), False), (None, False), (BEST, True)):
+        store = HookedStore(MemoryStore())
+        with training(store, EverySteps(1), keep) as (state, ckpt):
+            train(state, ckpt, 3)
+            ckpt.wait()
+            lists: list[str] = []
+            finish = ckpt._saver.retention.finish
+
+            def count(newest, finish=finish, store=store, lists=lists):
+                store.before = lambda method, key: lists.append(method)
+                finish(newest)
+                store.before = lambda method, key: None
+
+            ckpt._saver.retention.finish = count
+        assert bool(lists) == looks, keep
+
+
+def test_a_writer_decides_with_the_metrics_that_were_added_in_its_block():
+    run = Run(MemoryStore())
+    with run.writer(keep=BEST) as writer:
+        for step, score in ((1, 0.5), (2, 0.6)):
+            snapshot = writer.save({"x": step}, step=step, metrics={"val": score})
+        assert len(run.line()) == 2
+        run.add_metrics(snapshot, {"val": 0.1})
+    assert [v.step for v in run.line()] == [2]
+    with run.writer(keep=KeepBest(1, "other")):
+        pass  # it saves nothing, so it deletes nothing
+    assert [v.step for v in run.line()] == [2]

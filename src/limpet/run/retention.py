@@ -71,8 +71,9 @@ class Retention:
             self._interval = self._catalog.version_count // VERSIONS_PER_SAVE
 
     def finish(self, newest: SnapshotReader | None) -> None:
-        """Apply retention after the ``newest`` version, unless that was done."""
-        if not self._saves:
+        """Apply retention after the ``newest`` version, unless that was done. A policy that uses
+        metrics decides again, because some may have been added since."""
+        if not self._saves and (newest is None or _ignores_metrics(self._policy)):
             return
         self._saves = 0
         try:
@@ -179,7 +180,7 @@ def _read_records(
         if evaluations.is_damaged:
             roots.pinned.setdefault(version, "a result about it is unreadable")
 
-    if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
+    if not _ignores_metrics(policy):
         again = {*(candidates or ())}
         unread = [v for v in versions if v in again or (v, known[v].digest) not in metrics]
         look_up_each(unread, add_metrics)
@@ -253,6 +254,11 @@ def _consists_of(policy: KeepPolicy, *kinds: type[KeepPolicy]) -> bool:
     if type(policy) is KeepUnion:
         return _consists_of(policy.first, *kinds) and _consists_of(policy.second, *kinds)
     return type(policy) in kinds
+
+
+def _ignores_metrics(policy: KeepPolicy) -> bool:
+    """Return True if a policy decides without metrics. Those of a user may use them."""
+    return type(policy) is KeepPolicy or _consists_of(policy, KeepLast, KeepEvery, KeepSteps)
 
 
 def _look_again(

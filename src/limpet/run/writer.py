@@ -137,7 +137,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         """Apply retention if it is due, unless an exception ends the block; release the lock."""
         self._branch = None
         try:
-            if error is None and self.group.rank == 0:
+            if error is None and self.group.rank == 0 and self.attempt:
                 self.retention.finish(self.newest)
         finally:
             self.lock.release()

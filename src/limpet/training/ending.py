@@ -132,9 +132,10 @@ class Ending:
                 positions = counter.loader_epochs() if is_saved else None
                 saver.warn_or_raise(record_end, saver, reason, counter.progress.epoch, positions)
             saver.warn_or_raise(saver.on_best.finish)
-            saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
-            if self._group.rank == 0 and saver.writer.attempt:
-                report_missing_metrics(saver)
+            if self._group.rank == 0:
+                saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
+                if saver.writer.attempt:
+                    report_missing_metrics(saver)
         is_over = is_process_ending() or self._lifecycle.is_forked
         if self._lifecycle.is_resumed and not (could_save or is_over):  # it was complete
             saver.warn_or_raise(saver.on_best.finish)
