@@ -72,7 +72,7 @@ def train(options: argparse.Namespace) -> None:
     # the same keys as in train.py
     state = {"model": loss_module.model, "optimizer": optimizer, "loader": loader}
     is_coordinator = dist.get_rank() == 0
-    save = limpet.EverySteps(options.every) | limpet.AtEnd()
+    save = limpet.EverySteps(options.every)
     with limpet.Checkpointer(options.run, state, save=save, keep=limpet.KeepLast(2)) as ckpt:
         snapshot = ckpt.resume()
         if is_coordinator:

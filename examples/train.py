@@ -108,7 +108,7 @@ def train(options: argparse.Namespace) -> None:
     if options.patience:  # `limpet evaluate --with scoring` provides the scores, in its own time
         keep |= limpet.KeepBest(1, "val/loss")
         stop = limpet.StopWhen("val/loss", options.patience)
-    save = limpet.EverySteps(options.every) | limpet.AtEnd()
+    save = limpet.EverySteps(options.every)
     with limpet.Checkpointer(options.run, state, save=save, keep=keep, stop=stop) as ckpt:
         snapshot = ckpt.resume()  # loads into the state in place; None if there is no version
         print(f"resuming from {snapshot.url}" if snapshot else "starting from scratch", flush=True)

@@ -47,7 +47,7 @@ training = Images(range(2000), augment=True)
 loader = limpet.DataLoader(training, batch_size=40, shuffle=True, num_workers=2)  # 1
 validation = DataLoader(Images(range(2000, 2400)), batch_size=100)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}  # 2
-ckpt = limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(40) | limpet.AtEnd())  # 3
+ckpt = limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(40))  # 3
 
 
 def accuracy():

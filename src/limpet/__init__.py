@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from limpet.run.policy import (
         AtEnd as AtEnd,
         AtSteps as AtSteps,
+        Continuously as Continuously,
         EveryEpoch as EveryEpoch,
         EverySeconds as EverySeconds,
         EverySteps as EverySteps,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         KeepSteps as KeepSteps,
         Never as Never,
         OnException as OnException,
+        OnPreemption as OnPreemption,
         StopWhen as StopWhen,
     )
     from limpet.run.run import Run as Run
@@ -71,8 +73,8 @@ __all__, __getattr__, __dir__ = lazy_names(
         "loading.differences": "LoadReport",
         "ranks.group": "Group",
         "run.address": "load open_version=open",
-        "run.policy": "AtEnd AtSteps EveryEpoch EverySeconds EverySteps KeepBest KeepEvery KeepLast"
-        " KeepSteps Never OnException StopWhen",
+        "run.policy": "AtEnd AtSteps Continuously EveryEpoch EverySeconds EverySteps KeepBest"
+        " KeepEvery KeepLast KeepSteps Never OnException OnPreemption StopWhen",
         "run.run": "Run",
         "saving.pending": "Pending",
         "saving.save": "save save_async",

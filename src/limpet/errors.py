@@ -262,9 +262,10 @@ class SaveFailed(UserWarning):
 class UnsavedSteps(UserWarning):
     """A training has ended, and its last steps are in no version; the message lists them.
 
-    Exactly if the newest version does not have the last step, the policy is not ``Never()``, and
-    the training ended normally, with exit code 0, or without ``close``, or was replaced by a newer
-    Checkpointer. Another exception reports itself, unless ``close`` is called while it is handled.
+    Exactly if the newest version does not have the last step, the policy is not ``Never()`` or
+    ``OnPreemption()``, and the training ended with exit code 0 in the block, or without ``close``,
+    or was replaced by a newer Checkpointer. Another exception reports itself, unless ``close`` is
+    called while it is handled. With ``at_end=False``, ``close`` is not missed.
     """
 
 

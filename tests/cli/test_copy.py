@@ -185,7 +185,7 @@ def test_a_run_of_damaged_versions_is_not_copied(store, tmp_path):
 
 def continue_training(store, steps, every=20, at=None):
     """Continue training from the newest version, or from that of step ``at``."""
-    with training(store, EverySteps(every)) as (state, ckpt):
+    with training(store, EverySteps(every), at_end=False) as (state, ckpt):
         ckpt.resume(at=at)
         train(state, ckpt, state["progress"].step + steps)
 

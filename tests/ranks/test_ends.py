@@ -1,5 +1,6 @@
 """The end of a training of several ranks: all ranks save the last step, or none does."""
 
+import sys
 import time
 import warnings
 
@@ -13,7 +14,7 @@ from limpet.ranks.error_report import (
     encode_raised,
     format_with_notes,
 )
-from limpet.run.policy import AtEnd, EverySteps, OnException
+from limpet.run.policy import AtEnd, EverySteps, OnException, OnPreemption
 from limpet.run.run import Run
 from tests.ranks.trainings import SHORT_TIMEOUTS, TrainingJob, matches_uninterrupted
 from tests.waiting import wait_until
@@ -21,20 +22,37 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.mark.parametrize("policy", [None, AtEnd(), EverySteps(5) | AtEnd()])
+@pytest.mark.parametrize("policy", [None, AtEnd(), EverySteps(5)])
 def test_all_ranks_save_the_last_step(policy):
     with TrainingJob(3) as job:
-        job.train(7, save=policy)
+        job.train(7, save=policy, at_end=True)
         assert job.versions[-1] == 7
         assert Run(job.inner).snapshots()[-1].metadata["reason"] == "end"
-        job.train(7, save=policy)  # only resumes
+        job.train(7, save=policy, at_end=True)  # only resumes
         assert [trainer.resumed.step for trainer in job.ranks] == [7] * 3
-        job.train(9, save=policy)
+        job.train(9, save=policy, at_end=True)
         assert job.versions[-1] == 9
         assert all(
             matches_uninterrupted(trainer.state, trainer.rank, 3, 9) for trainer in job.ranks
         )
         assert job.leftover_keys() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"save": EverySteps(5), "at_end": False}, [5]), ({"save": OnPreemption()}, [])],
+)
+def test_without_a_save_at_the_end_the_ranks_do_not_wait_for_one_another(options, expected):
+    """They may even end at different steps, as nothing is saved."""
+    with TrainingJob(3, lockstep=False) as job, warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        def work(trainer):
+            with trainer.make_checkpointer(**options):
+                trainer.train_steps(7 + trainer.rank)
+
+        assert job.outcomes(work) == [None] * 3
+        assert job.versions == expected
 
 
 def test_ranks_whose_last_step_is_saved_do_not_wait_for_one_another():
@@ -51,6 +69,22 @@ def test_ranks_whose_last_step_is_saved_do_not_wait_for_one_another():
         job.run(work)
         assert job.versions == [5]
         assert job.leftover_keys() == []
+
+
+def test_a_rank_whose_last_step_is_saved_may_end_after_the_host_of_the_key_value_store():
+    """Rank 0 often hosts it, and its process may end first."""
+    with TrainingJob(2) as job:
+
+        def work(trainer):
+            with trainer.make_checkpointer(save=EverySteps(5), at_end=True):
+                trainer.train_steps(5)
+                trainer.ckpt.wait()
+                if trainer.rank == 1:
+                    wait_until(lambda: job.ranks[0].ckpt._lifecycle.is_closed)
+                    job.group.views[1].disconnect()
+
+        assert job.outcomes(work) == [None] * 2
+        assert job.versions == [5]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -146,7 +180,13 @@ def test_a_rank_that_dies_before_the_end_does_not_hang_the_others():
 def test_only_rank_0_warns_of_unsaved_steps():
     with TrainingJob(3) as job, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job.train(7, save=EverySteps(5))
+
+        def work(trainer):
+            with trainer.make_checkpointer(save=EverySteps(5)):
+                trainer.train_steps(7)
+                sys.exit(0)
+
+        assert [type(outcome) for outcome in job.outcomes(work)] == [SystemExit] * 3
         [warning] = caught
         assert warning.category is UnsavedSteps
         assert "Steps 6 to 7" in str(warning.message)

@@ -47,7 +47,7 @@ from limpet.notices.exit_status import Status
 from limpet.preemption import GcpNotice, NoticeSource, Preemption, PreemptionGuard
 from limpet.ranks.kv import Timeouts
 from limpet.run.catalog import read_training_metadata
-from limpet.run.policy import AtEnd, EverySteps
+from limpet.run.policy import AtEnd, EverySteps, OnPreemption
 from limpet.run.run import Run
 from limpet.training import response, step_savepoint
 from tests.notices.announced import Announced
@@ -165,7 +165,7 @@ def test_a_notice_on_one_rank_saves_once_and_all_leave(
     """3, 19, 22, 36. Without lockstep, ranks run ahead of each other by many steps (D)."""
     job = make_job(3, lockstep=lockstep)
     job.actions[5] = job.sources[noticed].announce
-    step = assert_left(job.train_until_noticed(grace=0))
+    step = assert_left(job.train_until_noticed(grace=0, save=OnPreemption()))
     assert job.versions == [step]
     assert job.reasons() == ["preemption"]
     assert all(matches_uninterrupted(r.state, r.rank, 3, step) for r in job.ranks)

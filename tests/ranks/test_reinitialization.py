@@ -139,7 +139,8 @@ def use_old_objects(rank, port, folder):
         store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
         dist.init_process_group("gloo", None, TIMEOUT, 2, rank, dist.PrefixStore(f"{cycle}", store))
         if cycle == 0:
-            old = limpet.Checkpointer(folder / "old", make_state(0), save=limpet.EverySteps(1))
+            options = {"save": limpet.EverySteps(1), "at_end": False}
+            old = limpet.Checkpointer(folder / "old", make_state(0), **options)
             old.step()
             old.wait()
             old_group = current_group()

@@ -16,7 +16,15 @@ from limpet.format import names
 from limpet.format.records import Pin, encode_record
 from limpet.loading.snapshot import reader_of
 from limpet.notices.notice import Notice
-from limpet.run.policy import EverySeconds, EverySteps, KeepBest, KeepLast, SavePolicy, StopWhen
+from limpet.run.policy import (
+    Continuously,
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepLast,
+    SavePolicy,
+    StopWhen,
+)
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
 from tests.ranks.trainings import TrainingJob, matches_uninterrupted
@@ -81,7 +89,8 @@ def test_a_resumed_training_equals_an_uninterrupted_one(size):
 
 
 @pytest.mark.slow
-def test_only_the_clock_of_rank_0_makes_a_save_due():
+@pytest.mark.parametrize("policy", [EverySeconds(60), Continuously(60)])
+def test_only_the_clock_of_rank_0_makes_a_save_due(policy):
     """The clocks of the other ranks run fast, run backward, or stop."""
     now = [0.0]
 
@@ -95,12 +104,42 @@ def test_only_the_clock_of_rank_0_makes_a_save_due():
             now[0] += 1
 
         job.before_step = before_step
-        job.train(310, save=EverySeconds(60))
+        job.train(310, save=policy, at_end=False)
         steps = job.versions
         assert 2 <= len(steps) <= 5, steps
         assert all(trainer.saved_steps == steps for trainer in job.ranks)
         assert steps[0] >= 60
         assert all(b - a >= 60 for a, b in pairwise(steps))
+        assert job.leftover_keys() == []
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_continuously_saves_on_all_ranks_at_one_step_and_no_rank_waits(size, slow):
+    """The shard of one rank cannot be written for 40 steps."""
+    with TrainingJob(size) as job:
+        until, begun = threading.Event(), list[int]()
+        delay_shards(job, slow % size, until)
+
+        def before_step():
+            ckpt = job.ranks[0].ckpt
+            if ckpt.current_step < 40:
+                begun.append(ckpt._saver.begun_step)
+            else:
+                until.set()
+                if ckpt._saver.begun_step == begun[-1]:
+                    pause()
+
+        job.before_step = before_step
+        job.train(300, save=Continuously(0), at_end=False)
+        steps = job.versions
+        assert {*begun} == {0, steps[0]}, "one save, for which no step has waited"
+        assert len(steps) >= 2
+        assert steps[1] > 40
+        assert all(trainer.saved_steps == steps for trainer in job.ranks)
+        assert all(
+            matches_uninterrupted(trainer.state, trainer.rank, size, 300) for trainer in job.ranks
+        )
         assert job.leftover_keys() == []
 
 
@@ -351,6 +390,26 @@ def test_only_rank_0_manages_the_run():
             assert len(calls) == 5 * 8, calls
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("add", ["metrics", "end_epoch", "save"])
+def test_retention_decides_with_metrics_that_come_after_the_last_save(size, add):
+    """Those of rank 0 count, and only rank 0 reads and deletes."""
+
+    def work(trainer):
+        keep = KeepBest(1, "val", mode="min")
+        with trainer.make_checkpointer(save=EverySteps(1), keep=keep):
+            trainer.train_steps(3, lambda step: {"val": (0.5, 0.6, 0.7)[step - 1]})
+            trainer.ckpt.wait()
+            getattr(trainer.ckpt, add)({"val": 9.0 if trainer.rank else 0.1})
+
+    with TrainingJob(size) as job:
+        job.run(work)
+        assert job.versions == [3]
+        for trainer in job.ranks[1:]:
+            assert {method for method, _ in trainer.calls_without_pin_checks()} == WRITES
+        assert job.leftover_keys() == []
+
+
 @pytest.mark.parametrize(
     ("options_of_rank", "message"),
     [
@@ -361,6 +420,7 @@ def test_only_rank_0_manages_the_run():
         (lambda r: {"on_error": "warn" if r == 2 else "raise"}, "='raise'.*'warn' on rank 2"),
         (lambda r: {"incremental": 30 if r else 20}, "incremental=20.*30 on rank 1"),
         (lambda r: {"overlap": r == 1}, "overlap=False.*True on rank 1"),
+        (lambda r: {"at_end": r == 2}, "at_end=False.*True on rank 2"),
     ],
 )
 def test_different_arguments_raise_at_the_first_step(options_of_rank, message):

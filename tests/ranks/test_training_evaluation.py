@@ -10,7 +10,7 @@ from limpet.errors import LimpetError, RankFailed
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.loading.snapshot import reader_of
 from limpet.notices.notice import Notice
-from limpet.run.policy import EverySeconds, EverySteps, Never, StopWhen
+from limpet.run.policy import Continuously, EverySeconds, EverySteps, Never, StopWhen
 from limpet.run.run import Run
 from limpet.training.training_evaluation import TrainingEvaluation
 from tests.ranks.test_training import clocks
@@ -78,21 +78,26 @@ def test_ranks_divide_the_data_and_the_result_is_that_of_one_process(size, on):
         results = job.run(work)
         rounds = -(-12 // size)
         for batches, score in results:
-            assert len(batches) == rounds, "no rank takes more than its share"
+            assert len(batches) == 2 * rounds, "no rank takes more than its share"
             assert score.metrics["mean"] == pytest.approx(11.0)
+            assert (score.first_step, score.last_step) == (8, 8), "the last step is evaluated, too"
             steps = [step for step, _ in batches]
+            assert steps[rounds:] == [8] * rounds
+            steps = steps[:rounds]
             assert steps == [
                 5 + i if on == "current" and i < 3 else steps[i] for i in range(rounds)
             ]
         assert len({repr(score) for _, score in results}) == 1
-        seen = {record for batches, _ in results for _, batch in batches for record in batch}
-        assert seen == {*RECORDS}
+        for part in (slice(0, rounds), slice(rounds, None)):
+            seen = {r for batches, _ in results for _, batch in batches[part] for r in batch}
+            assert seen == {*RECORDS}
         found = records(job, InexactEvaluation if on == "current" else Evaluation)
-        assert [record.name for record in found] == ["val"], "one record, by one rank"
+        assert [record.name for record in found] == ["val"] * 2, "one record each, by one rank"
         assert records(job, Evaluation if on == "current" else InexactEvaluation) == []
         if on == "paused":
-            assert job.versions == [5]
-            assert Run(job.inner).metrics(5)["mean"] == pytest.approx(11.0)
+            assert job.versions == [5, 8]
+            for step in (5, 8):
+                assert Run(job.inner).metrics(step)["mean"] == pytest.approx(11.0)
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
@@ -113,11 +118,12 @@ def test_scores_that_count_stop_all_ranks_at_one_step(on):
         assert Run(job.inner).ended() == "stopped by " + repr(StopWhen("loss", patience=2))
 
 
-def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step():
+@pytest.mark.parametrize("every", [EverySeconds(60), Continuously(60)])
+def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step(every):
     seconds = [0.0]
 
     def work(trainer):
-        with evaluating(trainer, on="paused", every=EverySeconds(60), batch_size=23) as part:
+        with evaluating(trainer, on="paused", every=every, batch_size=23) as part:
             part.train(3)
             if trainer.rank == 0:
                 seconds[0] = 100.0
@@ -129,7 +135,7 @@ def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step():
     with clocks(lambda rank: seconds[0] if rank == 0 else 1e9 * rank), TrainingJob(2) as job:
         first, second = job.run(work)
     assert first == second
-    assert len(first) == 1
+    assert len(first) == 2, "and that of the last step"
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
@@ -140,12 +146,12 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_recorded(on):
                 raise ZeroDivisionError("one bad batch")
             return {"n": (1, 1)}
 
-        with evaluating(trainer, on=on, evaluate=fail) as part:
-            with pytest.raises(LimpetError, match=r"on rank 1, records 6 to 7 at step [56]") as e:
+        message = r"on rank 1, records 6 to 7 at step "
+        at_end = pytest.raises(LimpetError, match=message)
+        with at_end, evaluating(trainer, on=on, evaluate=fail) as part:
+            with pytest.raises(LimpetError, match=message + "[56]") as e:
                 part.train(30)
             part.train(trainer.ckpt.current_step + 1)
-            part.evaluation._every = EverySteps(1000)
-            part.evaluation._cadence._policy = EverySteps(1000)
         return str(e.value)
 
     with TrainingJob(2) as job:

@@ -607,7 +607,7 @@ def test_a_training_with_overlap_resumes_identically():
             progress = limpet.Progress()
             state = {"model": model, "optimizer": optimizer, "progress": progress}
             with limpet.Checkpointer(
-                trainer.store, state, save=EverySteps(3), overlap=True
+                trainer.store, state, save=EverySteps(3), at_end=False, overlap=True
             ) as ckpt:
                 ckpt.resume()
                 while progress.step < 10:

@@ -10,6 +10,7 @@ import numpy as np
 
 import limpet
 from limpet.ranks.kv import Timeouts
+from limpet.run.policy import contains_at_end
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
@@ -82,7 +83,10 @@ class TrainingRank:
         return [c for c in self.calls.elements() if not (c[0] == "stat" and "pin-" in c[1])]
 
     def make_checkpointer(self, **options):
+        """The last step is saved only with ``at_end=True``, ``AtEnd``, or the default policy."""
         state = options.pop("state", None)
+        save = options.get("save")
+        options.setdefault("at_end", save is None or contains_at_end(save))
         self.state = initial_state(self.rank, self.job.size) if state is None else state
         self.ckpt = limpet.Checkpointer(self.store, self.state, **options)
         return self.ckpt

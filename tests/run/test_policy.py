@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from limpet.errors import LimpetError
 from limpet.format.names import Version
 from limpet.run.policy import (
+    AtEnd,
     AtSteps,
+    Continuously,
     EveryEpoch,
     EverySeconds,
     EverySteps,
@@ -19,8 +21,12 @@ from limpet.run.policy import (
     KeepLast,
     KeepPolicy,
     KeepSteps,
+    Never,
+    OnException,
+    OnPreemption,
     PolicyInput,
     Record,
+    SavePolicy,
     StopState,
     StopWhen,
 )
@@ -69,6 +75,44 @@ def test_every_seconds_counts_from_the_last_save(now, last, due):
 def test_every_epoch_is_due_when_one_is_completed(every, epochs, last, due):
     current = replace(START, step=9, epochs=epochs, last_epochs=last)
     assert EveryEpoch(every).due(current) is due
+
+
+@pytest.mark.parametrize(
+    ("least", "seconds", "is_saving", "due"),
+    [
+        (0, 0.0, False, True), (0, 0.0, True, False), (60, 59.9, False, False),
+        (60, 60.0, False, True), (60, 1e9, True, False), (0.5, 0.5, False, True),
+    ],
+)  # fmt: skip
+def test_continuously_is_due_when_the_last_save_has_ended(least, seconds, is_saving, due):
+    now = replace(START, step=1, seconds=100.0 + seconds, last_seconds=100.0, is_saving=is_saving)
+    assert Continuously(least).due(now) is Continuously(at_least=least).due(now) is due
+
+
+@pytest.mark.parametrize("seconds", [-1, -0.1, nan, inf, None, True, "60"])
+def test_continuously_takes_seconds(seconds):
+    message = r"at_least= of Continuously must be 0 or more seconds, and finite, not "
+    with pytest.raises(LimpetError, match=message):
+        Continuously(seconds)
+
+
+@pytest.mark.parametrize("policy", [OnPreemption(), AtEnd(), OnException(), Never(), SavePolicy()])
+def test_policies_that_are_never_due(policy):
+    assert not policy.due(PolicyInput(10**9, 1e9, 10**6, 0, 0.0, 0))
+
+
+def test_every_policy_saves_at_the_end_but_two():
+    never, at_preemption, steps = Never(), OnPreemption(), EverySteps(3)
+    assert not never.at_end
+    assert not at_preemption.at_end
+    others = [steps, AtSteps([3]), EverySeconds(3), EveryEpoch(), Continuously(0), OnException()]
+    assert all(policy.at_end for policy in [*others, AtEnd(), SavePolicy(), steps | AtEnd()])
+    assert at_preemption | steps == steps | at_preemption == steps
+    assert at_preemption | at_preemption == at_preemption
+    assert (at_preemption | OnException()).on_exception
+    for first, second in ((never, at_preemption), (at_preemption, never)):
+        with pytest.raises(LimpetError, match=r"Never\(\) cannot be combined"):
+            _ = first | second
 
 
 def test_a_combined_policy_is_due_if_either_is():

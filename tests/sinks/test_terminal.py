@@ -78,8 +78,7 @@ def test_the_first_rank_that_reports_a_wait_shows_it(monkeypatch):
         ("resume_differs", "resumed with differences from runs/a/version_1200: scaler/scale, "
                            "tracker/values"),
         ("finished", "finished at step 1512 of runs/a: the newest version is of step 1500"),
-        ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
-                         "them"),
+        ("left_unsaved", "left the steps after 1500 up to 1512 unsaved"),
         ("taken_over", "closed an earlier Checkpointer of runs/a"),
         ("resumed", "resumed step 1200 from runs/a/version_1200: 64 samples per "
                     "step, was 128"),

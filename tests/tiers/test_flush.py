@@ -119,7 +119,7 @@ def test_damage_in_memory_is_not_saved(host, suffix):
 def test_another_training_that_writes_to_the_run_prevents_the_flush(host):
     host.train_and_die(77)
     state = initial_state()
-    with Checkpointer(host.run, state, save=EverySteps(1000)) as ckpt:
+    with Checkpointer(host.run, state, save=EverySteps(1000), at_end=False) as ckpt:
         ckpt.resume()
         ckpt.step()
         assert host.run.stat(WRITER_LOCK)

@@ -30,7 +30,7 @@ from limpet.format.records import Pin, encode_record
 from limpet.loading.snapshot import reader_of
 from limpet.machine import utc_now
 from limpet.notices.notice import Notice
-from limpet.run.policy import AtEnd, EverySteps, KeepLast
+from limpet.run.policy import AtEnd, EverySteps, KeepBest, KeepLast
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.store import LocalStore
@@ -213,6 +213,21 @@ def test_one_save_may_begin_while_the_one_before_is_promoted(disk):
     assert disk.promoted == [10, 20]
     assert reader_of(Run(disk.durable).snapshots()[0]).manifest.parent is None
     assert disk.captured == [10, 20]
+
+
+@pytest.mark.parametrize("add", ["metrics", "end_epoch"])
+def test_retention_decides_with_metrics_that_come_during_the_last_promotion(disk, add):
+    state, ckpt = disk.start(save=EverySteps(1), keep=KeepBest(1, "val", mode="min"))
+    for score in (0.5, 0.6):
+        train_step(state)
+        ckpt.step({"val": score})
+        ckpt.wait()
+    assert disk.promoted == [1, 2]
+    disk.train_alone(state, ckpt, 3, [2, 3])
+    threading.Timer(0.05, disk.is_reachable.set).start()
+    getattr(ckpt, add)({"val": 0.1})
+    ckpt.close()
+    assert disk.promoted == [3]
 
 
 def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk):
@@ -681,7 +696,7 @@ def test_a_save_that_fails_on_the_disk_leaves_nothing_there(disk, monkeypatch):
     with pytest.warns(SaveFailed, match="The disk is broken"):
         train(state, ckpt, 45)
         ckpt.close()
-    assert ckpt.statistics()["failures"] == 4
+    assert ckpt.statistics()["failures"] == 5, "also the save of the last step"
     assert [p for p in disk.path.rglob("*") if p.is_file()] == []
 
 
@@ -723,7 +738,7 @@ def test_a_training_that_goes_back_without_a_restart_begins_a_branch(disk, is_bl
         train_and_capture(state, ckpt, 27)
         disk.is_reachable.set()
     versions = [str(v) for v in Run(disk.durable).line()]
-    assert versions == ["version_10", "version_20.1"]
+    assert versions == ["version_10", "version_20.1", "version_27.1"]
     assert states_equal(state, state_after(27))
     assert all(s.verify().ok for s in Run(disk.durable).snapshots())
 

@@ -233,7 +233,7 @@ def test_the_exception_that_ended_the_training_is_not_replaced(source, monkeypat
 def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(why, monkeypatch):
     store, state = MemoryStore(), initial_state()
     emitted: list[str] = []
-    ckpt = Checkpointer(store, state, save=EverySteps(10**6), on_error="warn")
+    ckpt = Checkpointer(store, state, save=EverySteps(10**6), at_end=False, on_error="warn")
     train(state, ckpt, 1)
     put_request(store, "a" * 12)
     ckpt._watcher.poll()

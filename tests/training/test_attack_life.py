@@ -310,6 +310,7 @@ def test_counters_are_consistent_and_every_version_is_correct(seed):
         state,
         save=EverySteps(1),
         keep=KeepLast(2),
+        at_end=False,  # else, a failed save of the last step is tried again
         on_error="warn",
         incremental=seed % 3 == 0,
     )

@@ -60,7 +60,7 @@ def test_a_run_without_a_folder_is_refused_at_once(run, what):
 @pytest.mark.parametrize("killed_at", range(1, 45))
 def test_a_run_stopped_at_any_step_ends_with_the_same_state(killed_at):
     store = MemoryStore()
-    with training(store, EverySteps(7), KeepLast(2)) as (state, ckpt):
+    with training(store, EverySteps(7), KeepLast(2), at_end=False) as (state, ckpt):
         train(state, ckpt, killed_at)
     with training(store, EverySteps(7), KeepLast(2)) as (state, ckpt):
         snapshot = ckpt.resume()
@@ -155,7 +155,7 @@ def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version():
 def test_without_progress_the_checkpointer_counts():
     store = MemoryStore()
     state = {"x": initial_state()["weights"]}
-    with limpet.Checkpointer(store, state, save=EverySteps(3)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(3), at_end=False) as ckpt:
         for _ in range(7):
             ckpt.step()
         assert ckpt.current_step == 7

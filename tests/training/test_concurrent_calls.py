@@ -224,7 +224,7 @@ def test_a_training_may_move_from_thread_to_thread():
         in_thread(lambda step=step: train(state, ckpt, step))
     train(state, ckpt, 7)
     in_thread(lambda: ckpt.__exit__(None, None, None))
-    check_run(store, [2, 4, 6])
+    check_run(store, [2, 4, 6, 7])
 
 
 def test_a_generator_may_hold_the_block():

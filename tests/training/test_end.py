@@ -1,4 +1,4 @@
-"""The end of a training: what ``AtEnd`` saves, and which warning names the steps that are lost."""
+"""The end of a training: whether the last step is saved, and which warning names lost steps."""
 
 import gc
 import signal
@@ -13,7 +13,18 @@ import pytest
 
 from limpet import events
 from limpet.errors import LimpetError, NoSpace, SaveFailed, StoreError, UnsavedSteps
-from limpet.run.policy import AtEnd, EverySeconds, EverySteps, Never, OnException, SavePolicy
+from limpet.run.policy import (
+    AtEnd,
+    AtSteps,
+    Continuously,
+    EveryEpoch,
+    EverySeconds,
+    EverySteps,
+    Never,
+    OnException,
+    OnPreemption,
+    SavePolicy,
+)
 from limpet.run.run import Run
 from limpet.run.save_request import put_request
 from limpet.storage.memory import MemoryStore
@@ -284,25 +295,89 @@ def test_an_exit_that_reports_success_does_not_hide_lost_steps(code):
     )
 
 
-def unsaved_warnings(policy, steps, **options):
-    """Return the warnings of a training that ends normally."""
+class OnceAtStart(SavePolicy):
+    """A policy of a user."""
+
+    def due(self, now):
+        return now.last_step == 0
+
+
+EACH_POLICY = [
+    (EverySteps(5), [5, 8]),
+    (EverySeconds(600) | EverySteps(5), [5, 8]),
+    (AtSteps([2]), [2, 8]),
+    (EveryEpoch(), [8]),
+    (Continuously(600), [8]),
+    (OnException(), [8]),
+    (SavePolicy(), [8]),
+    (OnceAtStart(), [1, 8]),
+    (OnPreemption() | EverySteps(5), [5, 8]),
+    (EverySteps(5) | OnPreemption(), [5, 8]),
+    (OnPreemption(), []),
+    (OnPreemption() | OnPreemption(), []),
+    (Never(), []),
+]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [*EACH_POLICY, (AtEnd(), [8])])
+def test_every_policy_but_two_saves_the_last_step(policy, expected):
+    store = MemoryStore()
+    with training(store, policy) as (state, ckpt):
+        train(state, ckpt, 8)
+    assert [step for step, _ in saved(store)] == expected
+
+
+@pytest.mark.parametrize(("policy", "expected"), EACH_POLICY)
+def test_at_end_false_saves_no_last_step_and_does_not_warn(policy, expected):
+    store, emitted = MemoryStore(), list[str]()
+    with (
+        events.attach(lambda name, fields: emitted.append(name)),
+        training(store, policy, at_end=False) as (state, ckpt),
+    ):
+        train(state, ckpt, 8)
+    assert [step for step, _ in saved(store)] == expected[:-1]
+    assert "left_unsaved" not in emitted
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [pair for pair in EACH_POLICY if not pair[0].on_exception]
+)
+@pytest.mark.parametrize("at_end", [True, False])
+def test_after_an_exception_the_warning_stays_except_for_two_policies(policy, expected, at_end):
+    state = initial_state()
+    ckpt = Checkpointer(MemoryStore(), state, save=policy, at_end=at_end)
+    train(state, ckpt, 9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Checkpointer(MemoryStore(), state := initial_state(), save=policy, **options) as ckpt:
-            train(state, ckpt, steps)
-        ckpt.close()
-    assert {w.category for w in caught} <= {UnsavedSteps}
-    assert {Path(w.filename).name for w in caught} <= {"test_end.py"}
-    return [str(w.message) for w in caught]
+        close_in_handler(ckpt)
+    found = [(w.category, Path(w.filename).name) for w in caught]
+    assert found == ([(UnsavedSteps, "test_end.py")] if expected else [])
 
 
-@pytest.mark.parametrize("policy", [EverySteps(5), EverySeconds(600) | EverySteps(5), SavePolicy()])
-def test_a_policy_without_at_end_warns_of_unsaved_steps(policy):
-    [message] = unsaved_warnings(policy, 8)
-    first = 1 if policy == SavePolicy() else 6
-    assert message.startswith(f"Steps {first} to 8 are not in any version of memory://")
-    assert "AtEnd()" in message
-    assert repr(policy) in message
+@pytest.mark.parametrize(
+    "policy", [AtEnd(), EverySteps(5) | AtEnd(), AtEnd() | EverySteps(5) | OnException()]
+)
+def test_at_end_false_contradicts_a_policy_that_asks_for_the_end(policy):
+    with pytest.raises(LimpetError, match=r"at_end=False contradicts save=.*AtEnd\(\)") as e:
+        Checkpointer(MemoryStore(), initial_state(), save=policy, at_end=False)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "no", EverySteps(5)])
+def test_at_end_is_true_or_false(value):
+    with pytest.raises(LimpetError, match=r"at_end= must be True or False, not "):
+        Checkpointer(MemoryStore(), initial_state(), at_end=value)
+
+
+def test_a_checkpointer_that_would_not_save_at_the_end_may_be_discarded():
+    for options in ({"save": EverySteps(5), "at_end": False}, {"save": OnPreemption()}):
+        ckpt: Checkpointer | None = Checkpointer(MemoryStore(), state := initial_state(), **options)
+        assert ckpt is not None
+        train(state, ckpt, 3)
+        watcher = ckpt._watcher
+        ckpt = None
+        gc.collect()  # a warning would be an error here
+        watcher.close()
 
 
 UNCLOSED = """

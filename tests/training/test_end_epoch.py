@@ -247,7 +247,8 @@ def test_any_sequence_of_steps_and_epochs_saves_what_is_due(calls, every):
     store, progress = MemoryStore(), limpet.Progress()
     state = {"progress": progress, "x": [0.0]}
     expected, last, epochs, began = [], 0, 0, 0
-    with limpet.Checkpointer(store, state, save=EverySteps(every) | EveryEpoch(2)) as ckpt:
+    save = EverySteps(every) | EveryEpoch(2)
+    with limpet.Checkpointer(store, state, save=save, at_end=False) as ckpt:
         step = 0
         for steps, ends in calls:
             ckpt.step(steps=steps)

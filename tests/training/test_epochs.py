@@ -119,7 +119,7 @@ def test_more_epochs_make_the_last_steps_again_if_they_were_not_saved(progress):
     """The training had ended, so the same number of epochs yields nothing."""
     store, trainings = MemoryStore(), [Training(progress=progress) for _ in range(3)]
     for training, count in zip(trainings, (3, 3, 4), strict=True):
-        training.run(store, count, save=EveryEpoch(2))
+        training.run(store, count, save=EveryEpoch(2), at_end=False)
     expected = Training()
     expected.run(MemoryStore(), 4)
     assert [t.log for t in trainings] == [

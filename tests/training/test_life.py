@@ -222,9 +222,10 @@ def test_events_of_the_start_and_of_unsaved_steps():
     store = MemoryStore()
     emitted, attached = record_events()
     with attached:
-        with training(store, EverySteps(4)) as (state, ckpt):
+        with pytest.raises(SystemExit), training(store, EverySteps(4)) as (state, ckpt):
             ckpt.resume()
             train(state, ckpt, 6)
+            sys.exit(0)
         with training(store, EverySteps(4)) as (state, ckpt):
             ckpt.resume()
             train(state, ckpt, 8)
@@ -287,7 +288,8 @@ def test_a_replaced_training_saves_nothing_more():
     """For example, a node that was believed dead returns, while its successor runs elsewhere."""
     store = MemoryStore()
     old_store = HookedStore(store)  # as on another machine: this process does not see the same run
-    old = Checkpointer(old_store, state := initial_state(), save=EverySteps(2), on_error="warn")
+    state, options = initial_state(), {"save": EverySteps(2), "on_error": "warn"}
+    old = Checkpointer(old_store, state, at_end=False, **options)
     train(state, old, 2)
     old.wait()
     with training(store, EverySteps(2)) as (new_state, new):
@@ -362,7 +364,7 @@ def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one():
 
 def test_a_writer_in_a_newer_format_is_not_ignored():
     store = MemoryStore()
-    with training(HookedStore(store), EverySteps(1)) as (state, ckpt):
+    with training(HookedStore(store), EverySteps(1), at_end=False) as (state, ckpt):
         train(state, ckpt, 1)
         ckpt.wait()
         later = seal(sealed_content(store.get("writer.json", 1 << 20)), 99)
@@ -497,7 +499,7 @@ def poll_often(monkeypatch):
 
 def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path, poll_often):
     url, state, answers = tmp_path / "a", initial_state(), list[RequestedSave]()
-    with Checkpointer(url, state, save=EverySteps(10**6)) as ckpt:
+    with Checkpointer(url, state, save=EverySteps(10**6), at_end=False) as ckpt:
         train(state, ckpt, 1)  # requests are possible before the first save
         requester = threading.Thread(
             target=lambda: answers.append(request_and_wait(Run(url), 60, interval=0.01))

@@ -139,8 +139,8 @@ def test_an_exact_score_of_an_evaluation_inside_the_training_counts(store, given
             train_step(ckpt.state)
             ckpt.step()
             settle(ckpt)
-    assert given[-1] == 4
-    assert recorded(store) == [4]
+    assert given[-1] == 5, "the last step is evaluated, too"
+    assert recorded(store) == [5]
 
 
 def test_the_newest_best_version_counts_if_the_function_takes_long(store):

@@ -229,7 +229,7 @@ def test_an_embedding_changed_by_its_forward_pass_is_copied_first(layer, gate):
 def test_an_interrupt_while_the_thread_starts(begun, gate, monkeypatch):
     """Either the thread runs and the optimizer waits for its copies, or the thread does nothing."""
     store, state = MemoryStore(), network()
-    ckpt = Checkpointer(store, state, save=EverySteps(1), overlap=True)
+    ckpt = Checkpointer(store, state, save=EverySteps(1), at_end=False, overlap=True)
     train_step(state)
     threads: list[threading.Thread] = []
     start = threading.Thread.start

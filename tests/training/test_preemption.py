@@ -23,7 +23,7 @@ from limpet.notices.exit_status import forget_done, read_records
 from limpet.notices.notice import Notice
 from limpet.notices.signals import SignalNotice
 from limpet.ranks.agreement import RoundDeadline
-from limpet.run.policy import AtEnd, EverySteps, Never, OnException
+from limpet.run.policy import AtEnd, Continuously, EverySteps, Never, OnException, OnPreemption
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
@@ -214,7 +214,9 @@ def test_a_later_notice_never_gives_more_time():
     assert left == pytest.approx([600, 600, 300, 300, 300], abs=30)
 
 
-@pytest.mark.parametrize("save", [EverySteps(7), OnException(), AtEnd(), None])
+@pytest.mark.parametrize(
+    "save", [EverySteps(7), OnException(), AtEnd(), OnPreemption(), Continuously(3600), None]
+)
 @pytest.mark.parametrize("block", [True, False])
 def test_any_policy_saves_when_preempted(save, block):
     if not block and save is not None and save.on_exception:
@@ -233,6 +235,33 @@ def test_any_policy_saves_when_preempted(save, block):
     assert left.code == 75
     assert Run(store).line()[-1].step == left.step
     assert no_threads()
+
+
+@pytest.mark.filterwarnings("error")
+def test_on_preemption_saves_at_a_preemption_or_on_request_only():
+    store = MemoryStore()
+    training = Training(store, OnPreemption())
+    with training.ckpt:
+        training.train(20)
+    assert Run(store).snapshots() == []
+    training = Training(store, OnPreemption())
+    left = leave(training, at={25: training.source.announce})
+    assert left.code == 75
+    assert reasons(store) == ["preemption"]
+    training = Training(store, OnPreemption())
+    with training.ckpt:
+        training.ckpt.resume()
+        assert training.step == left.step
+        training.train(left.step + 5)
+        training.ckpt.save()
+        training.train(left.step + 10)
+    assert reasons(store) == ["preemption", "request"]
+    training = Training(store, OnPreemption())
+    with pytest.raises(ZeroDivisionError), training.ckpt:
+        training.ckpt.resume()
+        training.train(left.step + 8)
+        raise ZeroDivisionError
+    assert reasons(store) == ["preemption", "request"]
 
 
 def test_never_saves_nothing_and_says_so(capsys):

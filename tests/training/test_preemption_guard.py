@@ -32,13 +32,14 @@ def process_ends(monkeypatch):
 class GuardedTraining:
     """A training whose loop calls ``guard.run``."""
 
-    def __init__(self, store, save=None, **settings):
+    def __init__(self, store, save=None, at_end=True, **settings):
         self.source = Announced()
         self.state = initial_state()
         self.ckpt = limpet.Checkpointer(
             store,
             self.state,
             save=EverySteps(10**9) if save is None else save,
+            at_end=at_end,
             preemption=Preemption(notices=[self.source], **settings),
         )
         self.guard = PreemptionGuard(self.ckpt)
@@ -284,7 +285,7 @@ def test_an_exit_function_that_returns_lets_the_training_go_on_after_a_scope():
 def test_an_error_of_the_device_is_raised_and_nothing_is_saved(guarded, monkeypatch):
     """The error of an operation that the device runs asynchronously appears at the end."""
     store = MemoryStore()
-    training = GuardedTraining(store)
+    training = GuardedTraining(store, at_end=False)
 
     def fail():
         raise RuntimeError("CUDA error: device-side assert triggered")

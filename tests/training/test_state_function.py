@@ -185,7 +185,7 @@ def test_an_optimizer_and_a_loader_may_be_created_late(resumes):
     store = MemoryStore()
     Loop().run(4, resumes)
     assert torch.equal(Loop().run(7, resumes=True), whole)
-    assert versions(store) == [2, 4, 6]
+    assert versions(store) == [2, 4, 6, 7]
     training = limpet.open(store.at("version_6")).metadata["training"]
     assert training["options"]["optimizer/lr"] == [0.1]
 
@@ -209,8 +209,8 @@ def test_steps_that_the_script_has_set_cause_no_save(resumes):
 def test_several_ranks_save_and_resume(tmp_path):
     def work(rank):
         late = Late()
-        ckpt = Checkpointer(tmp_path / "run", late, save=EverySteps(3), preemption=None)
-        with ckpt:
+        options = {"save": EverySteps(3), "at_end": False, "preemption": None}
+        with Checkpointer(tmp_path / "run", late, **options) as ckpt:
             ckpt.resume()
             for _ in range(4):
                 ckpt.step({"loss": train_step(late.state)})

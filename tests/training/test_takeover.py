@@ -328,11 +328,9 @@ def test_each_rank_of_a_job_takes_over_from_itself_only(tmp_path):
     with FakeGroup(2) as group, warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         assert group.run(work) == [[4, 5, 7], [4, 5, 7]]
-    assert {str(w.message)[:8] for w in shown if w.category is UnsavedSteps} == {
-        "Step 5 i",
-        "Step 7 i",
-    }
-    assert [s.step for s in Run(tmp_path / "run").snapshots()] == [2, 4, 6]
+    unsaved = {str(w.message)[:8] for w in shown if w.category is UnsavedSteps}
+    assert unsaved == {"Step 5 i"}
+    assert [s.step for s in Run(tmp_path / "run").snapshots()] == [2, 4, 6, 7]
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_a_version_that_is_saved_already_gets_the_record():
     with training(save=EverySteps(10)) as job, job.evaluating():
         for _ in range(11):
             job.step()
-    assert exact(job.store) == [("version_10", {"weight": job.weight(10)})]
+    assert exact(job.store) == [(f"version_{n}", {"weight": job.weight(n)}) for n in (10, 11)]
 
 
 def test_keep_best_stop_when_and_best_see_exact_scores():
@@ -179,6 +179,17 @@ def test_keep_best_stop_when_and_best_see_exact_scores():
         best = Run(job.store).best("loss")
         assert best is not None
         assert best.step == 4
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_retention_decides_with_the_score_of_the_last_step(mode):
+    with training(keep=KeepBest(1, "weight", mode)) as job, job.evaluating():
+        for _ in range(15):
+            job.step()
+    best = Run(job.store).best("weight", mode)
+    assert best is not None
+    assert best.step == (10 if mode == "min" else 15)
+    assert [s.step for s in Run(job.store).snapshots()] == ([10, 15] if mode == "min" else [15])
 
 
 def test_random_numbers_and_modes_of_the_training_do_not_change():
@@ -383,7 +394,7 @@ def test_a_step_is_evaluated_once_with_any_number_of_mini_batches(on):
     with training() as job, job.evaluating(count, on=on, batch_size=50):
         for _ in range(25):
             job.step(mini_batches=3)
-    assert calls == [10, 10, 20, 20]
+    assert calls == [10, 10, 20, 20, 25, 25]
 
 
 def test_what_is_due_while_an_evaluation_runs_follows_and_becomes_one():
@@ -436,7 +447,8 @@ def test_an_error_records_nothing_and_names_the_records_and_the_step(on):
             raise ZeroDivisionError("one bad batch")
         return mean_weight(model, batch)
 
-    with ends() as ended, training() as job, job.evaluating(fail, on=on):
+    at_end = pytest.raises(LimpetError, match=r"records 40 to 44 at step 1[19].*one bad")
+    with ends() as ended, at_end, training() as job, job.evaluating(fail, on=on):
         job.model.train()
         with pytest.raises(LimpetError, match=r"records 40 to 44 at step 1[08].*one bad") as e:
             for _ in range(30):
@@ -446,8 +458,10 @@ def test_an_error_records_nothing_and_names_the_records_and_the_step(on):
         assert torch.is_grad_enabled()
         job.step()
         assert job.ckpt.current_step == (11 if on == "paused" else 20) - (on == "current")
-    assert [e["state"] for e in ended] == ["FAILED"]
+    assert [e["state"] for e in ended] == ["FAILED", "FAILED"]
     assert inexact(job.store) == exact(job.store) == []
+    saved = [s.step for s in Run(job.store).snapshots()]
+    assert saved == ([11] if on == "paused" else []), "it was to be saved in any case"
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])
@@ -521,7 +535,9 @@ def test_two_evaluations_with_two_names_are_independent():
             first.step()
             job.step()
             assert first.newest is second.newest is None
-    assert [version for version, _ in exact(store)] == [f"version_{n}" for n in (4, 6, 8, 12, 12)]
+    assert [version for version, _ in exact(store)] == [
+        f"version_{n}" for n in (4, 6, 8, 12, 12, 13, 13, 14, 14)
+    ]
 
 
 @settings(derandomize=True, max_examples=25)
@@ -530,7 +546,7 @@ def test_two_evaluations_with_two_names_are_independent():
     st.sampled_from(["paused", "current"]),
 )
 def test_whatever_ends_the_training_each_evaluation_is_recorded_once(actions, on):
-    store, step = MemoryStore(), 0
+    store, step, last = MemoryStore(), 0, set[int]()
     parts = list[list[Any]]([[]])
     for action in [*actions, "end"]:
         parts[-1].append(action)
@@ -549,6 +565,7 @@ def test_whatever_ends_the_training_each_evaluation_is_recorded_once(actions, on
                 step = job.ckpt.current_step
                 if action == "end":
                     job.ckpt.save()
+                    last.add(step)
         except KeyboardInterrupt:
             pass
     if on == "paused":
@@ -560,10 +577,10 @@ def test_whatever_ends_the_training_each_evaluation_is_recorded_once(actions, on
         evaluated = [first for _, first, _, _ in inexact(store)]
         assert exact(store) == []
         assert all(first <= last < first + 10 for _, first, last, _ in inexact(store))
-    due = [*range(1, step // 10 + 1)]
-    assert {*due} <= {n // 10 for n in evaluated}, "none is missing"
+    due = {*range(10, step + 1, 10), *last} - {0}
+    assert {n // 10 for n in due} <= {n // 10 for n in evaluated}, "none is missing"
     if on == "paused" or "crash" not in actions:  # else, steps that were lost are made again
-        assert sorted(n // 10 for n in evaluated) == due, "and none is repeated"
+        assert sorted(evaluated) == sorted(due), "and none is repeated"
 
 
 def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation():
@@ -582,7 +599,7 @@ def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation():
     assert exact(store) == []
     with training(store) as job, job.evaluating():
         job.step()
-    assert exact(store) == [("version_10", {"weight": job.weight(10)})]
+    assert exact(store) == [(f"version_{n}", {"weight": job.weight(n)}) for n in (10, 11)]
 
 
 @pytest.mark.parametrize("on", ["paused", "current"])
@@ -612,14 +629,15 @@ def test_going_back_abandons_the_evaluation_in_progress():
         job.step()
         job.step()
         assert job.evaluation._share is None
-    assert [e["state"] for e in ended] == ["ABANDONED"]
+    assert [(e["state"], e["first_step"]) for e in ended] == [("ABANDONED", 10), ("INEXACT", 7)]
 
 
 @pytest.mark.parametrize(
     ("option", "value", "match"),
     [
         ("every", Never(), "every="), ("every", 10, "every="),
-        ("every", limpet.OnException(), "every="), ("on", "version", "on="),
+        ("every", limpet.OnException(), "every="), ("every", limpet.OnPreemption(), "every="),
+        ("on", "version", "on="),
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
         ("keep", True, "keep="), ("counts", True, "always count"),
         ("data", [], "is empty"), ("data", iter([1]), "map-style"),

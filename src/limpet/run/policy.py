@@ -62,7 +62,8 @@ def check_steps(name: str, steps: Any, least: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
     """The input of a save policy: the current counts, and those at the last save or the start.
-    Seconds are those of a monotonic clock. Epochs are completed epochs."""
+    Seconds are those of a monotonic clock. Epochs are completed epochs. ``is_saving``: a save is in
+    flight, for which the next one would wait."""
 
     step: int
     seconds: float
@@ -70,13 +71,16 @@ class PolicyInput:
     last_step: int
     last_seconds: float
     last_epochs: int
+    is_saving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
     """Base class of the policies that decide when to save.
 
-    ``a | b`` saves when ``a`` or ``b`` does. The base class never saves.
+    ``a | b`` saves when ``a`` or ``b`` does. Every policy but ``Never`` and ``OnPreemption`` also
+    saves the last step when training ends normally, unless the Checkpointer has ``at_end=False``.
+    Every policy but ``Never`` saves before a preemption.
     """
 
     def due(self, now: PolicyInput) -> bool:
@@ -91,20 +95,23 @@ class SavePolicy:
     @property
     def at_end(self) -> bool:
         """True if the last step is saved when training ends normally."""
-        return False
+        return True
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
-        return _SaveUnion(self, other) if isinstance(other, SavePolicy) else NotImplemented
+        if not isinstance(other, SavePolicy):
+            return NotImplemented
+        if isinstance(self, Never) or isinstance(other, Never):
+            union = f"{self} | {other}"
+            raise LimpetError(f"Never() cannot be combined with another save policy: {union}")
+        if isinstance(other, OnPreemption):  # all policies save then
+            return self
+        return other if isinstance(self, OnPreemption) else _SaveUnion(self, other)
 
 
 @dataclass(frozen=True, slots=True)
 class _SaveUnion(SavePolicy):
     first: SavePolicy
     second: SavePolicy
-
-    def __post_init__(self) -> None:
-        if isinstance(self.first, Never) or isinstance(self.second, Never):
-            raise LimpetError(f"Never() cannot be combined with another save policy: {self}")
 
     def __repr__(self) -> str:
         return f"{self.first} | {self.second}"
@@ -164,6 +171,22 @@ class EverySeconds(SavePolicy):
 
 
 @dataclass(frozen=True, slots=True)
+class Continuously(SavePolicy):
+    """Save at the first step after the last save has ended, and at least ``at_least`` seconds after
+    it began. 0: as often as possible. No step waits for a save because of this policy. (After
+    Orbax's ``ContinuousCheckpointingPolicy``.)"""
+
+    at_least: float
+
+    def __post_init__(self) -> None:
+        seconds = check_seconds("at_least= of Continuously", self.at_least, may_be_zero=True)
+        object.__setattr__(self, "at_least", seconds)
+
+    def due(self, now: PolicyInput) -> bool:
+        return not now.is_saving and now.seconds - now.last_seconds >= self.at_least
+
+
+@dataclass(frozen=True, slots=True)
 class EveryEpoch(SavePolicy):
     """Save when an epoch ends, once every ``epochs`` epochs: in a loop over
     ``Checkpointer.epochs``, or at ``Checkpointer.end_epoch``."""
@@ -187,15 +210,31 @@ class OnException(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class AtEnd(SavePolicy):
-    """Save the last step when training ends normally: in ``close``, or at the end of the block."""
+    """Save only the last step, when training ends normally: in ``close``, or at the end of the
+    block. All policies but ``Never`` and ``OnPreemption`` include this."""
 
-    at_end = True
+
+@dataclass(frozen=True, slots=True)
+class OnPreemption(SavePolicy):
+    """Save only before a preemption, or on request: not at the end. All policies but ``Never``
+    include this."""
+
+    at_end = False
 
 
 @dataclass(frozen=True, slots=True)
 class Never(SavePolicy):
-    """Save only on request: not on a schedule, at the end, or after an exception. It cannot be
-    combined with other policies, which would save."""
+    """Save only on request: not on a schedule, at the end, before a preemption, or after an
+    exception. It cannot be combined with other policies, which would save."""
+
+    at_end = False
+
+
+def contains_at_end(policy: SavePolicy) -> bool:
+    """Return True if a policy is ``AtEnd()``, or a union with it."""
+    if isinstance(policy, _SaveUnion):
+        return contains_at_end(policy.first) or contains_at_end(policy.second)
+    return isinstance(policy, AtEnd)
 
 
 # -- what to keep ------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
     since = "all steps" if is_all else f"the steps after {text_field(fields, 'since')}"
     return {
         "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
-        "left_unsaved": f"left {since} up to {step} unsaved: the policy AtEnd() saves them",
+        "left_unsaved": f"left {since} up to {step} unsaved",
         "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
         "save_failed": f"failed to save step {step}: {error}",
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",

@@ -14,6 +14,7 @@ from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.group import Group
 from limpet.run.policy import PolicyInput, SavePolicy
 from limpet.training.preemption_plan import SAVE_BEFORE_STOP, SAVE_ON_REQUEST
+from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
 
 
@@ -26,12 +27,19 @@ class _Moment(NamedTuple):
 
 
 class Cadence:
-    """Evaluates the save policy at each step."""
+    """Evaluates the save policy at each step. ``saver``: whose saves it decides, or None."""
 
-    def __init__(self, policy: SavePolicy, group: Group, step_counter: StepCounter) -> None:
+    def __init__(
+        self,
+        policy: SavePolicy,
+        group: Group,
+        step_counter: StepCounter,
+        saver: Saver | None = None,
+    ) -> None:
         self._policy = policy
         self._group = group
         self._step_counter = step_counter
+        self._saver = saver
         self._save_number = 0
         self._begun_step: int | None = None
         self.restart()
@@ -81,7 +89,7 @@ class Cadence:
         return "request" if requested else "cadence"
 
     def is_due(self, *, by_clock: bool = True) -> bool:
-        """Return True if a save is due by the counts, and the clock of this rank."""
+        """Return True if a save is due by the counts, and the clock and the saves of this rank."""
         last = self._last_save
         now = PolicyInput(
             step=self._step_counter.progress.step,
@@ -90,5 +98,6 @@ class Cadence:
             last_step=last.step,
             last_seconds=last.seconds,
             last_epochs=last.epochs,
+            is_saving=not by_clock or (self._saver is not None and self._saver.must_wait),
         )
         return self._policy.due(now)

@@ -20,14 +20,7 @@ from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import Group, GroupSpec, saving_group
 from limpet.run.catalog import read_training_metadata
 from limpet.run.metrics import ADDED_METRICS, check_metrics
-from limpet.run.policy import (
-    AtEnd,
-    EverySeconds,
-    KeepPolicy,
-    Never,
-    SavePolicy,
-    StopWhen,
-)
+from limpet.run.policy import EverySeconds, KeepPolicy, Never, SavePolicy, StopWhen
 from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher
 from limpet.sinks.terminal import default_terminal
@@ -80,8 +73,9 @@ class Checkpointer:
     function that returns such a dict is called once, by ``resume`` or else by the first step or
     save. Until then, ``Checkpointer.state`` is empty.
 
-    ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
-    to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
+    ``save`` says when to save (default: every ten minutes), ``keep`` which versions to keep
+    (default: all), and ``stop`` when training should end (see ``should_stop``). The last step of a
+    training that ends normally is saved, too, unless ``at_end=False``.
 
     ``on_best(snapshot)`` is called on rank 0 for each version that has become the best by the one
     metric of ``keep`` and ``stop``, on a thread of its own. It is looked for after each save (with
@@ -138,6 +132,7 @@ class Checkpointer:
         keep: KeepPolicy | None = None,
         stop: StopWhen | None = None,
         on_best: Callable[[Snapshot], object] | None = None,
+        at_end: bool = True,
         incremental: bool | int = False,
         overlap: bool = False,
         tiers: Sequence[Tier] = (),
@@ -154,10 +149,11 @@ class Checkpointer:
         self.state = check_state({} if is_function else state)
         self._state_function: Any = state if is_function else None
         options = Options(
-            save=EverySeconds(600) | AtEnd() if save is None else save,
+            save=EverySeconds(600) if save is None else save,
             keep=KeepPolicy() if keep is None else keep,
             stop=stop,
             on_best=on_best,
+            at_end=at_end,
             incremental=incremental,
             overlap=overlap,
             tiers=tiers,
@@ -193,7 +189,10 @@ class Checkpointer:
         )
         self._acquire_lock = self._saver.writer_lock.acquire
         self._cadence = Cadence(
-            policy=options.save, group=self._group, step_counter=self._step_counter
+            policy=options.save,
+            group=self._group,
+            step_counter=self._step_counter,
+            saver=self._saver,
         )
         self._agreement = make_agreement(Group(), "training")
         self._note: Mapping[str, Any] = {}
@@ -210,6 +209,7 @@ class Checkpointer:
         )
         self._ending = Ending(
             policy=options.save,
+            at_end=options.at_end,
             saver=self._saver,
             lifecycle=self._lifecycle,
             step_counter=self._step_counter,
@@ -696,8 +696,9 @@ class Checkpointer:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save in flight, save the last step if ``AtEnd`` is in the policy, and
-        release memory. Raises the error of a failed save.
+        """Wait for the save in flight, save the last step (unless the Checkpointer has
+        ``at_end=False``, ``Never()``, or ``OnPreemption()``), and release memory. Raises the error
+        of a failed save.
 
         Nothing is saved while an exception is handled, as in a ``finally`` block: the state may
         belong to no step. A warning names the unsaved steps. A second call does nothing.

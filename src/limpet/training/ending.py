@@ -19,7 +19,7 @@ from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.collective import Collective
 from limpet.ranks.error_report import Arrival, format_with_notes
 from limpet.ranks.group import Group, all_reduce, broadcast_from_first
-from limpet.run.policy import Never, SavePolicy
+from limpet.run.policy import Never, OnPreemption, SavePolicy
 from limpet.run.records import put_about_version
 from limpet.run.run import Run
 from limpet.snapshot import pins
@@ -43,12 +43,13 @@ _END = "the end of the training"
 
 
 class Ending:
-    """Ends a training: saves what ``AtEnd`` and ``OnException`` say, and warns of steps that no
-    version holds. No state is ever saved that may belong to no step."""
+    """Ends a training: saves what the policy and ``at_end`` say, and warns of steps that no version
+    holds. No state is ever saved that may belong to no step."""
 
     def __init__(
         self,
         policy: SavePolicy,
+        at_end: bool,
         saver: Saver,
         lifecycle: Lifecycle,
         step_counter: StepCounter,
@@ -57,6 +58,10 @@ class Ending:
         savepoint: StepSavepoint,
     ) -> None:
         self.policy = policy
+        self._at_end = at_end and policy.at_end
+        self.expects_save = not isinstance(policy, Never | OnPreemption)
+        """True if steps that no version holds are worth a warning after an exception."""
+
         self._group = saver.group
         self.saver = saver
         self._lifecycle = lifecycle
@@ -95,11 +100,10 @@ class Ending:
 
     def warn_if_collected(self, checkpointer: object) -> None:
         """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, unclosed."""
-        if self._group.rank == 0:
+        if self._group.rank == 0 and self._at_end:
             finalize(
                 checkpointer,
                 warn_collected,
-                policy=self.policy,
                 lifecycle=self._lifecycle,
                 saver=self.saver,
                 step_counter=self.step_counter,
@@ -109,11 +113,11 @@ class Ending:
     # -- the end -------------------------------------------------------------------------------
 
     def finish(self, error: BaseException | None, is_leaving: bool) -> bool:
-        """Wait for the save in flight, and save with ``AtEnd``. ``error``: being handled, or None;
+        """Wait for the save in flight, and save the last step. ``error``: being handled, or None;
         ``is_leaving``: the training goes on elsewhere. Return True if steps may be unsaved."""
         could_save = self._lifecycle.can_save
         self.saver.on_best.is_held |= error is not None or is_leaving
-        at_end = could_save and self.policy.at_end and not is_process_ending()
+        at_end = could_save and self._at_end and not is_process_ending()
         if at_end and error is not None:
             report_exception(self._group, error)
         try:
@@ -194,7 +198,7 @@ class Ending:
         try:
             if can_save and self.policy.on_exception and label is not None:
                 self._save_before_exception(label, error, problems)
-            elif can_save and self.policy.at_end:
+            elif can_save and self._at_end:
                 report_exception(self._group, error)
         finally:
             try:
@@ -251,10 +255,11 @@ class Ending:
         """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
         step, saved_step = self.step_counter.progress.step, self.saver.saved_step
         url, newest_step = self.saver.run.url, self.saver.newest_step
-        if step != saved_step and not isinstance(self.policy, Never):
+        is_expected = self.expects_save if error is not None else self._at_end
+        if step != saved_step and is_expected:
             events.emit("left_unsaved", run=url, step=step, since=newest_step)
             if self._group.rank == 0:
-                reason = unsaved_reason(self.policy, error)
+                reason = unsaved_reason(error)
                 message = describe_unsaved_steps(url, step, newest_step, reason)
                 warn_user(message, errors.UnsavedSteps)
 
@@ -269,25 +274,26 @@ class Ending:
 def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
     """Return True if all ranks must now save this rank's last step. If a version has it, the others
     are not waited for. ``RankFailed``: not all ranks end at this step without an exception."""
-    with closing(group.collective(_END)) as collective, collective:
-        if not is_saved:
-            _compare_steps(collective, step, "The ranks did not end at the same step")
-            return True
-        collective.abort(
-            errors.RankFailed(
-                f"Rank {group.rank} has ended after step {step}, which is saved",
-                expected="all ranks to end after the same step",
-                todo="Make the same number of steps on all ranks",
-                rank=group.rank,
-            )
+    if is_saved:
+        problem = errors.RankFailed(
+            f"Rank {group.rank} has ended after step {step}, which is saved",
+            expected="all ranks to end after the same step",
+            todo="Make the same number of steps on all ranks",
+            rank=group.rank,
         )
+        report_exception(group, problem, "")
         return False
+    with closing(group.collective(_END)) as collective, collective:
+        _compare_steps(collective, step, "The ranks did not end at the same step")
+    return True
 
 
-def report_exception(group: Group, error: BaseException) -> None:
+def report_exception(group: Group, error: BaseException, cause: str | None = None) -> None:
     """Make ranks that end normally save nothing, because of ``error``, without waiting for them."""
-    with suppress(errors.RankFailed):  # the other ranks know already that a rank failed
-        collective = group.collective(_END, JOIN_TIMEOUT, describe_cause(error))
+    cause = describe_cause(error) if cause is None else cause
+    # the other ranks know already that a rank failed, or have ended, with the key-value store
+    with suppress(errors.RankFailed):
+        collective = group.collective(_END, JOIN_TIMEOUT, cause)
         collective.abort(error)
         collective.close()
 
@@ -421,7 +427,6 @@ def describe_unsaved_steps(run_url: str, step: int, newest_step: int | None, rea
 
 
 def warn_collected(
-    policy: SavePolicy,
     lifecycle: Lifecycle,
     saver: Saver,
     step_counter: StepCounter,
@@ -430,12 +435,10 @@ def warn_collected(
     """Warn of unsaved steps of a Checkpointer that was never closed, made at the user's ``line``:
     in any thread, or at exit, so that nothing is saved, and no sink, which may lock, is called."""
     step, begun_step = step_counter.progress.step, saver.begun_step
-    if not lifecycle.can_save or step == begun_step or isinstance(policy, Never):
+    if not lifecycle.can_save or step == begun_step:
         return
     ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"
     reason = f"{ended} before close(). Use a with block, or call close()"
-    if not policy.at_end:
-        reason += f", and write save={policy} | AtEnd()"
     newest_step = begun_step or saver.newest_step
     message = describe_unsaved_steps(saver.run.url, step, newest_step, reason)
     try:
@@ -451,18 +454,13 @@ def describe_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def unsaved_reason(policy: SavePolicy, error: BaseException | None) -> str:
+def unsaved_reason(error: BaseException | None) -> str:
     """Return why the last steps were not saved, and what to do."""
-    if error is not None:
-        return (
-            f"the training ended with an exception ({describe_cause(error)}). Only OnException()"
-            " saves then, in a with block"
-        )
-    if policy.at_end:
+    if error is None:
         return "the process was ending. Call close() earlier, or use a with block"
     return (
-        f"{policy} saves nothing at the end of the training. Write save={policy} | AtEnd(), or call"
-        " ckpt.save() after the last step"
+        f"the training ended with an exception ({describe_cause(error)}). Only OnException()"
+        " saves then, in a with block"
     )
 
 
@@ -535,7 +533,7 @@ def _end(saver: Saver, earlier: Ending | None) -> None:
     step, newest_step = earlier.step_counter.progress.step, saver.newest_step
     if could_save:
         events.emit("taken_over", run=run, step=step, saved=newest_step)
-    if could_save and step != saver.saved_step and not isinstance(earlier.policy, Never):
+    if could_save and step != saver.saved_step and earlier.expects_save:
         reason = "a newer Checkpointer of this process has taken the run over"
         if newest_step is not None:
             reason += f". Call its resume() to continue from step {newest_step}"

@@ -14,7 +14,7 @@ from limpet.format.names import parse_version
 from limpet.format.tree import MAX_DEPTH
 from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
-from limpet.run.policy import KeepPolicy, Mode, SavePolicy, StopWhen
+from limpet.run.policy import KeepPolicy, Mode, SavePolicy, StopWhen, contains_at_end
 from limpet.run.run import Run
 from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
@@ -36,6 +36,7 @@ class Options:
     keep: KeepPolicy
     stop: StopWhen | None
     on_best: Callable[[Any], object] | None
+    at_end: bool
     save_timeout: float | None
     on_error: Literal["raise", "warn"]
     incremental: bool | int
@@ -66,6 +67,7 @@ def check_arguments(options: Options) -> dict[str, str]:
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
         "on_best": (options.on_best is None or callable(options.on_best), "a function, or None"),
+        "at_end": (type(values["at_end"]) is bool, "True or False"),
         "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
         "tiers": (
             len(set(kinds)) == len(kinds) and set(kinds) <= {MemoryTier, LocalTier},
@@ -86,6 +88,8 @@ def check_arguments(options: Options) -> dict[str, str]:
             ' keep=KeepBest(2, "val_loss", mode="min"), or the same for stop=StopWhen(...), instead'
             f" of {sorted(options.objectives) or 'none'}"
         )
+    if contains_at_end(options.save) and not options.at_end:
+        raise LimpetError(f"at_end=False contradicts save={options.save}: remove one of the two")
     if incremental and LocalTier in kinds:
         raise LimpetError(
             "A LocalTier cannot be combined with incremental=True: the local disk has no version"

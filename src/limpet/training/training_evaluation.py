@@ -26,7 +26,7 @@ from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
 from limpet.ranks.group import all_reduce, broadcast_from_first
 from limpet.run.catalog import read_training_metadata
-from limpet.run.policy import Never, SavePolicy
+from limpet.run.policy import Never, OnPreemption, SavePolicy
 from limpet.run.records import check_job_name
 from limpet.training.cadence import Cadence
 from limpet.training.checkpointer import Checkpointer
@@ -81,13 +81,13 @@ class TrainingEvaluation:
     ``counts=True``; for ``StopWhen``, they are those of the last of these steps. With
     ``keep=True``, the state after that step is saved for the record.
 
-    ``every``: a save policy; ``EverySteps``, ``EverySeconds``, ``EveryEpoch``, and ``AtEnd``
-    combine with ``|``. An evaluation that is due while another one runs follows it; several become
-    one. ``name`` names the records. A resumed training does not repeat an evaluation whose metrics
-    are recorded, and begins one again that was interrupted.
+    ``every``: a save policy other than ``Never``, ``OnPreemption``, and ``OnException``. It also
+    evaluates the last step. An evaluation that is due while another one runs follows it; several
+    become one. ``name`` names the records. A resumed training does not repeat an evaluation whose
+    metrics are recorded, and begins one again that was interrupted.
 
     Use it as a context manager, inside that of the Checkpointer: its normal end completes the
-    evaluation in progress, and makes the one that is due at the last step. After an exception,
+    evaluation in progress, and evaluates the last step. After an exception,
     such as ``Preempted``, nothing is recorded. The event ``training_evaluated`` reports each end.
 
     Raises ``LimpetError`` for an invalid argument.
@@ -109,7 +109,7 @@ class TrainingEvaluation:
         name: str = "validation",
     ) -> None:
         require("ckpt", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
-        is_policy = isinstance(every, SavePolicy) and not isinstance(every, Never)
+        is_policy = isinstance(every, SavePolicy) and not isinstance(every, Never | OnPreemption)
         is_policy = is_policy and not every.on_exception
         require("every=", is_policy, "a policy such as limpet.EverySteps(500)", every)
         require("on=", on in ("current", "paused"), '"current" or "paused"', on)
@@ -296,11 +296,13 @@ class TrainingEvaluation:
         # there may have been no step: after a resume from the last version
         step, cadence = self._ckpt.current_step, self._start()
         self._drain(step)
-        if step == self._began[0]:
+        if step == self._began[0] or self._ckpt._preemption.is_leaving:
             return
         operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due
         # no step follows on which the ranks could agree
         if self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool):
+            if self._is_paused:  # it is saved in any case, so also if the evaluation fails
+                self._ckpt.save()
             self._begin(step)
             self._drain(step)
 
