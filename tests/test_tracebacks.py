@@ -251,6 +251,22 @@ def test_the_development_mode_keeps_everything(folder):
     assert 1 <= frames[()] <= 3 < frames["-X", "dev"]
 
 
+def test_a_frame_without_a_line():
+    """As an instruction at which a handler of a signal raises may have none."""
+
+    def list_or_raise(*args, **options):
+        raise limpet.errors.Denied("Without a line")
+
+    store = OwnStore("own")
+    store.own_request = list_or_raise
+    list_or_raise.__code__ = list_or_raise.__code__.replace(co_linetable=b"")
+    error = raised_by(lambda: limpet.open(store))
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    assert (last.tb_frame.f_code.co_name, last.tb_lineno) == ("list_or_raise", None)
+
+
 def test_a_cause_that_is_its_own_cause():
     """``__context__`` of an error that is raised again may lead back to it."""
     store = OwnStore("own")

@@ -97,7 +97,8 @@ def _without_own(trace: TracebackType | None, kept: int) -> TracebackType | None
         module = _module(entry.tb_frame)
         is_own = module.startswith("limpet.")
         if module not in _BETWEEN and (kept or not is_own):
-            trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            line = -1 if entry.tb_lineno is None else entry.tb_lineno  # an interrupt has none
+            trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, line)
             kept -= is_own
     return trace
 
