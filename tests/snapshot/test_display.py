@@ -162,8 +162,8 @@ def test_long_names_are_shortened():
 
 
 PUBLIC_NAMES = [
-    *("bases", "chain", "created", "keys", "metadata", "metrics", "nbytes", "referred_bytes"),
-    *("step", "tree", "url", "verify", "version"),
+    *("bases", "chain", "created", "keys", "load", "metadata", "metrics", "nbytes"),
+    *("referred_bytes", "step", "tree", "url", "verify", "version"),
 ]
 
 

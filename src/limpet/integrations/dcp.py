@@ -45,7 +45,6 @@ from limpet.format.rejected import unsupported
 from limpet.integrations import dcp_names as fqns
 from limpet.layout.global_plan import make_global_plan
 from limpet.layout.local_plan import make_local_plan
-from limpet.layout.read_plan import ReadRequest
 from limpet.layout.shard_layout import LeafBox
 from limpet.lazy_torch import rank_and_world_size
 from limpet.loading.snapshot import Snapshot
@@ -61,7 +60,6 @@ from limpet.saving.commit import (
 from limpet.saving.image import make_image, split_into_pieces, synchronize
 from limpet.saving.write import write_index, write_shard
 from limpet.snapshot import pins as pin
-from limpet.snapshot.chunks import Target
 from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import part_library
@@ -519,10 +517,7 @@ def _add_target(
         source = entry.node.get("tied", entry.key)
         chunk = item.storage_index.offset or (0,) * len(sizes)
         offsets = tuple(o + s for o, s in zip(chunk, item.storage_offsets, strict=True))
-        targets.requests.append(ReadRequest(source, Box(offsets, sizes)))
-        targets.targets.append(
-            Target.from_tensor(targets.snapshot.leaves[source][0], sizes, tensor)
-        )
+        targets.add(source, tensor, Box(offsets, sizes))
     return tensor
 
 

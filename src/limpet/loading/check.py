@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from limpet.errors import LimpetError, MemberFailed, Unsupported
 from limpet.format.strict_json import StrictDecoder
-from limpet.format.tree import LeafSpecs, check_tree, walk
+from limpet.format.tree import check_tree, walk
 from limpet.loading.binder import bind
 from limpet.loading.binding import Binding
 from limpet.loading.targets import LoadTargets
@@ -31,17 +31,6 @@ _MAX_CHECKED = 16
 """The number of structures that are known to be loadable. A training alternates between a few."""
 
 _checked: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """What a bind uses of a snapshot."""
-
-    leaves: LeafSpecs
-    by_key: dict[str, Any]
-
-    def nodes(self) -> dict[str, Any]:
-        return self.by_key
 
 
 def check_once(
@@ -67,8 +56,9 @@ def check_loadable(state: dict[str, Any], flat: FlatState, tree: Any, rank: int)
         return  # a load gets arrays in their place
     try:
         tree = _JSON.decode(_encoder.encode(tree))
+        nodes = {k: n for k, n in walk(tree) if type(n) is dict}
         leaves = check_tree(tree, "the manifest")
-        encoded: Any = _Encoded(leaves, {k: n for k, n in walk(tree) if type(n) is dict})
+        encoded: Any = SimpleNamespace(leaves=leaves, nodes=lambda: nodes)  # all that a bind uses
         targets = LoadTargets(encoded, is_live=True, is_dry=True)
         binding = Binding(targets, lambda key: True, flat.names, rank, states=flat.states)
         bind(binding, state, tree, "")

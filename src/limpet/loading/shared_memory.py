@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from limpet.errors import PlanError
-from limpet.layout.read_plan import ReadRequest
-from limpet.snapshot.chunks import Target
+from limpet.loading.targets import LoadTargets
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import Memory, part_library
 from limpet.state.loadable import may_repeat
@@ -52,17 +51,15 @@ def check_shared_memory(
         for group in _group_by_range(every)
         if len(group) > 1 or may_repeat((m := group[0].memory).sizes, m.strides, m.itemsize)
     ]
-    requests, targets = [], []
+    targets = LoadTargets(snapshot)
     for claim, copy in chain(*groups):
         if claim.source is None:
             copy[...] = claim.part
         else:
-            dtype, _ = snapshot.leaves[claim.source]
-            requests.append(ReadRequest(claim.source, claim.box))
-            targets.append(Target.from_tensor(dtype, claim.box.sizes, copy))
-    if requests:
+            targets.add(claim.source, copy, claim.box)
+    if targets.requests:
         # without headers, because all ranks of a shared read must check the same ones later
-        snapshot.read(requests, targets, check_headers=False)
+        snapshot.read(targets.requests, targets.targets, check_headers=False)
     for group in groups:
         wrong = _find_overwritten(group)
         if wrong is not None:

@@ -66,8 +66,8 @@ def open_location(location: Location, *, check_leaves: bool = True) -> SnapshotR
 
 
 class SnapshotReader:
-    """Reads the files of a committed snapshot. ``Snapshot`` is its public side. Without
-    ``manifest``, the one with ``digest`` is read on first use."""
+    """Reads the files of a committed snapshot. ``Snapshot`` is its public side, and describes what
+    both have. Without ``manifest``, the one with ``digest`` is read on first use."""
 
     left_out: Sequence[str] = ()  # members of a checkpoint of another library
 
@@ -128,17 +128,14 @@ class SnapshotReader:
 
     @property
     def url(self) -> str:
-        """The location of the snapshot."""
         return self.location.url
 
     @property
     def step(self) -> int | None:
-        """The training step after which the snapshot was saved."""
         return self.manifest.step
 
     @property
     def version(self) -> Version:
-        """See ``Snapshot.version``."""
         name = parse_version(self.location.folder.rpartition("/")[2])
         step, branch = self.manifest.step, self.manifest.branch
         if name is None or (name.step, name.branch) != (step, branch):
@@ -153,7 +150,6 @@ class SnapshotReader:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """See ``Snapshot.metadata``."""
         metadata: dict[str, Any] = self.read_metadata()
         return metadata
 
@@ -184,7 +180,6 @@ class SnapshotReader:
 
     @property
     def nbytes(self) -> int:
-        """The total size of the snapshot's own shards, in bytes."""
         nbytes = 0
         for shard in self.manifest.shards:
             nbytes += shard.length
@@ -192,13 +187,11 @@ class SnapshotReader:
 
     @property
     def bases(self) -> frozenset[Version]:
-        """The base versions, whose files this one refers to; empty for a full version."""
         references = [parse_reference(f.path) for s in self.manifest.shards for f in s.refers]
         return frozenset(r[0] for r in references if r is not None)
 
     @property
     def referred_bytes(self) -> int:
-        """The number of bytes in files of base versions that this version refers to."""
         nbytes = 0
         for shard in self.manifest.shards:
             for file in shard.refers:
@@ -271,7 +264,6 @@ class SnapshotReader:
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None
     ) -> Report:
-        """See ``Snapshot.verify``."""
         with self.pin_while_reading():
             report = verify(self.location, self.manifest, self.leaves, self.indexes, progress, seen)
         if not report.ok:

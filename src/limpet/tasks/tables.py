@@ -301,27 +301,9 @@ class JobTables:
         self, kind: Kind, worker: str, now: float, seconds: float, owner: TaskSource
     ) -> Task | None:
         """Lease the first open task of this kind for so many seconds."""
-        ready = self._ready[kind]
-        while ready:
-            first_id, name = ready[0]
-            table = self.by_name.get(name)
-            if table is not None and table.first_id == first_id:
-                number = None if table.is_blocked else table.take()
-                if number is not None:
-                    return self._begin(table, number, worker, now, seconds, owner)
-                table.is_ready = False
-            heappop(ready)
-        return None
-
-    def _begin(
-        self,
-        table: TaskTable,
-        number: int,
-        worker: str,
-        now: float,
-        seconds: float,
-        owner: TaskSource,
-    ) -> Task:
+        if (found := self._take(kind)) is None:
+            return None
+        table, number = found
         records = table.spec.range_of(number)
         position = table.position(number)
         attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
@@ -337,9 +319,9 @@ class JobTables:
             end=now + seconds,
         )
         self.leases[attempt] = table.leases[number] = lease
-        self._held.setdefault((worker, table.spec.kind), {})[attempt] = lease
+        self._held.setdefault((worker, kind), {})[attempt] = lease
         return make_task(
-            table.spec.kind,
+            kind,
             id=table.first_id + number,
             attempt=attempt,
             job=table.spec.name,
@@ -350,6 +332,19 @@ class JobTables:
             position=position,
             owner=owner,
         )
+
+    def _take(self, kind: Kind) -> tuple[TaskTable, int] | None:
+        ready = self._ready[kind]
+        while ready:
+            first_id, name = ready[0]
+            table = self.by_name.get(name)
+            if table is not None and table.first_id == first_id:
+                number = None if table.is_blocked else table.take()
+                if number is not None:
+                    return table, number
+                table.is_ready = False
+            heappop(ready)
+        return None
 
     def leases_of(self, worker: str, kind: Kind) -> list[TaskLease]:
         """Return the leases of a worker, oldest first."""

@@ -73,10 +73,9 @@ class Preemption:
     save_fn: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
-        grace = self.grace
         if self.grace is not None:
             grace = check_seconds("grace= of Preemption", self.grace, may_be_zero=True)
-        object.__setattr__(self, "grace", grace)
+            object.__setattr__(self, "grace", grace)
         for name, function in (("exit_fn", self.exit_fn), ("save_fn", self.save_fn)):
             is_valid = function is None or callable(function)
             require(f"{name}= of Preemption", is_valid, "a function, or None", function)
