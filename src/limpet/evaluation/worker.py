@@ -18,7 +18,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from threading import Thread
 from typing import Any, Literal
@@ -168,7 +168,8 @@ class Worker:
         """Return the merged state of the metrics of the records ``start`` up to ``stop``."""
         evaluate, collate = self._functions["evaluate"], self._functions["collate"]
         states, name = MetricStates(self._templates), getattr(evaluate, "__name__", "evaluate")
-        with _no_grad():
+        torch = torch_or_none()
+        with nullcontext() if torch is None else torch.no_grad():
             for batch in read_batches(self._data, start, stop, batch_size, collate):
                 states.add(evaluate(self._model, batch), f"{name}()")
         return states.to_plain()
@@ -235,11 +236,6 @@ def read_batches(
         numbers = [*range(first, min(first + batch_size, stop))]
         records = read_many(numbers) if read_many else [data[number] for number in numbers]
         yield collate(records)
-
-
-def _no_grad() -> AbstractContextManager[object]:
-    torch = torch_or_none()
-    return nullcontext() if torch is None else torch.no_grad()
 
 
 _LIBRARIES = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -45,19 +46,16 @@ class SubtreeView(Mapping[str, Any]):
     def __init__(self, snapshot: Snapshot, leaves: LeafSpecs, key: str, node: Any) -> None:
         self.key = key
         self._snapshot, self._leaves, self._node = snapshot, leaves, node
-        self._keys: dict[str, None] | None = None
 
-    def _relative_keys(self) -> dict[str, None]:
-        if self._keys is None:
-            start = len(self.key) + 1
-            self._keys = {k[start:]: None for k, _ in tree.walk(self._node, self.key)}
-        return self._keys
+    @cached_property
+    def _relative_keys(self) -> list[str]:
+        return [k[len(self.key) + 1 :] for k, _ in tree.walk(self._node, self.key)]
 
     def __len__(self) -> int:
-        return len(self._relative_keys())
+        return len(self._relative_keys)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._relative_keys())
+        return iter(self._relative_keys)
 
     def __contains__(self, key: object) -> bool:
         return f"{self.key}/{key}" in self._snapshot
@@ -139,7 +137,6 @@ class Snapshot:
 
     def __init__(self, reader: SnapshotReader) -> None:
         self._reader = reader
-        self._containers_by_key: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         if not self._reader.is_open:  # nothing is read for this
@@ -234,16 +231,16 @@ class Snapshot:
         return True  # also without a leaf
 
     def __contains__(self, key: object) -> bool:
-        return key in self._reader.nodes() or key in self._containers()
+        return key in self._reader.nodes() or key in self._containers
 
     def __getitem__(self, key: str) -> Any:
         """Return a plain value, a ``LeafView`` of a tensor or array, or a ``SubtreeView`` of the
         members below ``key``. A list or tuple of plain values is one value. Raises ``KeyError``."""
         node = self._reader.nodes().get(key, _MISSING)
         if node is _MISSING:
-            if key not in self._containers():
+            if key not in self._containers:
                 raise KeyError(missing_key(key, self.keys()))
-            node = self._containers()[key]
+            node = self._containers[key]
             if is_container(node, key):
                 return self._subtree(key)
         return tree.decode(node, key, self._view)
@@ -255,14 +252,13 @@ class Snapshot:
         return self._subtree(key) if "sparse" in node else LeafView(self._reader, key, node)
 
     def _subtree(self, key: str) -> SubtreeView:
-        return SubtreeView(self, self._reader.leaves, key, self._containers()[key])
+        return SubtreeView(self, self._reader.leaves, key, self._containers[key])
 
+    @cached_property
     @gc_paused
     def _containers(self) -> dict[str, Any]:
-        """Return the tree's dicts, lists, tuples, and sparse tensors by key, but the root."""
-        if self._containers_by_key is None:
-            self._containers_by_key = dict(walk_containers(self._reader.manifest.tree))
-        return self._containers_by_key
+        """The tree's dicts, lists, tuples, and sparse tensors by key, but the root."""
+        return dict(walk_containers(self._reader.manifest.tree))
 
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None

@@ -112,10 +112,7 @@ def open_reader(address: Url | Snapshot, deadline: Deadline | None = None) -> Sn
         found = Version(int(step), int(branch)) if branch else run.find(int(step))
         return run.catalog.open(found)
     raise NotFound(
-        f"{run.url} is not a run with versions",
-        todo="Check the path",
-        key=text,
-        store=run.url,
+        f"{run.url} is not a run with versions", todo="Check the path", key=text, store=run.url
     )
 
 
@@ -205,14 +202,13 @@ def load(  # noqa: PLR0913  (the public face)
     """Load the snapshot at ``url`` and check every byte that is read.
 
     ``url`` may be an address, such as ``"runs/a@best"``, or a ``Snapshot``, which has this method,
-    too: see ``limpet.open``. Without ``into``,
-    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values.
-    ``device="saved"`` stands for the devices from which the tensors were saved, and
-    ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
-    With ``into``, a mapping like the one that was saved, fill it in place and return a
-    ``LoadReport``; a terminal shows what was kept, ignored, or converted. ``keys``: load only
-    leaves whose key matches. ``"model/fc"`` selects that leaf, all leaves below it, and those that
-    continue it with a dot, as ``model/fc.weight``; ``*`` matches within a level, ``**`` across
+    too: see ``limpet.open``. Without ``into``, return a new dict of tensors on ``device`` (the CPU
+    if None), arrays, and plain values. ``device="saved"`` stands for the devices from which the
+    tensors were saved, and ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of
+    ``torch.load`` does. With ``into``, a mapping like the one that was saved, fill it in place and
+    return a ``LoadReport``; a terminal shows what was kept, ignored, or converted. ``keys``: load
+    only leaves whose key matches. ``"model/fc"`` selects that leaf, all leaves below it, and those
+    that continue it with a dot, as ``model/fc.weight``; ``*`` matches within a level, ``**`` across
     levels.
 
     A checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or safetensors is imported

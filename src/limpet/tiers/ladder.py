@@ -282,10 +282,8 @@ class Ladder:
         which this rank must end."""
         if self._group.rank == 0:
             write_error(reason)
-        url = self._run.url
-        return NoProgress(
-            leave_code(Status(GIVE_UP, self._group.rank, run=url, why=reason)), reason
-        )
+        status = Status(GIVE_UP, self._group.rank, run=self._run.url, why=reason)
+        return NoProgress(leave_code(status), reason)
 
     # -- messages ----------------------------------------------------------------------------------
 

@@ -23,15 +23,10 @@ class Durations:
     def __len__(self) -> int:
         return len(self._recent)
 
-    def p95(self) -> float:
-        """Return the duration that 95 % do not exceed, or 0.0 if there is none."""
+    def percentile(self, percent: int) -> float:
+        """Return the duration that so many percent do not exceed, or 0.0 if there is none."""
         ordered = sorted(self._recent)
-        return ordered[len(ordered) * 95 // 100] if ordered else 0.0
-
-    def median(self) -> float:
-        """Return the duration that half of them do not exceed, or 0.0 if there is none."""
-        ordered = sorted(self._recent)
-        return ordered[len(ordered) // 2] if ordered else 0.0
+        return ordered[len(ordered) * percent // 100] if ordered else 0.0
 
     def start_from(self, seconds: Any) -> None:
         """Start with the p95 of an earlier process, if that is what ``seconds`` is."""
@@ -72,8 +67,8 @@ class Goodput:
     def usual_seconds(self) -> tuple[float, float]:
         """The seconds that nearly all steps and saves take (p95), or 0.0. A call of
         ``PreemptionGuard.run`` is one step: the training cannot leave in it."""
-        step_seconds = max(self.step_durations.p95(), self.call_durations.p95())
-        return step_seconds, self.save_durations.p95()
+        step_seconds = max(self.step_durations.percentile(95), self.call_durations.percentile(95))
+        return step_seconds, self.save_durations.percentile(95)
 
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
         """Continue from what the resumed version stores."""
@@ -134,8 +129,8 @@ class Goodput:
         found: dict[str, float] = {**self.counts, "goodput": goodput}
         found |= {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
         kinds = self._steps_during_saves, self._other_steps
-        if min(map(len, kinds)) >= 5 and (usual := self._other_steps.median()):
-            found["step_slowdown"] = self._steps_during_saves.median() / usual
+        if min(map(len, kinds)) >= 5 and (usual := self._other_steps.percentile(50)):
+            found["step_slowdown"] = self._steps_during_saves.percentile(50) / usual
         return found
 
 

@@ -291,10 +291,7 @@ class Saver:
 
         self.begun_step = spec.version.step
         finish = partial(
-            self._finish_save,
-            spec=spec,
-            blocked_seconds=self._blocked_seconds,
-            promotion=promotion,
+            self._finish_save, spec=spec, blocked_seconds=self._blocked_seconds, promotion=promotion
         )
         finish_in_background(job, finish, register=register)
 

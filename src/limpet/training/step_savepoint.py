@@ -54,11 +54,7 @@ class StepSavepoint(Savepoint):
     label: SaveSpec | None
 
     def __init__(
-        self,
-        state: dict[str, Any],
-        is_required: bool,
-        is_useful: bool,
-        step_durations: Durations,
+        self, state: dict[str, Any], is_required: bool, is_useful: bool, step_durations: Durations
     ) -> None:
         super().__init__(state)
         self._is_required, self.is_useful = is_required, is_useful
@@ -91,7 +87,8 @@ class StepSavepoint(Savepoint):
         else:
             began = time.perf_counter()
             self._try_capture(make_label, MAX_BYTES)
-            seconds, step_seconds = time.perf_counter() - began, self._step_durations.median()
+            seconds = time.perf_counter() - began
+            step_seconds = self._step_durations.percentile(50)
             was_expensive = self._is_expensive
             self._is_expensive = self._is_failing or seconds > SHARE * step_seconds
             # the first of two in a row may have found new slots of an optimizer

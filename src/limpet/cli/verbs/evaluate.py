@@ -44,9 +44,7 @@ from limpet.threads import no_op
     help="The module with the functions setup(snapshot) and evaluate(model, batch).",
 )
 @click.option(
-    "--data",
-    metavar="MODULE:FUNCTION",
-    help="The function that returns a map-style dataset.",
+    "--data", metavar="MODULE:FUNCTION", help="The function that returns a map-style dataset."
 )
 @click.option("--name", default="evaluation", show_default=True, help="Names the evaluation.")
 @click.option("--metric", metavar="NAME", help="The metric by which versions are compared.")

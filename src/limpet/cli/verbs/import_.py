@@ -42,12 +42,7 @@ from limpet.text import format_count, format_list, format_size
 )
 @json_option
 def command(
-    file_or_dir: str,
-    run: str,
-    step: int | None,
-    under: str | None,
-    keep_names: bool,
-    as_json: bool,
+    file_or_dir: str, run: str, step: int | None, under: str | None, keep_names: bool, as_json: bool
 ) -> None:
     """Save the checkpoint FILE_OR_DIR as a version of RUN. No code in it is run.
 

@@ -32,11 +32,7 @@ Layouts = dict[str, list[tuple[int, IndexBox]]]
 @click.option("--layout", is_flag=True, help="Show which shard contains which boxes of each leaf.")
 @output.json_option
 def command(
-    snapshot: str,
-    keys: Sequence[str],
-    depth: int | None,
-    layout: bool,
-    as_json: bool,
+    snapshot: str, keys: Sequence[str], depth: int | None, layout: bool, as_json: bool
 ) -> None:
     """Show the origin of SNAPSHOT, and its tree of leaves and values.
 

@@ -134,7 +134,9 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
     results: list[VerifyResult] = []
     own_bytes: dict[Version, int] = {}
     is_incremental = False
-    newest = _newest_version(run, listing)
+    newest = None
+    with suppress(errors.FormatError, errors.StoreError):  # it is for advice only
+        newest = next((str(v) for v in reversed(run.line(listing))), None)
     for version in listing.versions:  # not kept open: the trees of many versions fill the memory
         if (snapshot := _open_version(run, version, results)) is not None:
             own_bytes[version] = bytes_to_read(snapshot) - snapshot.referred_bytes
@@ -169,14 +171,6 @@ def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Sn
         return None
     except (errors.FormatError, errors.StoreError) as e:
         results.append(_failed_result(str(version), location.key(MANIFEST), location.url, e))
-        return None
-
-
-def _newest_version(run: Run, listing: Listing) -> str | None:
-    """Return the newest version of the lineage, for advice only: None if it cannot be read."""
-    try:
-        return next((str(v) for v in reversed(run.line(listing))), None)
-    except (errors.FormatError, errors.StoreError):
         return None
 
 
