@@ -86,15 +86,10 @@ class LimpetError(Exception):
         """Return a copy with ``advice`` appended to ``todo``, and with more fields: for a layer
         that knows more. The caller chains the original error."""
         todo = f"{self.todo.rstrip('.')}. {advice}" if self.todo and advice else advice or self.todo
-        return type(self)(
-            self.what,
-            expected=self.expected,
-            found=self.found,
-            todo=todo,
-            **{**self.fields, **fields},
-        )
+        make, _ = self.__reduce__()
+        return make(todo=todo, **fields)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[partial[LimpetError], tuple[()]]:
         """Support pickling, including the keyword fields: errors are sent between processes."""
         make = partial(
             type(self),

@@ -445,8 +445,9 @@ class DataLoader(data.DataLoader[Any]):
                     states[note.worker] = note
                     turn = (note.worker + 1) % len(states)
                     at = before.at + 1
+                    is_last = hasattr(self.dataset, "__len__") and at >= len(self)
                     position = before._replace(
-                        at=at, is_last=self._ends_stream(at), states=tuple(states), turn=turn
+                        at=at, is_last=is_last, states=tuple(states), turn=turn
                     )
                 else:
                     position = ahead.popleft()
@@ -586,9 +587,6 @@ class DataLoader(data.DataLoader[Any]):
             return self.batch_size
         rank, ranks = self._place()
         return self._total // ranks + (rank < self._total % ranks)
-
-    def _ends_stream(self, at: int) -> bool:
-        return hasattr(self.dataset, "__len__") and at >= len(self)
 
     def _warn(self, found: Any) -> None:
         if not self._warned:

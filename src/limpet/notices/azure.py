@@ -68,18 +68,14 @@ class AzureNotice(BoundedSource):
         events = reply.decode(_DOCUMENT).events
         if events and self._machine is None:
             self._machine = self._read_name()
-        return self._planned.notice([self._plan(e, reply) for e in events if self._concerns(e)])
+        own = [e for e in events if self._machine in (None, *map(str.casefold, e.resources))]
+        return self._planned.notice([self._plan(event, reply) for event in own])
 
     def _read_name(self) -> str | None:
         try:
             return fetch(self._url + _NAME, _HEADERS).text.casefold() or None
         except OSError:
             return None  # asked again at the next poll; until then, each event counts
-
-    def _concerns(self, event: _Event) -> bool:
-        if self._machine is None:
-            return True
-        return self._machine in [name.casefold() for name in event.resources]
 
     def _plan(self, event: _Event, reply: Reply) -> PlannedEvent:
         if event.event_status not in ("Scheduled", "Started"):

@@ -123,7 +123,9 @@ def leave_code(status: Status) -> int:
 
 def write_status(folder: str, status: Status) -> None:
     """Write the status of this process, atomically, but not synced. Raises ``OSError``."""
-    _write_record(folder, status)
+    why = " ".join(hide_secrets(status.why).split())[:_MAX_WHY]
+    run = None if status.run is None else hide_secrets(status.run)[:_MAX_WHY]
+    _write_record(folder, replace(status, run=run, why=why))
 
 
 def read_records(folder: str) -> list[WorkerRecord]:
@@ -163,7 +165,7 @@ def _write_record(
         local_world_size=1 if worker is None else worker.local_world_size,
         restart_count=0 if worker is None else worker.restart_count,
         left=time.clock_gettime(time.CLOCK_BOOTTIME) if has_ended or status else None,
-        status=None if status is None else _for_file(status),
+        status=status,
         requests=requests,
     )
     # the start time, because another process may get the same id later
@@ -171,12 +173,6 @@ def _write_record(
     temporary = Path(folder, f"{name}.tmp")
     temporary.write_bytes(encode_json(record).encode())  # the name of a run may not be UTF-8
     temporary.replace(Path(folder, name + _SUFFIX))
-
-
-def _for_file(status: Status) -> Status:
-    why = " ".join(hide_secrets(status.why).split())[:_MAX_WHY]
-    run = None if status.run is None else hide_secrets(status.run)[:_MAX_WHY]
-    return replace(status, run=run, why=why)
 
 
 def _launcher_pid() -> int:

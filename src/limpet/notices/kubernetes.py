@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,9 +14,6 @@ from limpet.errors import LimpetError
 from limpet.notices.metadata import Reply, fetch, server_url
 from limpet.notices.notice import BoundedSource, Notice
 from limpet.settings import platform_variables
-
-if TYPE_CHECKING:
-    from ssl import SSLContext
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where Kubernetes mounts the token of a service account, its namespace, and the certificate."""
@@ -100,7 +96,11 @@ class KubernetesNotice(BoundedSource):
         # the token is replaced about once per hour
         headers = {"Authorization": f"Bearer {self._read_file('token')}", "Accept": _ACCEPT}
         url = f"{self._url}/api/v1/namespaces/{namespace}/pods/{self._pod}?resourceVersion=0"
-        context = self._tls_context() if self._is_tls else None
+        context = None
+        if self._is_tls:
+            import ssl
+
+            context = ssl.create_default_context(cafile=os.path.join(self._folder, "ca.crt"))
         reply = fetch(url, headers, allow=(200, 401, 403, 404), context=context)
         if reply.status == 403:
             self._refusal = (
@@ -117,11 +117,6 @@ class KubernetesNotice(BoundedSource):
         if reply.status == 401:
             raise PermissionError(f"{reply.url} refuses the token of the service account")
         return reply
-
-    def _tls_context(self) -> SSLContext:
-        import ssl
-
-        return ssl.create_default_context(cafile=os.path.join(self._folder, "ca.crt"))
 
     def _read_file(self, name: str) -> str:
         path = os.path.join(self._folder, name)

@@ -100,7 +100,7 @@ class BoundedSource(ABC):
         ``poll_seconds``. A later poll then has a late result, with the seconds that are left."""
         is_late = self._call is not None
         if self._call is None:
-            self._call = Call(self._check_with_time, "limpet-notice")
+            self._call = Call(lambda: (self.check(), self.clock()), "limpet-notice")
         call = self._call
         if not call.wait(self.poll_seconds):
             raise TimeoutError(f"{self.name} has not answered for {self.poll_seconds:g} seconds")
@@ -111,6 +111,3 @@ class BoundedSource(ABC):
         age = self.clock() - ended_at
         left = None if notice.seconds is None else max(0.0, notice.seconds - age)
         return replace(notice, seconds=left, age=notice.age + age)
-
-    def _check_with_time(self) -> tuple[Notice | None, float]:
-        return self.check(), self.clock()

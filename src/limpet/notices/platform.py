@@ -50,7 +50,9 @@ def detect_sources(
         sources.append(SlurmNotice(variables))
     if variables.get("LOCAL_RANK", "0") == "0":
         sources += _detect_clouds(variables, dmi_root)
-        if _is_in_pod(variables, service_account):
+        has_name = variables.get("POD_NAME") or variables.get("HOSTNAME")
+        token = os.path.join(service_account, "token")  # without it, SIGTERM remains
+        if variables.get("KUBERNETES_SERVICE_HOST") and has_name and os.path.isfile(token):
             sources.append(KubernetesNotice(variables, folder=service_account))
     return sources
 
@@ -80,13 +82,6 @@ def _is_ec2(dmi_root: str) -> bool:
     # these two are readable by root only
     uuid, serial = (_read(dmi_root, name).lower() for name in ("product_uuid", "product_serial"))
     return uuid.startswith("ec2") and uuid == serial
-
-
-def _is_in_pod(variables: Mapping[str, str], service_account: str) -> bool:
-    """Return True in a pod with the token of a service account. Without one, SIGTERM remains."""
-    has_name = bool(variables.get("POD_NAME") or variables.get("HOSTNAME"))
-    is_in_pod = bool(variables.get("KUBERNETES_SERVICE_HOST")) and has_name
-    return is_in_pod and os.path.isfile(os.path.join(service_account, "token"))
 
 
 def _read(folder: str, name: str) -> str:

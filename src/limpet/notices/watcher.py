@@ -32,12 +32,10 @@ class NoticeWatcher:
         sources: Sequence[NoticeSource],
         on_notice: Callable[[Notice], object],
         detect: Callable[[], Sequence[NoticeSource]] = tuple,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watches = [_Watch(source) for source in sources]
         self._on_notice = WeakMethod(on_notice)
         self._detect = detect
-        self._clock = clock
         self._is_ending = False
         self._lock = Lock()
         self._threads: list[Thread] = []
@@ -128,11 +126,11 @@ class NoticeWatcher:
         """Poll a source, and pass on its notices. An error ends this source, and no other one."""
         try:
             while not self._is_ending and self._on_notice() is not None:
-                due_at = self._clock() + check_seconds("interval=", watch.source.interval)
+                due_at = time.monotonic() + check_seconds("interval=", watch.source.interval)
                 notice = watch.ask()
                 if notice is not None:
                     self._pass_on(notice)
-                watch.wait(due_at - self._clock())
+                watch.wait(due_at - time.monotonic())
         except BaseException as e:  # noqa: BLE001  (``raise_error`` raises it)
             watch.is_woken = False
             self._fail(watch.source, e)
