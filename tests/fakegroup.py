@@ -4,7 +4,8 @@ from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from limpet.ranks.group import Group, use_group
+from limpet.ranks import group as groups
+from limpet.ranks.group import Group
 from limpet.ranks.kv import KVClient, Timeouts
 from tests.waiting import run_threads
 
@@ -106,9 +107,9 @@ class FakeGroup:
         outcomes: list[Any] = [None] * len(self.groups)
 
         def run_rank(rank):
+            groups._thread_local.group = self.groups[rank]
             try:
-                with use_group(self.groups[rank]):
-                    outcomes[rank] = work(rank)
+                outcomes[rank] = work(rank)
             except BaseException as e:
                 outcomes[rank] = e
 

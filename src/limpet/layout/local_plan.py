@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
@@ -52,16 +52,7 @@ class LocalPlan:
         head = _HEADER.pack(
             self.digest, len(self.leaf_key), len(self.box_weight), len(self.packed_leaf_types)
         )
-        columns = (
-            self.leaf_key,
-            self.leaf_type,
-            self.leaf_weight,
-            self.leaf_bytes,
-            self.box_weight,
-            self.box_bytes,
-            self.box_leaf,
-            self.box_from_first,
-        )
+        _, *columns, _ = (getattr(self, column.name) for column in fields(self))
         return b"".join([head, *(c.tobytes() for c in columns), self.packed_leaf_types])
 
     @classmethod

@@ -95,7 +95,6 @@ class RoundParticipant:
         size: int,
         name: str,
         gate: StepGate,
-        idle_poll: tuple[float, float],
         observer: Observer,
     ) -> None:
         self.proposed: set[str] = set()
@@ -116,7 +115,7 @@ class RoundParticipant:
         self._own_deadline: RoundDeadline | None = None  # until a round has it
         self._deadline: RoundDeadline | None = None  # also of later rounds: it can only get earlier
         # 16,000 ranks then poll 8,000 times per second in total.
-        self._idle_poll = idle_poll[0], idle_poll[1] + size * 1e-4
+        self._idle_poll = IDLE_POLL[0], IDLE_POLL[1] + size * 1e-4
         self._active_poll = 0.001, 0.01 + size * 2e-5
         self._round_number = 0
         self._last_agreed_step = 0
@@ -296,7 +295,9 @@ class RoundParticipant:
         acks = {r: self._ack_key(r, current.attempt) for r in range(self._size)}
         missing = [0]
         if self._kv.rank:
-            if self.clock() < self._ack_by + self._late_seconds():
+            known = self._deadline
+            late = 0.0 if known is None else max(0.2, (known.at - self._ack_by) / 30)
+            if self.clock() < self._ack_by + late:
                 return current
         elif self._kv.has_all(list(acks.values())):
             return replace(current, outcome=AGREED)
@@ -308,10 +309,6 @@ class RoundParticipant:
             "none",
         )
         return _aborted(current, failure)
-
-    def _late_seconds(self) -> float:
-        """Return how much longer than rank 0 the other ranks wait for acknowledgments."""
-        return 0.0 if self._deadline is None else max(0.2, (self._deadline.at - self._ack_by) / 30)
 
     # -- the end of a round ----------------------------------------------------------------------
 
@@ -400,15 +397,9 @@ class Proposal(NamedTuple):
 
 class Agreement:
     """Agreement of all ranks on actions at a common step. Each rank creates one, in the same order
-    among the group's operations. ``idle_poll``: shortest and longest pause of polls, in seconds."""
+    among the group's operations."""
 
-    def __init__(
-        self,
-        group: Group,
-        name: str,
-        idle_poll: tuple[float, float] = IDLE_POLL,
-        observer: Observer | None = None,
-    ) -> None:
+    def __init__(self, group: Group, name: str, observer: Observer | None = None) -> None:
         self._observer = observer or Observer()
         if (kv := group.kv) is None:
             raise ValueError("An agreement needs several ranks")
@@ -422,7 +413,6 @@ class Agreement:
             group.size,
             f"{group.next_sequence_number()}/{name}",
             self._gate,
-            idle_poll,
             self._observer,
         )
         self._proposals: SimpleQueue[Proposal | str | None] = SimpleQueue()
@@ -568,4 +558,4 @@ def make_agreement(
     """Create the ``Agreement`` of a group. All ranks of the group must call this function."""
     if group.kv is None or group.size == 1:
         return LocalAgreement()
-    return Agreement(group, name, observer=observer)
+    return Agreement(group, name, observer)

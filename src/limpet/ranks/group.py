@@ -415,17 +415,7 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, str], Group]] = WeakKeyDictionar
 and name."""
 _groups_lock = RLock()  # the garbage collector may end a group in the thread that creates one
 _thread_local = local()
-
-
-@contextmanager
-def use_group(group: Group) -> Iterator[None]:
-    """Make this thread use another group within the context, to simulate ranks."""
-    previous = getattr(_thread_local, "group", None)
-    _thread_local.group = group
-    try:
-        yield
-    finally:
-        _thread_local.group = previous
+"""Its ``group``, if any, is that of the thread's calls: tests simulate ranks with it."""
 
 
 def current_group(spec: GroupSpec = None) -> Group:

@@ -290,13 +290,14 @@ class KVClient:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete keys that ``put_all``, ``compare_and_set``, or ``increment`` has set."""
-        for at in range(0, len(keys), MAX_BATCH_KEYS):
-            self._call(partial(self._delete_batch, keys[at : at + MAX_BATCH_KEYS]))
 
-    def _delete_batch(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            if self._store.check([key]):
-                self._store.delete_key(key)
+        def delete(batch: Sequence[str]) -> None:
+            for key in batch:
+                if self._store.check([key]):
+                    self._store.delete_key(key)
+
+        for at in range(0, len(keys), MAX_BATCH_KEYS):
+            self._call(partial(delete, keys[at : at + MAX_BATCH_KEYS]))
 
     # -- heartbeats ------------------------------------------------------------------------------
 

@@ -144,12 +144,8 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         metadata = self.metadata
         version = names.parse_version(self.location.folder.rpartition("/")[2])
         step = version.step if metadata.step is None and version is not None else metadata.step
-        nbytes, refers = 0, False
-        for shard in shards:
-            nbytes += shard.length
-            refers = refers or bool(shard.refers)
         statistics = {
-            "bytes": nbytes,
+            "bytes": sum(shard.length for shard in shards),
             "staged_seconds": round(self.staged_at - self.started_at, 6),
             "written_seconds": round(time.perf_counter() - self.staged_at, 6),
         }
@@ -164,7 +160,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
             step=step,
             branch=metadata.branch,
             parent=metadata.parent,
-            chain=chain if refers else 0,
+            chain=chain if any(shard.refers for shard in shards) else 0,
             shards=shards,
             metadata={"dict": {**self.metadata_node["dict"], **added}},
             tree=self.partition.tree,
@@ -227,7 +223,12 @@ def pinned_attempt(
             base_pin = BasePin(snapshot is not None, keys[0])
         base_pin = collective.broadcast(base_pin, BasePin)
         if collective.rank:
-            _check_visible(location, base_pin.key, collective)
+            try:
+                location.store.stat(base_pin.key)
+            except errors.NotFound as e:  # before this rank writes
+                collective.raise_if_aborted()
+                what = f"Nothing was committed to {location.url}"
+                raise not_shared_error(what, collective.rank, base_pin.key) from e
             if base_pin.usable and base is not None:
                 snapshot = as_sibling(location, base)  # only after rank 0 has found it there
         try:
@@ -239,16 +240,6 @@ def pinned_attempt(
                 # protect the base until this process ends.
                 pins_to_remove.pop_all()
             raise
-
-
-def _check_visible(location: Location, key: str, collective: Collective) -> None:
-    """Raise ``CommitError``, before this rank writes, if it does not see a file of rank 0."""
-    rank = collective.rank
-    try:
-        location.store.stat(key)
-    except errors.NotFound as e:
-        collective.raise_if_aborted()
-        raise not_shared_error(f"Nothing was committed to {location.url}", rank, key) from e
 
 
 def not_shared_error(

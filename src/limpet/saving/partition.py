@@ -209,23 +209,16 @@ class _LocalRank:
         )
 
     def make_details(self, request: DetailRequest, rank: int) -> Details:
-        return Details(
-            self.make_local_plan().to_bytes() if rank in request.local_plan_ranks else b"",
-            self.encode_tree() if rank in request.tree_ranks else b"",
-            self.encode_values() if rank in request.value_ranks else b"",
-        )
-
-    def make_local_plan(self) -> LocalPlan:
-        return make_local_plan(self.leaf_boxes, self.from_first, self.structure)
-
-    def encode_tree(self) -> bytes:
-        return msgspec.msgpack.encode(
-            CommonTree([self.flat.tree, self.flat.from_first], self.flat.merged_lists)
-        )
-
-    def encode_values(self) -> bytes:
-        keys = [leaf.key for leaf in self._unverified]
-        return msgspec.msgpack.encode(list(zip(keys, self._value_digests, strict=True)))
+        plan = tree = values = b""
+        if rank in request.local_plan_ranks:
+            plan = make_local_plan(self.leaf_boxes, self.from_first, self.structure).to_bytes()
+        if rank in request.tree_ranks:
+            nodes = [self.flat.tree, self.flat.from_first]
+            tree = msgspec.msgpack.encode(CommonTree(nodes, self.flat.merged_lists))
+        if rank in request.value_ranks:
+            keys = [leaf.key for leaf in self._unverified]
+            values = msgspec.msgpack.encode([*zip(keys, self._value_digests, strict=True)])
+        return Details(plan, tree, values)
 
 
 class _Coordinator:

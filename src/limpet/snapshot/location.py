@@ -14,6 +14,7 @@ from limpet.machine import full_path
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import check_url, open_store
 from limpet.storage.store import Store, list_level, within
+from limpet.text import format_count
 
 Url = str | os.PathLike[str] | Store
 
@@ -182,4 +183,4 @@ def describe_missing(location: Location) -> tuple[str, str]:
 
 def describe_run(versions: Sequence[Version]) -> str:
     """Describe a run that has these versions, for error messages."""
-    return f"a run of {len(versions):,} version{'' if len(versions) == 1 else 's'}"
+    return f"a run of {format_count(len(versions), 'version')}"

@@ -180,10 +180,7 @@ class SnapshotReader:
 
     @property
     def nbytes(self) -> int:
-        nbytes = 0
-        for shard in self.manifest.shards:
-            nbytes += shard.length
-        return nbytes
+        return sum(shard.length for shard in self.manifest.shards)
 
     @property
     def bases(self) -> frozenset[Version]:
@@ -192,11 +189,7 @@ class SnapshotReader:
 
     @property
     def referred_bytes(self) -> int:
-        nbytes = 0
-        for shard in self.manifest.shards:
-            for file in shard.refers:
-                nbytes += file.bytes
-        return nbytes
+        return sum(file.bytes for shard in self.manifest.shards for file in shard.refers)
 
     @gc_paused
     def nodes(self) -> dict[str, Any]:
