@@ -50,8 +50,7 @@ def wants_json(ctx: click.Context) -> bool:
 
 
 def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """Parse a duration such as ``90``, ``90s``, ``15m``, ``24h``, ``7d``, or ``1h30m`` to
-    seconds."""
+    """Parse ``90``, ``90s``, ``15m``, ``24h``, ``7d``, or ``1h30m`` to seconds."""
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
         return float(value)
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)

@@ -31,8 +31,7 @@ _FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES)
 
 
 def resolve_snapshot(url: str) -> SnapshotReader:
-    """Return the snapshot at a location or an address; ``NotFound`` states what is there
-    instead."""
+    """Return the snapshot at a location or an address. ``NotFound`` says what is there instead."""
     if _is_address(url):
         resolve_run(resolve_address(url)[0])  # raises an error that states what is there instead
         return open_reader(url)
@@ -126,8 +125,7 @@ def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
 
 
 def check_version_name(snapshot: SnapshotReader, location: Location) -> None:
-    """Raise ``AlreadyExists`` if a copy at the location would have the name of another version, or
-    an address."""
+    """Raise ``AlreadyExists`` if a copy would have the name of another version, or an address."""
     refuse_address(location.url)
     manifest = snapshot.manifest
     version = names.parse_version(location.folder.rpartition("/")[2])
@@ -161,8 +159,7 @@ def refuse_address(url: str) -> None:
 
 
 def _is_address(url: str) -> bool:
-    """Return True if ``url`` is an address within a run; an existing path of that name takes
-    precedence."""
+    """Return True if ``url`` is an address within a run, and no existing path has that name."""
     if _is_bucket_address(url):
         return True
     if resolve_address(url)[1] is None or _is_snapshot(url):

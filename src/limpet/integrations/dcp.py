@@ -115,8 +115,7 @@ class _SaveRank:
 
 @dataclass(frozen=True, slots=True)
 class _WrittenItem:
-    """A rank's report on one item that it wrote: its path in the nested state, its box, and the
-    node of its leaf."""
+    """A rank's report on one item that it wrote: its path in the state, its box, and its node."""
 
     path: fqns.ObjectPath
     leaf_box: LeafBox
@@ -257,8 +256,7 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
 def _resolve_item(
     item: WriteItem, planner: SavePlanner, planner_data: Any
 ) -> tuple[_WrittenItem, LocalLeaf]:
-    """Return an item of DCP's plan as a box, and a leaf with its bytes. Raises ``ShapeMismatch``
-    and ``Unsupported``."""
+    """Return an item of DCP's plan, and its leaf. Raises ``ShapeMismatch`` and ``Unsupported``."""
     fqn = item.index.fqn
     path = fqns.path_of(fqn, planner_data)
     key = fqns.key_of(path)

@@ -223,8 +223,7 @@ class _Loader:
         return converted
 
     def bind_converted(self, name: str, node: Any, key: str) -> None:
-        """Bind a saved member that the code gets, and may convert, unless it was seen to ignore it
-        because of its shape."""
+        """Bind a saved member that the code gets, unless it was seen to ignore its shape."""
         import torch
 
         binding = self.binding

@@ -174,14 +174,12 @@ class Binding:
         return (lambda: value) if is_filled else partial(library.loaded, value, targets)
 
     def claim(self, value: Any, source: str | None, key: str) -> None:
-        """Note which elements a live array gets that is no target; ``source`` is None if it keeps
-        its live value."""
+        """Note what a live array gets that is no target; without a ``source``, its live value."""
         for box, part in part_library(type(value)).local_boxes(value, key).box_tensors:
             self._claim_memory(part, source, box, key)
 
     def _claim_memory(self, part: Any, source: str | None, box: Box, key: str) -> None:
-        """Note which elements the memory of a live array gets; ``source`` is None if it keeps its
-        live value."""
+        """Note what the memory of a live array gets; without a ``source``, its live value."""
         if (memory := part_library(type(part)).memory(part)) is not None:
             claim = Claim(key, source, box, part, memory)
             self.claims.setdefault(memory, {}).setdefault((source, box), claim)

@@ -70,8 +70,7 @@ class SharedReader:
 
     @gc_paused
     def indexes(self) -> list[ShardIndex]:
-        """Return the indexes of all shards, as ``SnapshotReader.indexes`` does. One rank reads
-        each block of an index file."""
+        """Do the same as ``SnapshotReader.indexes``. One rank reads each block of an index file."""
         peers, snapshot, shards = self._peers, self._snapshot, self._snapshot.manifest.shards
         blocks = [
             (i, at, min(BLOCK_SIZE, shard.index.length - at))

@@ -188,8 +188,7 @@ def find_statuses(
 
 
 def _next_time(record: AboutVersion) -> datetime:
-    """Return a second after the time of a record, or less in the year 9999, whose last moment
-    raises ``LimpetError``."""
+    """Return a second after a record's time; less in 9999, whose last moment is an error."""
     time = datetime.fromisoformat(record.created)
     remaining = datetime.max.replace(tzinfo=UTC) - time
     if not remaining:
@@ -229,8 +228,7 @@ def check_name(name: object) -> str:
 
 
 def check_job_name(name: object) -> str:
-    """Return the name of an evaluation job, or one inside a training. Raises ``LimpetError`` if
-    it is invalid."""
+    """Return the name of an evaluation job, or one inside a training. Raises ``LimpetError``."""
     expected = "another one than that of the metrics that Run.add_metrics adds"
     require("The name of an evaluation", name != ADDED_METRICS, expected, name)
     return check_name(name)

@@ -199,9 +199,8 @@ def _select(
     candidates: Collection[Version] | None = None,
     before_deletion: BeforeDeletion = lambda *_: (),
 ) -> dict[Version, FolderFiles] | None:
-    """Return the versions to delete of ``candidates``, with their files, or None if a version that
-    counts is no longer the one that ``roots`` shows. Without ``candidates``, this is a first look:
-    no files are looked up."""
+    """Return those of ``candidates`` to delete, with their files, or None if a version that counts
+    is not as in ``roots``. Without ``candidates``, this is a first look: no files are looked up."""
     listing, known = roots.listing, roots.version_records
     records = _read_records(catalog, policy, roots, metrics, candidates)
     intact: dict[Version, bool] = {}

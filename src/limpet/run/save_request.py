@@ -52,8 +52,7 @@ class RequestedSave:
 
 
 def put_request(store: Store, request_id: str) -> str:
-    """Request a save, and return the id of the pending request, which may be another requester's.
-    Raises ``StoreError``."""
+    """Request a save. Return the pending id, maybe another requester's. Raises ``StoreError``."""
     host, _, process = machine.process_identity()
     record = seal(SaveRequest(request_id, machine.utc_now(), host, process))[0]
     for _ in range(MAX_PUTS):

@@ -256,8 +256,7 @@ def _delete_selected(
     look_again_from: int,
     now: float | None = None,
 ) -> list[Stat]:
-    """Perform steps 4 and 5, with ``notices``, for those files that ``select`` returns, and return
-    the deleted files."""
+    """Perform steps 4 and 5, with ``notices``, for what ``select`` returns. Return the files."""
     removed: dict[str, Stat] = {}
     batch, limit = list[Stat](), 1
 

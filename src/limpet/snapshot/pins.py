@@ -189,16 +189,14 @@ def list_process_pins(store: Store) -> list[str]:
 
 
 def list_notices(location: Location) -> list[str]:
-    """Return the keys of the notices of a run: see ``announce_deletion``. ``location``: as for
-    ``create_pin``."""
+    """Return the keys of the notices of a run. ``location``: as for ``create_pin``."""
     entries = list_level(location.store, location.run_key(names.NOTICES))
     found = (f"{names.NOTICES}/{e.name}" for e in entries if e.kind != "folder")
     return [location.run_key(name) for name in found if names.parse_notice(name) is not None]
 
 
 def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, Pin | FormatError]]:
-    """Yield the keys of pins with their records, or with the error of a damaged record. Skips those
-    that were removed."""
+    """Yield the keys of pins that exist with their records, or the error of a damaged record."""
     for key in keys:
         try:
             yield key, decode_pin(get_bounded(store, key, MAX_RECORD), key)
@@ -228,8 +226,7 @@ def describe_holder(record: Pin | VersionLease) -> str:
 
 
 def is_holder_alive(pin: Pin | VersionLease) -> bool | None:
-    """Return True if the process that holds the pin is alive; None if this cannot be seen, as on
-    another machine."""
+    """Return True if the pin's process is alive; None if unknown, as one of another machine."""
     host, boot, own = process_identity()
     if pin.host != host:
         return None

@@ -154,8 +154,7 @@ class SnapshotReader:
         return metadata
 
     def metadata_node(self, *names: str) -> Any:
-        """Return the node under these names in the metadata, which may be large or invalid, or
-        None."""
+        """Return the node under these names in the metadata, maybe large or invalid, or None."""
         node = self.manifest.metadata
         for name in names:
             members = node.get("dict") if type(node) is dict else None

@@ -245,8 +245,7 @@ class TaskLease:
 
 class JobTables:
     """The jobs by name, in order, and the leases of their tasks. A lease takes the lowest open task
-    of the first job that has one and is not blocked. O(log n) steps for n tasks, and a look at each
-    lease."""
+    of the first job with one, unless it is blocked: O(log n) steps, and a look at each lease."""
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
@@ -380,8 +379,7 @@ class JobTables:
         lease.end = now + lease.seconds
 
     def take_back(self, lease: TaskLease, cause: str, is_final: bool = False) -> None:
-        """End a lease as a failed attempt. Without progress, it uses up one of the attempts, or all
-        of them if it is final."""
+        """End a lease as a failed attempt: without progress, that uses up one, or all if final."""
         table, number = lease.table, lease.number
         self.reopen(lease)
         if table.position(number) > lease.position:
@@ -527,8 +525,7 @@ def to_state(next_id: int, tables: Mapping[str, TaskTable]) -> dict[str, Any]:
 
 
 def check_state(state: object) -> tuple[QueueState, list[TaskTable]]:
-    """Return a state after complete checks, and new tables for its jobs. Raises ``PlanError`` if it
-    is not that of a queue."""
+    """Return a state after complete checks, and new tables for its jobs. Raises ``PlanError``."""
     try:
         loaded = _DECODER.decode(msgspec.msgpack.encode(state))
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as e:

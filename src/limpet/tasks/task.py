@@ -31,8 +31,7 @@ class Report(NamedTuple):
 
 
 class TaskSource(Protocol):
-    """What hands out tasks, and receives the reports on them: a ``Queue``, or a ``RemoteQueue`` in
-    a worker process."""
+    """What hands out tasks and receives reports: a ``Queue``, or a ``RemoteQueue`` in a worker."""
 
     def get(
         self,

@@ -125,8 +125,7 @@ def _digest(name: str) -> str:
 
 
 class Hosts:
-    """The hosts of a job, as one rank sees them. Ranks that use one folder of one machine share a
-    memory, and are on one host."""
+    """The hosts of a job, as one rank sees them: ranks that use one folder of one machine."""
 
     def __init__(self, facts: Sequence[RankFacts], rank: int, copies: int) -> None:
         self._facts = facts

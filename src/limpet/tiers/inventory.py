@@ -183,8 +183,7 @@ def _make_snapshot(folder: str, states: Sequence[HostFiles], tier: TierName) -> 
 
 
 def files_of(manifest: Manifest) -> Mapping[str, int]:
-    """Return the lengths by name of a state's files besides its manifest: shard, index, shard,
-    ..."""
+    """Return the lengths by name of a state's files but its manifest: shard, index, shard, ..."""
     files: dict[str, int] = {}
     for shard in manifest.shards:
         files[shard.name] = shard.length

@@ -278,8 +278,7 @@ class Ladder:
             write_error(f"{key} was not deleted, so this restart may count as failed: {e}")
 
     def give_up(self, reason: str) -> NoProgress:
-        """Leave the status of a training that must not run again, and return the exception with
-        which this rank must end."""
+        """Leave the status of a training that must not run again; return the exception to raise."""
         if self._group.rank == 0:
             write_error(reason)
         status = Status(GIVE_UP, self._group.rank, run=self._run.url, why=reason)

@@ -219,7 +219,6 @@ def _read_fields(path: Path) -> dict[str, int]:
 
 
 def _sizes(nbytes: int) -> dict[str, str]:
-    """Return a size, rounded up, as docker and mount (``13g``) and Kubernetes (``13Gi``) write
-    it."""
+    """Return a size, rounded up, as docker and mount (``13g``) and Kubernetes (``13Gi``) do."""
     number, unit = (-(-nbytes // GIB), "g") if nbytes > GIB else (-(-nbytes // MIB), "m")
     return {"docker": f"{number}{unit}", "kubernetes": f"{number}{unit.upper()}i"}

@@ -107,8 +107,7 @@ DEFAULT = Preemption()
 
 
 def _unknown_seconds(grace: float | None) -> float:
-    """Return the time until the stop if the notice does not say it. ``grace`` of ``Preemption``
-    cannot delay ``limpet run``."""
+    """Return the time until the stop if the notice has none. ``limpet run`` ignores ``grace``."""
     kills_after = run_grace()
     if kills_after is None:
         return max(UNKNOWN_SECONDS, grace or 0.0)
