@@ -23,7 +23,7 @@ from limpet.format.sealed import sealed_digest
 from limpet.run.lease import LeaseObserver
 from limpet.run.listing import FolderFiles, Listing, find_link_targets, find_links, list_files
 from limpet.run.policy import Record
-from limpet.run.records import EvaluationReader
+from limpet.run.records import EvaluationReader, VersionEvaluations
 from limpet.snapshot.location import Location, get_bounded, is_snapshot
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.storage.store import Stat, Store, list_level
@@ -240,11 +240,13 @@ class Catalog:
             found |= {match.decode() for match in _VERSION.findall(part)}
         return found
 
-    def check(self, snapshot: SnapshotReader) -> None:
+    def check(self, snapshot: SnapshotReader, known: VersionEvaluations | None = None) -> None:
         """Raise ``FormatError`` if a file is missing or has another length, or if `limpet verify`
-        has found damage, and has not found the version intact since; and ``NotFound``."""
+        has found damage, and has not found the version intact since; and ``NotFound``. ``known``:
+        what is recorded, if it was read."""
         snapshot.check_files()
-        if damage := self.evaluations.read(snapshot.version, snapshot.digest).damage():
+        records = known or self.evaluations.read(snapshot.version, snapshot.digest)
+        if damage := records.damage():
             raise DigestMismatch(
                 f"`limpet verify` has found that {snapshot.version} is damaged: {damage}",
                 todo=f"After a repair, run it again: limpet verify {snapshot.url}",

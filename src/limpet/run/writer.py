@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -128,12 +127,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
             self.lock.release()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Apply retention if it is due, unless an exception ends the block; release the lock."""
         self._branch = None
         try:

@@ -29,11 +29,9 @@ class IntervalSet:
     complete tasks roughly in order. ``add`` and ``in`` take O(log n) steps."""
 
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        for start, stop in intervals:
-            self._starts.append(start)
-            self._stops.append(stop)
+        pairs = [*intervals]
+        self._starts = [start for start, _ in pairs]
+        self._stops = [stop for _, stop in pairs]
         self._length = sum(self._stops) - sum(self._starts)
 
     def __len__(self) -> int:

@@ -104,7 +104,7 @@ class HostTier:
 
     # -- what a subclass defines -------------------------------------------------------------------
 
-    def _make_store(self, folder: str, hosts: Hosts) -> LocalStore | TmpfsStore:
+    def _make_store(self, folder: str) -> LocalStore | TmpfsStore:
         raise NotImplementedError
 
     def _remove_leftovers(self) -> None:
@@ -132,7 +132,7 @@ class HostTier:
             gathered = collective.gather(facts, RankFacts)
             all_facts = collective.broadcast(gathered, list[RankFacts])
             self._hosts = Hosts(all_facts, collective.rank, self._copies)
-            self.store = self._make_store(folder, self._hosts)
+            self.store = self._make_store(folder)
             self.store.folder_mode = 0o700  # also if somebody deletes the folder meanwhile
             if self._hosts.is_first:
                 self._remove_leftovers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
 
 from limpet import errors, events
 from limpet.convert.copy import copy_shards
@@ -36,7 +37,6 @@ from limpet.storage.store import Store
 from limpet.text import format_size
 from limpet.threads import Latch, no_op
 from limpet.tiers.host_tier import KEPT_SNAPSHOTS, HostSnapshot, HostTier
-from limpet.tiers.hosts import Hosts
 from limpet.tiers.inventory import TierSnapshot
 from limpet.tiers.memory_check import TierCost
 from limpet.tiers.settings import LocalTier
@@ -67,7 +67,7 @@ class LocalSnapshots(HostTier):
                 )
         return super()._make_folder(path, run_id, run_url)
 
-    def _make_store(self, folder: str, hosts: Hosts) -> LocalStore:
+    def _make_store(self, folder: str) -> LocalStore:
         return LocalStore(folder, direct=read_settings().direct)
 
     def _check_space(self, folder: str, cost: TierCost) -> None:
@@ -162,22 +162,17 @@ class LocalSnapshots(HostTier):
         self._delete(HostSnapshot(version, self._keys_of(version, attempt)))
 
 
+@dataclass(frozen=True, eq=False)
 class Promotion:
     """The second half of a save to a local disk. ``is_local`` is set once it is complete there, and
     ``has_begun`` once the one before is committed, too; both when the save fails."""
 
-    def __init__(
-        self,
-        tier: LocalSnapshots,
-        location: Location,
-        collective: Collective,
-        previous: Pending | None,
-    ) -> None:
-        self._tier = tier
-        self._location = location
-        self.collective = collective
-        self._previous = previous
-        self.is_local, self.has_begun = Latch(), Latch()
+    _tier: LocalSnapshots
+    _location: Location
+    collective: Collective
+    _previous: Pending | None
+    is_local: Latch = field(default_factory=Latch)
+    has_begun: Latch = field(default_factory=Latch)
 
     def finish(self, job: SaveJob, check_writer: Callable[[Store], object]) -> SnapshotReader:
         """Finish a save on all ranks, and return the version of the run. Rank 0 calls

@@ -24,7 +24,6 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.tmpfs import MIN_SPARE_BYTES, TmpfsStore
 from limpet.threads import start_thread
 from limpet.tiers.host_tier import COPY_SECONDS, KEPT_SNAPSHOTS, HostSnapshot, HostTier, state_bytes
-from limpet.tiers.hosts import Hosts
 from limpet.tiers.memory_check import TierCost, check_memory
 from limpet.tiers.settings import MemoryTier
 
@@ -59,8 +58,8 @@ class MemorySnapshots(HostTier):
         super().measure(count_bytes)
         self._has_enough = self._nbytes < MIN_SPARE_BYTES
 
-    def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
-        return TmpfsStore(folder, spare_files=(KEPT_SNAPSHOTS + 1) * (1 + len(hosts.held)))
+    def _make_store(self, folder: str) -> TmpfsStore:
+        return TmpfsStore(folder, spare_files=(KEPT_SNAPSHOTS + 1) * (1 + len(self._hosts.held)))
 
     def _remove_leftovers(self) -> None:
         self.store.remove_leftovers()

@@ -178,7 +178,7 @@ def _read_entry(
         entry.metrics = {**snapshot.metrics, **entry.evaluations.metrics()}
         entry.referred_bytes = snapshot.referred_bytes
         entry.reason = snapshot.metadata.get("reason")
-        run.catalog.check(snapshot)
+        run.catalog.check(snapshot, entry.evaluations)
     except NotFound:
         return None
     except (FormatError, StoreError) as e:

@@ -10,8 +10,7 @@ from limpet.cli.console import print_line, progress_bar
 from limpet.cli.output import json_option, parse_duration, print_json
 from limpet.cli.resolve import resolve_run
 from limpet.format.names import random_id
-from limpet.run.run import Run
-from limpet.run.save_request import RequestedSave, put_request, request_and_wait
+from limpet.run.save_request import put_request, request_and_wait
 
 
 @click.command("request-save", short_help="Request a save from a running training.")
@@ -37,21 +36,17 @@ def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
         attempt = random_id()
         version, joined = None, put_request(opened.store, attempt) != attempt
     else:
-        answer = _request_and_wait(opened, timeout, quiet=as_json)
+        what, seconds = "waiting for the training", round(timeout)
+        with progress_bar(what, seconds, quiet=as_json, unit="s") as advance:
+
+            def wait(seconds: float) -> None:
+                sleep(seconds)
+                advance(1)
+
+            answer = request_and_wait(opened, timeout, wait=wait)
         version, joined = str(answer.version), answer.joined
     if as_json:
         print_json({"run": opened.url, "version": version, "joined": joined})
     else:
         status = "A request already exists" if joined else "Requested a save at the next step"
         print_line(version or status)
-
-
-def _request_and_wait(run: Run, timeout: float, quiet: bool) -> RequestedSave:
-    """Request a save and wait for it, with a progress bar that counts the seconds."""
-    with progress_bar("waiting for the training", round(timeout), quiet=quiet, unit="s") as advance:
-
-        def wait(seconds: float) -> None:
-            sleep(seconds)
-            advance(1)
-
-        return request_and_wait(run, timeout, wait=wait)
