@@ -61,6 +61,15 @@ def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> fl
     return sum(float(n) * _SECONDS_PER_UNIT[u] for n, u in parts)
 
 
+def duration_option(name: str, default: str, help: str) -> Callable[[F], F]:
+    """Add an option whose value is a time; the verb receives it in seconds."""
+    is_shown = default != "0"
+    return click.option(
+        name, callback=parse_duration, default=default, show_default=is_shown, metavar="TIME",
+        help=help,
+    )  # fmt: skip
+
+
 def print_result(
     as_json: bool,
     build_document: Callable[P, Mapping[str, Any]],

@@ -47,13 +47,7 @@ from limpet.training.options import (
 )
 from limpet.training.preemption_plan import DEFAULT, Preemption
 from limpet.training.response import PreemptionResponse
-from limpet.training.resume import (
-    Resume,
-    ResumePoint,
-    check_start,
-    left_state_invalid,
-    parse_at,
-)
+from limpet.training.resume import Resume, ResumePoint, check_start, left_state_invalid, parse_at
 from limpet.training.resume_check import check_whole_state
 from limpet.training.saver import Saver, SaveSpec
 from limpet.training.step_counter import StepCounter

@@ -427,10 +427,7 @@ def describe_unsaved_steps(run_url: str, step: int, newest_step: int | None, rea
 
 
 def warn_collected(
-    lifecycle: Lifecycle,
-    saver: Saver,
-    step_counter: StepCounter,
-    line: tuple[str, int],
+    lifecycle: Lifecycle, saver: Saver, step_counter: StepCounter, line: tuple[str, int]
 ) -> None:
     """Warn of unsaved steps of a Checkpointer that was never closed, made at the user's ``line``:
     in any thread, or at exit, so that nothing is saved, and no sink, which may lock, is called."""

@@ -79,8 +79,27 @@ class Resume:
         None: there is neither."""
         point = self.load_newest()
         if point is None and self.start is not None:
-            return start_from(self.start, self.state, self.group, self.keys, self.leniency)
+            return self._start_from(self.start)
         return point
+
+    def _start_from(self, start: Url | Snapshot) -> ResumePoint:
+        """Load a version of another run, or a part of it. Without a ``Progress``, steps continue
+        from its steps only if all of it is loaded, else from 0."""
+        snapshot = open_on_all_ranks(start, self.group)
+        report = load_snapshot(snapshot, self.state, self.keys, None, self.leniency, self.group)
+        # a conversion of dtypes leaves nothing out
+        is_complete = self.keys is None and replace(self.leniency, cast=False) == STRICT
+        metadata = read_training_metadata(snapshot) if is_complete else {}
+        return ResumePoint(
+            snapshot,
+            (snapshot.step or 0) if is_complete else 0,
+            from_own_run=False,
+            note={"started_from": {"url": snapshot.url, "digest": snapshot.digest}},
+            # the position and early stopping belong to the model, but goodput to the run
+            training_metadata={n: metadata[n] for n in ("stop", "progress") if n in metadata},
+            start_report=report,
+            is_exact=self.keys is None and report.is_exact,
+        )
 
     def load_newest(self) -> ResumePoint | None:
         """Load the newest intact version, or a newer state of a tier; None: the run is empty. A
@@ -388,32 +407,6 @@ def check_start(
             "A run resumes all of its own versions: keys=, unexpected=, rename=, and mismatched="
             " are valid only together with start="
         )
-
-
-def start_from(
-    start: Url | Snapshot,
-    state: dict[str, Any],
-    group: Group,
-    keys: str | Sequence[str] | None,
-    leniency: Leniency,
-) -> ResumePoint:
-    """Load a version of another run, or a part of it. Without a ``Progress``, steps continue from
-    its steps only if all of it is loaded, else from 0."""
-    snapshot = open_on_all_ranks(start, group)
-    report = load_snapshot(snapshot, state, keys, None, leniency, group)
-    # a conversion of dtypes leaves nothing out
-    is_complete = keys is None and replace(leniency, cast=False) == STRICT
-    metadata = read_training_metadata(snapshot) if is_complete else {}
-    return ResumePoint(
-        snapshot,
-        (snapshot.step or 0) if is_complete else 0,
-        from_own_run=False,
-        note={"started_from": {"url": snapshot.url, "digest": snapshot.digest}},
-        # the position and the state of early stopping belong to the model, but goodput to the run
-        training_metadata={n: metadata[n] for n in ("stop", "progress") if n in metadata},
-        start_report=report,
-        is_exact=keys is None and report.is_exact,
-    )
 
 
 # -- where a training continues ------------------------------------------------------------------

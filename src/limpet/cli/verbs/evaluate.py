@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from limpet import events
 from limpet.cli.console import print_line, progress_bar
 from limpet.cli.exit_codes import EVALUATION_FAILED
-from limpet.cli.output import json_option, keys_option, parse_duration, print_json
+from limpet.cli.output import duration_option, json_option, keys_option, print_json
 from limpet.cli.resolve import check_run_target, refuse_address, resolve_run
 from limpet.convert.export import SUFFIXES, prepare_export
 from limpet.convert.export_record import find_record
@@ -76,28 +76,11 @@ from limpet.threads import no_op
 @click.option("--all", "skip_none", is_flag=True, help="Skip no version; the oldest first.")
 @click.option("--retry", is_flag=True, help="Also evaluate versions that failed before.")
 @click.option("--every-steps", type=int, metavar="N", help="Only the first version after N steps.")
-@click.option(
-    "--every-seconds",
-    callback=parse_duration,
-    default="0",
-    metavar="TIME",
-    help="Start at most one evaluation in this time: 90 (seconds), 15m, 1h.",
+@duration_option(
+    "--every-seconds", "0", "Start at most one evaluation in this time: 90 (seconds), 15m, 1h."
 )
-@click.option(
-    "--throttle",
-    callback=parse_duration,
-    default="0",
-    metavar="TIME",
-    help="Wait for this time after each evaluation.",
-)
-@click.option(
-    "--task-time",
-    callback=parse_duration,
-    default="10m",
-    show_default=True,
-    metavar="TIME",
-    help="Replace a worker that needs longer for a part of the data.",
-)
+@duration_option("--throttle", "0", "Wait for this time after each evaluation.")
+@duration_option("--task-time", "10m", "Replace a worker that needs longer for a part of the data.")
 @click.option(
     "--listen",
     metavar="HOST:PORT",

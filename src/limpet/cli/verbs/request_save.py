@@ -7,7 +7,7 @@ from time import sleep
 import click
 
 from limpet.cli.console import print_line, progress_bar
-from limpet.cli.output import json_option, parse_duration, print_json
+from limpet.cli.output import duration_option, json_option, print_json
 from limpet.cli.resolve import resolve_run
 from limpet.format.names import random_id
 from limpet.run.save_request import put_request, request_and_wait
@@ -15,14 +15,7 @@ from limpet.run.save_request import put_request, request_and_wait
 
 @click.command("request-save", short_help="Request a save from a running training.")
 @click.argument("run")
-@click.option(
-    "--timeout",
-    callback=parse_duration,
-    default="300s",
-    show_default=True,
-    metavar="TIME",
-    help="Stop waiting after this time: 90 (seconds), 15m, 24h.",
-)
+@duration_option("--timeout", "300s", "Stop waiting after this time: 90 (seconds), 15m, 24h.")
 @click.option("--no-wait", is_flag=True, help="Do not wait for the version.")
 @json_option
 def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from limpet.cli.console import print_line
-from limpet.cli.output import json_option, parse_duration, print_json
+from limpet.cli.output import duration_option, json_option, print_json
 from limpet.cli.resolve import resolve_run
 from limpet.run.sweep import SweepResult
 from limpet.text import format_count, format_size
@@ -13,14 +13,7 @@ from limpet.text import format_count, format_size
 
 @click.command("sweep", short_help="Remove files of saves that were never committed.")
 @click.argument("run")
-@click.option(
-    "--grace",
-    callback=parse_duration,
-    default="24h",
-    show_default=True,
-    metavar="TIME",
-    help="Keep files that are younger: 90 (seconds), 15m, 24h, 7d.",
-)
+@duration_option("--grace", "24h", "Keep files that are younger: 90 (seconds), 15m, 24h, 7d.")
 @click.option("--abandoned", is_flag=True, help="Also delete the versions on abandoned branches.")
 @click.option("--dry-run", is_flag=True, help="Report what would be removed; remove nothing.")
 @json_option
