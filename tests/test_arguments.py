@@ -71,8 +71,8 @@ def set_progress(store, count):
     assert type(progress.step) is int
 
 
-def evaluate(store, **options):
-    return limpet.Evaluation(store, print, print, data=print, **options)
+def evaluate(store, workers=0, **options):
+    return limpet.Evaluation(store, print, print, data=print, workers=workers, **options)
 
 
 def add_job(store, **sizes):
@@ -123,7 +123,7 @@ COUNTS: dict[str, Call] = {
     "TaskBatches_rank": lambda _, n: TaskBatches(Queue().training, 4, rank=n, ranks=3),
     "Queue": lambda _, n: Queue(attempts=n),
     "task_size": lambda store, n: add_job(store, task_size=n),
-    "workers": lambda store, n: evaluate(store, workers=n),
+    "workers": lambda _, n: evaluate("run", workers=n),
     "batch_size": lambda store, n: evaluate(store, batch_size=n),
     "Workers": lambda _, n: Workers(n),
     "attempts": lambda _, n: Workers(attempts=n),

@@ -214,10 +214,12 @@ def test_a_registered_scheme_works_everywhere(shelf, tmp_path):
 
 def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
     url = "shelf://one/run"
-    for step in (1, 2):
-        limpet.save(f"{url}/version_{step}", {"w": torch.zeros(9), "n": 1}, step=step)
+    with limpet.Run(url).writer() as writer:
+        for step in (1, 2):
+            writer.save({"w": torch.zeros(9), "n": 1}, step=step, metrics={"loss": 1 / step})
     commands = [
         ("ls", url),
+        ("best", url, "--metric", "loss", "--mode", "min"),
         ("show", f"{url}@1"),
         ("verify", url),
         ("diff", f"{url}@1", f"{url}/version_2"),
