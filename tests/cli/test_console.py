@@ -42,7 +42,7 @@ def test_a_flexible_column_gets_the_rest_of_the_line(monkeypatch, capsys):
     rows = [[("key" * 20, ""), (12, "")], [("\u65e5" * 30, ""), (3456, "red")]]
     for columns in (20, 31, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
-        console.print_table(rows, ("key", "size"), right_aligned=("size",), flexible=0)
+        console.print_table(rows, ("key", "size"), right_aligned=("size",), flexible=[0])
         head, *lines = capsys.readouterr().out.splitlines()
         assert {cell_len(line) for line in (head, *lines)} == {min(columns, 66)}
         assert [line.split()[-1] for line in lines] == ["12", "3456"]

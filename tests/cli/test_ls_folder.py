@@ -14,7 +14,7 @@ from limpet.format.names import MANIFEST, WRITER_LOCK, Version
 from limpet.format.records import Objective, Pin, encode_record
 from limpet.run import overview
 from limpet.run.overview import summarize_runs
-from limpet.run.policy import EverySteps, KeepBest, KeepLast
+from limpet.run.policy import EverySteps, KeepBest, KeepLast, StopWhen
 from limpet.run.records import record_objective
 from limpet.run.run import Run
 from limpet.storage.local.store import LocalStore
@@ -453,3 +453,33 @@ def test_a_thousand_runs(original, tmp_path, settled):
     unchanged = time.process_time() - again
     assert read < 4
     assert unchanged < 0.4
+
+
+# -- a narrow terminal -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a", "resnet50_lr0.001_batch256_augmented_seed17_second_try"])
+def test_the_best_metric_is_shown_on_80_columns(tmp_path, monkeypatch, name):
+    """Also for a long name of a run, and for a reason of the end that is long."""
+    stop = StopWhen("loss", 1, "max")
+    with training(tmp_path / name, EverySteps(20), stop=stop) as (state, ckpt):
+        while not ckpt.should_stop:
+            train(state, ckpt, state["progress"].step + 1)
+    monkeypatch.setenv("COLUMNS", "80")
+    [run] = list_runs(tmp_path).values()
+    assert run["ended"].startswith("stopped by StopWhen(")
+    [_, _, line] = run_cli("ls", tmp_path).out.splitlines()
+    assert "stopped early" in line
+    assert re.search(r"loss [0-9.]+ \(step \d+\)$", line)
+    assert len(line) <= 80
+
+
+def test_damage_is_shown_on_80_columns(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    os.rename(folder / "b", folder / ("b" * 60))
+    lock_of(folder / ("b" * 60), host="n" * 60)
+    flip_bit(LocalStore(folder / ("b" * 60)), f"version_40/{MANIFEST}")
+    line = next(line for name, line in lines_of(folder).items() if name.startswith("bbb"))
+    assert "1 damaged" in line
+    assert "loss" in line
+    assert len(line) <= 80

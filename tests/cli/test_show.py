@@ -65,8 +65,8 @@ def test_each_evaluation_is_shown_with_its_state(run):
     lease.release()
     for line in (
         "evaluation  accuracy 0.75 (val)",
-        "evaluation  FAILED: records 0 to 31: no data (robust)",
-        f"evaluation  PENDING: process {os.getpid()} on ",
+        "evaluation  FAILED (robust): records 0 to 31: no data",
+        f"evaluation  PENDING (slow): process {os.getpid()} on ",
     ):
         assert line in result.out
     (entry,) = (v for v in listed if v["version"] == "version_40")

@@ -210,6 +210,7 @@ def test_on_a_terminal_the_end_of_the_table_is_shown_in_place(watched, clock, mo
 
         def update(self, text, refresh):
             shown.append(text.plain.splitlines())
+            assert text.no_wrap
 
     monkeypatch.setattr("rich.live.Live", Live)
     monkeypatch.setattr(

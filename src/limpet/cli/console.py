@@ -24,6 +24,9 @@ PIPE_WIDTH = 400
 _GAP = "  "
 """What separates two columns of a table."""
 
+_LEAST_WIDTH = 14
+"""Width that a flexible column keeps if another one gives way, too: that of "stopped early"."""
+
 _PROGRESS_DELAY = 0.7
 """Seconds before a progress bar appears."""
 
@@ -63,26 +66,27 @@ def print_table(
     header: Sequence[str] = (),
     *,
     right_aligned: Collection[str] = (),
-    flexible: int | None = None,
+    flexible: Sequence[int] = (),
 ) -> None:
-    """Print a table without borders. ``right_aligned``: names of columns with numbers. The cells of
-    the column ``flexible`` are truncated, so that the lines are no longer than stdout is wide."""
+    """Print a table without borders. ``right_aligned``: names of columns with numbers. ``flexible``:
+    the columns whose cells are truncated, so that the lines are no longer than stdout is wide. Each
+    keeps 14 columns before the next one gives way, and the last one as many as its name."""
     from rich.cells import cell_len
 
     names: list[Cell] = [(name, "bold") for name in header]
     table = [[(to_printable(c), style) for c, style in row] for row in (names, *rows) if row]
     columns = len(table[0]) if table else 0
     widths = [max(cell_len(row[i][0]) for row in table) for i in range(columns)]
-    if flexible is not None and table:
-        flexible %= columns
-        others = sum(widths) - widths[flexible] + len(_GAP) * (columns - 1)
-        least = len(header[flexible]) if header else 4
-        widths[flexible] = min(widths[flexible], max(least, output_width() - others))
+    excess = sum(widths) + len(_GAP) * (columns - 1) - output_width() if flexible else 0
+    for i in flexible if table else ():
+        least = _LEAST_WIDTH if i != flexible[-1] else len(header[i]) if header else 4
+        cut = max(0, min(excess, widths[i] - least))
+        widths[i], excess = widths[i] - cut, excess - cut
     lines = []
     for row in table:
         cells = []
         for i, (text, style) in enumerate(row):
-            shown = truncate(text, widths[i]) if i == flexible else text
+            shown = truncate(text, widths[i]) if i in flexible else text
             padding = " " * (widths[i] - cell_len(shown))
             is_number = bool(header) and header[i] in right_aligned
             if not is_number and i == columns - 1:

@@ -38,8 +38,9 @@ def _live(is_terminal: bool) -> Iterator[Callable[[str], None] | None]:
     from rich.text import Text
 
     with Live(auto_refresh=False) as live:
+        line_end = Text("\n", no_wrap=True, overflow="ellipsis")
         yield lambda text: live.update(
-            Text("\n").join(map(Text.from_ansi, text.splitlines()[1 - live.console.height :])),
+            line_end.join(map(Text.from_ansi, text.splitlines()[1 - live.console.height :])),
             refresh=True,
         )
 

@@ -226,7 +226,7 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
         print_line(f"only in B  {key}", "green")
     if differences.changes:
         changes = [[(c.key, ""), (_format_change(c), "")] for c in differences.changes]
-        print_table(changes, ("key", "change"), flexible=-1)
+        print_table(changes, ("key", "change"), flexible=[1])
     if differences.is_same:
         count = format_count(differences.equal_count, "leaf or value", "leaves and values")
         print_line(f"Identical: {count}", "green")

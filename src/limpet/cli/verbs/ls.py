@@ -243,7 +243,7 @@ def render(result: ListResult) -> None:
     rows = [_table_cells(entry, show_branch, show_referred) for entry in result.entries]
     # metrics get the rest of the line; no other column is truncated, even on a narrow terminal
     numbers = ("step", "branch", "age", *sizes)
-    print_table(rows, (*names, "metrics"), right_aligned=numbers, flexible=-1)
+    print_table(rows, (*names, "metrics"), right_aligned=numbers, flexible=[len(names)])
     for note, style in _footnotes(result):
         print_line(note, style)
 
@@ -281,7 +281,7 @@ def render_runs(place: str, runs: Runs) -> None:
     total = format_size(sum(run.nbytes for run in runs))
     print_table([[(place, "bold"), (f"{format_count(len(runs), 'run')}, {total}", "dim")]])
     names, numbers = ("run", "step", "age", "size", "state", "metrics"), ("step", "age", "size")
-    print_table([*map(_run_cells, runs)], names, right_aligned=numbers, flexible=-1)
+    print_table([*map(_run_cells, runs)], names, right_aligned=numbers, flexible=[4, 0, 5])
     for run in runs:
         if run.problem is not None:
             print_line(f"{run.name}: {run.problem.brief}", "red")
@@ -290,15 +290,16 @@ def render_runs(place: str, runs: Runs) -> None:
 def _run_cells(run: RunSummary) -> list[Cell]:
     shown, style = _build_run_document(run), ""
     state = run.ended or ("not running" if run.records else "no version")
+    state = "stopped early" if state.startswith("stopped by ") else state
     if run.writer is not None and run.is_running() is not False:
         age = format_age(run.writer.created)  # it may have been killed, on another machine
         what, style = ("running", "green") if run.is_running() else (f"locked for {age}", "yellow")
         state = f"{what}: {describe_holder(run.writer)}"
     if isinstance(run.problem, FormatTooNew):
-        state, style = f"{state}, too new", "red"
+        state, style = f"too new, {state}", "red"
     elif run.damaged or run.problem is not None:
         what = f"{run.damaged} damaged" if run.damaged else "unreadable"
-        state, style = f"{state}, {what}", "red"
+        state, style = f"{what}, {state}", "red"
     best = [
         f"{format_metrics({metric: found['value']})} (step {found['version'][8:]})"
         for metric, found in shown["best"].items()

@@ -159,7 +159,7 @@ def render(
     print_line(snapshot.url, "bold")
     problem = _find_problem(snapshot)
     fields: list[list[Cell]] = [[(n, "dim"), (v, "")] for n, v in _header_fields(snapshot)]
-    print_table(fields, flexible=1)
+    print_table(fields, flexible=[1])
     if problem is not None:
         print_line(output.format_error_line(problem), "red")
     print_line()
@@ -168,7 +168,7 @@ def render(
         [(name, style), (truncate(description, width), style), (size, style)]
         for name, description, size, style in _table_lines(rows, depth, layouts)
     ]
-    print_table(table, ("key", "content", "size"), right_aligned=("size",), flexible=0)
+    print_table(table, ("key", "content", "size"), right_aligned=("size",), flexible=[0])
 
 
 def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
@@ -188,12 +188,13 @@ def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
         yield f"config.{to_dotted(key)}", to_repr(tree.decode(node, key, tree.reject_leaf))
     for name, status in _read_statuses(snapshot).items():
         found = status.cause or format_metrics(status.metrics)
-        state = "" if status.state == "DONE" else f"{status.state}: "
         steps = ""
         if status.state == "INEXACT":
             does_count = "counts" if status.counts else "does not count"
             steps = f", steps {status.first_step} to {status.last_step}, {does_count}"
-        yield "evaluation", f"{state}{found} ({name}{steps})"
+        is_done = status.state == "DONE"  # a cause may be long, and is cut
+        text = f"{found} ({name})" if is_done else f"{status.state} ({name}{steps}): {found}"
+        yield "evaluation", text
     shards = format_count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:
