@@ -68,9 +68,9 @@ def print_table(
     right_aligned: Collection[str] = (),
     flexible: Sequence[int] = (),
 ) -> None:
-    """Print a table without borders. ``right_aligned``: names of columns with numbers. ``flexible``:
-    the columns whose cells are truncated, so that the lines are no longer than stdout is wide. Each
-    keeps 14 columns before the next one gives way, and the last one as many as its name."""
+    """Print a table without borders. ``right_aligned``: names of columns with numbers. The cells of
+    the ``flexible`` columns are truncated, so that the lines are no longer than stdout is wide: one
+    after the other to 14 characters, and the last one to the length of its name."""
     from rich.cells import cell_len
 
     names: list[Cell] = [(name, "bold") for name in header]
