@@ -61,13 +61,14 @@ def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> fl
     return sum(float(n) * _SECONDS_PER_UNIT[u] for n, u in parts)
 
 
-def duration_option(name: str, default: str, help: str) -> Callable[[F], F]:
+def duration_option(
+    name: str, default: str, help: str, parse: Callable[..., float] = parse_duration
+) -> Callable[[F], F]:
     """Add an option whose value is a time; the verb receives it in seconds."""
     is_shown = default != "0"
     return click.option(
-        name, callback=parse_duration, default=default, show_default=is_shown, metavar="TIME",
-        help=help,
-    )  # fmt: skip
+        name, callback=parse, default=default, show_default=is_shown, metavar="TIME", help=help
+    )
 
 
 def print_result(

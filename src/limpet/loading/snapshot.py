@@ -141,8 +141,10 @@ class Snapshot:
     def __repr__(self) -> str:
         if not self._reader.is_open:  # nothing is read for this
             return f"<Snapshot {self.url}, not read yet>"
+        step = "" if self.step is None else f" step {self.step},"
+        size = format_size(self.nbytes + self.referred_bytes)
         members = describe_members(self._reader.manifest.tree, "")
-        return f"<Snapshot {self._title}: {members}>"
+        return f"<Snapshot {to_printable(self.url)}:{step} {size}: {members}>"
 
     def __eq__(self, other: object) -> bool:
         """Return True for another ``Snapshot`` of the same reader, such as what a second
@@ -151,12 +153,6 @@ class Snapshot:
 
     def __hash__(self) -> int:
         return hash(self._reader)
-
-    @property
-    def _title(self) -> str:
-        step = "" if self.step is None else f" step {self.step},"
-        size = format_size(self.nbytes + self.referred_bytes)
-        return f"{to_printable(self.url)}:{step} {size}"
 
     @property
     def url(self) -> str:

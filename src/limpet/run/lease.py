@@ -174,7 +174,12 @@ class LeaseHolder:
                     self._put(number + 1)
                     return
             elif first is not None and key != first:
-                raise _in_use_error(self._store, live[key])
+                raise LimpetError(
+                    f"Another process evaluates {self._store.url} under the name {self._name}",
+                    expected="one evaluation of each name at a time",
+                    found=f"{describe_holder(live[key])}, which renews its lease",
+                    todo="Stop one of the two, or give this one another name",
+                )
             first = first or key
             self._wait(self.seconds / (2 * _RENEWALS))
         raise contended_error(lease_name(self._name, 1), self._store.url)
@@ -285,12 +290,3 @@ class LeaseHolder:
             return read_lease(self._store, key).attempt == self._attempt
         except (NotFound, FormatError):
             return False
-
-
-def _in_use_error(store: Store, lease: VersionLease) -> LimpetError:
-    return LimpetError(
-        f"Another process evaluates {store.url} under the name {lease.name}",
-        expected="one evaluation of each name at a time",
-        found=f"{describe_holder(lease)}, which renews its lease",
-        todo="Stop one of the two, or give this one another name",
-    )

@@ -114,7 +114,14 @@ def request_and_wait(
                 pending_id = put_request(run.store, request_id)
             remaining = deadline - clock()
             if remaining <= 0:
-                raise _unanswered_error(run, timeout)
+                raise errors.DeadlinePassed(
+                    f"No training answered the request to save {run.url}; the request was"
+                    " withdrawn",
+                    expected=f"a version within {timeout:g} s",
+                    todo="Check that a training is running and saves to this folder: its log shows"
+                    " a save that failed. Use --timeout to wait longer",
+                    run=run.url,
+                )
             wait(min(interval, remaining))
     except BaseException:
         with suppress(errors.StoreError):  # a request that is left behind costs only one save
@@ -134,16 +141,6 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
             continue
         newest = newest or version
     return newest
-
-
-def _unanswered_error(run: Run, timeout: float) -> errors.DeadlinePassed:
-    return errors.DeadlinePassed(
-        f"No training answered the request to save {run.url}; the request was withdrawn",
-        expected=f"a version within {timeout:g} s",
-        todo="Check that a training is running and saves to this folder: its log shows a save that"
-        " failed. Use --timeout to wait longer",
-        run=run.url,
-    )
 
 
 class RequestWatcher:

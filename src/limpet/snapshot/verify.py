@@ -177,14 +177,8 @@ def _split_by_chunk(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
     """Return one read item for each chunk of an item."""
     cuts = [item.start, *index.cuts[item.first_chunk : item.end_chunk].tolist()]
     return [
-        replace(
-            item,
-            first_chunk=item.first_chunk + i,
-            end_chunk=item.first_chunk + i + 1,
-            start=start,
-            stop=stop,
-        )
-        for i, (start, stop) in enumerate(pairwise(cuts))
+        replace(item, first_chunk=chunk, end_chunk=chunk + 1, start=start, stop=stop)
+        for chunk, (start, stop) in enumerate(pairwise(cuts), item.first_chunk)
     ]
 
 

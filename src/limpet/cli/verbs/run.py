@@ -19,7 +19,7 @@ from typing import NoReturn
 import click
 
 from limpet.cli.exit_codes import NOT_EXECUTABLE, NOT_STARTED
-from limpet.cli.output import json_option, parse_duration, print_json
+from limpet.cli.output import duration_option, json_option, parse_duration, print_json
 from limpet.errors import LimpetError
 from limpet.machine import IS_LINUX
 from limpet.notices import exit_status
@@ -50,13 +50,11 @@ def _parse_grace(ctx: click.Context, param: click.Parameter, value: str) -> floa
     short_help="Run a training; the exit code says what to do next.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
+@duration_option(
     "--grace",
-    callback=_parse_grace,
-    default="25s",
-    show_default=True,
-    metavar="TIME",
-    help="From the first signal to stop until all processes are killed: 90 (seconds), 15m.",
+    "25s",
+    "From the first signal to stop until all processes are killed: 90 (seconds), 15m.",
+    _parse_grace,
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @json_option
