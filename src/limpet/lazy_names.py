@@ -1,5 +1,4 @@
-"""The names of a public package, each of which is imported on first use, and then has short
-tracebacks."""
+"""The names of a public package, each imported on first use, and then with short tracebacks."""
 
 from __future__ import annotations
 

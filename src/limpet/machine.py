@@ -1,5 +1,4 @@
-"""The identity of this machine, its boot, and this process, what the system lacks, and whether a
-function call runs."""
+"""The identity of this machine, its boot, and this process, and what the system lacks."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ _KNOWN = {
 }
 
 MEMORY_SUFFIX = ".memory"
-"""The end of the names of the files in ``status_folder`` that say where states in memory are (see
-``tiers/flush.py``)."""
+"""The end of the names of files in ``status_folder`` about states in memory (``tiers/flush``)."""
 
 
 def status_folder(environ: Mapping[str, str] = os.environ) -> str | None:

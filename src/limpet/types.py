@@ -15,8 +15,7 @@ BLOCK_SIZE = 4 * MIB
 threads then fit into the last-level cache: with 8 MiB each, copying took twice the CPU time."""
 
 ALIGNMENT = 4096
-"""The alignment in bytes of addresses, offsets, and lengths that satisfies O_DIRECT on every disk
-that we know."""
+"""The alignment in bytes of addresses, offsets, and lengths for O_DIRECT on every known disk."""
 
 Advance = Callable[[int], object]
 """Called with a number of bytes that were read or written, from any thread."""
@@ -72,10 +71,7 @@ class Box:
     @staticmethod
     @lru_cache(1024)
     def whole(shape: tuple[int, ...]) -> Box:
-        """Return the box that covers a whole tensor of this shape.
-
-        The result is cached because a state has many tensors but few shapes.
-        """
+        """Return the box of a whole tensor of this shape. (A state has many, but few shapes.)"""
         return Box((0,) * len(shape), shape)
 
     @property

@@ -140,8 +140,7 @@ class PreparedExport:
 
     def write(self, advance: Advance = no_op) -> ExportResult:
         """Write the files; after an error, none remains, unless another call has completed the same
-        export. Files that an earlier call has written are compared and kept. Several threads call
-        ``advance``."""
+        export. Files of an earlier call are compared and kept. Several threads call ``advance``."""
         refuse_existing(self)
         origin, store = _origin(self.snapshot), _ComparingStore(self.location.store)
         location = Location(cast(Store, store), self.location.folder)

@@ -150,8 +150,7 @@ def reshard(
     advance: Advance = no_op,
 ) -> SnapshotReader:
     """Write ``snapshot`` again at ``location`` as ``shards`` shards; return the new, self-contained
-    snapshot once it is committed. It has the state, step, branch, parent, and metadata of the old
-    one.
+    snapshot once it is committed. It has the old state, step, branch, parent, and metadata.
 
     ``split="even"`` cuts leaves with enough rows along dimension 0, as FSDP2 does
     (``torch.chunk``), so that rank r of as many ranks restores from shard r; ``"none"`` cuts no

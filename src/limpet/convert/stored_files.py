@@ -1,8 +1,7 @@
 """Foreign files in any store: read in ranges, or fetched into an unnamed temporary file.
 
 A safetensors file is read in ranges while it is saved, without a local copy. The other formats need
-a file that can be mapped. Their temporary files have no name, so nothing remains of a process that
-is killed.
+a file that can be mapped. Their temporary files have no name: of a killed process, nothing remains.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ WINDOW_BYTES = 48 * MIB
 """Largest size of a window, in bytes of leaves."""
 
 MAX_PADDING = 1 * MIB
-"""Largest number of bytes that a window may leave unused before large spans, which aligns them for
-direct I/O."""
+"""Largest number of bytes that a window leaves unused, to align large spans for direct I/O."""
 
 MAX_READ_BYTES = 32 * MIB
 """Largest size of the chunks that are read and checked concurrently, in bytes."""
@@ -193,8 +192,7 @@ def _cuts_of_shared_chunks(starts: Ints, header_length: int, images: int) -> Int
 
 
 class LeafSpan(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a leaf (by its number), which are at ``offset`` in a new file
-    or in a window."""
+    """Bytes ``start`` to ``stop`` of a leaf (by number), at ``offset`` in a file or a window."""
 
     leaf: int
     start: int
@@ -271,12 +269,10 @@ def window_size(images: Sequence[Image]) -> int:
 
 
 def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[LeafSpan], dict[tuple[int, int], int]]:
-    """Return the spans to read, and the offset in the window of each span of a chunk, by leaf and
-    byte.
+    """Return the spans to read, and each chunk's spans' offsets in the window, by leaf and byte.
 
     The window holds the leaves in order, in row-major order, to be read in large pieces. A large
-    span has the alignment to pages of its file, for direct writes, if padding stays below
-    ``MAX_PADDING``.
+    span is aligned to pages as in its file, for direct writes, within ``MAX_PADDING``.
     """
     read_spans: list[LeafSpan] = []
     window_offsets: dict[tuple[int, int], int] = {}

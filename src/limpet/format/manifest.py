@@ -1,8 +1,7 @@
 """The manifest of a snapshot: its content and its complete validation.
 
-Writing the manifest commits a snapshot. The manifest contains the tree of the state with every
-plain value, and lists the shards and their indexes with lengths and digests. See
-``docs/format.md``.
+Writing it commits a snapshot. It contains the tree of the state with every plain value, and lists
+the shards and their indexes with lengths and digests. See ``docs/format.md``.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ _MAX_KEY = 300
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A value that cannot be saved. ``member``: the object whose ``state_dict()`` returned it, as
-    text, if any."""
+    """A value that cannot be saved. ``member``: the object whose ``state_dict()`` has it."""
 
     key: str
     kind: str

@@ -171,8 +171,7 @@ def splitmix64(x: Hashes) -> Hashes:
 
 
 def _weights(offsets: Ints, sizes: Ints, dims: Ints) -> Hashes:
-    """Return the weights of boxes, for which ``offsets`` and ``sizes`` have ``dims`` numbers
-    each."""
+    """Return the weights of boxes with ``dims`` numbers each in ``offsets`` and ``sizes``."""
     d = ranges(np.zeros_like(dims), dims)
     seed = splitmix64(d.astype(np.uint64))
     random = [splitmix64(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]

@@ -28,8 +28,7 @@ from limpet.types import BLOCK_SIZE, Box
 
 # -- a requested box from stored boxes ------------------------------------------------------------
 #
-# A linear copy is one contiguous run of bytes both in the file and in the target. All other copies
-# are strided.
+# A linear copy is one run of bytes both in the file and in the target. All others are strided.
 
 VECTORIZE_ABOVE = 16
 """If more stored boxes than this overlap a requested box, NumPy operations process them at once."""

@@ -1,5 +1,4 @@
-"""The layout of tensors in ranks and shards: leaf boxes, their order in a shard, and chunks. No
-I/O."""
+"""The layout of tensors in ranks and shards: leaf boxes, their order in a shard, chunks. No I/O."""
 
 from __future__ import annotations
 

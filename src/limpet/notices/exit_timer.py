@@ -21,8 +21,7 @@ from limpet.threads import call_with_limit, start_thread
 
 
 class ExitTimer:
-    """Calls functions at times of ``clock``, which may only move earlier, on a thread of its
-    own."""
+    """Calls functions at times of ``clock``, which may only move earlier, on its own thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -49,8 +49,7 @@ class NoticeSource(Protocol):
 
 
 def check_notice(found: object) -> Notice | None:
-    """Return what a source has returned, with numbers of Python. Raises ``LimpetError`` unless it
-    is a notice or None."""
+    """Return a source's notice, with numbers of Python, or None; ``LimpetError`` for all else."""
     if found is None:
         return None
     if isinstance(found, Notice) and isinstance(found.source, str) and type(found.stops) is bool:

@@ -156,8 +156,7 @@ class _Dispatcher:
             self._close_pipe()
 
     def is_free(self, number: int) -> bool:
-        """Return True if the program neither ignores nor handles a signal, and has asked for no
-        save by it."""
+        """Return True if the program does not ignore, handle, or ask to save by a signal."""
         handler = signal.getsignal(number)
         if handler == self.handle:
             handler = self._previous.get(number, signal.SIG_DFL)

@@ -38,8 +38,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _TWIN_NUMBERS = 1 << 32
-"""The distance between the first sequence numbers of the twins of a group, which the group itself
-never reaches."""
+"""The distance between the first sequence numbers of a group's twins, which no group reaches."""
 
 _TRAINING_NUMBERS = _TWIN_NUMBERS * _TWIN_NUMBERS
 """The first sequence number of the ranks that train, in a group with members."""
@@ -411,8 +410,7 @@ def _unserved_error(host: str, port: int, expected: str, error: Exception) -> Ra
 # -- groups with torch.distributed ---------------------------------------------------------------
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, str], Group]] = WeakKeyDictionary()
-"""For each initialization of torch.distributed, by its default process group: the groups by process
-and name."""
+"""By the default process group of an initialization: the groups by process and name."""
 _groups_lock = RLock()  # the garbage collector may end a group in the thread that creates one
 _thread_local = local()
 """Its ``group``, if any, is that of the thread's calls: tests simulate ranks with it."""

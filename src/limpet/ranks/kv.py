@@ -99,8 +99,7 @@ class Heartbeat:
 
 
 class Greeting(NamedTuple):
-    """What a rank writes until all have joined. ``token``: "" if there is none; ``sent_at``: the
-    time of day."""
+    """What a rank writes until all have joined. ``token``: or ""; ``sent_at``: the time of day."""
 
     token: str = ""
     sent_at: float = 0.0

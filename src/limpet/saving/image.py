@@ -93,8 +93,7 @@ class Image:
         synchronize(self.sources[first:last])
 
     def begin_copy(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
-        """Copy as ``copy_range`` does. Copies from accelerators may end only with
-        ``synchronize``."""
+        """Copy as ``copy_range``; copies from accelerators may end only with ``synchronize``."""
         first, last = self._boxes_between(start, stop)
         shift = buffer_offset - start
         boxes: Iterable[int] = range(first, last)

@@ -40,8 +40,7 @@ MAX_BOX_BYTES = 16 * MIB
 """Largest box that is not split across ranks, in bytes."""
 
 _MAX_CACHED_PLANS = 4
-"""Largest number of cached plans. A training that alternates between several states has one plan
-for each."""
+"""Largest number of cached plans: a training that alternates between states has one for each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ def stage_pieces(
     upload: MappedUpload | None = None,
     streams: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Copy all pieces into buffers, or with an ``upload`` into its file. Then, the live state may
-    change.
+    """Copy all pieces into buffers, or into an ``upload``'s file. Then, the live state may change.
 
     The calling thread alone queues the copies from accelerators, on ``streams``: that keeps the
     copy engine busy, and more threads would compete with the training for the GIL.
@@ -154,8 +153,7 @@ def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int
 
 @contextmanager
 def _own_streams(sources: Sequence[Any]) -> Iterator[None]:
-    """Copy on queues of their own within the context, so that copies overlap the computation of the
-    training."""
+    """Copy on separate queues within the context, to overlap the computation of the training."""
     with ExitStack() as entered:
         for library in {*map(part_library, {*map(type, sources)})}:
             entered.enter_context(library.streams(sources))

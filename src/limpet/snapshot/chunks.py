@@ -73,8 +73,7 @@ def execute_read_plan(
     targets: Sequence[Target],
     workers: Workers,
 ) -> None:
-    """Execute a plan whose requests belong to ``targets``, and increment PyTorch's version
-    counters.
+    """Execute a plan whose requests belong to ``targets``, and count the changes of these.
 
     Raises ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
     Then, targets may be partially written, but never with bytes that failed their check.

@@ -54,8 +54,7 @@ def class_name(value: Any) -> str:
 
 
 def inner_tensors(value: Any, key: str) -> dict[str, Any]:
-    """Return the inner tensors by name. Raises ``Unsupported`` for a nested tensor, and if one is
-    not a tensor."""
+    """Return the inner tensors by name. ``Unsupported``: it is nested, or one is not a tensor."""
     torch: Any = lazy_torch.torch_or_none()
     if value.is_nested:  # its shape has a symbol
         raise unsupported(value, key, "it is a nested tensor", _SAVE_NESTED)

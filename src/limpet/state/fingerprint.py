@@ -1,5 +1,4 @@
-"""A few sampled bytes of many tensors: changes that PyTorch does not count, such as by
-``p.data``."""
+"""A few sampled bytes of many tensors: changes that PyTorch does not count, as by ``p.data``."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _MAX_DEVICE_TENSORS = 256
 
 
 class Fingerprint:
-    """Samples of the bytes of tensors at the last ``record``. ``partial``: those not wholly
-    sampled.
+    """Samples of the bytes of tensors at the last ``record``. ``partial``: those sampled in part.
 
     On the CPU, 64 bytes at the beginning, the middle, and the end of each (10,000 tensors take 0.5
     ms); on accelerators, 64 from the middle of at most 256 tensors, copied without waiting. The

@@ -44,8 +44,7 @@ def shares_elements(t: torch.Tensor) -> bool:
 
 def find_unwritable(state: Any) -> list[str]:
     """Return the names of the parameters, persistent buffers, and tensors in containers whose
-    elements share memory, or are in read-only memory. They can be saved, but not loaded in place.
-    """
+    elements share memory or are read-only: they can be saved, but not loaded in place."""
     torch = lazy_torch.torch_or_none()
     if torch is None:
         return []

@@ -91,8 +91,7 @@ class Savepoint:
         return _PARAMETER_CHANGED if changed else None
 
     def capture(self, label: Any = None, max_bytes: float = inf) -> None:
-        """Copy the values that may change before the next optimizer step. Raises
-        ``TooManyBytes``."""
+        """Copy what may change before the next optimizer step. Raises ``TooManyBytes``."""
         self._invalidate(_INTERRUPTED)
         self._copies.max_bytes = max_bytes
         self.label, self._captured = label, None

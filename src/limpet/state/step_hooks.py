@@ -43,8 +43,7 @@ def find_stable_leaves(state: dict[str, Any], flat: FlatState) -> set[str]:
 
 
 class StepPreHook:
-    """Calls ``before_step`` when an optimizer begins a step; if that raises, the step does not
-    happen.
+    """Calls ``before_step`` when an optimizer begins a step, and prevents the step if that raises.
 
     It covers these optimizers (None: all) and each that has a parameter in the same memory, such as
     one inside a wrapper, until ``remove`` is called or the object is garbage collected. It uses

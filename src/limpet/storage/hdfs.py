@@ -289,8 +289,7 @@ class HdfsFolder(Remote):
             self.delete_file(path, key)
 
     def delete_file(self, path: str, key: str) -> None:
-        """Delete a file if it exists, and folders that are then empty, whose errors do not
-        matter."""
+        """Delete a file if it exists, and then empty folders, whose errors do not matter."""
         if self.call("delete", "delete", key, lambda c: c.delete(path, recursive=False)):
             with suppress(StoreError):
                 self.for_cleanup(key)._delete_empty_folders(path.rpartition("/")[0], key)
@@ -519,8 +518,7 @@ class HdfsFile:
         )
 
     def _rename(self, folder: HdfsFolder) -> None:
-        """Rename the file to its key, which keeps the time of its last change, and delete the
-        others."""
+        """Rename the file to its key, which keeps the time of its change; delete the others."""
         path, target, key = self._path, folder.path(self._key), self._key
         status = self._status
         try:

@@ -28,8 +28,7 @@ Objects = dict[str, tuple[bytes, float]]
 
 
 class MemoryStore:
-    """A store that keeps objects as bytes. All its views, which ``at(folder)`` returns, share its
-    lock and objects."""
+    """A store that keeps objects as bytes. Its views, by ``at``, share its lock and objects."""
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name

@@ -495,8 +495,7 @@ class RetryStore:
                 )
 
     def _require_stat(self, key: str, length: int) -> Stat:
-        """Return the status of an object that was just written. Raises ``StoreError`` if the server
-        shows another length."""
+        """Return the status of a new object; ``StoreError`` if the server shows another length."""
         with _outcome_unknown():
             stat = self.stat(key)
             check_written_length(key, self.url, length, stat.length)

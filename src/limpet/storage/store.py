@@ -5,8 +5,7 @@ call any method. Every failure is a ``StoreError`` that names the key and the st
 ``Unavailable`` is worth retrying.
 
 ``limpet.testing.StoreContract`` tests this contract, and ``MemoryStore`` is the reference
-implementation. (The model is restic's ``backend.go``: one small interface with its MUSTs in
-writing.)
+implementation. (The model: restic's ``backend.go``, one small interface with its MUSTs in writing.)
 """
 
 from __future__ import annotations
@@ -305,8 +304,7 @@ def check_key(key: str, store: str) -> str:
 
 
 class WrittenRanges:
-    """The ranges of an object that have been written. Many threads may add some: each only appends
-    to a list."""
+    """The ranges of an object that were written. Threads may add some: each appends to a list."""
 
     def __init__(self, key: str, store: str, length: int) -> None:
         self._fields = {"key": key, "store": store}
@@ -336,8 +334,7 @@ class WrittenRanges:
             )
 
     def require_complete(self) -> None:
-        """Raise ``StoreError``, which names the first byte that was not written or was written
-        twice."""
+        """Raise ``StoreError`` with the first byte that was written never or twice, if any was."""
         end = 0
         for offset, size in [*sorted(self._ranges), (self._length, 0)]:
             if offset != end:

@@ -25,8 +25,7 @@ from limpet.threads import is_canceled
 T = TypeVar("T")
 
 MIN_PAUSE = 1.0
-"""The least pause, in seconds, after a server refused a request for its rate, unless it said how
-long to wait."""
+"""The least pause, in seconds, after a refusal for the rate, unless the server said how long."""
 
 RECOVERY = 1.0
 """Seconds after which the limit changes again: down, or up by one request."""

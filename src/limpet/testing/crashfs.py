@@ -139,8 +139,7 @@ class CrashFs(Fs):
     def crash(self, keep: Callable[[str], bool]) -> CrashFs:
         """Return the file system after a power cut at this point.
 
-        For every change that was not synced, ``keep`` receives a description and returns True if
-        the change survives.
+        ``keep`` gets a description of each unsynced change, and returns True if it survives.
         """
         with self._lock:
 

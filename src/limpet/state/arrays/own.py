@@ -19,8 +19,7 @@ class Source(ABC):
     """A tensor in a state whose bytes are read when they are saved: from a file or from a server.
 
     ``dtype``: its name in ``limpet.types.DTYPES``; ``shape``: of the whole tensor. A save reads
-    ranges in several threads, in any order, and some of them twice. The bytes must not change
-    meanwhile.
+    ranges in several threads, in any order, some of them twice. They must not change meanwhile.
     """
 
     dtype: str

@@ -48,8 +48,7 @@ class _TorchTensors(ArrayLibrary):
     tag = "tensor"
     has_device = True
     plain_types = _PLAIN
-    # PyTorch does not see the write. With this, a backward pass that needs the old values raises
-    # an error.
+    # PyTorch does not see the write. With this, a backward pass that needs the old values raises.
     count_change = staticmethod(torch.autograd.graph.increment_version)
 
     def describe(self, value: Any) -> tuple[str, str]:

@@ -127,8 +127,7 @@ class CloudServer(Server):
         self._lock = Lock()
 
     def client(self, container: str, seconds_left: float, longest: int) -> Any:
-        """Return a client whose requests take at most ``seconds_left`` and ``longest``, or 1 s. It
-        repeats nothing."""
+        """Return a client that repeats nothing, with a timeout within both limits, or of 1 s."""
         timeout = fit_timeout(min(seconds_left, longest))
         with self._lock:
             if (client := self._clients.get((container, timeout))) is None:

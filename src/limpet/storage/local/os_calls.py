@@ -175,8 +175,7 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 
 def map_file(fd: int, length: int, *, writable: bool) -> Any:
-    """Return a file's first bytes as shared memory, a ctypes array, unmapped when nothing refers to
-    it.
+    """Return a file's first bytes as shared memory: a ctypes array, which unmaps them at its end.
 
     A fork does not get it if writable. ``mmap.mmap`` would keep a descriptor of the file, and unmap
     this address in a fork that has other memory there.

@@ -274,8 +274,7 @@ class LocalStore:
         fd = self.fs.open(folder, os.O_RDONLY | O_DIRECTORY)
         try:
             yield
-            # EINVAL: this file system has no fsync for folders, so it determines how durable names
-            # are.
+            # EINVAL: without an fsync for folders, the file system says how durable names are.
             try:
                 self.fs.fsync(fd)
             except OSError as error:

@@ -106,8 +106,7 @@ class MappedFile:
 
 
 class TmpfsStore(LocalStore):
-    """A store in a folder on tmpfs. ``spare_files``: how many files of deleted objects are kept for
-    the next uploads.
+    """A store on tmpfs. ``spare_files``: how many files of deleted objects wait for new uploads.
 
     Only files that this process wrote and deleted become spare; if another process deletes one, its
     memory is released at the next upload.

@@ -27,8 +27,7 @@ from limpet.types import MIB
 from limpet.version import __version__
 
 CREDENTIALS_TIMEOUT = 5
-"""The same for the services that issue credentials (STS, SSO), which a request may wait for. It is
-tried twice."""
+"""Seconds for each of two tries of a service that issues credentials (STS, SSO)."""
 
 _LAST_MINUTES = 11 * 60
 """Seconds before credentials expire from which on a request waits for other ones. (boto3 waits from

@@ -399,8 +399,7 @@ class S3Parts:
 
 
 class PartBody:
-    """The bytes of a part or an object, as the file that boto3 wants, in blocks that are views of
-    the caller's memory.
+    """The bytes of a part or an object, as the file that boto3 wants: the caller's memory.
 
     urllib3 asks for 16 KiB, too many turns under the interpreter's lock, and sends what it gets. A
     block must be sent before a timeout, on a slow network, too.
