@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from limpet.data.permutation import BatchBlocks, permute
+from limpet.data.epoch_order import BatchBlocks, permute
 
 
 def order(length, seed=0, epoch=0):
