@@ -23,7 +23,7 @@ from limpet.notices.exit_status import (
     read_records,
     write_status,
 )
-from limpet.notices.process_tree import descendants, read_process, started_at
+from limpet.notices.process_tree import descendants, read_process
 from limpet.settings import command_environment, read_settings, run_grace
 
 
@@ -188,7 +188,7 @@ def test_a_process_name_may_contain_anything(tmp_path):
     with subprocess.Popen([odd, "60"]) as process:
         try:
             assert read_process(process.pid).parent == os.getpid()
-            assert started_at(process.pid) >= started_at(os.getpid())
+            assert read_process(process.pid).started >= read_process(os.getpid()).started
             assert process.pid in descendants().all
             assert process.pid in descendants().children
             others = descendants(frozenset({process.pid}))
@@ -196,7 +196,7 @@ def test_a_process_name_may_contain_anything(tmp_path):
         finally:
             process.kill()
     with pytest.raises(OSError, match="No such"):
-        started_at(process.pid)
+        read_process(process.pid)
 
 
 # What a process does after a training that has ended normally. Usage: NOTICED THEN

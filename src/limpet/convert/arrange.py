@@ -152,8 +152,11 @@ def _unwrap_state(value: Any, path: str, renamed: list[str], depth: int = 0) -> 
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, Mapping) and all(type(k) is str for k in versions):
         # a wrapper and its module now have one path; the module comes later, so its entry is kept
-        paths = _unwrap_module_paths(list(versions), value)
-        metadata = OrderedDict(zip(paths, versions.values(), strict=True))
+        paths = list(versions)
+        if all(n.startswith("module.") for n in value):
+            paths = [p.removeprefix("module").removeprefix(".") for p in paths]
+        plain = map(_remove_wrapper_levels, paths)
+        metadata = OrderedDict(zip(plain, versions.values(), strict=True))
         unwrapped._metadata = metadata  # type: ignore[attr-defined]
     return unwrapped
 
@@ -162,12 +165,6 @@ def unwrap_names(names: Sequence[str]) -> list[str]:
     """Return names without prefixes of wrappers; ``module.`` (DDP) only if all begin with it."""
     start = len("module.") if all(n.startswith("module.") for n in names) else 0
     return [_remove_wrapper_levels(n[start:]) for n in names]
-
-
-def _unwrap_module_paths(paths: list[str], names: Mapping[str, Any]) -> list[str]:
-    if all(n.startswith("module.") for n in names):
-        paths = [p.removeprefix("module").removeprefix(".") for p in paths]
-    return [_remove_wrapper_levels(p) for p in paths]
 
 
 def _remove_wrapper_levels(name: str) -> str:

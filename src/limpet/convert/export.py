@@ -236,7 +236,8 @@ def prepare_export(
     require("path", isinstance(path, str | os.PathLike), "a path or a URL", path)
     location, name = locate_export(path_text("path=", path), to)
     if root is None:
-        root = "" if keys or to == "torch" else _default_root(snapshot)
+        has_model = any(k == MODEL_KEY for _, k in tree.members(snapshot.manifest.tree, "") or ())
+        root = MODEL_KEY if has_model and not keys and to != "torch" else ""
     root = root.strip("/")
     node = _find_container(snapshot, root)
     prefix = _averaged_model_prefix(node, root)
@@ -401,11 +402,6 @@ def _last_name(url: str) -> str | None:
 
 
 # -- selecting ------------------------------------------------------------------------------------
-
-
-def _default_root(snapshot: SnapshotReader) -> str:
-    has_model = any(k == MODEL_KEY for _, k in tree.members(snapshot.manifest.tree, "") or ())
-    return MODEL_KEY if has_model else ""
 
 
 def _find_container(snapshot: SnapshotReader, root: str) -> Any:

@@ -47,35 +47,32 @@ class _Extent:
 
     def add_containers(self, root: Any) -> None:
         """Visit every container once, after its members, without recursion."""
-        sizes: dict[int, tuple[int, int] | None] = {}  # None: its members are being visited
+        sizes: dict[int, tuple[int, int]] = {}
+        visiting: set[int] = set()
         pending = [root]
-        depth = 0
         while pending:
             value = pending[-1]
-            if id(value) not in sizes:
-                depth += 1
-                if depth > 2 * MAX_DEPTH:  # before a recursive function sees it
+            if id(value) not in sizes and id(value) not in visiting:
+                visiting.add(id(value))
+                if len(visiting) > 2 * MAX_DEPTH:  # before a recursive function sees it
                     raise self._nesting_error(f"is nested deeper than {2 * MAX_DEPTH} levels")
-                sizes[id(value)] = None
-                for member in _members(value):
-                    if _is_container(member) and id(member) not in sizes:
-                        pending.append(member)
-                    elif _is_container(member) and sizes[id(member)] is None:
+                for member in filter(_is_container, _members(value)):
+                    if id(member) in visiting:
                         raise self._nesting_error("contains itself")
+                    if id(member) not in sizes:
+                        pending.append(member)
                 continue
             pending.pop()
-            if sizes[id(value)] is None:
+            if id(value) in visiting:
                 sizes[id(value)] = self._measure(value, sizes)
-                depth -= 1
+                visiting.remove(id(value))
 
-    def _measure(self, value: Any, sizes: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    def _measure(self, value: Any, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
         """Return the number of values that a container expands to, and their bytes."""
         nodes, nbytes = 1, 0
         for member in _members(value):
             if _is_container(member):
                 size = sizes[id(member)]
-                if size is None:
-                    raise self._nesting_error("contains itself")
                 nodes, nbytes = nodes + size[0], nbytes + size[1]
             else:
                 nodes, nbytes = nodes + 1, nbytes + self._leaf_bytes(member)

@@ -49,9 +49,9 @@ class ForeignFile(Protocol):
 class StoredFile:
     """An object of ``length`` bytes in a store; ``path`` is its URL. Raises ``NotFound``."""
 
-    def __init__(self, location: Location, advance: Advance = no_op) -> None:
+    def __init__(self, location: Location) -> None:
         self.path = location.url
-        self._store, self._key, self._advance = location.store, location.folder, advance
+        self._store, self._key = location.store, location.folder
         self._stat = self._read_stat()
         self.length = self._stat.length
 
@@ -72,7 +72,6 @@ class StoredFile:
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``start``. Raises ``StoreError``."""
         self._store.get_range(self._key, start, len(view), view)
-        self._advance(len(view))
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
         """Return a tensor whose bytes are read when they are saved."""

@@ -262,12 +262,6 @@ def group_into_windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         yield window
 
 
-def window_size(images: Sequence[Image]) -> int:
-    """Return the number of bytes of memory that a window needs."""
-    longest = (int(np.diff(image.cuts).max(initial=0)) for image in images)
-    return max(min(WINDOW_BYTES, sum(image.length for image in images)), *longest) + MAX_PADDING
-
-
 def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[LeafSpan], dict[tuple[int, int], int]]:
     """Return the spans to read, and each chunk's spans' offsets in the window, by leaf and byte.
 
@@ -337,7 +331,9 @@ def write_images(
     """Write each image to its key, concurrently; return the chunks' digests once durable."""
     read_lock = Lock()
     digests = [[digest(i.header), *[""] * (len(i.cuts) - 1)] for i in images]
-    size, traits = window_size(images), store.traits
+    longest = max(int(np.diff(image.cuts).max(initial=0)) for image in images)
+    size = max(longest, min(WINDOW_BYTES, sum(image.length for image in images))) + MAX_PADDING
+    traits = store.traits
     count = 1 if traits.upload_memory or traits.ordered else 2
     windows = Workers.create(BufferPool(count * size, size))
     if traits.ordered:  # what is written in order does not have to wait

@@ -21,7 +21,7 @@ import msgspec
 from limpet.arguments import check_count, require
 from limpet.errors import LimpetError
 from limpet.machine import after_fork
-from limpet.notices.process_tree import read_process, started_at
+from limpet.notices.process_tree import read_process
 from limpet.ranks.error_report import encode_json
 from limpet.settings import LAUNCHED_WORKER_VARIABLE, launched_worker, status_folder
 from limpet.text import hide_secrets
@@ -149,7 +149,7 @@ def requesting_workers(folder: str, number: int) -> list[int]:
     for record in read_records(folder):
         with suppress(OSError):  # it has ended
             if number in record.requests and record.left is None:
-                found += [record.pid] if started_at(record.pid) == record.started else []
+                found += [record.pid] if read_process(record.pid).started == record.started else []
     return found
 
 
@@ -160,7 +160,7 @@ def _write_record(
     worker = launched_worker()
     record = WorkerRecord(
         pid=pid,
-        started=started_at(pid),
+        started=read_process(pid).started,
         launcher=None if worker is None else f"{worker.job_id}/{_launcher_pid()}",
         local_world_size=1 if worker is None else worker.local_world_size,
         restart_count=0 if worker is None else worker.restart_count,
@@ -227,7 +227,9 @@ def _has_left() -> bool:
     records: list[WorkerRecord] = []
     with suppress(OSError):
         records += () if folder is None else read_records(folder)
-    return any(r.pid == pid and r.started == started_at(pid) and r.status for r in records)
+    return any(
+        r.pid == pid and r.started == read_process(pid).started and r.status for r in records
+    )
 
 
 def write_error(text: str) -> None:

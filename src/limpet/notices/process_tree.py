@@ -34,11 +34,6 @@ def read_process(pid: int) -> Process:
     )
 
 
-def started_at(pid: int) -> float:
-    """Return when a process started, in seconds since the machine started, or raise ``OSError``."""
-    return read_process(pid).started
-
-
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent has ended, such as the workers of a killed
     torchrun, so that ``descendants`` finds them. Raises ``OSError`` if the kernel refuses."""

@@ -13,7 +13,7 @@ from limpet.errors import DigestMismatch, FormatError, LimpetError, ManifestInva
 from limpet.format.index import ShardIndex
 from limpet.format.manifest import Manifest, Shard
 from limpet.format.names import MANIFEST
-from limpet.format.safetensors import header_length, parse_header
+from limpet.format.safetensors import parse_header
 from limpet.layout.read_plan import ReadItem, ReadRequest, chunk_read_items, make_read_plan
 from limpet.layout.shard_layout import (
     full_shard_entries,
@@ -189,7 +189,6 @@ def _compare_header_with_index(location: Location, index: ShardIndex) -> None:
     file = location.file_key(index.path)
     raw = bytearray(index.header)
     location.store.get_range(file, 0, index.header, memoryview(raw))
-    header_length(bytes(raw[:8]), index.length, file)
     data_start, entries = parse_header(bytes(raw), index.length, file)
     in_header = [(e.name.rstrip("~"), e.dtype, e.shape, data_start + e.start) for e in entries]
     leaf_boxes, image_offsets = leaf_boxes_from_index(index)

@@ -533,23 +533,19 @@ class HdfsFile:
                 status.modification_time,
             ):
                 raise self._deleted_error(folder) from e
-        except AlreadyExists:
-            self._refuse_folder(folder, target)
+        except AlreadyExists as e:
+            found = folder.look_up(target, key)
+            if found is not None and found.isdir:  # it is in the way for ever
+                raise StoreError(
+                    f"Cannot create {key} in {folder.url}: a folder has this name",
+                    todo="Move the folder away, then try again. Nothing was changed",
+                    key=key,
+                    store=folder.url,
+                ) from e
             raise
         self.paths.remove(path)
         with suppress(StoreError):
             self.abort(folder)
-
-    def _refuse_folder(self, folder: HdfsFolder, target: str) -> None:
-        """Raise ``StoreError`` if a folder has the name of an object: it is in the way for ever."""
-        status = folder.look_up(target, self._key)
-        if status is not None and status.isdir:
-            raise StoreError(
-                f"Cannot create {self._key} in {folder.url}: a folder has this name",
-                todo="Move the folder away, then try again. Nothing was changed",
-                key=self._key,
-                store=folder.url,
-            )
 
     def _deleted_error(self, folder: HdfsFolder) -> StoreError:
         return StoreError(

@@ -74,7 +74,11 @@ def check_url(url: str | os.PathLike[str]) -> str:
     if not text:
         raise StoreError("The URL does not name a folder", expected=_supported(), found=repr(text))
     lost = _LOST_SLASH.match(text)
-    if lost is not None and _is_known(lost[1]):
+    if lost is not None and (
+        is_built_in(lost[1])
+        or lost[1] in _functions
+        or entry_points(group="limpet.stores", name=lost[1])
+    ):
         shown = hide_secrets(text.replace(":/", "://", 1)).replace("://", ":/", 1)
         raise StoreError(
             f"{shown} looks like a URL that lost a slash",
@@ -101,12 +105,6 @@ def check_url(url: str | os.PathLike[str]) -> str:
             todo=f"Perhaps you meant {scheme[0]}{_EMPTY_LEVEL.sub('/', levels)}",
         )
     return text
-
-
-def _is_known(scheme: str) -> bool:
-    """Return True if URLs with this scheme have a store."""
-    is_registered = scheme in _functions or [*entry_points(group="limpet.stores", name=scheme)]
-    return is_built_in(scheme) or bool(is_registered)
 
 
 def register_store(scheme: str, function: OpenStore) -> None:

@@ -320,7 +320,7 @@ class StoreContract:
         if not hasattr(store, "at"):
             pytest.skip("a store without the optional method at")
         view = store.at("a").at("b/c")
-        assert view.url == f"{store.url.rstrip('/')}/a/b/c"
+        assert view.url in (f"{store.url}/a/b/c", f"{store.url}a/b/c")
         put(view, "v/f", b"22")
         view.put_if_absent("v/m", b"1")
         store.put_if_absent("a/b/n", b"other")

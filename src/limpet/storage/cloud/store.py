@@ -109,12 +109,9 @@ class CloudFolder(Remote):
 
         if self.root in self.server.known:
             return
-
-        def list_any(client: Any) -> None:
-            next(iter(obstore.list(client, "limpet-looks-for-the-container")), None)
-
+        name = "limpet-looks-for-the-container"
         with suppress(Denied):  # it may be there
-            self._list("", list_any)
+            self._list("", lambda client: next(iter(obstore.list(client, name)), None))
         self.server.known.add(self.root)
 
     def open(self, key: str, offset: int, length: int | None, tag: str) -> Reply:

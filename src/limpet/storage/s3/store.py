@@ -128,7 +128,13 @@ class S3Folder(Remote):
         start = self.object_name(folder) + "/" if folder else self.prefix
         if partial:
             uploads, marker = self._upload_page(start, marker)
-            return [self._partial_entry(*upload, start) for upload in uploads], marker
+            entries = []
+            for name, upload_id, initiated in uploads:
+                above, slash, last = name.rpartition("/")
+                key = f"{above}{slash}.{_tag(upload_id)}.{last}.partial"
+                stat = Stat(key[len(self.prefix) :], 0, int(initiated.timestamp()))
+                entries.append(Entry(key[len(start) :], "object", stat))
+            return entries, marker
         fields = {} if deep else {"Delimiter": "/"}
         if marker is not None:
             fields["ContinuationToken"] = marker
@@ -152,13 +158,6 @@ class S3Folder(Remote):
         after = tuple(page[f"Next{name}"] for name in _MARKERS) if page["IsTruncated"] else None
         found = [(u["Key"], u["UploadId"], u["Initiated"]) for u in page.get("Uploads", ())]
         return found, self._next(after, marker)
-
-    def _partial_entry(self, name: str, upload_id: str, initiated: Any, start: str) -> Entry:
-        """Return the entry that stands for an unfinished upload."""
-        folder, slash, last = name.rpartition("/")
-        partial = f"{folder}{slash}.{_tag(upload_id)}.{last}.partial"
-        stat = Stat(partial[len(self.prefix) :], 0, int(initiated.timestamp()))
-        return Entry(partial[len(start) :], "object", stat)
 
     def uploads(self, name: str) -> Iterator[str]:
         """Yield the ids of the uploads of an object. All pages are one try."""
