@@ -35,7 +35,6 @@ Cell = tuple[object, str]
 
 
 def output_width() -> int:
-    """Return the width of stdout in columns."""
     is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return get_terminal_size().columns if is_known else PIPE_WIDTH
 

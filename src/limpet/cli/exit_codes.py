@@ -78,7 +78,6 @@ _CODES_BY_ERROR: tuple[tuple[type[LimpetError], int], ...] = (
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code for an error that ended a command."""
     for kind, code in _CODES_BY_ERROR:
         if isinstance(error, kind):
             return code

@@ -107,8 +107,6 @@ def completed_future(value: Any) -> Future[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _SaveRank:
-    """The rank and the number of ranks in a save."""
-
     rank: int
     world_size: int
 

@@ -86,7 +86,6 @@ class Catalog:
 
     @property
     def version_count(self) -> int:
-        """The number of versions that the catalog knows."""
         return len(self._version_records)
 
     def listing(self) -> Listing:
@@ -281,7 +280,6 @@ class Catalog:
 
 
 def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
-    """Return the record of an open snapshot."""
     files = {}
     for shard in snapshot.manifest.shards:
         files[snapshot.location.file_key(shard.path)] = shard.length

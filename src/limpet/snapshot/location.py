@@ -68,7 +68,6 @@ class Location:
             self.deadline.check()
 
     def key(self, name: str) -> str:
-        """Return the key of a file of the snapshot."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def shard_path(self, name: str) -> str:

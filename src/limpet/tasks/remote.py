@@ -95,8 +95,6 @@ class Consumed(wire.Message, frozen=True):
 
 
 class Done(wire.Message, frozen=True):
-    """A task is complete."""
-
     report: Report
     result: str
 
@@ -110,8 +108,6 @@ class Failed(wire.Message, frozen=True):
 
 
 class Released(wire.Message, frozen=True):
-    """A worker returns a task."""
-
     report: Report
 
 
@@ -123,8 +119,6 @@ class Renew(wire.Message, frozen=True):
 
 
 class Leased(wire.Message, frozen=True):
-    """A task."""
-
     kind: str
     id: int
     attempt: int

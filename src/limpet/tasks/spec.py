@@ -64,7 +64,6 @@ class JobSpec:
 
     @cached_property
     def tasks(self) -> int:
-        """The number of tasks in all epochs."""
         return self._task_counts[-1] * self.epochs
 
     def range_of(self, number: int) -> TaskRange:

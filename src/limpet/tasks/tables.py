@@ -158,7 +158,6 @@ class TaskTable:
         self.failures.pop(number, None)
 
     def complete(self, number: int, result: str | None) -> None:
-        """Record that a task is complete."""
         self.completed.add(number)
         self.positions.pop(number, None)
         self.failures.pop(number, None)

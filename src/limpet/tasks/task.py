@@ -157,7 +157,6 @@ class PredictionTask(Task):
 
 
 def make_task(kind: Kind, **fields: Any) -> Task:
-    """Return a task of this kind with these fields."""
     others = EvaluationTask if kind == "evaluation" else PredictionTask
     return (TrainingTask if kind == "training" else others)(**fields)
 

@@ -307,7 +307,6 @@ class ScoreHistory:
     # -- what a version stores -----------------------------------------------------------------
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what a version stores."""
         scores = [[step, score] for step, score in self._scores.items()]
         stop = self._stop
         plain: dict[str, Any] = {"metric": stop.metric, "mode": stop.mode, "scores": scores}

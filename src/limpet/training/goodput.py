@@ -71,7 +71,6 @@ class Goodput:
         return step_seconds, self.save_durations.percentile(95)
 
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
-        """Continue from what the resumed version stores."""
         self._started = _seconds(training_metadata.get("began"), self._started)
         self._trained_seconds = self._committed_seconds = _seconds(
             training_metadata.get("trained_seconds"), 0.0

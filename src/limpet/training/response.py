@@ -181,7 +181,6 @@ class PreemptionResponse(Observer):
     # -- notices, on other threads ---------------------------------------------------------------
 
     def on_notice(self, notice: Notice) -> None:
-        """Respond to a notice of a source."""
         if self._settings is None or self.has_left:
             return
         plan = self._settings.plan(notice, self._exit_seconds())

@@ -489,7 +489,6 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
 
 
 def instruct(in_tier: TierSnapshot, branch: int) -> ResumeInstruction:
-    """Return the instruction to load a state of a tier."""
     return ResumeInstruction(
         False, in_tier.folder, in_tier.digest, branch, in_tier.tier, in_tier.sources
     )

@@ -171,7 +171,6 @@ class StepCounter:
     # -- random numbers ----------------------------------------------------------------------------
 
     def share_seeds(self, group: Group, run_url: str) -> None:
-        """Use the seeds of rank 0 on all ranks."""
         if group.size == 1:
             return
         own = {"": self._seed} | {name: loader.key for name, loader in self._loaders.items()}

@@ -243,7 +243,6 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
 
 
 def _format_change(change: Change) -> str:
-    """Format a change in a few words."""
     if change.aspect == "bytes":
         count = (
             "all"

@@ -21,8 +21,6 @@ from limpet.tiers.peers import transfer
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """The limits of a server."""
-
     file_bytes: int  # of one file
     total_bytes: int  # of all files that peers may have here at once
     connections: int = 32  # authenticated, each with a thread
