@@ -14,6 +14,7 @@ from limpet.cli.verbs.ls import list_versions
 from limpet.cli.verbs.verify import _verify_run
 from limpet.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
 from limpet.format.names import MANIFEST, Version
+from limpet.format.records import BecameBest
 from limpet.run.policy import EverySteps, KeepEvery, KeepLast
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
@@ -63,6 +64,7 @@ def test_evaluations_and_lasting_pins_are_copied_with_a_run(store, empty_url):
     run = hf.Run(store)
     run.add_metrics(20, {"val": 0.25, "odd": float("nan")})
     run.add_metrics(40, {"val": 0.5})
+    run.put_record(BecameBest, "training", 40, metric="val", mode="min")  # is no evaluation
     run.pin(40)
     for added in (0, 1):
         report = run_cli("copy", store.url, empty_url, "--json").json

@@ -41,6 +41,8 @@ def test_a_version_with_wrong_bytes_does_not_count_after_a_verify(store):
     assert listed(store)["problem"]["kind"] == "DigestMismatch"
     assert "limpet verify" in listed(store)["problem"]["message"]
     assert "damaged" in run_cli("ls", store.url).out
+    shown = run_cli("show", f"{store.url}/version_60", "--json").json
+    assert (shown["intact"], shown["problem"]["kind"]) == (False, "DigestMismatch")
     run = Run(store)
     assert run.latest().step == 40
     assert [r.version.step for r in run.records()] == [20, 40]

@@ -18,7 +18,7 @@ from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import copy_snapshot, find_copy
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format.names import Version, branch_name, pin_name
-from limpet.format.records import MAX_RECORD, Ended, LastingPin, Verified, encode_record
+from limpet.format.records import MAX_RECORD, BecameBest, Ended, LastingPin, Verified, encode_record
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import last_written
@@ -179,7 +179,7 @@ def _copy_records(
             copied = replace(record, manifest_digest=target.digest)
             try:
                 location.store.put_if_absent(key, encode_record(copied))
-                result.evaluations += not isinstance(record, Ended)
+                result.evaluations += not isinstance(record, Ended | BecameBest)
             except AlreadyExists as e:  # the other versions are copied all the same
                 advice = "If `limpet verify` says that it is damaged, delete it, and copy again"
                 result.damaged.append((key, e.with_advice(advice)))

@@ -146,7 +146,10 @@ def _read_statuses(snapshot: SnapshotReader) -> dict[str, EvaluationStatus]:
 
 def _find_problem(snapshot: SnapshotReader) -> FormatError | None:
     try:
-        snapshot.check_files()
+        if parse_version(snapshot.location.folder) is None:
+            snapshot.check_files()
+        else:
+            Run(snapshot.location.store).catalog.check(snapshot)
     except FormatError as e:
         return e
     return None
