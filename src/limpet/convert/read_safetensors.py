@@ -11,7 +11,7 @@ import msgspec
 from limpet.convert.read_torch import LoadedFile, load_torch_file
 from limpet.convert.stored_files import ForeignFile, ForeignFolder, is_safetensors, require_space
 from limpet.errors import FormatError, NotFound, Unsupported
-from limpet.format.safetensors import HeaderEntry, decode_entries
+from limpet.format.safetensors import decode_entries
 from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
 from limpet.format.tree import is_valid_shape
 from limpet.types import DTYPES, Advance
@@ -42,7 +42,12 @@ _DTYPES_BY_CODE = {
 def load_safetensors(file: ForeignFile) -> dict[str, Any]:
     """Return the tensors by name, in the order of the header. (No digests: damage in the data
     cannot be detected.) ``Unsupported``: a dtype that Limpet does not have."""
-    entries, begin = _read_header(file)
+    begin = 8 + int.from_bytes(file.read(0, 8), "little")
+    try:
+        entries, metadata = decode_entries(file.read(8, begin))
+    except DECODE_ERRORS as e:
+        raise file.format_error("a JSON header of safetensors", str(e), 8) from e
+    _refuse_rank_files(file, metadata)
     unsupported = sorted({t.dtype for t in entries.values()} - _DTYPES_BY_CODE.keys())
     if unsupported:
         raise Unsupported(
@@ -68,17 +73,6 @@ def load_safetensors(file: ForeignFile) -> dict[str, Any]:
     if begin + at != file.length:
         raise file.format_error(f"a file of {begin + at} bytes", f"{file.length} bytes", begin + at)
     return {name: tensors[name] for name in entries}
-
-
-def _read_header(file: ForeignFile) -> tuple[dict[str, HeaderEntry], int]:
-    """Return the entries of a file that ``is_safetensors`` by name, and the offset of its data."""
-    begin = 8 + int.from_bytes(file.read(0, 8), "little")
-    try:
-        entries, metadata = decode_entries(file.read(8, begin))
-    except DECODE_ERRORS as e:
-        raise file.format_error("a JSON header of safetensors", str(e), 8) from e
-    _refuse_rank_files(file, metadata)
-    return entries, begin
 
 
 def _refuse_rank_files(file: ForeignFile, metadata: dict[str, str]) -> None:

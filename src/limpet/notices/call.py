@@ -17,8 +17,7 @@ class CallNotice(BoundedSource):
 
     The function returns None or False for no notice, True for a notice, the number of seconds until
     the stop (0 and less mean now), or a ``Notice``, which MUST be returned once if it does not
-    stop. One thread at a time calls it, not that of the training. While it hangs, it is not called
-    again.
+    stop. One thread at a time calls it, not that of the training, and never while it hangs.
 
     ``name``: for messages, by default the name of the function. ``interval``: seconds between two
     polls. ``check`` raises ``OSError`` if the function raises, or returns anything else.

@@ -30,8 +30,7 @@ class FileNotice(BoundedSource):
     process has reported. After that, each change of its status (``ctime``) counts: a new file,
     ``touch``, or a file that is moved there. Nothing deletes the file.
 
-    ``check`` raises ``OSError`` if the folder does not exist or may not be read, or if the path is
-    not a file.
+    ``check`` raises ``OSError`` if the folder is missing or unreadable, or the path is no file.
     """
 
     def __init__(

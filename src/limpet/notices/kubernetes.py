@@ -38,8 +38,7 @@ class KubernetesNotice(BoundedSource):
 
     SIGTERM, which is a source of its own, comes then, too. The API server says more: how many
     seconds are left (``deletionTimestamp``), even while a ``preStop`` hook delays the signal, or if
-    a shell as process 1 does not forward it. Each poll is one cheap request (from its cache,
-    metadata only).
+    a shell as process 1 does not forward it. Each poll is one cheap request, of cached metadata.
 
     It requires a service account whose token is mounted, and that may ``get`` ``pods`` in its
     namespace. Without that permission, it asks no more, and each poll raises an error that says so.

@@ -67,7 +67,10 @@ class SlurmNotice(BoundedSource):
             interval = 60.0 if near else 600.0  # all jobs of the cluster share Slurm
             if self._asked_at is None or self.clock() - self._asked_at >= interval:
                 self._asked_at = self.clock()
-                self._ask()
+                try:
+                    self._ends_at = self._now() + self._run_command()
+                except OSError as e:  # it counts only while the end is unknown
+                    self._error = e
         if self._ends_at is None and self._error is not None:
             raise OSError(f"Cannot find out when the job ends: {self._error}") from self._error
         left = self._seconds_left()
@@ -75,13 +78,6 @@ class SlurmNotice(BoundedSource):
 
     def _seconds_left(self) -> float:
         return math.inf if self._ends_at is None else self._ends_at - self._now()
-
-    def _ask(self) -> None:
-        """Ask Slurm when the job ends. An error counts only while the end is unknown."""
-        try:
-            self._ends_at = self._now() + self._run_command()
-        except OSError as e:
-            self._error = e
 
     def _run_command(self) -> float:
         """Return the seconds that are left according to Slurm. Raises ``OSError``."""

@@ -125,7 +125,8 @@ def partition_state(
     tree = None if coordinator is None else coordinator.merge_trees()
     if request.send_masks:
         encoded_masks = None if coordinator is None else coordinator.encode_masks()
-        mask = _unpack_mask(collective.scatter(encoded_masks, bytes), len(leaves))
+        bits = np.frombuffer(collective.scatter(encoded_masks, bytes), np.uint8)
+        mask = np.unpackbits(bits, count=len(leaves)).astype(bool)
         _add_to_cache(masks, request.plan_id, mask)
     elif request.has_requests:
         # wait until rank 0 has accepted the details: it raises if they conflict
@@ -309,10 +310,6 @@ class _Coordinator:
         if plan is None:
             raise ValueError("no rank has sent its boxes")
         return [np.packbits(plan.write_mask(r)).tobytes() for r in range(len(self._summaries))]
-
-
-def _unpack_mask(raw: bytes, count: int) -> Any:
-    return np.unpackbits(np.frombuffer(raw, np.uint8), count=count).astype(bool)
 
 
 def _first_ranks(values: Iterable[T]) -> dict[T, int]:

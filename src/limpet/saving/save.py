@@ -206,8 +206,13 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotRe
     with job, collective, enough_memory(f"the save of {location.name}"):
         if job.staging_error is not None:
             raise job.staging_error
-        if job.deferred is not None:
-            _stage_deferred(job, job.deferred)
+        if job.deferred is not None and (changed := job.deferred.stage(job.workers)):
+            raise CommitError(
+                f"Nothing was committed to {location.url}: {format_list(changed, 3)} changed"
+                " during the copy in the background",
+                todo="Change these tensors only in an optimizer's step, or use overlap=False",
+                leaves=changed,
+            )
         with pinned_attempt(location, job.partition.attempt, job.base, collective) as base:
             with before_commit():
                 receipt = write_local_shard(job, base)
@@ -230,14 +235,3 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotRe
     seconds = time.perf_counter() - job.started_at
     events.emit("committed", url=location.url, bytes=job.result.nbytes, seconds=seconds)
     return snapshot
-
-
-def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
-    """Stage the deferred pieces; ``CommitError`` if the training changed their leaves meanwhile."""
-    if changed := deferred.stage(job.workers):
-        raise CommitError(
-            f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
-            " during the copy in the background",
-            todo="Change these tensors only in an optimizer's step, or use overlap=False",
-            leaves=changed,
-        )
