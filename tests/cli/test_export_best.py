@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import limpet
-from limpet.cli.exit_codes import EVALUATION_FAILED, EXISTS, USAGE
+from limpet.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
 from limpet.cli.verbs import evaluate as verb
 from limpet.errors import LimpetError
 from limpet.run.run import Run
@@ -51,7 +51,7 @@ def evaluate(*more):
 
 
 def exported(folder, to="out"):
-    return sorted(p.name for p in (folder / to).glob("version_*"))
+    return sorted(p.name for p in (folder / to).glob("step_*"))
 
 
 def test_each_version_that_becomes_the_best_is_exported(folder):
@@ -59,11 +59,11 @@ def test_each_version_that_becomes_the_best_is_exported(folder):
     done = evaluate("--all", *METRIC, "--export-best", "out")
     assert done.code == 0, done.err
     assert [line for line in done.out.splitlines() if "exported" in line] == [
-        f"exported version_{i} to out/version_{i}" for i in (1, 3, 4)
+        f"exported version_{i} to out/step_{i}" for i in (1, 3, 4)
     ]
-    assert done.out.splitlines()[1] == "exported version_1 to out/version_1", "right after it"
-    assert exported(folder) == ["version_1", "version_3", "version_4"]
-    assert load_file(folder / "out/version_4/model.safetensors")["w"].tolist() == [4.0] * 3
+    assert done.out.splitlines()[1] == "exported version_1 to out/step_1", "right after it"
+    assert exported(folder) == ["step_1", "step_3", "step_4"]
+    assert load_file(folder / "out/step_4/model.safetensors")["w"].tolist() == [4.0] * 3
     assert not [*(folder / "run").glob("pin-*")]
 
 
@@ -71,10 +71,8 @@ def test_each_version_that_becomes_the_best_is_exported(folder):
 def test_the_formats_are_those_of_export(folder, kind):
     save(v1=0.5)
     assert evaluate(*METRIC, "--export-best", "a", "--to", kind).code == 0
-    assert run_cli("export", "run@1", "b/version_1", "--to", kind).code == 0
-    (a, b) = (
-        {p.name: p.read_bytes() for p in (folder / to / "version_1").iterdir()} for to in "ab"
-    )
+    assert run_cli("export", "run@1", "b/step_1", "--to", kind).code == 0
+    (a, b) = ({p.name: p.read_bytes() for p in (folder / to / "step_1").iterdir()} for to in "ab")
     assert a == b
 
 
@@ -83,16 +81,16 @@ def test_a_repeated_command_exports_nothing_twice_and_completes_what_is_missing(
     assert evaluate(*METRIC).code == 0
     missing = evaluate(*METRIC, "--export-best", "out")  # as if the first one had been killed
     assert "Nothing to evaluate" in missing.out
-    assert "exported version_1 to out/version_1" in missing.out
+    assert "exported version_1 to out/step_1" in missing.out
     before = {p: p.stat().st_mtime_ns for p in (folder / "out").rglob("*")}
     again = evaluate(*METRIC, "--export-best", "out", "--json")
     assert again.code == 0
-    assert again.json["exported"] == {"version_1": "out/version_1"}
+    assert again.json["exported"] == {"version_1": "out/step_1"}
     assert "exported" not in evaluate(*METRIC, "--export-best", "out").out
     assert {p: p.stat().st_mtime_ns for p in (folder / "out").rglob("*")} == before
     save(v2=0.9)
     assert "exported" not in evaluate(*METRIC, "--export-best", "out").out
-    assert exported(folder) == ["version_1"]
+    assert exported(folder) == ["step_1"]
 
 
 def test_the_scores_of_the_training_count(folder):
@@ -100,9 +98,19 @@ def test_the_scores_of_the_training_count(folder):
     Run("run").add_metrics(1, {"loss": 0.1})
     done = evaluate(*METRIC, "--export-best", "out")
     assert done.code == 0
-    assert exported(folder) == ["version_1"]
+    assert exported(folder) == ["step_1"]
     assert evaluate("--metric", "loss", "--mode", "max", "--export-best", "out").code == 0
-    assert exported(folder) == ["version_1", "version_2"], "an old export is kept"
+    assert exported(folder) == ["step_1", "step_2"], "an old export is kept"
+
+
+def test_a_folder_of_exports_is_no_run(folder):
+    save(v1=0.5, v2=0.4)
+    assert evaluate("--all", *METRIC, "--export-best", "out").code == 0
+    check_error_line(run_cli("ls", "out"), NOT_FOUND, "There is no run at out")
+    before = sorted(folder.rglob("*"))
+    check_error_line(run_cli("sweep", "out", "--grace", "0"), NOT_FOUND, "There is no run at ")
+    assert sorted(folder.rglob("*")) == before
+    assert [run["name"] for run in run_cli("ls", ".", "--json").json["runs"]] == ["run"]
 
 
 def test_follow_exports_what_is_missing_at_once(folder):
@@ -112,12 +120,12 @@ def test_follow_exports_what_is_missing_at_once(folder):
     assert evaluate("--follow", *METRIC).code == 0
     done = evaluate("--follow", *METRIC, "--export-best", "out/")
     assert done.code == 0, done.err
-    assert done.out.startswith("exported version_1 to out/version_1\n")
+    assert done.out.startswith("exported version_1 to out/step_1\n")
 
 
 def test_an_export_that_fails_loses_nothing(folder):
     save(v1=0.5, v2=0.4)
-    other = folder / "out/version_1/model.safetensors"
+    other = folder / "out/step_1/model.safetensors"
     other.parent.mkdir(parents=True)
     other.write_text("of another program")
     check_error_line(evaluate("--all", *METRIC, "--export-best", "out"), EXISTS, "another file")
@@ -126,15 +134,32 @@ def test_an_export_that_fails_loses_nothing(folder):
     other.unlink()
     done = evaluate("--all", *METRIC, "--export-best", "out")
     assert done.code == 0
-    assert exported(folder) == ["version_1", "version_2"]
+    assert exported(folder) == ["step_1", "step_2"]
     assert "exported version_2" in done.out
 
 
-def test_the_run_itself_is_refused(folder):
+def test_exports_in_the_run_itself_are_not_its_versions(folder):
     save(v1=0.5)
-    result = evaluate(*METRIC, "--export-best", "run")
-    check_error_line(result, EXISTS, "nothing was exported into it")
+    assert evaluate(*METRIC, "--export-best", "run").code == 0
+    assert run_cli("sweep", "run", "--grace", "0").code == 0
+    assert run_cli("verify", "run").code == 0
+    assert exported(folder, "run") == ["step_1"]
+    assert [v["step"] for v in run_cli("ls", "run", "--json").json["versions"]] == [1]
+
+
+def test_the_address_of_a_version_is_refused(folder):
+    save(v1=0.5)
     check_error_line(evaluate(*METRIC, "--export-best", "run@1"), EXISTS, "address of a version")
+
+
+def test_a_misspelled_metric_stops_the_command_and_is_not_recorded(folder):
+    save(v1=0.5, v2=0.4)
+    result = evaluate("--all", "--metric", "lss", "--mode", "min")
+    check_error_line(result, OTHER, "returns no metric lss", "it returns loss")
+    assert Run("run").evaluations(1) == Run("run").evaluations(2) == {}
+    assert not [*(folder / "run").glob("lease-*")]
+    assert "lss" not in run_cli("ls", "run").out
+    assert evaluate("--all", *METRIC).code == 0
 
 
 def test_without_a_score_nothing_is_exported(folder):
@@ -173,5 +198,5 @@ def test_a_version_is_not_deleted_while_it_is_exported(folder, monkeypatch):
     real = verb.prepare_export
     monkeypatch.setattr(verb, "prepare_export", prepare)
     assert evaluate(*METRIC, "--export-best", "out").code == 0
-    assert found == ["out/version_1"]
+    assert found == ["out/step_1"]
     Run("run").delete(1)

@@ -40,7 +40,10 @@ def test_a_version_with_wrong_bytes_does_not_count_after_a_verify(store):
     assert not listed(store)["intact"]
     assert listed(store)["problem"]["kind"] == "DigestMismatch"
     assert "limpet verify" in listed(store)["problem"]["message"]
-    assert "damaged" in run_cli("ls", store.url).out
+    text = run_cli("ls", store.url).out
+    assert "damaged" in text
+    assert "version_60: `limpet verify` found wrong bytes in version_60.\n" in text
+    assert "`limpet verify` found wrong bytes" in run_cli("show", f"{store.url}@60").out
     shown = run_cli("show", f"{store.url}/version_60", "--json").json
     assert (shown["intact"], shown["problem"]["kind"]) == (False, "DigestMismatch")
     run = Run(store)

@@ -45,7 +45,7 @@ def test_a_run_instead_of_a_snapshot(folder):
 
 
 def test_show_and_export_use_the_newest_version_of_a_run(folder):
-    note = "limpet: runs/a is a run; this is its newest version, version_10\n"
+    note = "limpet: runs/a is a run; this is its newest intact version, version_10\n"
     shown = run_cli("show", "runs/a")
     assert (shown.code, shown.err) == (0, note)
     assert "runs/a/version_10" in shown.out

@@ -10,12 +10,13 @@ import torch
 import limpet as hf
 from limpet.cli.tree_rows import iter_tree_rows
 from limpet.cli.verbs.show import render
+from limpet.errors import MissingLeaf
 from limpet.format.names import Version
 from limpet.format.records import FailedEvaluation
 from limpet.loading.snapshot import reader_of
 from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
-from tests.cli.invoke import run_cli
+from tests.cli.invoke import check_error_line, run_cli
 from tests.forging import small_state
 
 
@@ -235,3 +236,13 @@ def test_the_config_is_shown_with_one_line_for_each_value(empty_url):
 def test_a_version_without_a_config_shows_none(run):
     assert "config" not in run_cli("show", run).out
     assert run_cli("show", run, "--json").json["config"] is None
+
+
+@pytest.mark.parametrize("keys", [[f"layer{i}" for i in range(1000)], "layer"])
+def test_a_message_about_keys_is_short(run, keys):
+    words = [keys] if isinstance(keys, str) else keys
+    options = [word for key in words for word in ("--keys", key)]
+    check_error_line(run_cli("show", f"{run}@20", *options), 6, "keys like layer")
+    with pytest.raises(MissingLeaf, match="keys like layer") as caught:
+        hf.load(f"{run}@20", keys=keys)
+    assert len(str(caught.value)) < 500

@@ -433,12 +433,22 @@ def test_an_objective_is_recorded_also_if_the_evaluator_dies_between_two_records
     assert limpet.open(f"{run}@best").step == 1
 
 
-def test_an_objective_that_the_evaluation_does_not_return_fails_it(run):
+def test_an_objective_that_the_evaluation_does_not_return_is_an_error_of_the_arguments(run):
     save_version(run, 1)
-    (outcome,) = evaluation(run, workers=0, objective=("loss", "min")).run()
-    assert outcome.state == "FAILED"
+    with pytest.raises(LimpetError, match=r"returns no metric loss.*accuracy, val/loss"):
+        evaluation(run, workers=0, objective=("loss", "min")).run()
+    assert Run(run).evaluations(1) == {}
+
+
+def test_a_version_without_the_metric_of_earlier_ones_fails(run):
+    save_version(run, 1)
+    Run(run).add_metrics(1, {"loss": 0.5}, "val")
+    save_version(run, 2)
+    select = Selection(skip_none=True)
+    own = evaluation(run, workers=0, name="val", objective=("loss", "min"), select=select)
+    (outcome,) = own.run()
+    assert (outcome.version.step, outcome.state) == (2, "FAILED")
     assert "returns no metric loss" in outcome.cause
-    assert "accuracy, val/loss" in outcome.cause
 
 
 @pytest.mark.usefixtures("quick_polls")

@@ -56,7 +56,7 @@ def resolve_newest(url: str, *, quiet: bool) -> SnapshotReader:
     if newest is None:
         raise _not_found_error(url, "snapshot")
     if not quiet:
-        note = f"{url} is a run; this is its newest version, {newest.version}"
+        note = f"{url} is a run; this is its newest intact version, {newest.version}"
         click.echo(f"limpet: {note}", err=True)
     return newest
 

@@ -26,6 +26,7 @@ from limpet.run.records import check_job_name, make_objective, record_objective
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Url
+from limpet.text import format_list
 from limpet.threads import no_op
 
 _MAX_WAITING = 10_000
@@ -272,9 +273,11 @@ class Evaluation:
     def _record(self, snapshot: Snapshot, metrics: Mapping[str, float]) -> None:
         objective = self._objective
         if objective is not None and objective.metric not in metrics:
-            raise WorkerError(
+            # never returned: an error of the arguments, which holds for each version
+            error = WorkerError if self._has_recorded_objective else LimpetError
+            raise error(
                 f"The evaluation returns no metric {objective.metric}, by which versions are"
-                f" compared; it returns {', '.join(sorted(metrics))}"
+                f" compared; it returns {format_list(sorted(metrics), 20)}"
             )
         # first: a version that has metrics is not evaluated again
         self._record_objective(metrics)

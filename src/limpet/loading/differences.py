@@ -215,7 +215,7 @@ def no_match_error(snapshot: SnapshotReader, keys: Any) -> MissingLeaf:
     """Return the error of a load whose ``keys`` select nothing."""
     return MissingLeaf(
         f"No leaf of {snapshot.url} matches",
-        expected=f"keys like {keys!r}",
+        expected=f"keys like {format_list([keys] if isinstance(keys, str) else [*keys], 5)}",
         found=", ".join([*snapshot.nodes()][:10]),
         todo="`limpet show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
         " across levels",

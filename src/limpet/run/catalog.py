@@ -247,8 +247,9 @@ class Catalog:
         records = known or self.evaluations.read(snapshot.version, snapshot.digest)
         if damage := records.damage():
             raise DigestMismatch(
-                f"`limpet verify` has found that {snapshot.version} is damaged: {damage}",
+                f"`limpet verify` found wrong bytes in {snapshot.version}",
                 todo=f"After a repair, run it again: limpet verify {snapshot.url}",
+                damage=damage,
             )
 
     def intact_records(

@@ -188,7 +188,7 @@ def rank_runs(
     if metric is None or mode not in ("min", "max"):
         modes = format_list([f"{name} ({how})" for name, how in sorted(recorded.items())], 20)
         raise LimpetError(
-            f"The runs of {place} record no single {'mode of ' + metric if metric else 'metric'}",
+            f"{place} records no single {'mode of ' + metric if metric else 'metric'}",
             found=f"the modes {modes or '(none)'}",
             todo="Pass --metric METRIC --mode min|max",
         )

@@ -53,7 +53,7 @@ from limpet.threads import no_op
     "--export-best",
     "export_to",
     metavar="DIR",
-    help="Export each version that becomes the best by --metric to DIR/version_N.",
+    help="Export each version that becomes the best by --metric to DIR/step_N.",
 )
 @click.option(
     "--to",
@@ -186,11 +186,12 @@ def _export_best(
     exported: dict[str, str],
     say: Callable[..., object],
 ) -> None:
-    """Export the best version into its own folder below ``folder``, unless that is done."""
+    """Export the best version into its own folder below ``folder``, unless that is done. The folder
+    has another name than a version: what is in ``folder`` is no run."""
     best = run.best(*objective) if objective and folder else None
     if best is None or folder is None or str(best.version) in exported:
         return
-    to = f"{folder.rstrip('/')}/{best.version}"
+    to = f"{folder.rstrip('/')}/step_{best.version.name}"
     with pins.protected(run.location(best.version), best.version):
         prepared = prepare_export(reader_of(best), to, kind)
         if find_record(prepared.location, prepared.record_name) is None:  # it is written last

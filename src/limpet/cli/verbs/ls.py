@@ -81,7 +81,9 @@ class ListResult:
 
 @click.command("ls", short_help="List versions of a run, or runs: step, age, size, metrics, ...")
 @click.argument("place", metavar="RUN|FOLDER")
-@click.option("--watch", is_flag=True, help="Show each change, up to the end of the training.")
+@click.option(
+    "--watch", is_flag=True, help="Show changes until the training ends. The run must exist."
+)
 @json_option
 def command(place: str, watch: bool, as_json: bool) -> None:
     """List the versions of RUN: step, age, size, metrics, and whether they are intact. Or list the

@@ -20,7 +20,7 @@ from limpet.format.names import parse_version, to_dotted
 from limpet.run.records import EvaluationStatus, find_statuses
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import format_count, format_metrics, format_size, to_repr
+from limpet.text import format_count, format_list, format_metrics, format_size, to_repr
 
 Layouts = dict[str, list[tuple[int, IndexBox]]]
 
@@ -44,7 +44,7 @@ def command(
     if keys and not rows:
         raise MissingLeaf(
             f"Nothing in {opened.url} matches",
-            expected=f"keys like {', '.join(keys)}",
+            expected=f"keys like {format_list(keys, 5)}",
             found=", ".join(list(opened.nodes())[:5]),
             todo="* matches within a level, ** across levels",
         )
