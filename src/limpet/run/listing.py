@@ -132,10 +132,8 @@ def find_links(
     return links
 
 
-def find_link_targets(store: Store, links: Iterable[str]) -> set[Version | None]:
+def find_link_targets(store: Any, links: Iterable[str]) -> set[Version | None]:
     """Return the versions to whose files links lead, and None for what is not in the run."""
-    if not hasattr(store, "link_target"):
-        return set()
     return {version_of_key(store.link_target(link) or "") for link in links}
 
 
