@@ -51,6 +51,11 @@ def list_runs(folder):
     return {run["name"]: run for run in result.json["runs"]}
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # pytest-xdist sets it, too
+
+
 def lines_of(folder):
     """Return the line of each run in the table."""
     lines = run_cli("ls", folder).out.splitlines()

@@ -67,15 +67,13 @@ def check_arguments(options: Options) -> dict[str, str]:
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
         "on_best": (options.on_best is None or callable(options.on_best), "a function, or None"),
-        "at_end": (type(values["at_end"]) is bool, "True or False"),
         "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
         "tiers": (
             len(set(kinds)) == len(kinds) and set(kinds) <= {MemoryTier, LocalTier},
             '[MemoryTier(every=EverySteps(10)), LocalTier("/local/nvme")], one of these, or []',
         ),
         "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
-        "overlap": (type(values["overlap"]) is bool, "True or False"),
-        "quiet": (type(values["quiet"]) is bool, "True or False"),
+        **{n: (type(values[n]) is bool, "True or False") for n in ("at_end", "overlap", "quiet")},
     }
     check_incremental(incremental)
     if timeout is not None:

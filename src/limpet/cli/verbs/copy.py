@@ -46,10 +46,6 @@ class Copied:
     def of(cls, copy: SnapshotReader) -> Copied:
         return cls(copy.location, copy.digest, copy.step, copy.nbytes, bytes_to_read(copy))
 
-    @property
-    def url(self) -> str:
-        return self.location.url
-
 
 @dataclass(slots=True)
 class CopyResult:
@@ -250,15 +246,15 @@ def _build_document(result: CopyResult, seconds: float) -> dict[str, Any]:
 
 
 def _build_snapshot_document(copy: Copied) -> dict[str, Any]:
-    return {"snapshot": copy.url, "step": copy.step, "bytes": copy.nbytes}
+    return {"snapshot": copy.location.url, "step": copy.step, "bytes": copy.nbytes}
 
 
 def render(result: CopyResult, seconds: float) -> None:
     """Print the outcome for each version, and a summary."""
     for copy in result.present:
-        print_line(f"already present  {copy.url}", "dim")
+        print_line(f"already present  {copy.location.url}", "dim")
     for copy in result.copied:
-        print_line(f"copied           {copy.url}")
+        print_line(f"copied           {copy.location.url}")
     for version, error in result.damaged:
         print_line(f"NOT copied       {version}: {format_error_line(error)}", "red")
     nbytes = sum(copy.nbytes_checked for copy in result.copied)
