@@ -7,6 +7,7 @@ from torch import nn, optim
 import limpet
 from limpet.errors import LimpetError
 from limpet.state.flatten import FlatState
+from tests.cli.invoke import run_cli
 from tests.fakegroup import FakeGroup
 from tests.states import save_state
 
@@ -66,10 +67,58 @@ def test_a_device_that_is_not_here_is_named_with_the_mapping_to_use(from_cuda, d
     url = from_cuda(STATE)
     with pytest.raises(LimpetError) as e:
         limpet.load(url, device=device)
-    assert f"was saved from cuda:3, and device= loads it to cuda:{to}." in str(e.value)
+    assert f"was saved from cuda:3, and device= loads it to cuda:{to}, which" in str(e.value)
     assert 'device={"cuda:3": "cpu"}' in str(e.value)
     assert limpet.load(url, device="saved", keys="n")["n"].device.type == "cpu"
     assert torch.equal(limpet.load(url)["w"], torch.ones(2))
+
+
+NOWHERE = ["hpu:3", torch.device("hpu"), "nonsense", True, ["cpu"]]
+
+
+@pytest.mark.parametrize("device", NOWHERE, ids=str)
+def test_one_device_that_is_not_here_is_refused_before_any_read(tmp_path, device):
+    snapshot = limpet.save(tmp_path / "version_1", STATE)
+    for shard in tmp_path.glob("version_1/shard*"):
+        shard.unlink()
+    live = {"w": torch.zeros(2), "n": torch.zeros(2).int(), "plain": 0}
+    for load in (limpet.load, limpet.Snapshot.load):
+        for options in ({}, {"keys": "plain"}, {"into": live}):
+            with pytest.raises(LimpetError, match=r"cannot be used in this process: \w") as e:
+                load(snapshot, device=device, **options)
+            assert str(e.value).startswith(f"device={device!r} ")
+            assert str(e.value).count(". ") == 0
+            assert str(e.value).count("\n") == 0
+    assert live["plain"] == 0
+
+
+def test_if_one_rank_lacks_the_device_all_raise():
+    url = save_state(STATE)
+    states = [{"w": torch.zeros(2), "n": torch.zeros(2).int(), "plain": 0} for _ in range(2)]
+    errors = {}
+
+    def load(rank):
+        try:
+            limpet.load(url, into=states[rank], device=["cpu", "hpu"][rank], timeout=20)
+        except LimpetError as e:
+            errors[rank] = str(e)
+
+    with FakeGroup(2) as group:
+        group.run(load)
+    assert all("device='hpu' cannot be used in this process" in errors[rank] for rank in (0, 1))
+    assert [state["plain"] for state in states] == [0, 0]
+
+
+def test_an_evaluation_with_a_device_that_is_not_here_records_no_failure(tmp_path):
+    limpet.save(tmp_path / "version_1", STATE, step=1)
+    code = "tests.evaluation.trivial"
+    result = run_cli(
+        "evaluate", tmp_path, "--with", code, "--data", f"{code}:data", "--workers", 0,
+        "--keys", "w", "--device", "hpu:1",
+    )  # fmt: skip
+    assert result.code != 0
+    assert "device='hpu:1' cannot be used in this process" in result.err
+    assert [*tmp_path.glob("version_1/eval*")] == []
 
 
 @pytest.mark.parametrize("mapping", [{"cuda:0": "none"}, {"what": "cpu"}, {"cpu": None}])

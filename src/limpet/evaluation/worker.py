@@ -29,6 +29,7 @@ from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.lazy_torch import torch_or_none
 from limpet.loading.load import load_snapshot
 from limpet.loading.snapshot import Snapshot
+from limpet.loading.targets import device_chooser
 from limpet.snapshot.location import Location, locate
 from limpet.snapshot.reader import open_location
 from limpet.storage.store import Store
@@ -121,8 +122,9 @@ class Worker:
             task.fail(describe(e), final=not is_loaded)
 
     def _start(self, task: EvaluationTask, work: Work) -> None:
-        """Import the functions, and create the data."""
+        """Import the functions, create the data, and check the device."""
         _renew(task, work.start)
+        device_chooser(work.device)
         if work.functions:
             self._functions = resolve(work.functions)
         self._data = self._functions["data"]()

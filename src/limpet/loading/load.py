@@ -51,11 +51,11 @@ def load_snapshot(
     group = Group() if group is None or into is None else group
     limit = snapshot.location.deadline
     collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)
-    targets = LoadTargets(snapshot, device_chooser(snapshot, device))
     try:
         # One pin protects all ranks, because no rank reads before the broadcast.
         pin = snapshot.pin_while_reading() if group.rank == 0 else nullcontext()
         with collective, enough_memory(f"the load of {snapshot.location.name}"), pin:
+            targets = LoadTargets(snapshot, device_chooser(device))
             is_shared = group.size > 1 and is_worth_sharing(snapshot)
             is_shared = collective.broadcast(is_shared if group.rank == 0 else None, bool)
             with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ class LoadTargets:
     ``device_of`` returns its device for a leaf's key."""
 
     snapshot: SnapshotReader
-    device_of: Callable[[str], Any] = lambda key: None
+    device_of: Callable[[SnapshotReader, str], Any] = lambda snapshot, key: None
     requests: list[ReadRequest] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     fresh: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class LoadTargets:
                 if source not in self.fresh:
                     leaf_device = device
                     if device is None and "tensor" in leaf:
-                        leaf_device = self.device_of(source)
+                        leaf_device = self.device_of(self.snapshot, source)
                     stored, shape = self.snapshot.leaves[source]
                     made = _empty_like(like, leaf, dtype or stored, shape, leaf_device)
                     if made is None:
@@ -171,22 +172,24 @@ _SAVED = "saved"
 """The value of ``device=`` for the devices from which the tensors were saved."""
 
 
-def device_chooser(snapshot: SnapshotReader, device: Any) -> Callable[[str], Any]:
-    """Return a function that returns the device for a leaf's key.
+def device_chooser(device: Any) -> Callable[[SnapshotReader, str], Any]:
+    """Return a function that returns the device for a snapshot and the key of a leaf.
 
     ``device`` is one device for all, None for the CPU, ``"saved"``, or a mapping from saved devices
     to devices, as ``map_location`` of ``torch.load``: a device that is not in it stays. A name
     without an index stands for all devices of that type that are not in the mapping. Raises
-    ``LimpetError`` for an invalid mapping; the function, if a device is not known or not here.
+    ``LimpetError`` for an invalid one; the function, if a device is not known or not here.
     """
     is_mapping = isinstance(device, Mapping)
     if device != _SAVED and not is_mapping:
-        return lambda key: device
+        if device not in (None, "cpu"):
+            _check_device(device, f"device={device!r:.80}")
+        return lambda snapshot, key: device
     mapping = {str(_parse(k)): _parse(v) for k, v in device.items()} if is_mapping else {}
     records: list[Any] = []
     checked: dict[str, Any] = {}
 
-    def choose(key: str) -> Any:
+    def choose(snapshot: SnapshotReader, key: str) -> Any:
         if not records:  # read now, because the ranks of a load raise together
             records.append(snapshot.metadata.get("devices"))
         saved = find_device(records[0], key)
@@ -201,7 +204,10 @@ def device_chooser(snapshot: SnapshotReader, device: Any) -> Callable[[str], Any
             )
         if saved not in checked:
             chosen = mapping.get(saved, mapping.get(saved.partition(":")[0], saved))
-            checked[saved] = _require_device(chosen, saved, key, snapshot.url)
+            what = f"{key!r} in {snapshot.url} was saved from {saved}, and device= loads it to"
+            todo = f'Map it to a device that exists: device={{"{saved}": "cpu"}}, or pass one'
+            todo += ' device for all tensors: device="cpu"'
+            checked[saved] = _check_device(chosen, f"{what} {chosen}, which", todo)
         return checked[saved]
 
     return choose
@@ -217,19 +223,13 @@ def _parse(device: Any) -> Any:
         raise LimpetError(f"device= must be {expected}, not with {device!r:.80}") from e
 
 
-def _require_device(device: Any, saved: str, key: str, url: str) -> Any:
-    """Return the device. Raises ``LimpetError`` if this process has no such device."""
+def _check_device(device: Any, what: str, todo: str | None = None) -> Any:
+    """Return the device. Raises ``LimpetError`` if this process cannot use it."""
     import torch
 
     try:
         torch.empty(0, device=device)
-    except (AssertionError, NotImplementedError, RuntimeError) as e:
-        raise LimpetError(
-            f"{key!r} in {url} was saved from {saved}, and device= loads it to {device}",
-            expected=f"the device {device} in this process",
-            found=str(e).partition("\n")[0][:200] or type(e).__name__,
-            todo=f'Map it to a device that exists: device={{"{saved}": "cpu"}}, or pass one device'
-            ' for all tensors: device="cpu"',
-            leaf=key,
-        ) from e
+    except (AssertionError, ImportError, RuntimeError, TypeError) as e:
+        problem = re.split(r"\n|\. ", str(e))[0][:200] or type(e).__name__
+        raise LimpetError(f"{what} cannot be used in this process: {problem}", todo=todo) from e
     return device
