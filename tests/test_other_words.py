@@ -6,6 +6,7 @@ import re
 import pytest
 
 import limpet
+from limpet.errors import LimpetError
 from limpet.storage.memory import MemoryStore
 
 STRICT = 'missing="keep", unexpected="ignore"'
@@ -19,12 +20,20 @@ CALLS = [
     (lambda url: limpet.save(url, {}, replicated=["**"]), "nothing, because what is equal"),
     (lambda url: limpet.save_async(url, app_state={}), "write the state"),
     (lambda url: limpet.load(url, weights_only=True), "a load never runs code"),
-    (lambda url: limpet.Checkpointer(url, {}, max_to_keep=5), r"keep=limpet\.KeepLast\(5\)"),
+    (
+        lambda url: limpet.Checkpointer(url, {}, max_to_keep=3),
+        r"write keep=, such as keep=limpet\.KeepLast\(5\)\.$",
+    ),
+    (lambda url: limpet.Checkpointer(checkpoint_dir="x", state={}), "write the URL, as first arg"),
+    (lambda url: limpet.Checkpointer(url, {}, checkpoint_steps=3), "such as save=limpet.EverySte"),
+    (lambda url: limpet.Preemption(termination_watcher_fn=print), r"CallNotice\(termination_wat"),
+    (lambda url: limpet.Preemption(grace_period=30), "write grace=, in seconds"),
+    (lambda url: limpet.load(url, obj_out={}), "write into="),
     (lambda url: limpet.Checkpointer(url, {}, save_interval_steps=5), r"save=limpet\.EverySteps"),
     (lambda url: limpet.Checkpointer(url, {}, keep_checkpoint_every_n_hours=2), "KeepEvery"),
     (lambda url: limpet.Checkpointer(url, {}).resume(strict=False), STRICT),
     (lambda url: limpet.Checkpointer(url, {}).save(train_status=1), "a member of the state"),
-    (lambda url: limpet.Run(directory=url), "the URL, as the first argument"),
+    (lambda url: limpet.Run(directory=url), "the URL, as first argument"),
     (lambda url: limpet.export(url, path="x", map_location="cpu"), "write device="),
 ]
 
@@ -38,6 +47,13 @@ def test_a_word_of_another_library_names_the_word_of_limpet(number):
         call(store)
     assert re.search(expected, str(raised.value))
     assert not str(raised.value).startswith(("call(", "_wrap"))
+
+
+@pytest.mark.parametrize("value", ["o/2", None, MemoryStore()], ids=type)
+def test_a_snapshot_is_opened_by_open(value):
+    with pytest.raises(LimpetError) as raised:
+        limpet.Snapshot(value)
+    assert str(raised.value) == f"To open a snapshot, write limpet.open({value!r})."
 
 
 def test_other_errors_stay_as_python_says_them():

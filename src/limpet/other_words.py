@@ -6,23 +6,27 @@ from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
+_SAVE_STEPS = "save=, such as save=limpet.EverySteps(500)"
 _WORDS = {
     "map_location": 'device=, such as device="cpu"',
     "strict": 'missing="keep", unexpected="ignore" for strict=False',
     "weights_only": "nothing, because a load never runs code",
     "app_state state_dict": "the state: save(url, state), load(url, into=state)",
-    "path checkpoint_id directory model_dir save_dir": "the URL, as the first argument",
+    "path checkpoint_id directory model_dir save_dir checkpoint_dir": "the URL, as first argument",
     "replicated": "nothing, because what is equal on all ranks is stored once",
     "pg process_group": "group=",
     "storage_options fs": "limpet.open_store(url, **options) as the first argument",
-    "max_to_keep keep_checkpoint_max": "keep=limpet.KeepLast(5)",
-    "keep_checkpoint_every_n_hours": "keep=limpet.KeepEvery(seconds=7200)",
-    "save_interval_steps checkpoint_interval save_checkpoints_steps": "save=limpet.EverySteps(500)",
-    "save_checkpoints_secs save_checkpoint_inter": "save=limpet.EverySeconds(900)",
+    "obj_out": "into=, such as into=state",
+    "max_to_keep keep_checkpoint_max": "keep=, such as keep=limpet.KeepLast(5)",
+    "keep_checkpoint_every_n_hours": "keep=, such as keep=limpet.KeepEvery(seconds=7200)",
+    "save_interval_steps checkpoint_interval save_checkpoints_steps checkpoint_steps": _SAVE_STEPS,
+    "save_checkpoints_secs save_checkpoint_inter": "save=, such as save=limpet.EverySeconds(900)",
     "remain_all_checkpoint": "keep=limpet.KeepLast(1) for remain_all_checkpoint=False",
     "step_counter": 'a limpet.Progress() in the state, such as {"progress": progress}',
     "train_status": 'a member of the state: {"model": model, "train_status": status}',
-    "termination_config": "preemption=limpet.Preemption(grace=30)",
+    "termination_config": "preemption=, such as preemption=limpet.Preemption(grace=30)",
+    "termination_watcher_fn": "notices=[limpet.preemption.CallNotice(termination_watcher_fn)]",
+    "grace_period": "grace=, in seconds",
 }
 _LIMPET = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 

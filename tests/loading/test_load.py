@@ -290,7 +290,7 @@ def test_leaves_have_dtype_shape_and_size_and_can_be_read():
     assert_same(state["record"], snapshot["record"].read())
     assert bytes(snapshot["blob"][256:260]) == bytes(range(4))
     assert list(snapshot) == snapshot.keys() == list(state)
-    with pytest.raises(KeyError, match=r"nothing is not a key; the keys are t, .*, \.\.\."):
+    with pytest.raises(KeyError, match=r"nothing is not a key; the keys are t, .*, and \d+ more"):
         snapshot["nothing"]
 
 

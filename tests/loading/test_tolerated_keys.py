@@ -44,6 +44,25 @@ def test_all_others_are_errors_and_nothing_changes(saved):
         limpet.load(saved, into=live, missing=("status", "ema"))
 
 
+def test_the_error_after_a_list_of_patterns_names_those_that_lack(saved):
+    def advice(live, **options):
+        with pytest.raises(LimpetError) as raised:
+            limpet.load(saved, into=live, **options)
+        return str(raised.value).partition("as needed: ")[2]
+
+    live = live_state(b={"c": full(7), "d": full(7)}, ema=full(9))
+    assert advice(live) == 'missing="keep".'
+    assert advice(live, missing=["zz/**"]) == 'missing=[..., "b", "ema"].'
+    assert advice(live, missing=["zz/**"], unexpected=["a"]) == 'missing=[..., "b", "ema"].'
+    limpet.load(saved, into=live, missing=["zz/**", "b", "ema"])
+    part = {"model": {"a": full(0)}, "other": full(0, 3)}
+    found = advice(part, unexpected=["zz/**"], mismatched=["zz/**"])
+    assert 'unexpected=[..., "model/b", "old/c"], mismatched=[..., "other"].' in found
+    limpet.load(saved, into=part, unexpected=["model/b", "old/c"], mismatched=["other"])
+    many = advice(live_state(**{f"k{i}": full(0) for i in range(30)}), missing=["zz"])
+    assert many.endswith('"k19", and 10 more].')
+
+
 def test_the_key_of_an_object_stands_for_all_keys_below_it(saved):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)

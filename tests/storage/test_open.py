@@ -196,6 +196,26 @@ def shelf(monkeypatch):
     return stores
 
 
+ABSENT = "Run.best() and Run.latest() return None if there is no such version."
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda: limpet.load(limpet.Run("memory://none").best("loss", mode="min"), {}), ABSENT),
+        (lambda: limpet.open(limpet.Run("memory://none").latest()), ABSENT),
+        (lambda: limpet.export(None, "x"), ABSENT),
+        (lambda: limpet.save({"n": 1}, "x"), "The place is first: save(url, state)."),
+        (lambda: limpet.save_async(torch.nn.Linear(1, 1), "x"), "The place is first: save(url, "),
+        (lambda: limpet.open_store(limpet.Run("memory://none")), "Pass its url."),
+    ],
+)
+def test_the_error_about_another_object_says_what_to_pass(call, advice):
+    with pytest.raises(StoreError, match="The argument is not a store") as caught:
+        call()
+    assert advice in str(caught.value)
+
+
 def test_a_registered_scheme_works_everywhere(shelf, tmp_path):
     url = "shelf://one/run"
     limpet.save(f"{url}/version_1", {"n": 1}, step=1)

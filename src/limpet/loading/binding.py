@@ -48,9 +48,9 @@ class Leniency:
         """Return a function that returns True for a key that may be missing, and so on. The key of
         an object stands for all keys below it."""
         value = getattr(self, name)
-        matches = make_key_filter(
-            () if value == "error" else value if type(value) is list else None
-        )
+        if value == "error":
+            return match_none
+        matches = make_key_filter(value if type(value) is list else None)
         return lambda key: matches(key) or matches(f"{key}/")
 
 

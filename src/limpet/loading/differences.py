@@ -137,9 +137,10 @@ class Differences:
         misfits = [*shapes, *others]
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
+        folded = fold_keys(lacking, saved), fold_keys(surplus, live)
         kinds: list[tuple[type[PlanError], str, str]] = [
-            (MissingLeaf, "missing in the snapshot", format_keys(fold_keys(lacking, saved))),
-            (UnexpectedLeaf, "unexpected in the snapshot", format_keys(fold_keys(surplus, live))),
+            (MissingLeaf, "missing in the snapshot", format_keys(folded[0])),
+            (UnexpectedLeaf, "unexpected in the snapshot", format_keys(folded[1])),
             (ShapeMismatch, "with a different shape", format_mismatches(shapes)),
             (DTypeMismatch, "with a different dtype or kind", format_mismatches(others)),
         ]
@@ -148,7 +149,19 @@ class Differences:
         error_class = present[0][1] if len(present) == 1 else PlanError
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
         listing = ". ".join(f"{n} {text}: {keys}" for n, _, text, keys in present)
-        options = self._list_options(lacking, surplus, shapes)
+        options = ", ".join(
+            option
+            for option, helps in (
+                ("rename={OLD: NEW}", self.missing and self.unexpected),
+                ("keys=[...] without what does not fit", surplus or self.kinds),
+                (_option('missing="keep"', missing, dict(folded[0])), lacking),
+                (_option('unexpected="ignore"', unexpected, dict(folded[1])), surplus),
+                ("check_state_dict(state) in a class whose keys change in training", self.objects),
+                (_option('mismatched="keep"', mismatched, shapes), shapes),
+                ('cast=True (in resume(), mismatched="cast")', self.dtypes),
+            )
+            if helps
+        )
         raise error_class(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed."
             f" {listing}",
@@ -162,20 +175,13 @@ class Differences:
             dtypes=tuple(self.dtypes),
         )
 
-    def _list_options(
-        self, lacking: Sequence[str], surplus: Sequence[str], shapes: Mapping[str, str]
-    ) -> str:
-        """Return the options that tolerate the differences. No other names are searched for."""
-        options = (
-            ("rename={OLD: NEW}", self.missing and self.unexpected),
-            ("keys=[...] without what does not fit", surplus or self.kinds),
-            ('missing="keep"', lacking),
-            ('unexpected="ignore"', surplus),
-            ("check_state_dict(state) in a class whose keys change in training", self.objects),
-            ('mismatched="keep"', shapes),
-            ('cast=True (in resume(), mismatched="cast")', self.dtypes),
-        )
-        return ", ".join(option for option, helps in options if helps)
+
+def _option(option: str, tolerated: KeyFilter, keys: Iterable[str]) -> str:
+    """Return the option that tolerates the differences of ``keys``: as patterns, if it has some."""
+    if tolerated is match_none:
+        return option
+    patterns = format_list([f'"{to_printable(key)}"' for key in keys], MAX_SHOWN)
+    return f"{option.partition('=')[0]}=[..., {patterns}]"
 
 
 def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
@@ -199,8 +205,7 @@ _DIFFERENCES = msgspec.json.Decoder(Differences)
 
 def format_keys(folded: Sequence[tuple[str, int]], limit: int = MAX_SHOWN) -> str:
     """Return keys or levels, each with the number of its leaves, as text."""
-    names = [(to_printable(key), n) for key, n in folded[:limit]]
-    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in names]
+    shown = [to_printable(key) + f" ({n} leaves)" * (n > 1) for key, n in folded[:limit]]
     return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[limit:]))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from limpet.errors import LimpetError
 from limpet.format import torch_types, tree
 from limpet.format.names import Version
 from limpet.format.tree import LeafSpecs
@@ -24,7 +25,7 @@ from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import CheckedChunks, Report
-from limpet.text import format_count, format_size, to_printable
+from limpet.text import format_count, format_list, format_size, to_printable, truncate
 from limpet.threads import gc_paused
 from limpet.tracebacks import short_tracebacks
 from limpet.types import DTYPES
@@ -33,6 +34,8 @@ _MAX_LISTED = 6
 """The largest number of members in a ``repr``."""
 
 _MAX_NAME = 80
+_CONTAINER_TAGS = ("dict", "ordered", "items", "list", "tuple", "sparse")
+_MISSING = object()
 
 
 class SubtreeView(Mapping[str, Any]):
@@ -74,35 +77,23 @@ class SubtreeView(Mapping[str, Any]):
         return sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in leaves)
 
     def __repr__(self) -> str:
-        keys = format_count(len(self), "key")
+        key, keys = truncate(to_printable(self.key), _MAX_NAME), format_count(len(self), "key")
         size = f", {format_size(self.nbytes)}" if self.nbytes else ""
-        members = describe_members(self._node, self.key)
-        return f"<SubtreeView {short_name(self.key)}: {keys}{size}: {members}>"
+        return f"<SubtreeView {key}: {keys}{size}: {describe_members(self._node, self.key)}>"
 
 
 def missing_key(key: object, known: list[str], of: str = "") -> str:
     """Return the message of a ``KeyError``."""
-    names = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "") or "none"
-    return f"{key} is not a key{of}; the keys are {names}"
-
-
-def short_name(text: str) -> str:
-    """Return a name from a file as printable text of limited length."""
-    text = to_printable(text)
-    return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 3]}..."
+    return f"{key} is not a key{of}; the keys are {format_list(known, 5) or 'none'}"
 
 
 @gc_paused
 def describe_members(node: Any, key: str) -> str:
     """Return the names of the first members of a dict, list, tuple, or sparse tensor."""
-    members = tree.members(node, key)
-    if members is None:  # a sparse tensor
-        keys = [k for k, _ in tree.walk(node, key)]
-    else:
-        keys = [k for _, k in members]
-    names = [short_name(k.rpartition("/")[2]) for k in keys[:_MAX_LISTED]]
-    more = len(keys) - len(names)
-    return ", ".join([*names, *([f"and {more:,} more"] if more else [])]) or "empty"
+    members = tree.members(node, key)  # None: a sparse tensor
+    keys = [k for k, _ in tree.walk(node, key)] if members is None else [k for _, k in members]
+    names = [truncate(to_printable(k.rpartition("/")[2]), _MAX_NAME) for k in keys[:_MAX_LISTED]]
+    return format_list(names, _MAX_LISTED, total=len(keys)) or "empty"
 
 
 def is_container(node: Any, key: str) -> bool:
@@ -121,12 +112,6 @@ def walk_containers(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk_containers(child, k)
 
 
-_CONTAINER_TAGS = ("dict", "ordered", "items", "list", "tuple", "sparse")
-
-
-_MISSING = object()
-
-
 @short_tracebacks
 class Snapshot:
     """An immutable, committed state. ``limpet.open``, ``limpet.save``, and ``Run`` return it.
@@ -136,6 +121,8 @@ class Snapshot:
     """
 
     def __init__(self, reader: SnapshotReader) -> None:
+        if not isinstance(reader, SnapshotReader):
+            raise LimpetError(f"To open a snapshot, write limpet.open({reader!r})")
         self._reader = reader
 
     def __repr__(self) -> str:

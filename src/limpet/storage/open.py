@@ -52,11 +52,15 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     if not isinstance(url, str | os.PathLike):
         if hasattr(url, "put_if_absent") and not isinstance(url, type) and not options:
             return url
+        found: Any = url
+        todo = "Pass its url" if hasattr(url, "url") else "The place is first: save(url, state)"
+        if found is None:
+            todo = "Run.best() and Run.latest() return None if there is no such version"
         raise StoreError(
             "The argument is not a store" if not options else "A store takes no options",
             expected=f"{_supported()}, or a Store",
             found=truncate(to_repr(url), 120),
-            todo="Pass its url" if hasattr(url, "url") and not options else None,
+            todo=todo,
         )
     text = check_url(url)
     scheme = _SCHEME.match(text)
