@@ -42,8 +42,7 @@ class LongRepr(reprlib.Repr):
         try:
             return super().repr_int(x, level)
         except ValueError:
-            text = hex(x)
-            return text if len(text) <= self.maxlong else f"{text[: self.maxlong - 3]}..."
+            return truncate(hex(x), self.maxlong)
 
     def repr_instance(self, x: object, level: int) -> str:
         try:
@@ -105,7 +104,7 @@ def format_list(
     """Return at most ``limit`` items: ``a, b, and 4 more``. ``total``: of all, if they are more."""
     shown = [str(item) for item in items[:limit]]
     more = (len(items) if total is None else total) - len(shown)
-    return separator.join([*shown, f"and {more} more"] if more else shown)
+    return separator.join([*shown, f"and {more:,} more"] if more else shown)
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:
@@ -171,8 +170,11 @@ def format_value(value: object, width: int | None = None) -> str:
 
 
 def truncate(text: str, width: int | None) -> str:
-    """Return a text that is cut to ``width`` characters. None: it may have any length."""
-    return text if width is None or len(text) <= width else text[: width - 2] + ".."
+    """Return a text cut to ``width`` characters, at a word's end in its second half. None: any."""
+    if width is None or len(text) <= width:
+        return text
+    words = text[: width - 2].rpartition(" ")[0]
+    return f"{words if len(words) > width // 2 else text[: width - 3]}..."
 
 
 def to_json_value(value: Any, limit: int | None = _MAX_TEXT, depth: int = 0) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from os.path import commonprefix
 from types import FunctionType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from limpet.errors import LimpetError, Unsupported
 from limpet.format import tree
@@ -59,18 +61,30 @@ def config_entries(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
 
 def compare_configs(a: Node, b: Node) -> Iterator[dict[str, Any]]:
     """Yield each difference of two configs: its ``name``, such as ``optim.lr``, and the values
-    ``a`` and ``b``, or only one of them. 1, 1.0, and True differ; NaN equals NaN."""
+    ``a`` and ``b``, or only one of them. 1, 1.0, and True differ; NaN equals NaN, and tuples, and
+    numbers of NumPy, equal what JSON has for them."""
     sides = {"a": dict(config_entries(a)), "b": dict(config_entries(b))}
     for key in sides["a"] | sides["b"]:
         nodes = {side: entries[key] for side, entries in sides.items() if key in entries}
-        if len(nodes) == 1 or repr(nodes["a"]) != repr(nodes["b"]):
-            values = {s: tree.decode(n, key, tree.reject_leaf) for s, n in nodes.items()}
+        values = {s: tree.decode(n, key, tree.reject_leaf) for s, n in nodes.items()}
+        plain = {repr(tree.encode(_to_json(v), key, lambda *v: v)) for v in values.values()}
+        if len(nodes) == 1 or len(plain) == 2:
             yield {"name": to_dotted(key), **values}
+
+
+def _to_json(value: Any) -> Any:
+    """Return a value with lists for tuples, and Python's numbers for NumPy's."""
+    if isinstance(value, dict):
+        return {name: _to_json(member) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_to_json, value)]
+    return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def describe_change(change: dict[str, Any]) -> str:
     """Return a difference as text for people: ``lr 0.001 -> 0.0001``."""
     texts = [hide_in_urls(to_repr(change[side])) for side in ("a", "b") if side in change]
-    shown = [text if len(text) <= 80 else f"{text[:39]}..{text[-39:]}" for text in texts]
+    same = len(commonprefix([*texts, ""][:2])[:-20])  # noqa: RUF071  (of texts)
+    shown = [t if len(t) <= 80 else truncate("..." * (same > 0) + t[same:], 80) for t in texts]
     note = "" if len(texts) == 2 else " (new)" if "b" in change else " (removed)"
     return f"{truncate(change['name'], 80)} {' -> '.join(shown)}{note}"
