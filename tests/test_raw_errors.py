@@ -223,7 +223,7 @@ def test_an_object_of_another_class_is_an_error_of_one_line(folder):
         "resume at",
     }
     defaults |= {"Checkpointer preemption"}
-    snapshots = {"metrics", "add_metrics", "evaluations", "export from"}
+    snapshots = {"metrics", "add_metrics", "evaluations", "export from", "load", "open"}
     expected = {(name, 16) for name in defaults} | {(name, 14) for name in snapshots}
     expected |= {("register_store", value) for value in (8, 9)} | {("best", 12)}
     expected |= {("MemoryTier", 10)} & accepted

@@ -31,7 +31,10 @@ def test_a_fork_during_a_save_does_not_affect_the_save(tmp_path, start):
     start = start.replace("ckpt.step()", "ckpt.resume(); ckpt.step()") if start is STEP else start
     save_0 = SAVE_VERSION_0.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
     done = run_script(tmp_path, save_0 + start + LOAD_IN_FORKED_CHILD)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
+    assert (done.returncode, done.stdout) == (0, "child 0\n")
+    lines = ["resumed step 0 from"] if "resume()" in start else []
+    assert [line for line in lines if line in done.stderr] == lines
+    assert done.stderr.count("\n") == len(lines), "no line of the child"
     snapshot = limpet.open(tmp_path / "run" / "version_1")
     assert snapshot.verify().ok
     assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
@@ -74,7 +77,9 @@ with limpet.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
     ckpt.step()
 """,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
+    assert (done.returncode, done.stdout) == (0, "child 0\n")
+    assert "finished: saved step 2 to" in done.stderr
+    assert done.stderr.count("\n") == 1, "no line of the child"
     assert [s.step for s in Run(tmp_path / "run").snapshots()] == [1, 2]
 
 

@@ -97,6 +97,8 @@ def resolve_runs(
     try:
         return resolve_run(url, require_version=require_version)
     except (NotFound, NoSnapshot):
+        if _is_address(url):
+            raise
         store = open_store(url)
         with progress_bar("reading runs", None, quiet=quiet, unit="runs") as advance:
             if summaries := summarize_runs(store, advance=advance):

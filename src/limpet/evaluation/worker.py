@@ -80,12 +80,17 @@ class Work:
 
 class Worker:
     """Does the tasks of an evaluation, one after the other, with these ``functions`` and ``store``
-    if the tasks do not name them. ``collate`` may be None, as for ``DataLoader`` of PyTorch."""
+    if the tasks do not name them. ``collate`` may be None, as for ``DataLoader`` of PyTorch.
+    ``is_child``: of the evaluator, so that it may unpickle the store that a task names."""
 
     def __init__(
-        self, functions: Mapping[str, Any] | None = None, store: Store | None = None
+        self,
+        functions: Mapping[str, Any] | None = None,
+        store: Store | None = None,
+        *,
+        is_child: bool = False,
     ) -> None:
-        self._functions, self._store = functions or {}, store
+        self._functions, self._store, self._is_child = functions or {}, store, is_child
         self._data: Any = None
         self._records = 0  # 0: it has not started
         self._model: Any = None
@@ -153,7 +158,7 @@ class Worker:
         _renew(task, work.task)
 
     def _set_up(self, work: Work) -> Any:
-        if work.store and self._store is None:
+        if work.store and self._store is None and self._is_child:
             self._store = pickle.loads(base64.b64decode(work.store))
         folder = work.url.rpartition("/")[2]
         location = locate(work.url) if self._store is None else Location(self._store, folder)
@@ -262,10 +267,10 @@ def describe(error: BaseException) -> str:
 # -- other processes -----------------------------------------------------------------------------
 
 
-def work_for(queue: RemoteQueue) -> None:
+def work_for(queue: RemoteQueue, *, is_child: bool = False) -> None:
     """Do the tasks of an evaluator until it ends the connection."""
     os.dup2(2, 1)  # what the functions print does not belong to the result of a command
-    worker, process = Worker(), os.getpid()
+    worker, process = Worker(is_child=is_child), os.getpid()
     while True:
         try:
             task = queue.evaluation.get(timeout=_WAIT_SECONDS)
@@ -307,7 +312,7 @@ def main() -> None:
 
     torch.set_num_threads(1)  # workers share the cores, and their threads would compete
     try:
-        work_for(RemoteQueue(connection))
+        work_for(RemoteQueue(connection), is_child=True)
     except LimpetError as e:
         sys.exit(f"limpet: {e}")
 

@@ -68,6 +68,11 @@ class FsspecFolder(Remote):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_by, {"prefix": self.prefix}
 
+    def __copy__(self) -> FsspecFolder:  # each request copies it: with the same connections
+        view = object.__new__(type(self))
+        vars(view).update(vars(self))
+        return view
+
     def path(self, key: str) -> str:
         return self._top + self.object_name(key)
 
