@@ -13,6 +13,17 @@ from limpet.errors import MissingLeaf, PlanError, UnexpectedLeaf
 from tests.states import Stateful, assert_same, clone, save_state
 
 ONE = torch.ones(2)
+
+
+def test_the_options_in_the_state_dict_of_an_optimizer_are_copies():
+    """docs/saving.md says to pass the dict on, or the optimizer itself."""
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=lr) for lr in (0.1, 0.5)]
+    url = save_state(optimizers[0].state_dict())
+    limpet.load(url, into=(saved := optimizers[1].state_dict()))
+    optimizers[1].load_state_dict(saved)
+    assert optimizers[1].param_groups[0]["lr"] == 0.1
+
+
 TAKEN = {  # saved, live
     "an empty dict": ({"a": 1, "b": [1]}, {}),
     "a dict": ({"a": 1, "b": {"c": 2}}, {"b": {}}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any
@@ -138,30 +138,26 @@ class Differences:
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
         folded = fold_keys(lacking, saved), fold_keys(surplus, live)
-        kinds: list[tuple[type[PlanError], str, str]] = [
-            (MissingLeaf, "missing in the snapshot", format_keys(folded[0])),
-            (UnexpectedLeaf, "unexpected in the snapshot", format_keys(folded[1])),
-            (ShapeMismatch, "with a different shape", format_mismatches(shapes)),
-            (DTypeMismatch, "with a different dtype or kind", format_mismatches(others)),
+        kinds: list[tuple[type[PlanError], Collection[str], str, str]] = [
+            (MissingLeaf, lacking, "missing in the snapshot", format_keys(folded[0])),
+            (UnexpectedLeaf, surplus, "unexpected in the snapshot", format_keys(folded[1])),
+            (ShapeMismatch, shapes, "with a different shape", format_mismatches(shapes)),
+            (DTypeMismatch, others, "with a different dtype or kind", format_mismatches(others)),
         ]
-        counts = (len(lacking), len(surplus), len(shapes), len(others))
-        present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
-        error_class = present[0][1] if len(present) == 1 else PlanError
+        present = [kind for kind in kinds if kind[1]]
+        error_class = present[0][0] if len(present) == 1 else PlanError
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
-        listing = ". ".join(f"{n} {text}: {keys}" for n, _, text, keys in present)
-        options = ", ".join(
-            option
-            for option, helps in (
-                ("rename={OLD: NEW}", self.missing and self.unexpected),
-                ("keys=[...] without what does not fit", surplus or self.kinds),
-                (_option('missing="keep"', missing, dict(folded[0])), lacking),
-                (_option('unexpected="ignore"', unexpected, dict(folded[1])), surplus),
-                ("check_state_dict(state) in a class whose keys change in training", self.objects),
-                (_option('mismatched="keep"', mismatched, shapes), shapes),
-                ('cast=True (in resume(), mismatched="cast")', self.dtypes),
-            )
-            if helps
+        listing = ". ".join(f"{len(found)} {text}: {keys}" for _, found, text, keys in present)
+        advice = (
+            ("rename={OLD: NEW}", self.missing and self.unexpected),
+            ("keys=[...] without what does not fit", surplus or self.kinds),
+            (_option('missing="keep"', missing, dict(folded[0])), lacking),
+            (_option('unexpected="ignore"', unexpected, dict(folded[1])), surplus),
+            ("check_state_dict(state) in a class whose keys change in training", self.objects),
+            (_option('mismatched="keep"', mismatched, shapes), shapes),
+            ('cast=True (in resume(), mismatched="cast")', self.dtypes),
         )
+        options = ", ".join(option for option, helps in advice if helps)
         raise error_class(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed."
             f" {listing}",
