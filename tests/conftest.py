@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,12 @@ def _report_end(code, message):
     sys.stderr.write(
         f"the timer of an earlier test would end this process with {code}: {message}\n"
     )
+
+
+@pytest.fixture
+def poll_often(monkeypatch):
+    """Poll for requests without delay. The thread of a discarded Checkpointer ends as soon."""
+    from limpet.run.save_request import RequestWatcher
+
+    watcher = partial(RequestWatcher, interval=0.002)
+    monkeypatch.setattr("limpet.training.checkpointer.RequestWatcher", watcher)

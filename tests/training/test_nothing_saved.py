@@ -1,6 +1,7 @@
 """Without a version, every message says that nothing is saved, and none is about a step 0."""
 
 import gc
+import threading
 import warnings
 
 import pytest
@@ -15,7 +16,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
 from tests.notices.announced import Announced
 from tests.unreliable_stores import HookedStore
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_no_thread
 
 
 class Training:
@@ -130,12 +131,13 @@ CASES = [
 
 @pytest.mark.parametrize("has_version", [False, True], ids=["no version", "version 0"])
 @pytest.mark.parametrize("case", CASES)
-def test_messages_without_a_version(case, has_version, tmp_path, monkeypatch, capfd):
+def test_messages_without_a_version(case, has_version, tmp_path, monkeypatch, capfd, poll_often):
     """Of warnings, events, lines on stderr, the status for ``limpet run``, and what that prints."""
     ENDS.clear()
     monkeypatch.setattr(response, "end_process", lambda code, why: ENDS.append(why))
     monkeypatch.setattr(step_savepoint, "SHARE", 0.0)
     monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
+    threads = {*threading.enumerate()}
     texts: list[str] = []
 
     def describe(event, fields):
@@ -146,6 +148,7 @@ def test_messages_without_a_version(case, has_version, tmp_path, monkeypatch, ca
         warnings.simplefilter("always")
         case(has_version)
         gc.collect()
+    wait_until_no_thread("limpet", earlier=threads)
     texts += [str(w.message) for w in caught if w.category.__module__ == "limpet.errors"]
     statuses = [r.status for r in read_records(str(tmp_path)) if r.status is not None]
     decisions = [decide(Ended(0), [r]) for r in read_records(str(tmp_path))]

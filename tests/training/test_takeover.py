@@ -22,6 +22,7 @@ from limpet.training.checkpointer import Checkpointer
 from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, train
 from tests.unreliable_stores import HookedStore
+from tests.waiting import wait_until_no_thread
 
 CELL = """
 import numpy as np, limpet
@@ -150,7 +151,8 @@ def test_nothing_that_may_belong_to_no_step_is_saved():
     store = MemoryStore()
     start(store, 6, save=EverySteps(4) | AtEnd())
     with pytest.warns(UnsavedSteps, match="Steps 5 to 6"):
-        Checkpointer(store, initial_state())
+        new = Checkpointer(store, initial_state())
+    new.close()
     assert [s.step for s in Run(store).snapshots()] == [4]
     assert not Run(store).ended()
 
@@ -210,7 +212,8 @@ def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_
     old.close()
 
 
-def test_a_discarded_checkpointer_still_completes_its_save():
+def test_a_discarded_checkpointer_still_completes_its_save(poll_often):
+    earlier = {*threading.enumerate()}
     memory, store, gate = gated_store()
     start(store, 4)  # nothing refers to it anymore
     gc.collect()
@@ -220,6 +223,7 @@ def test_a_discarded_checkpointer_still_completes_its_save():
     assert [s.step for s in Run(memory).snapshots()] == [4, 5]
     gc.collect()  # until the discarded one is collected, it watches signals: it was never closed
     new.close()
+    wait_until_no_thread("limpet", earlier=earlier)
 
 
 def test_an_invalid_new_one_leaves_the_earlier_one_open(tmp_path):
