@@ -32,6 +32,7 @@ def train(url, keep=None, stop=None, last=5):
 
 
 BEST_LOSS = KeepLast(9) | KeepBest(1, "val/loss")
+WORST_LOSS = KeepBest(1, "val/loss", "max")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ BEST_LOSS = KeepLast(9) | KeepBest(1, "val/loss")
         (BEST_LOSS | KeepBest(1, "acc", "max"), None, {"val/loss": "min", "acc": "max"}),
         (BEST_LOSS, StopWhen("acc", 3, "max"), {"val/loss": "min", "acc": "max"}),
         (BEST_LOSS, StopWhen("val/loss", 9), {"val/loss": "min"}),
-        (BEST_LOSS, StopWhen("val/loss", 9, "max"), {"val/loss": "both"}),
+        (BEST_LOSS | WORST_LOSS, StopWhen("val/loss", 9, "max"), {"val/loss": "both"}),
     ],
 )
 def test_policies_record_their_metrics_in_every_version(tmp_path, keep, stop, objectives):
@@ -81,7 +82,7 @@ def test_the_current_lineage_counts(tmp_path):
         (None, None, "@best:acc", "metrics acc, val/loss, and the modes (none)"),
         (None, None, "@best:bleu", "metrics acc, val/loss, and the modes (none)"),
         (KeepLast(3) | KeepBest(1, "bleu", "max"), None, "@best", "the modes bleu (max)"),
-        (BEST_LOSS, StopWhen("val/loss", 9, "max"), "@best:val/loss", "modes val/loss (both)"),
+        (BEST_LOSS | WORST_LOSS, None, "@best:val/loss", "modes val/loss (both)"),
     ],
 )  # fmt: skip
 def test_an_error_says_which_metrics_and_modes_are_recorded(tmp_path, keep, stop, address, found):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from copy import copy
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,7 @@ from limpet.format.names import Version
 from limpet.format.records import Pin, encode_record
 from limpet.run.policy import EverySteps, KeepBest, KeepLast, Never, OnException, StopWhen
 from limpet.run.run import Run
-from limpet.run.save_request import RequestedSave, RequestWatcher, request_and_wait
+from limpet.run.save_request import RequestedSave, request_and_wait
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.goodput import Goodput
@@ -177,6 +176,17 @@ def test_the_result_of_state_dict_is_rejected():
             Checkpointer(MemoryStore(), {"model": model, **values})
     state = {"model": model.state_dict(), "optimizer": optimizer, "schedule": schedule}
     Checkpointer(MemoryStore(), state).close()
+
+
+@pytest.mark.parametrize("name", ["train.py", "train.py/", "train.py/runs/a", "link"])
+def test_a_file_is_not_a_run(tmp_path, name):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "link").symlink_to("train.py")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    for url in (f"{tmp_path}/{name}", f"{tmp_path}/folder/{name}"):
+        with pytest.raises(LimpetError, match=r"be the folder of a run: \S+ is a file"):
+            Checkpointer(url, initial_state())
+    Checkpointer(tmp_path / "folder", initial_state()).close()
 
 
 def test_a_version_is_not_a_run(tmp_path):
@@ -487,14 +497,6 @@ def test_an_exception_right_after_a_save_saves_nothing_more():
             ckpt.step()
         step("forward")
     assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]
-
-
-@pytest.fixture
-def poll_often(monkeypatch):
-    """Poll for requests without delay."""
-    monkeypatch.setattr(
-        "limpet.training.checkpointer.RequestWatcher", partial(RequestWatcher, interval=0.002)
-    )
 
 
 def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path, poll_often):

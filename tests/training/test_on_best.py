@@ -58,6 +58,12 @@ def settle(ckpt):
     assert ckpt._saver.on_best._has_returned.wait(20)
 
 
+def kill(ckpt):
+    """Leave a training as if its process had been killed."""
+    forget(ckpt)
+    ckpt._watcher.close()
+
+
 @pytest.fixture
 def store():
     return MemoryStore()
@@ -219,6 +225,27 @@ def test_with_warn_an_error_is_a_warning(store, given):
     assert Run(store).latest().step == 2
 
 
+def test_an_error_is_reported_once(store, given):
+    """Also if the save of the next step was in flight when the function failed."""
+    given.error, hooked = ValueError("no such bucket"), HookedStore(store)
+
+    def wait_for_failure(method, key):
+        if method == "put_if_absent" and key == "version_2/manifest.json":
+            assert ckpt._saver.on_best._has_returned.wait(20)
+
+    hooked.before = wait_for_failure
+    with pytest.raises(LimpetError, match=r"on_best\(\) failed") as e, make(hooked, given) as ckpt:
+        for score in (0.5, 0.4):
+            train_step(ckpt.state)
+            ckpt._saver._errors, errors = [], ckpt._saver._errors  # as if it failed a bit later
+            ckpt.step({"val": score})
+            ckpt._saver._errors = errors
+        settle(ckpt)
+        ckpt.step({"val": 0.3})
+    assert given == [1]
+    assert not hasattr(e.value, "__notes__")
+
+
 def test_an_error_of_the_store_says_that_the_version_was_saved(store, given):
     is_broken = False
 
@@ -319,7 +346,7 @@ def test_what_is_no_function_is_refused(store, bad):
 def test_a_version_that_was_given_is_not_given_again_after_a_crash(store, given):
     ckpt = make(store, given)
     step(ckpt, 0.5, 0.4)
-    forget(ckpt)  # the process dies right after the function
+    kill(ckpt)  # the process dies right after the function
     with make(store, given) as ckpt:
         ckpt.resume()
         step(ckpt, 0.9)
@@ -341,7 +368,7 @@ def test_a_process_that_dies_in_the_function_gives_the_version_again(store, give
     ckpt.step({"val": 0.5})
     assert began.wait(20)
     ckpt.wait()
-    forget(ckpt)
+    kill(ckpt)
     with make(store, given) as again:
         again.resume()
         step(again, 0.9)

@@ -28,6 +28,7 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.guard import PreemptionGuard
 from tests.notices.announced import Announced
 from tests.notices.metadata_servers import GcpServer
 from tests.trainings import initial_state, state_after, states_equal, train_step
@@ -404,9 +405,58 @@ def test_a_save_function_replaces_the_save():
     assert Run(store).snapshots() == []
 
 
-def test_an_error_of_a_save_function_is_raised():
-    training = Training(MemoryStore(), save_fn=lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError), training.ckpt:
+@pytest.mark.parametrize("is_left_by_function", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError(), OSError("disk"), TimeoutError(), LimpetError("no"), NoSpace("full")],
+    ids=lambda e: type(e).__name__,
+)
+def test_an_error_of_a_save_function_is_raised(error, is_left_by_function):
+    def save():
+        raise error
+
+    exits = list[int]()
+    options = {"exit_fn": lambda: exits.append(1)} if is_left_by_function else {}
+    training = Training(MemoryStore(), save_fn=save, **options)
+    with pytest.raises(type(error)) as raised, training.ckpt:
+        training.train(10_000, at={5: training.source.announce})
+    assert raised.value is error
+    assert exits == []
+    assert no_threads()
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_a_save_function_may_save_by_the_checkpointer(is_guarded):
+    store, saved = MemoryStore(), list[int]()
+
+    def save():
+        saved.append(training.ckpt.save({"val": 0.5}).step)
+        assert training.ckpt.wait().step == saved[-1]
+        for call in ("step", "close", "resume", "end_epoch"):
+            with pytest.raises(LimpetError, match=r"was called while save_fn\(\)"):
+                getattr(training.ckpt, call)()
+
+    training = Training(store, EverySteps(3), save_fn=save)
+    if is_guarded:
+        run, step = PreemptionGuard(training.ckpt).run, training.ckpt.step
+        training.ckpt.step = lambda metrics=None: run(step, metrics)
+    left = leave(training, at={5: training.source.announce})
+    assert (left.code, left.step, left.saved_step) == (75, *saved, *saved)
+    assert Run(store).latest().metrics["val"] == 0.5
+    restarted = Training(store)
+    with restarted.ckpt:
+        assert restarted.ckpt.resume().step == left.step
+        assert states_equal(restarted.state, state_after(left.step))
+    assert no_threads()
+
+
+def test_a_save_by_the_checkpointer_that_fails_in_a_save_function_is_raised():
+    def fail(method, key):
+        if method == "put":
+            raise NoSpace("The disk is full")
+
+    training = Training(hooked(fail), save_fn=lambda: training.ckpt.save({}))
+    with pytest.raises(NoSpace), training.ckpt:
         training.train(10_000, at={5: training.source.announce})
 
 

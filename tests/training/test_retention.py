@@ -6,7 +6,7 @@ import pytest
 
 import limpet
 from limpet.buffers import shared_pool
-from limpet.errors import Denied, SaveFailed
+from limpet.errors import Denied, LimpetError, SaveFailed
 from limpet.format.names import MANIFEST, Version
 from limpet.run.policy import (
     AtEnd,
@@ -17,6 +17,7 @@ from limpet.run.policy import (
     KeepLast,
     KeepSteps,
     Never,
+    StopWhen,
 )
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
@@ -207,6 +208,36 @@ def test_versions_wait_for_their_score():
             if step in (2, 4):
                 Run(store).add_metrics(Version(step), {"val": 1.0 / step})
     assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [(KeepBest(1, "vall"), [1, 4]), (KeepLast(2) | KeepBest(1, "vall"), [1, 3, 4])],
+)
+def test_nothing_is_deleted_for_a_metric_that_no_version_has(keep, expected):
+    """It may be misspelled, or an evaluation in another process may add it later."""
+    store = MemoryStore()
+    with Checkpointer(store, initial_state(), save=EverySteps(1), keep=keep) as ckpt:
+        for value in (0.1, 0.5, 0.4, 0.7):
+            ckpt.step({"val": value})
+    assert [v.step for v in Run(store).line()] == [1, 2, 3, 4]
+    assert Run(store).retain(keep) == []
+    Run(store).add_metrics(Version(1), {"vall": 0.1})
+    Run(store).retain(keep)
+    assert [v.step for v in Run(store).line()] == expected
+
+
+def test_policies_with_opposite_modes_for_a_metric_are_refused():
+    best, worst = KeepBest(1, "acc", mode="max"), KeepBest(1, "acc", mode="min")
+    stop = StopWhen("acc", mode="max")
+    for keep in (worst, KeepLast(1) | worst):
+        with pytest.raises(
+            LimpetError, match=r"KeepBest\(.*'min'.* and StopWhen\(.*'max'.* one mode"
+        ):
+            Checkpointer(MemoryStore(), initial_state(), keep=keep, stop=stop)
+    other = KeepBest(1, "loss", mode="min")
+    for keep in (best, best | worst, other, KeepLast(1)):
+        Checkpointer(MemoryStore(), initial_state(), keep=keep, stop=stop).close()
 
 
 # -- the last metrics ------------------------------------------------------------------------------

@@ -133,6 +133,52 @@ print('rich' in sys.modules)
     ]
 
 
+def test_without_a_terminal_what_a_user_did_not_expect_is_shown(tmp_path):
+    """A start with nothing left to do, an early stop, a metric that no version has, a lenient
+    resume, and the end of a training that only added metrics."""
+    program = """
+train('a', 3)
+train('a', 3)
+stop = limpet.StopWhen("loss", patience=1)
+keep = limpet.KeepBest(1, "vall") | limpet.KeepLast(1)
+for _ in range(2):
+    with limpet.Checkpointer('b', {"n": 1}, save=limpet.EverySteps(1), stop=stop) as ckpt:
+        for _ in ckpt.steps(100):
+            ckpt.step({"loss": 0.5})
+with limpet.Checkpointer('c', {"n": 1}, save=limpet.EverySteps(1), keep=keep) as ckpt:
+    for _ in ckpt.steps(4):
+        ckpt.step({"val": 0.5})
+assert [s.step for s in limpet.Run('c').snapshots()] == [1, 2, 3, 4]
+for missing in ("keep", ["m/**"]):
+    with limpet.Checkpointer('c', {"n": 1, "m": {"x": 2, "y": 3}}, save=limpet.Never()) as ckpt:
+        ckpt.resume(missing=missing)
+        ckpt.metrics({"late": 1.0})
+"""
+    _, lines = run_without_terminal(program, tmp_path)
+    policy = "StopWhen(metric='loss', patience=1, mode='min', min_delta=0.0)"
+    lenient = [
+        "loaded 1 values of c/version_4; kept 2 missing in the snapshot: m (2 leaves)",
+        "resumed step 4 from c/version_4",
+        "finished without a new step: step 4 is the newest version of c",
+    ]
+    assert lines == [
+        "started a new training in a: it has no version yet",
+        "finished: saved step 3 to a",
+        "resumed step 3 from a/version_3",
+        "finished without a new step: step 3 is the newest version of a",
+        "started a new training in b: it has no version yet",
+        f"stopped by {policy}: saved step 2 to b",
+        "resumed step 2 from b/version_2",
+        f"stopped by {policy} without a new step: step 2 is the newest version of b",
+        "started a new training in c: it has no version yet",
+        "no version has vall, which a policy uses; they have val. Save the steps that have it, such"
+        " as save=... | limpet.EveryEpoch(), or evaluate them",
+        "finished: saved step 4 to c",
+        *lenient,
+        *lenient,
+    ]
+
+
 @pytest.mark.slow
 def test_any_stderr(tmp_path):
     program = """

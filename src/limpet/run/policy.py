@@ -265,11 +265,6 @@ class KeepPolicy:
         return frozenset(r.version for r in records)
 
     @property
-    def metrics(self) -> frozenset[str]:
-        """The names of the metrics that the policy uses."""
-        return frozenset(metric for metric, _ in self.objectives)
-
-    @property
     def objectives(self) -> frozenset[tuple[str, Mode]]:
         """The metrics whose best versions the policy keeps, each with its mode."""
         return frozenset()
@@ -288,10 +283,6 @@ class KeepUnion(KeepPolicy):
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         return self.first.keep(records) | self.second.keep(records)
-
-    @property
-    def metrics(self) -> frozenset[str]:
-        return self.first.metrics | self.second.metrics
 
     @property
     def objectives(self) -> frozenset[tuple[str, Mode]]:
@@ -378,8 +369,8 @@ class KeepBest(KeepPolicy):
     default is "min", but for a metric like ``val_accuracy`` the mode must be given. Of versions
     with equal values, the newer one is better. A version with NaN is not kept.
 
-    ``unscored``: also keep that many of the newest versions without the metric, which an evaluation
-    may still add. Otherwise, another policy must keep them until then.
+    While no version has a number as this metric, all are kept. From then on, ``unscored`` of the
+    newest versions without the metric are also kept, because an evaluation may still add it.
     """
 
     count: int
@@ -397,6 +388,8 @@ class KeepBest(KeepPolicy):
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         best = best_first(records, self.metric, self.mode)[: self.count]
+        if not best:
+            return KeepPolicy.keep(self, records)  # the name of the metric may be misspelled
         newest = (r.version for r in reversed(records) if self.metric not in r.metrics)
         return frozenset((*best, *islice(newest, self.unscored)))
 

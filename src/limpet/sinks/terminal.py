@@ -167,12 +167,12 @@ _SHOWN = STYLES.keys() - _OMITTED
 
 _ALWAYS = frozenset(
     {
-        *("began", "resumed", "config_changed", "options_replaced", "finished"),
-        *("ranks_awaited", "notice_source_failed"),
+        *("began", "resumed", "loaded", "config_changed", "options_replaced", "finished"),
+        *("ranks_awaited", "notice_source_failed", "metric_missing"),
     }
 )
-"""Also shown if stderr is no terminal: where a training begins and ends, what it uses, and what it
-waits for."""
+"""Also shown if stderr is no terminal: where a training begins and ends, what it uses, what it
+lacks, and what it waits for."""
 
 
 class DefaultTerminal:

@@ -193,9 +193,12 @@ def _describe_end(fields: Mapping[str, Any]) -> str:
     if fields.get("error") is not None:
         cause = truncate(text_field(fields, "error"), 100)
         return f"ended after step {step} of {run}: {end}. The cause is {cause}"
-    if step == newest:
-        return f"finished: saved step {step} to {run}"
-    return f"finished at step {step} of {run}: {end}"
+    reason = text_field(fields, "reason", "finished")
+    if step != newest:
+        return f"{reason} at step {step} of {run}: {end}"
+    if not fields.get("new", True):
+        return f"{reason} without a new step: step {step} is the newest version of {run}"
+    return f"{reason}: saved step {step} to {run}"
 
 
 def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:

@@ -69,6 +69,7 @@ class Ending:
         self._start_save = start_save
         self._release = release
         self._savepoint = savepoint
+        self.call_save_function = lifecycle.call_save_function
         self.is_entered = False
         """True in a ``with`` block, which allows saves after an exception."""
 
@@ -186,7 +187,8 @@ class Ending:
             )
             if isinstance(error, SystemExit) and not error.code and not tolerated:
                 raise  # exit code 0 would report success to the parent process
-            problems.append(f"the last save failed: {format_with_notes(e)}")
+            is_saved = "committed" in getattr(e, "fields", ())
+            problems.append(("" if is_saved else "the last save failed: ") + format_with_notes(e))
         finally:
             attach_secondary_errors(error, problems)
         if could_save and isinstance(error, SystemExit) and not error.code and not problems:
@@ -265,8 +267,14 @@ class Ending:
 
     def close(self) -> None:
         if self._start_save is not no_op and self.saver.reported_url is not None:
-            saver, step = self.saver, self.step_counter.progress.step
-            self._lifecycle.emit_finished(saver.url, step, saver.newest_step)
+            saver = self.saver
+            self._lifecycle.emit_finished(
+                run=saver.url,
+                step=self.step_counter.progress.step,
+                saved=saver.newest_step,
+                new=bool(saver.writer.attempt),
+                reason=saver.early_stop.end_reason,
+            )
         self._start_save = self._release = no_op  # the Checkpointer refers to this object
         self._savepoint.close()
 
@@ -381,7 +389,8 @@ def report_missing_metrics(saver: Saver) -> None:
     ones that only evaluations that do not count have measured."""
     awaited, given = saver.early_stop.awaited_metric, set[str]()
     inexact = saver.inexact_metrics.copy()
-    needed = saver.keep.metrics.union(() if awaited is None else (awaited,))
+    needed = {metric for metric, _ in saver.keep.objectives}
+    needed |= set() if awaited is None else {awaited}
     if not needed - saver.evaluated_metrics:
         return
     catalog = saver.run.catalog

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from threading import current_thread, get_ident, main_thread
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
@@ -33,10 +33,14 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         running, own = self._lifecycle.running, (name, get_ident())
+        found = own
         if current_thread().name == CALLBACK_THREAD:  # the state may be within a step
             raise LimpetError(f"on_best() called {name}() of a Checkpointer: only training may")
         try:
-            if running.setdefault(_CALL, own) is not own:
+            found = running.setdefault(_CALL, own)
+            if found == (_SAVE_FN, get_ident()) and name in ("save", "wait"):
+                running[_CALL] = own
+            elif found is not own:
                 raise self._lifecycle.refusal(name)
             return method(self, *args, **kwargs)
         except LimpetError as error:
@@ -48,7 +52,10 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
         finally:
             # a handler of a signal runs only at calls and jumps, and none is before the release
             if running and running[_CALL] is own:
-                del running[_CALL]
+                if found is own:
+                    del running[_CALL]
+                else:
+                    running[_CALL] = found
 
     vars(call)[SHORTENS] = True
     return call
@@ -57,7 +64,7 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
 CALLBACK_THREAD = "limpet-best"
 """The name of the threads that call ``on_best``."""
 
-_CALL = "call"
+_CALL, _SAVE_FN = "call", "save_fn"
 
 
 def is_process_ending() -> bool:
@@ -95,6 +102,14 @@ class Lifecycle:
             return None
         return found[0], "this" if found[1] == get_ident() else "another"
 
+    def call_save_function(self, save_fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call ``Preemption.save_fn``, within a step. It may call ``save`` and ``wait``."""
+        outer, self.running[_CALL] = self.running[_CALL], (_SAVE_FN, get_ident())
+        try:
+            save_fn(*args, **kwargs)
+        finally:
+            self.running[_CALL] = outer
+
     @property
     def is_forked(self) -> bool:
         """True in a forked process: the saves and buffers belong to the parent."""
@@ -111,12 +126,12 @@ class Lifecycle:
         error = sys.exception()
         return None if id(error) == self._outer_exception else error
 
-    def emit_finished(self, run: str, step: int, saved_step: int | None) -> None:
+    def emit_finished(self, **fields: Any) -> None:
         """Emit ``finished`` for a training that has begun, if no other event says why it ends."""
         error = self.interruption()
         is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)
         if (self.is_started or self.is_resumed) and not is_named:
-            events.emit("finished", run=run, step=step, saved=saved_step, error=error)
+            events.emit("finished", **fields, error=error)
 
     def check_open(self) -> None:
         """Raise ``LimpetError`` if the Checkpointer is closed, or in a forked process."""

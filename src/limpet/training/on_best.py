@@ -41,9 +41,11 @@ class OnBest:
 
     def after_save(self, saved: str) -> None:
         """Call the function if there is a new best version, after as many saves as retention, and
-        unless a call is in progress. No retention deletes the version during the call."""
+        unless a call is in progress, or an error is still to be raised. No retention deletes the
+        version during the call."""
         self._saves, self._saved = self._saves + 1, saved
-        if not self.is_held and self._saves >= self._interval and self._has_returned.is_set():
+        may_call = self._has_returned.is_set() and not (self.is_held or self._errors)
+        if may_call and self._saves >= self._interval:
             try:
                 with suppress(NotFound):  # deleted meanwhile: the next save finds another one
                     self._look()
@@ -56,9 +58,8 @@ class OnBest:
         if not self.is_held:
             self._has_returned.wait()
             self._interval = 0
-            if not self._errors:
-                self.after_save(self._saved)
-                self._has_returned.wait()
+            self.after_save(self._saved)
+            self._has_returned.wait()
             self.is_held = True
             if self._errors:
                 raise self._errors.pop(0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from limpet.arguments import check_seconds, require
@@ -21,6 +23,7 @@ from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unwritable
 from limpet.state.modules import EXTRA_STATE
 from limpet.state.walk import check_replaceable
+from limpet.storage.local.store import LocalStore
 from limpet.text import MAX_SHOWN, format_list, to_repr, with_article
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
@@ -86,6 +89,10 @@ def check_arguments(options: Options) -> dict[str, str]:
             ' keep=KeepBest(2, "val_loss", mode="min"), or the same for stop=StopWhen(...), instead'
             f" of {sorted(options.objectives) or 'none'}"
         )
+    stop, kept = options.stop, options.keep
+    modes = {mode for metric, mode in kept.objectives if stop and metric == stop.metric}
+    if stop and modes and stop.mode not in modes:
+        raise LimpetError(f"{kept} and {stop} contradict each other: use one mode for the metric")
     if contains_at_end(options.save) and not options.at_end:
         raise LimpetError(f"at_end=False contradicts save={options.save}: remove one of the two")
     if incremental and LocalTier in kinds:
@@ -174,7 +181,10 @@ def _walk_dicts(
 
 
 def check_not_version(run: Run) -> None:
-    """Raise ``LimpetError`` if the folder of a run has the name of a version."""
+    """Raise ``LimpetError`` if the folder of a run has the name of a version, or is a file."""
+    paths = (Path(run.url), *Path(run.url).parents) if isinstance(run.store, LocalStore) else ()
+    for file in filter(os.path.isfile, paths):
+        raise LimpetError(f"{run.url} cannot be the folder of a run: {file} is a file")
     if parse_version(run.url.rstrip("/").rpartition("/")[2]) is not None:
         raise _not_a_run_error(run, "the folder of a version")
 

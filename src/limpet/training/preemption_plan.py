@@ -60,7 +60,7 @@ class Preemption:
     ``notices`` are the sources of notices. None: SIGTERM, SIGHUP (unless it is ignored or has a
     handler), and those of the platform on which the process runs. ``exit_fn`` is called instead of
     an exit with code 75. If it returns, training may go on, and ``ckpt.should_stop`` is True.
-    ``save_fn`` is called instead of a save.
+    ``save_fn`` is called instead of the last save. It may call ``ckpt.save``. Its error is raised.
 
     Under several ranks, a notice on one rank makes all ranks save at one step and exit.
 

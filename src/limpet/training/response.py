@@ -388,28 +388,27 @@ class PreemptionResponse(Observer):
         """Call ``Preemption.save_fn``, if there is one, with the arguments of this call."""
         if self._settings is not None and self._settings.save_fn is not None:
             args, kwargs = self.save_arguments
-            self._settings.save_fn(*args, **kwargs)
+            self._ending.call_save_function(self._settings.save_fn, *args, **kwargs)
 
     def _leave(self, together: bool) -> None:
         deadline, settings = self._deadline, self._settings
         if deadline is None or settings is None:
             return
         problem: BaseException | None = self._failure
-        try:
-            limit = save_deadline(deadline)
-            if together and not self._savepoint_saver.claim():
-                together = False
-            if not together:
-                if self._savepoint_saver.wait(limit) is None:
+        limit = save_deadline(deadline)
+        together = together and self._savepoint_saver.claim()
+        if together and settings.save_fn is not None:  # its errors, of any class, are raised
+            self.call_save_function()
+            self._has_called = True
+        else:
+            try:
+                if together:
+                    self._ending.save_last_step(limit)
+                elif self._savepoint_saver.wait(limit) is None:
                     self._saver.wait(limit)
-            elif settings.save_fn is not None:
-                self.call_save_function()
-                self._has_called = True
-            else:
-                self._ending.save_last_step(limit)
-        except (LimpetError, TimeoutError) as e:
-            problem = e
-            self._savepoint_saver.flush(limit)
+            except (LimpetError, TimeoutError) as e:
+                problem = e
+                self._savepoint_saver.flush(limit)
         self._exit(self._code(), deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
