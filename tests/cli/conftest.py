@@ -11,6 +11,12 @@ from tests.storage.fake_s3 import s3  # noqa: F401  (a fixture)
 _store_numbers = itertools.count()
 
 
+@pytest.fixture(autouse=True)
+def wide_output(monkeypatch):
+    """Let no output be truncated, as in a pipe; pytest-xdist sets the variable."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def store():
     """Return a run with versions 20, 40, and 60 under a unique URL."""

@@ -3,7 +3,7 @@
 import pytest
 
 from limpet.format.names import MANIFEST
-from limpet.format.records import Objective
+from limpet.format.records import InexactEvaluation, Objective
 from limpet.run.policy import EverySteps, KeepBest
 from limpet.run.records import record_objective
 from limpet.run.run import Run
@@ -92,6 +92,24 @@ def test_several_metrics_need_a_name():
     record_objective(open_store(f"{folder}/a"), Objective("other", "max"))
     check_error_line(run_cli("best", folder), 1, "val (min)", "other (max)")
     assert run_cli("best", folder, "--metric", "val").code == 0
+
+
+def test_an_inexact_score_that_does_not_count_is_explained():
+    folder = make_runs("inexact", [[None]], ["min"])
+    run = Run(f"{folder}/a")
+    record = {"metrics": {"val": 0.5}, "first_step": 20, "last_step": 30}
+    run.put_record(InexactEvaluation, "training", 20, counts=False, **record)
+    hint = "An inexact score of a training counts only with counts=True"
+    check_error_line(run_cli("best", folder), 4, "has a value of val", hint)
+    check_error_line(run_cli("best", f"{folder}/a"), 4, "has a value of val", hint)
+    check_error_line(run_cli("show", f"{folder}/a@best"), 4, hint)
+    run.put_record(InexactEvaluation, "training", 20, counts=True, **record)
+    assert run_cli("best", folder).code == 0
+
+
+def test_the_error_of_one_run_does_not_say_runs():
+    folder = make_runs("singular", [[0.5]])
+    check_error_line(run_cli("best", f"{folder}/a"), 1, f"{folder}/a records no single metric.")
 
 
 @pytest.mark.parametrize("values", [[[None]], [[NAN]]])

@@ -23,7 +23,8 @@ def test_lists_all_versions_oldest_first(run):
 def test_json_keys_are_stable(run):
     report = run_cli("ls", run, "--json").json
     assert list(report) == [
-        "run", "latest", "branch", "versions", "branches", "orphans", "bytes_checked",
+        "run", "latest", "branch", "versions", "branches", "orphans", "contained_runs",
+        "bytes_checked",
     ]  # fmt: skip
     assert list(report["versions"][0]) == [
         "version", "url", "step", "branch", "on_line", "latest", "created", "bytes",

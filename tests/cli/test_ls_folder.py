@@ -83,10 +83,7 @@ def test_a_line_for_each_run(folder):
     assert runs["a"]["latest"] == "version_60"
     assert (runs["a"]["versions"], runs["b"]["versions"]) == (3, 2)
     versions = run_cli("ls", folder / "b", "--json").json["versions"]
-    records = [*(folder / "b").glob("version_*/eval-*")]
-    assert runs["b"]["bytes"] == sum(v["bytes"] for v in versions) - sum(
-        r.stat().st_size for r in records
-    )
+    assert runs["b"]["bytes"] == sum(v["bytes"] for v in versions)
     lines = lines_of(folder)
     assert re.search(r"a +60 +\S+ \S+ +\S+ KiB  finished  loss \S+ \(step \d+\)$", lines["a"])
     assert re.search(r"b +40 .* finished +loss \S+$", lines["b"])
@@ -488,3 +485,35 @@ def test_damage_is_shown_on_80_columns(folder, monkeypatch):
     assert "1 damaged" in line
     assert "loss" in line
     assert len(line) <= 80
+
+
+# -- a run that also holds runs ----------------------------------------------------------------
+
+
+def test_a_run_names_the_runs_in_its_folder(folder):
+    shutil.copytree(folder / "a/version_20", folder / "version_20")
+    (folder / "logs" / "version_0").mkdir(parents=True)  # of another library
+    os.symlink(folder / "loop", folder / "loop")
+    assert run_cli("ls", folder, "--json").json["contained_runs"] == ["a", "b"]
+    assert f"also holds 2 runs: limpet ls {folder}/a" in run_cli("ls", folder).out
+    assert "also holds" not in run_cli("ls", folder / "a").out
+    best = f"{folder} also holds runs: limpet best {folder}/a"
+    check_error_line(run_cli("best", folder, "--metric", "x", "--mode", "min"), 4, best)
+    check_error_line(run_cli("best", folder, "--metric", "x"), 1, "--mode min|max", best)
+    advice = run_cli("rm", folder, "20").err
+    assert "delete its folder (if it also holds runs: version_* in it)" in advice
+    assert "pin" not in advice
+    assert "link" not in advice
+
+
+def test_one_size_for_a_run(folder):
+    """Also with results, files of a save that was never committed, damage, and a branch."""
+    run = Run(folder / "b")
+    run.add_metrics(20, {"accuracy": 0.5})
+    train_branch(LocalStore(folder / "a"), start=20, last_step=40)
+    shutil.copytree(folder / "a/version_60", folder / "a/version_80")
+    os.unlink(folder / "a/version_80" / MANIFEST)
+    flip_bit(LocalStore(folder / "a"), f"version_40/{MANIFEST}")
+    for name, found in list_runs(folder).items():
+        versions = run_cli("ls", folder / name, "--json").json["versions"]
+        assert found["bytes"] == sum(version["bytes"] for version in versions)

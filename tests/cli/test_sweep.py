@@ -132,7 +132,7 @@ def test_a_run_without_any_version_can_be_swept(empty_url):
     store = open_store(empty_url)
     orphan(store)
     assert run_cli("ls", empty_url).code == 4
-    assert "1 uncommitted save" in run_cli("ls", empty_url).err
+    assert "1 folder without a manifest" in run_cli("ls", empty_url).err
     assert run_cli("sweep", empty_url, "--grace", "0").code == 0
     assert keys(store) == []
 

@@ -72,8 +72,8 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
                 return run, listing
             raise NoSnapshot(
                 f"{url} has no version",
-                found=format_count(len(listing.folders), "uncommitted save"),
-                todo="A save may be in progress; `limpet sweep` removes leftover files",
+                found=f"{format_count(len(listing.folders), 'folder')} without a manifest",
+                todo="A save may be in progress. `limpet sweep` removes only files of such saves",
             )
     if _is_address(url):
         run_url, _ = resolve_address(url)
@@ -217,13 +217,9 @@ def _has_run_files(url: Url) -> bool:
         store = open_store(url)
         for prefix in ("version_", "branch-", "pin-", "spread-", *_FILES):
             found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
-    return any(map(_is_run_member, found))
-
-
-def _is_run_member(name: str) -> bool:
     parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting_pin)
-    is_known = name in _FILES or names.is_spread_folder(name) or names.is_restart_name(name)
-    return is_known or any(parse(name) is not None for parse in parsers)
+    tests = (_FILES.__contains__, names.is_spread_folder, names.is_restart_name, *parsers)
+    return any(test(name) for name in found for test in tests)
 
 
 def _has_partials(store: Store) -> bool:

@@ -149,7 +149,8 @@ def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader
         f" and the modes {format_list(listed, _MAX_LISTED) or '(none)'}",
         todo=f"Write {run.url}@best:METRIC, or get the version in Python:"
         f" limpet.Run({run.url!r}).best(METRIC, mode=...). KeepBest, StopWhen, and"
-        " `limpet evaluate RUN --metric METRIC --mode min|max` record a mode",
+        " `limpet evaluate RUN --metric METRIC --mode min|max` record a mode."
+        " An inexact score of a training counts only with counts=True",
         key=run.url,
         store=run.url,
     )

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from limpet.errors import FormatError, LimpetError, NotFound, StoreError
-from limpet.format.names import MANIFEST, is_spread_folder
+from limpet.format.names import MANIFEST, is_spread_folder, parse_version
 from limpet.format.records import Pin
 from limpet.run.address import BOTH_MODES, merge_objectives
 from limpet.run.catalog import Catalog
 from limpet.run.lineage import MAX_SEARCHES, changing_run_error, find_end, has_changed, lineage_of
+from limpet.run.listing import list_all_files
 from limpet.run.policy import Mode, Record, best_first
 from limpet.run.records import read_recorded_objectives
+from limpet.run.sweep import find_orphans
 from limpet.run.writer_lock import find_writer
 from limpet.snapshot import pins
 from limpet.storage.local.store import LocalStore
@@ -40,7 +43,7 @@ _MAX_OTHERS = 1000
 class RunSummary:
     """A run at one time. ``records``: the intact versions of the current lineage, oldest first;
     ``damaged``: the number of others. ``created``: the time of the newest intact one. ``nbytes``:
-    of all files that a manifest names. ``objectives``: metrics with their recorded modes.
+    of all files of versions. ``objectives``: metrics with their recorded modes.
     ``problem``: why the newest version, or the run, cannot be used."""
 
     name: str
@@ -95,6 +98,20 @@ def summarize_runs(
     return sorted(found, key=lambda summary: (summary.created or "", summary.name))
 
 
+def find_runs(folder: Store) -> list[str]:
+    """Return the names of the runs with versions that are directly in the folder of another run."""
+
+    def has_version(name: str) -> bool:
+        with suppress(FormatError, StoreError):
+            inside = list_level(folder, name, "version_")
+            return any(exists(folder, f"{name}/{e.name}/{MANIFEST}") for e in inside)
+        return False
+
+    names = (e.name for e in list_level(folder, "") if e.kind != "object")
+    others = (n for n in names if parse_version(n) is None and not is_spread_folder(n))
+    return sorted(filter(has_version, islice(others, _MAX_OTHERS)))
+
+
 @gc_paused
 def summarize_run(
     store: Store, name: str = "", previous: RunSummary | None = None
@@ -144,14 +161,13 @@ def _read(summary: RunSummary) -> RunSummary | None:
     latest = known.get(records[-1].version) if records else None
     recorded = ((o.metric, o.mode) for o in read_recorded_objectives(store))
     modes = merge_objectives([*recorded, *(latest.objectives if latest else {}).items()]).items()
-    files: dict[str, int] = {}
-    for record in known.values():
-        files |= record.files
-    manifests = sum(r.manifest.length for r in known.values() if r.manifest is not None)
+    files = list_all_files(store, listing)
+    orphans = {stat.key for _, stat in find_orphans(files, known)}
+    stats = (stat for version in known for stat in files[version].stats)
     return replace(
         summary,
         created=latest.created if latest else None,
-        nbytes=sum(files.values()) + manifests,
+        nbytes=sum(stat.length for stat in stats if stat.key not in orphans),
         records=records,
         damaged=len(damaged),
         objectives={m: "max" if how == "max" else "min" for m, how in modes if how != BOTH_MODES},
@@ -199,6 +215,7 @@ def rank_runs(
         raise NotFound(
             f"No version in {place} has a value of {metric}",
             found=f"the metrics {format_list(available, 20) or '(none)'}",
+            todo="An inexact score of a training counts only with counts=True",
             key=place,
         )
     best.sort(key=lambda ranked: ranked[1].metrics[metric], reverse=how == "max")

@@ -137,22 +137,26 @@ def _require_deletable(
     needed = next((v for v in newest_first if catalog.is_intact(v, known[v])), None)
     reasons = {**linked, **kept}
     if needed is not None and needed in versions:
-        reasons.setdefault(
-            needed, "it is the newest intact version, from which a training continues"
-        )
+        reasons.setdefault(needed, "it is the newest intact version; a training continues from it")
     if reasons:
-        version = min(reasons)
+        version, text = min(reasons), " ".join(reasons.values())
         raise LimpetError(
             f"{version} of {catalog.store.url} was not deleted: {reasons[version]}",
             found=format_list([f"{v}: {reasons[v]}" for v in sorted(reasons)[1:]], 5) or None,
-            todo="Nothing was deleted. `limpet pin RUN STEP --remove` removes a pin. What others"
-            " refer to can be deleted together with them; a link and its target, only by hand; and"
-            " the newest version, after resume(at=...) has started a branch from an older one",
+            todo=". ".join(["Nothing was deleted", *(_TODO[why] for why in _TODO if why in text)]),
             version=str(version),
             versions=tuple(map(str, sorted(reasons))),
         )
     return folders
 
+
+_TODO = {  # by a part of the reason for which a version stays
+    "is pinned": "`limpet pin RUN STEP --remove` removes a pin",
+    "refers to it": "What others refer to can be deleted together with them",
+    "symbolic link": "A link and its target can be deleted only by hand",
+    "newest": "To delete a whole run, delete its folder (if it also holds runs: version_* in it)."
+    " An older version can be the newest one after resume(at=...) has started a branch from it",
+}
 
 _Metrics = dict[tuple[Version, str], Mapping[str, float] | None]
 """The metrics of versions, by version and digest, as they were read before the notices. None:

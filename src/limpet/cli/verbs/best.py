@@ -7,7 +7,8 @@ import click
 from limpet.cli.console import print_line, print_table
 from limpet.cli.output import describe_error, json_option, print_json
 from limpet.cli.resolve import resolve_runs
-from limpet.run.overview import rank_runs, summarize_run
+from limpet.errors import LimpetError
+from limpet.run.overview import find_runs, rank_runs, summarize_run
 from limpet.text import format_value
 
 
@@ -24,7 +25,12 @@ def command(place: str, metric: str | None, mode: str | None, as_json: bool) -> 
     found = resolve_runs(place, quiet=as_json)
     one = None if isinstance(found, list) else summarize_run(found[0].store)
     runs = found if isinstance(found, list) else [one] if one else []
-    metric, how, ranked = rank_runs(place, runs, metric, mode)
+    try:
+        metric, how, ranked = rank_runs(place, runs, metric, mode)
+    except LimpetError as e:
+        if one and (inside := find_runs(one.catalog.store)):
+            raise e.with_advice(f"{place} also holds runs: limpet best {place}/{inside[0]}") from e
+        raise
     rows = [
         {
             "address": f"{place.rstrip('/')}{run.name and '/'}{run.name}@{best.version.name}",

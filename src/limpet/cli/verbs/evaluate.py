@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -268,11 +269,5 @@ def _describe_nothing(name: str, failed: Sequence[Version]) -> str:
 
 
 def _to_json(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "version": str(outcome.version),
-        "step": outcome.version.step,
-        "state": outcome.state,
-        "metrics": outcome.metrics,
-        "cause": outcome.cause,
-        "seconds": round(outcome.seconds, 6),
-    }
+    version = outcome.version
+    return {**asdict(outcome), "version": str(version), "step": version.step}

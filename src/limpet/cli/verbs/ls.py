@@ -3,7 +3,6 @@ records, and file lengths only."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from limpet.format.names import Version
 from limpet.format.records import Branch, VersionLease
 from limpet.run.catalog import VersionRecord, make_version_record
 from limpet.run.listing import Listing, list_all_files
-from limpet.run.overview import RunSummary, summarize_runs
+from limpet.run.overview import RunSummary, find_runs, summarize_runs
 from limpet.run.records import VersionEvaluations, find_statuses
 from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
@@ -73,6 +72,7 @@ class ListResult:
     branches: dict[int, Branch | LimpetError]
     orphans: list[Stat]
     leases: Sequence[VersionLease] = ()
+    runs: Sequence[str] = ()  # the names of those directly in the folder of this one
 
     @property
     def latest(self) -> VersionEntry | None:
@@ -96,8 +96,11 @@ def command(place: str, watch: bool, as_json: bool) -> None:
     found = resolve_runs(place, quiet=as_json, require_version=not watch)
     watched = place if watch else None
     if isinstance(found, list):
-        read, build = partial(_read_runs, place, found), partial(_build_runs_document, place)
-        show = partial(render_runs, place)
+        read, show = partial(_read_runs, place, found), partial(render_runs, place)
+
+        def build(runs: Runs) -> dict[str, Any]:
+            return {"folder": place, "runs": [*map(_build_run_document, runs)]}
+
         show_result(read, _have_ended, build, show, watched=watched, as_json=as_json)
     else:
         look = partial(_read_versions, place, found, as_json)
@@ -140,13 +143,11 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         if entry is not None:
             entries.append(entry)
         advance(1)
-    records = {e.version: e.record for e in entries}
-    orphans = [*find_orphans(files, records)]
-    orphan_bytes = Counter[Version]()
+    by_version = {e.version: e for e in entries}
+    orphans = [*find_orphans(files, {v: e.record for v, e in by_version.items()})]
     for version, stat in orphans:
-        orphan_bytes[version] += stat.length
-    for entry in entries:
-        entry.nbytes -= orphan_bytes[entry.version]
+        if version in by_version:
+            by_version[version].nbytes -= stat.length
     usable = [e for e in entries if e.on_lineage and e.problem is None]
     if usable:
         usable[-1].is_latest = True
@@ -163,6 +164,7 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         branches,
         [*(stat for _, stat in orphans), *run.store.partials("")],
         [*run.catalog.leases.live(listing.leases).values()],
+        find_runs(run.store),
     )
 
 
@@ -208,6 +210,7 @@ def _build_document(result: ListResult) -> dict[str, Any]:
             for number, b in result.branches.items()
         ],
         "orphans": {"files": len(result.orphans), "bytes": sum(s.length for s in result.orphans)},
+        "contained_runs": result.runs,
         "bytes_checked": False,
     }
 
@@ -248,10 +251,6 @@ def render(result: ListResult) -> None:
     print_table(rows, (*names, "metrics"), right_aligned=numbers, flexible=[len(names)])
     for note, style in _footnotes(result):
         print_line(note, style)
-
-
-def _build_runs_document(place: str, runs: Runs) -> dict[str, Any]:
-    return {"folder": place, "runs": [*map(_build_run_document, runs)]}
 
 
 def _build_run_document(run: RunSummary) -> dict[str, Any]:
@@ -352,6 +351,9 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
             yield f"branch {number}: {branch.brief}", "red"
         else:
             yield f"branch {number} starts at {branch.from_version} ({branch.reason})", "dim"
+    if result.runs:
+        count, url = format_count(len(result.runs), "run"), result.run.url
+        yield f"also holds {count}: limpet ls {url}/{result.runs[0]}", "yellow"
     if result.latest is None:
         yield "No version on the current lineage is intact.", "red"
     if result.orphans:
