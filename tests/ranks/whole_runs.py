@@ -64,7 +64,7 @@ class Training:
 
     def run(self, url, last_step, save, **options):
         """Resume and train up to step ``last_step``. Return the result of ``resume``."""
-        with limpet.Checkpointer(url, self.state, save=save, **options) as ckpt:
+        with limpet.Checkpointer(url, self.state, save=save, at_end=False, **options) as ckpt:
             resumed = ckpt.resume()
             while self.progress.step < last_step:
                 for numbers, inputs in self.loader:
@@ -257,9 +257,9 @@ def shows_one_line_for_each_save(ranks):
                     ckpt.wait()  # a save that waits for the previous one has an extra line
         lines = all_gather(terminal.getvalue().splitlines())
         assert lines[1:] == [[]] * (len(lines) - 1)
-        words = [line.split()[0] for line in lines[0]]
-        assert words == ["started", "saved", "saved", "finished", "left"]
-        assert all("loss 1" in line for line in lines[0][1:3])
+        words = [line.split()[0].rstrip(":") for line in lines[0]]
+        assert words == ["started", "saved", "saved", "saved", "finished"]
+        assert all("loss 1" in line for line in lines[0][1:4])
 
     ranks(3, work)
 
