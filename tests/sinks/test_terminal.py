@@ -217,7 +217,7 @@ def test_the_current_stderr_is_used(monkeypatch):
         stream = RecordingStream()
         monkeypatch.setattr(sys, "stderr", stream)
         sink("saved", SAVED)
-        assert stream.getvalue() == LINE + "\n"
+        assert stream.getvalue() == f"limpet: {LINE}\n"
     monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
     sink("saved", SAVED)
 
@@ -258,7 +258,8 @@ def test_a_tqdm_bar_stays_intact(monkeypatch):
             sinks.Terminal()("saved", {**SAVED, "metrics": {}})
             assert screen(stream.getvalue())[-1].startswith("training:")
     shown = screen(stream.getvalue())
-    assert [x for x in shown if x.startswith("saved")] == [LINE.rpartition("  loss")[0]] * 3
+    line = f"limpet: {LINE.rpartition('  loss')[0]}"
+    assert [x for x in shown if "saved" in x] == [line] * 3
     assert sum("training" in x for x in shown) == 1
 
 

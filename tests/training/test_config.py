@@ -363,9 +363,10 @@ def test_the_lines_need_no_terminal_and_say_first_what_the_script_has_changed(
     assert lines_about_options(capsys.readouterr().err) == []
     with_optimizer("a", 0.0001, batch_size=64, dropout=0.1)
     assert lines_about_options(capsys.readouterr().err) == [
-        "resumed with another config: lr 0.001 -> 0.0001, batch_size 32 -> 64, dropout 0.1 (new)",
-        "resumed the options of a/version_2. optimizer/lr: the script has 0.0001, had 0.001; the"
-        " version's 0.001 is in use",
+        "limpet: resumed with another config: lr 0.001 -> 0.0001, batch_size 32 -> 64, dropout 0.1"
+        " (new)",
+        "limpet: resumed the options of a/version_2. optimizer/lr: the script has 0.0001, had"
+        " 0.001; the version's 0.001 is in use",
     ]
 
 

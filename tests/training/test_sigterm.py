@@ -88,7 +88,7 @@ def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path):
         errors = training.communicate(timeout=60)[1]
         assert training.returncode == 75
         assert errors.splitlines() == [
-            f"started a new training in {tmp_path}/run: it has no version yet",
+            f"limpet: started a new training in {tmp_path}/run: it has no version yet",
             "limpet: stopped after step 7, which is saved, because of SIGTERM",
         ]
         expected = undisturbed.communicate(timeout=60)[0]

@@ -352,6 +352,6 @@ def test_a_forked_process_does_not_close_the_training_of_its_parent(tmp_path):
     done = run_interpreter(tmp_path, "", "-c", source)
     assert done.stdout.split()[-1] == "7"
     assert done.stderr.splitlines() == [  # of the parent only
-        "started a new training in runs/a: it has no version yet",
-        "finished: saved step 7 to runs/a",
+        "limpet: started a new training in runs/a: it has no version yet",
+        "limpet: finished: saved step 7 to runs/a",
     ]

@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import limpet
 from limpet import events
 from limpet.errors import LimpetError
 from limpet.settings import read_settings
-from limpet.sinks.terminal import DefaultTerminal
+from limpet.sinks.terminal import DefaultTerminal, default_terminal
 from tests.sinks.sample_events import EVENTS, SAVED, RecordingStream
+from tests.waiting import check_at_once
 
 TRAINING = """
 import os, signal, sys
@@ -122,14 +124,14 @@ print('rich' in sys.modules)
     out, lines = run_without_terminal(program, tmp_path)
     assert out == ["False"]
     assert lines == [
-        "started a new training in a: it has no version yet",
-        "finished: saved step 3 to a",
-        "resumed step 3 from a/version_3",
-        "finished: saved step 5 to a",
-        "resumed step 5 from a/version_5",
-        "finished at step 7 of a: the newest version is of step 6",
-        "started a new training in b: it has no version yet",
-        "finished at step 1 of b: nothing is saved",
+        "limpet: started a new training in a: it has no version yet",
+        "limpet: finished: saved step 3 to a",
+        "limpet: resumed step 3 from a/version_3",
+        "limpet: finished: saved step 5 to a",
+        "limpet: resumed step 5 from a/version_5",
+        "limpet: finished at step 7 of a: the newest version is of step 6",
+        "limpet: started a new training in b: it has no version yet",
+        "limpet: finished at step 1 of b: nothing is saved",
     ]
 
 
@@ -201,12 +203,15 @@ with limpet.attach(lambda name, fields: None):
 train('a', 7)
 """
     out, lines = run_without_terminal(program, tmp_path)
-    assert out == ["plain resumed step 1 from a/version_1", "plain finished: saved step 2 to a"]
+    assert out == [
+        "plain limpet: resumed step 1 from a/version_1",
+        "plain limpet: finished: saved step 2 to a",
+    ]
     assert lines == [
-        "started a new training in a: it has no version yet",
-        "finished: saved step 1 to a",
-        "resumed step 6 from a/version_6",
-        "finished: saved step 7 to a",
+        "limpet: started a new training in a: it has no version yet",
+        "limpet: finished: saved step 1 to a",
+        "limpet: resumed step 6 from a/version_6",
+        "limpet: finished: saved step 7 to a",
     ]
     assert run_without_terminal("train('a', 8)", tmp_path, LIMPET_QUIET="1") == ([], [])
 
@@ -216,8 +221,8 @@ def test_captured_output(capsys, tmp_path):
         for _ in ckpt.steps(2):
             ckpt.step()
     first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("started a new training in ")
-    assert re.fullmatch("finished: saved step 2 to .*/a", last)
+    assert first.startswith("limpet: started a new training in ")
+    assert re.fullmatch("limpet: finished: saved step 2 to .*/a", last)
 
 
 def test_a_training_that_fails_says_so(tmp_path):
@@ -335,3 +340,33 @@ def test_an_invalid_setting_is_an_error(value):
         read_settings({"LIMPET_QUIET": value})
     with pytest.raises(LimpetError, match="quiet"):
         limpet.Checkpointer("memory://a/run", {"x": 1}, quiet=1)
+
+
+def test_runs_that_threads_open_and_close_at_once(capsys):
+    """Each line is printed once, while the run is open, and not afterward."""
+    terminal, names = DefaultTerminal(), ["a", "b"] * 2
+    barrier = threading.Barrier(len(names))
+
+    def open_and_close(name):
+        barrier.wait()
+        for _ in range(2000):
+            terminal.open(name)()
+        opened.append(terminal.open(name))
+
+    opened = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        check_at_once(open_and_close, [(name,) for name in names])
+    finally:
+        sys.setswitchinterval(interval)
+        events.set_default(default_terminal)
+    for close in opened:
+        terminal("began", {"run": "a"})
+        terminal("began", {"run": "b"})
+        close()
+    terminal("began", {"run": "a"})
+    terminal("began", {"run": "b"})
+    lines = capsys.readouterr().err.splitlines()
+    assert 6 <= len(lines) <= 8
+    assert all(line.startswith("limpet: started a new training in ") for line in lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -86,6 +85,8 @@ class Terminal:
                 ]
             stream = sys.stderr if self._stream is None else self._stream
             if stream is not None:  # None if the program has no console
+                if self._stream is None and not _is_terminal(stream):  # others write to it, too
+                    parts.insert(0, ("limpet: ", ""))
                 _print_line(stream, parts, is_cut=name == "saved")
 
 
@@ -183,11 +184,11 @@ class DefaultTerminal:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._terminal: Terminal | None = None
-        self._runs: Counter[str] = Counter()
+        self._runs: dict[object, str] = {}  # by opening; each access is one operation, as in events
         self._last_lines: dict[str, float] = {}
 
-    def open(self, run: str) -> Callable[[], None]:
-        """Print ``run``'s events until the result is called once, unless ``LIMPET_QUIET`` is 1."""
+    def open(self, run: str) -> Callable[[], object]:
+        """Print ``run``'s events until the result is called, unless ``LIMPET_QUIET`` is 1."""
         if read_settings().quiet:
             return lambda: None
         if not self._runs:
@@ -195,21 +196,18 @@ class DefaultTerminal:
         events.set_default(self)  # again, after an error of the stream
         if _is_terminal(sys.stderr):
             self._get_terminal()  # now, not in a thread of a save: see ``Terminal``
-        run = hide_in_urls(run)  # as events do
-        self._runs[run] += 1
-        return partial(self._close, run)
+        opening = object()
+        self._runs[opening] = hide_in_urls(run)  # as events do
+        return partial(self._runs.pop, opening, None)
 
     def _get_terminal(self) -> Terminal:
-        self._terminal = self._terminal or Terminal()
+        with _line_lock:  # a second one would show again what the first one has shown
+            self._terminal = self._terminal or Terminal()
         return self._terminal
-
-    def _close(self, run: str) -> None:
-        self._runs[run] -= 1
-        self._runs += Counter()  # without the runs whose count is 0
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         run = fields.get("run", "")  # as it is: what is shown lacks the current folder
-        is_open = run in self._runs if run else bool(self._runs)
+        is_open = run in [*self._runs.values()] if run else bool(self._runs)
         if name == "ranks_awaited":
             is_open = not read_settings().quiet
         if name not in _SHOWN or not is_open:
