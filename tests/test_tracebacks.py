@@ -284,6 +284,70 @@ def public_objects():
             yield f"{module.__name__}.{name}", getattr(module, name)
 
 
+def enter_scope():
+    guard = PreemptionGuard(save_fn=len, preemption=None)
+    guard.close()
+    with guard.watch_scope():
+        pass
+
+
+def leave_scope():
+    ckpt = checkpointer("new")
+    with PreemptionGuard(ckpt).watch_scope():
+        ckpt.step()
+        ckpt.close()
+
+
+def raise_in_scope():
+    with PreemptionGuard(checkpointer("new")).watch_scope():
+        limpet.load("absent")
+
+
+@pytest.mark.parametrize("call", [enter_scope, leave_scope, raise_in_scope])
+def test_the_errors_of_a_scope(folder, call):
+    """The frame of ``contextlib`` stays: it belongs to the user's ``with`` statement."""
+    error = raised_by(call)
+    text = "".join(traceback.format_exception(error))
+    assert len(own_frames(error)) <= 3, text
+    assert f"{PACKAGE}/tracebacks.py" not in text
+    assert f"in {call.__name__}" in text
+
+
+MISSPELLED = {
+    "function": lambda: limpet.load("run@1", device_="cpu"),
+    "word of another library": lambda: limpet.load("run@1", map_location="cpu"),
+    "class": lambda: limpet.Checkpointer("run", {"n": 1}, evry=3),
+    "method": lambda: checkpointer().resume(strickt=True),
+    "method of a run": lambda: limpet.Run("run").find(step_=1),
+    "generator": lambda: checkpointer().epochs(2, start=1),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELLED)
+def test_a_misspelled_keyword_shows_the_line_of_the_user_last(folder, name):
+    with pytest.raises(TypeError, match="unexpected keyword argument") as caught:
+        MISSPELLED[name]()
+    assert own_frames(caught.value) == []
+    assert shown_frames(caught.value)[-1] == __file__
+
+
+def test_an_interrupt_keeps_everything(folder, monkeypatch):
+    """It is no error of Limpet: where the program was is what one looks for."""
+    ckpt = checkpointer("new")
+    ckpt.step()
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("limpet.training.early_stop.EarlyStop.observe", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ckpt.metrics({"a": 1})
+    assert len(own_frames(caught.value)) >= 2
+    monkeypatch.undo()
+    ckpt.metrics({"a": 1})  # the interrupted call has ended
+    ckpt.close()
+
+
 def test_no_public_call_is_forgotten():
     """Every public function, and every public method of a class of Limpet, with its name, its
     module, its signature, and its documentation."""

@@ -32,10 +32,11 @@ _LIMPET = {word: ours for words, ours in _WORDS.items() for word in words.split(
 
 
 def add_advice(error: TypeError, function: Callable[..., Any], keywords: Iterable[str]) -> None:
-    """Add Limpet's words to the error of a call with such keywords. An error that was raised within
-    the function, and so has a second frame, stays as it is."""
+    """Add Limpet's words to the error of a call with such keywords, and drop the caller's frame. An
+    error that was raised within the function, and so has a second frame, stays as it is."""
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
         return
+    error.__traceback__ = None
     unknown = [word for word in keywords if word not in signature(function).parameters]
     advice = [f"In place of {word}=, write {_LIMPET[word]}." for word in unknown if word in _LIMPET]
     if advice:

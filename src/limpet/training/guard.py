@@ -14,6 +14,7 @@ from limpet.lazy_torch import torch_or_none
 from limpet.ranks.agreement import LocalAgreement
 from limpet.run.policy import Never
 from limpet.storage.memory import MemoryStore
+from limpet.tracebacks import short_tracebacks
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.preemption_plan import DEFAULT, Preemption
 
@@ -159,6 +160,7 @@ class PreemptionGuard:
                 goodput.run_calls = calls
 
     @contextmanager
+    @short_tracebacks
     def watch_scope(self) -> Iterator[None]:
         """Leave only at the end of this block, where the device is synchronized first.
 
