@@ -107,6 +107,37 @@ def test_the_first_error_is_reported_when_another_rank_hangs():
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [EverySteps(5), pytest.param(EverySteps(5) | OnException(), marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("first", ["the one that raises", "the ones that wait"])
+def test_ranks_that_wait_for_a_save_raise_the_error_of_the_other_rank(first, policy):
+    """Whichever comes first: nobody hears of the operations that differ because of the error."""
+    with TrainingJob(3, lockstep=False) as job, warnings.catch_warnings(record=True):
+
+        def work(trainer):
+            with trainer.make_checkpointer(save=policy, at_end=True):
+                trainer.train_steps(4)
+                if trainer.rank == 1:
+                    if first == "the ones that wait":
+                        wait_for_value(job, b"the save after step 5", "/first_arrival")
+                    raise nan_error()
+                if first == "the one that raises":
+                    wait_for_value(job, b"NaN in the loss", "/first_arrival")
+                trainer.train_steps(5)
+
+        with (
+            mock.patch("limpet.ranks.agreement.Agreement.raise_at_next_step"),  # it is slower
+            mock.patch("limpet.training.ending.JOIN_TIMEOUT", 3.0),
+        ):
+            errors_by_rank = job.outcomes(work)
+        assert [(type(e), str(e)) for e in errors_by_rank] == [(ValueError, "NaN in the loss")] * 3
+        for error in errors_by_rank[0], errors_by_rank[2]:
+            assert error.__notes__[0].startswith("Raised on rank 1, whose traceback is:")
+        assert job.versions == []
+
+
+@pytest.mark.parametrize(
     "error", [OSError(2, "none", "a\udcff"), NotFound("a\udcff", key="\udcff", keys=("\udcff",))]
 )
 def test_an_error_with_a_name_that_is_not_utf8_is_reported(error):

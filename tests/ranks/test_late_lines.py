@@ -1,15 +1,18 @@
 """A rank that saves, loads, or resumes alone is told so on stderr, once, and by the error."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import limpet
 from limpet.errors import RankFailed
-from limpet.ranks.kv import CALL_ON_ALL, Timeouts
+from limpet.ranks.kv import CALL_ALONE, CALL_ON_ALL, Timeouts
 from tests.fakegroup import FakeGroup
 from tests.fork_server import FORK_SERVER
 from tests.ranks.world import TIMEOUT
+from tests.waiting import wait_until
 
 
 def checkpointer(folder, **options):
@@ -18,6 +21,10 @@ def checkpointer(folder, **options):
 
 def save_in_a_training(folder):
     checkpointer(folder).save()
+
+
+def wait_in_a_training(folder):
+    checkpointer(folder).wait()
 
 
 def step(folder):
@@ -29,16 +36,19 @@ def write(folder):
         pass
 
 
-ALONE = {
+CALLS = {
     "save": lambda folder: limpet.save(folder / "version_1", {"n": 1}),
     "save_async": lambda folder: limpet.save_async(folder / "version_1", {"n": 1}).wait(),
     "load": lambda folder: limpet.load(folder / "version_0", into={"n": 1}),
     "load address": lambda folder: limpet.load(f"{folder}@latest", into={"n": 1}),
-    "Checkpointer.save": save_in_a_training,
-    "Checkpointer.step": step,
-    "Checkpointer.resume": lambda folder: checkpointer(folder).resume(),
-    "writer": write,
 }
+IN_A_TRAINING = {
+    "the first step": step,
+    "the resume of ": lambda folder: checkpointer(folder).resume(),
+    "ckpt.wait() of ": wait_in_a_training,
+    "the start of a writer of ": write,
+}
+"""The operation that the line names, and the call."""
 
 
 @pytest.fixture
@@ -53,30 +63,84 @@ def lines_of(calls, size, capsys):
     with FakeGroup(size, Timeouts(silent=0.5, stuck=0.5)) as group:
         outcomes = group.outcomes(lambda rank: calls[rank]() if rank in calls else None)
     printed = capsys.readouterr().err.splitlines()
-    return outcomes, [line for line in printed if line.startswith("waited")]
+    return outcomes, [line for line in printed if line.startswith("limpet: waited")]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", CALLS)
 def test_rank_0_alone(folder, capsys, name):
-    outcomes, lines = lines_of({0: lambda: ALONE[name](folder)}, 3, capsys)
+    outcomes, lines = lines_of({0: lambda: CALLS[name](folder)}, 3, capsys)
     assert isinstance(outcomes[0], RankFailed)
-    assert CALL_ON_ALL in str(outcomes[0])
+    assert CALL_ALONE in str(outcomes[0])
     (line,) = lines
     assert " for ranks 1, 2 in the " in line
-    assert line.endswith(CALL_ON_ALL)
+    assert line.endswith(CALL_ALONE)
+
+
+@pytest.mark.parametrize("operation", IN_A_TRAINING)
+def test_rank_0_alone_in_a_training(folder, capsys, operation):
+    """The line and the error name the call of the user, and no remedy that it does not have."""
+    outcomes, lines = lines_of({0: lambda: IN_A_TRAINING[operation](folder)}, 3, capsys)
+    assert isinstance(outcomes[0], RankFailed)
+    assert f" did not join {operation}" in str(outcomes[0])
+    assert "group=" not in str(outcomes[0])
+    (line,) = lines
+    assert f" for ranks 1, 2 in {operation}" in line
+    assert line.endswith(f". {CALL_ON_ALL}")
+
+
+LATER = {
+    "the save after step 2 of ": limpet.Checkpointer.step,
+    "ckpt.save() of ": limpet.Checkpointer.save,
+}
+
+
+@pytest.mark.parametrize("operation", LATER)
+def test_a_later_call_of_rank_0_alone(folder, operation):
+    """It waits for no save: there is none in flight."""
+
+    def train(rank):
+        with checkpointer(folder, save=limpet.EverySteps(2), quiet=True) as ckpt:
+            ckpt.step()
+            if rank == 0:
+                LATER[operation](ckpt)
+            else:
+                wait_until(lambda: "did not join" in str([*group.store.values.values()]))
+
+    with FakeGroup(2, Timeouts(silent=0.5, stuck=0.5)) as group:
+        error, _ = group.outcomes(train)
+    assert f" did not join {operation}" in str(error)
+    assert "group=" not in str(error)
+
+
+def test_the_line_says_how_long_the_rank_keeps_waiting(folder, capsys):
+    """The time that is left, not the limit."""
+    began, at = time.monotonic(), []
+
+    def note(name, fields):
+        if name == "ranks_awaited":
+            at.append((time.monotonic() - began, fields["longest"]))
+
+    with (
+        limpet.attach(note),
+        FakeGroup(2, Timeouts(silent=0.4, stuck=0.8)) as group,
+    ):
+        group.outcomes(lambda rank: checkpointer(folder).resume() if rank == 0 else None)
+    [(printed, left)] = at
+    assert printed + left == pytest.approx(0.8, abs=0.2)
+    assert left < 0.75
 
 
 @pytest.mark.parametrize("ranks", [(1,), (2,), (1, 2)])
 def test_ranks_without_rank_0(folder, capsys, ranks):
-    calls = dict.fromkeys(ranks, lambda: ALONE["save"](folder))
+    calls = dict.fromkeys(ranks, lambda: CALLS["save"](folder))
     outcomes, lines = lines_of(calls, 3, capsys)
     assert [isinstance(outcome, RankFailed) for outcome in outcomes] == [
         r in ranks for r in range(3)
     ]
-    assert all(CALL_ON_ALL in str(outcomes[rank]) for rank in ranks)
+    assert all(CALL_ALONE in str(outcomes[rank]) for rank in ranks)
     (line,) = lines
     assert " for rank 0 in the save of " in line
-    assert line.endswith(CALL_ON_ALL)
+    assert line.endswith(CALL_ALONE)
 
 
 def test_alone_is_possible(folder, capsys):
@@ -94,13 +158,13 @@ def test_no_line(folder, capsys, monkeypatch, how):
         monkeypatch.setenv("LIMPET_QUIET", "1")
     else:
         stack = limpet.attach(lambda name, fields: events.append((name, fields)))
-    outcomes, lines = lines_of({0: lambda: ALONE["save"](folder)}, 2, capsys)
+    outcomes, lines = lines_of({0: lambda: CALLS["save"](folder)}, 2, capsys)
     assert isinstance(outcomes[0], RankFailed)
     assert lines == []
     if how == "sink":
         stack.close()
         (fields,) = [fields for name, fields in events if name == "ranks_awaited"]
-        assert (fields["ranks"], fields["first"], fields["todo"]) == ([1], True, CALL_ON_ALL)
+        assert (fields["ranks"], fields["first"], fields["todo"]) == ([1], True, CALL_ALONE)
 
 
 def test_ranks_that_have_joined_are_not_told_to_join(folder, capsys, monkeypatch):
@@ -117,7 +181,7 @@ def test_ranks_that_have_joined_are_not_told_to_join(folder, capsys, monkeypatch
         return write_shard(job, base)
 
     monkeypatch.setattr(save, "write_local_shard", write_slowly)
-    calls = dict.fromkeys((0, 1), lambda: ALONE["save"](folder))
+    calls = dict.fromkeys((0, 1), lambda: CALLS["save"](folder))
     with FakeGroup(2, Timeouts(silent=0.5, stuck=60)) as group:
         group.run(lambda rank: calls[rank]())
     assert "for rank 1 in the save of" in waited[-1]
@@ -166,4 +230,4 @@ def test_processes(tmp_path, alone):
         process.kill()
     shown = [line for log in logs for line in log.read_text().splitlines() if "waited" in line]
     assert len(shown) == 1, [log.read_text() for log in logs]
-    assert shown[0].endswith(CALL_ON_ALL)
+    assert shown[0].endswith(CALL_ALONE)

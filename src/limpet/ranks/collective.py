@@ -19,7 +19,7 @@ from limpet.deadline import Deadline
 from limpet.errors import RankFailed
 from limpet.ranks import error_report
 from limpet.ranks.failure_detector import FailureDetector
-from limpet.ranks.kv import CALL_ON_ALL, MAX_BATCH_KEYS, KVClient, emit_stragglers
+from limpet.ranks.kv import CALL_ALONE, CALL_ON_ALL, MAX_BATCH_KEYS, KVClient, emit_stragglers
 
 T = TypeVar("T")
 
@@ -53,12 +53,14 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         sequence_number: int,
         operation: str,
         timeout: float | None = None,
-        cause: str = "",
+        error: BaseException | None = None,
         deadline: Deadline | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.rank = kv.rank
-        self.first_arrival = error_report.Arrival(kv.rank, operation, cause)
+        cause = "" if error is None else error_report.describe_cause(error)
+        self._raised = "" if error is None else error_report.encode_raised(error, kv.rank)
+        self.first_arrival = error_report.Arrival(kv.rank, operation, cause, self._raised)
         self.size = size
         self.operation = operation
         self._kv = kv
@@ -75,7 +77,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self.closed = False
         self._left = False
         self._stragglers_reported = False
-        self._todo = CALL_ON_ALL
+        can_be_alone = operation.startswith(("the save of ", "the load of ", "the opening of "))
+        self._todo = CALL_ALONE if can_be_alone else CALL_ON_ALL
         """What to do about a rank that does not come; empty once all are known to have joined."""
 
     # -- joining ---------------------------------------------------------------------------------
@@ -89,19 +92,20 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         return report.operation if report.fields.get("rank") == self.rank != report.rank else None
 
     def join(self) -> None:
-        """Join the operation. Raises ``RankFailed`` if another rank runs a different operation."""
+        """Join. Raises ``RankFailed``, or the error of its training, if a rank runs another one."""
         own_arrival = self.first_arrival
         stored = self._kv.compare_and_set(
             f"{self._sequence_number}/first_arrival", error_report.encode_json(own_arrival)
         )
         self.first_arrival = first = error_report.ARRIVAL.decode(stored)
         if first.operation != self.operation:
-            self.raise_if_aborted()
+            if not first.raised:
+                self.raise_if_aborted()
             own, other = (
                 f"{arrival.operation}{arrival.cause and f' ({arrival.cause})'}"
                 for arrival in (own_arrival, first)
             )
-            raise RankFailed(
+            mismatch = RankFailed(
                 "The ranks run different operations at the same time",
                 expected=f"{own}, as on rank {self.rank}",
                 found=f"{other} on rank {first.rank}",
@@ -109,6 +113,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
                 ' process only, pass group="alone"',
                 rank=first.rank,
             )
+            self.abort(mismatch, as_raised=bool(self._raised))
+            raise error_report.decode_raised(first.raised) if first.raised else mismatch
 
     # -- data exchange ---------------------------------------------------------------------------
 
@@ -225,7 +231,6 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     ) -> None:
         detector = FailureDetector(self._kv, self.operation, None, position, self._todo)
         started_at = self._kv.clock()
-        timeout = self._kv.timeouts.stuck if self._timeout is None else self._timeout
         # This limits the load of the store to 10,000 requests per second from all ranks.
         max_delay = 0.01 + (self.size * 2e-4 if self.rank else 0)
         check_interval = min(max(1.0, self.size / 2000), self._kv.timeouts.silent / 4)
@@ -251,9 +256,9 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
                         self._stragglers_reported = True
                         key, own = f"{self._sequence_number}/first_report", str(self.rank)
                         first, waited = self._kv.compare_and_set(key, own) == own, now - started_at
-                        emit_stragglers(
-                            stragglers, self.operation, waited, timeout, first, self._todo
-                        )
+                        left = detector.seconds_left(stragglers)
+                        left = left if self._timeout is None else self._timeout - waited
+                        emit_stragglers(stragglers, self.operation, waited, left, first, self._todo)
                 expected = self.exceeded(now - started_at)
                 if expected and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
                     raise detector.make_error(missing, expected, "that it has not arrived")
@@ -293,13 +298,14 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self._raise_failure(self._kv.compare_and_set(self._failed_key, error_report.COMMIT_BEGUN))
         self._commit_begun = True
 
-    def abort(self, error: BaseException) -> bool:
-        """Send this rank's error to the others. Returns False if the commit may have begun, or they
-        cannot be notified; True if it never will."""
+    def abort(self, error: BaseException, *, as_raised: bool = False) -> bool:
+        """Send this rank's error, or that of its training, to the others. Returns False if the
+        commit may have begun, or they cannot be notified; True if it never will."""
         if self._failed:
             return True
         self._failed = True
         report = error_report.encode_error(error, self.rank, self.operation, self._commit_begun)
+        report = self._raised if as_raised else report
         expected = error_report.COMMIT_BEGUN if self._commit_begun else ""
         try:
             found = self._kv.compare_and_set(self._failed_key, report, expected)
@@ -373,7 +379,7 @@ class LocalCollective(nullcontext[None]):
 
     rank = 0
     size = 1
-    first_arrival = error_report.Arrival(0, "", "")
+    first_arrival = error_report.Arrival(0, "", "", "")
 
     def __init__(self, deadline: Deadline | None = None) -> None:
         super().__init__()
@@ -403,7 +409,7 @@ class LocalCollective(nullcontext[None]):
 
     raise_if_aborted = close = begin_commit  # no other rank can fail
 
-    def abort(self, error: BaseException) -> bool:
+    def abort(self, error: BaseException, *, as_raised: bool = False) -> bool:
         return True
 
 

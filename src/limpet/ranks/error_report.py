@@ -120,11 +120,13 @@ class ErrorReport(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """The first rank that joins a collective, its operation, and the cause of the operation."""
+    """The first rank that joins a collective, its operation, and, if it does so because its
+    training has raised an error, that one, also encoded by ``encode_raised``."""
 
     rank: int
     operation: str
     cause: str
+    raised: str
 
 
 ERROR_REPORT = msgspec.json.Decoder(ErrorReport)
@@ -152,15 +154,18 @@ def format_with_notes(error: BaseException) -> str:
     return " ".join([str(error), *(f"{note.rstrip('.')}." for note in notes)])
 
 
-def decode_error(text: str, operation: str) -> LimpetError:
-    """Return the error that this rank raises because another rank failed."""
+def decode_error(text: str, operation: str) -> BaseException:
+    """Return the error to raise because another rank failed, or its training has raised."""
     report = ERROR_REPORT.decode(text)
+    if report.trace:
+        return decode_raised(text)
     report = msgspec.structs.replace(report, fields={"rank": report.rank, **report.fields})
     found = report.to_limpet_error()
     if isinstance(found, _SAME_ON_ALL_RANKS):
         found.add_note(f"Reported by rank {report.rank}")
         return found
     uncertain = report.fields.get("committed") or report.fields.get("outcome") == "unknown"
+    uncertain = uncertain or not operation.startswith("the save of ")
     failed = RankFailed(
         f"Rank {report.rank} failed during {operation}"
         f"{'' if uncertain else '; nothing was committed'}. {report.name}: {report.what}",
@@ -171,6 +176,11 @@ def decode_error(text: str, operation: str) -> LimpetError:
     )
     failed.__cause__ = found or RuntimeError(f"{report.name}: {report.what}")
     return failed
+
+
+def describe_cause(error: BaseException) -> str:
+    """Return the class and the text of an exception that ended a training."""
+    return f"{type(error).__name__}: {error}"[:1000]
 
 
 def encode_raised(error: BaseException, rank: int) -> str:

@@ -61,6 +61,10 @@ class FailureDetector:
         self._arrived.update(r for r in late_ranks if r not in self._arrived and has_arrived(r))
         return [r for r in late_ranks if r not in self._arrived]
 
+    def seconds_left(self, ranks: Sequence[int]) -> float:
+        """Return in how many seconds the first of the ranks is stuck, without further progress."""
+        return self._stuck - max(self.waited - self._observed[r][2] for r in ranks)
+
     def _observe(self, ranks: Sequence[int]) -> None:
         last_check_at, self._checked_at = self._checked_at, self._kv.clock()
         # A process that was suspended, perhaps with the whole job, has lost only a part. The parts

@@ -160,24 +160,25 @@ class Group(AbstractContextManager["Group", None]):
         self,
         operation: str,
         timeout: float | None = None,
-        cause: str = "",
+        error: BaseException | None = None,
         deadline: Deadline | None = None,
     ) -> Collective:
         """Start a collective. ``operation``: the same on all ranks, such as "the save of
-        version_500"; ``timeout``: of each wait, in seconds; ``cause``: why this rank started it."""
+        version_500"; ``timeout``: of each wait, in seconds; ``error``: with which this rank's
+        training has ended, if it started the collective because of that."""
         kv = self.kv
         if kv is None or self.size == 1:
             return LocalCollective(deadline)
         kv.start()
         for _ in range(_MAX_MISSED):
             collective = StoreCollective(
-                kv, self.size, self.next_sequence_number(), operation, timeout, cause, deadline
+                kv, self.size, self.next_sequence_number(), operation, timeout, error, deadline
             )
             try:
                 kv.await_session(collective.exceeded)
                 missed_operation = collective.missed_operation()
-            except RankFailed as error:
-                kv.set_when_joined(*collective.encode_failure(error))  # rank 0 must not wait later
+            except RankFailed as e:
+                kv.set_when_joined(*collective.encode_failure(e))  # rank 0 must not wait later
                 raise
             if missed_operation is None or (
                 missed_operation == operation and not self._missed_last
@@ -369,7 +370,8 @@ def _await_server(host: str, port: int, timeouts: Timeouts) -> None:
             raise _unserved_error(host, port, f"it to join within {timeouts.stuck:g} s", error)
         if waited > STRAGGLER_SECONDS and not is_reported:
             is_reported = True
-            emit_stragglers([0], f"the group at {host}:{port}", waited, timeouts.stuck, True, "")
+            what, left = f"the group at {host}:{port}", timeouts.stuck - waited
+            emit_stragglers([0], what, waited, left, True, "")
         time.sleep(0.05)
 
 

@@ -51,11 +51,14 @@ MAX_BATCH_KEYS = 64
 STRAGGLER_SECONDS = 10.0
 """Seconds without progress after which waiting ranks report a rank as a straggler."""
 
-CALL_ON_ALL = (
-    "All ranks must make this call: remove an `if rank == 0`, or pass group='alone' to limpet.save"
-    " or limpet.load, which then save or load in this process only"
+CALL_ON_ALL = "All ranks must make this call: remove an `if rank == 0`"
+"""What to do if a rank has not joined an operation of a training."""
+
+CALL_ALONE = (
+    f"{CALL_ON_ALL}, or pass group='alone' to limpet.save or limpet.load, which then save or load"
+    " in this process only"
 )
-"""What to do if a rank has not joined."""
+"""The same, for a save or a load, or if it is not known which operation it is."""
 
 _POLL_SECONDS = 0.01
 
@@ -433,7 +436,7 @@ class KVClient:
             if waited > STRAGGLER_SECONDS and not self._stragglers_reported:
                 self._stragglers_reported = True
                 what, first = "the first call of all ranks", self._request(self._is_first_to_wait)
-                emit_stragglers([0], what, waited, stuck, first, CALL_ON_ALL)
+                emit_stragglers([0], what, waited, stuck - waited, first, CALL_ALONE)
             is_current = greeting.sent_at >= self._started_at
             # rank 0 would replace the last greeting of an earlier start in the meantime
             if is_current and greeting.is_closed and silent_for > 2 * self._normal_interval:
@@ -457,7 +460,7 @@ class KVClient:
             "Rank 0 did not join the first call of all ranks",
             expected=expected,
             found=found,
-            todo=f"Check the log of rank 0. {CALL_ON_ALL}. LIMPET_SILENT and LIMPET_STUCK set the"
+            todo=f"Check the log of rank 0. {CALL_ALONE}. LIMPET_SILENT and LIMPET_STUCK set the"
             " time limits in seconds",
             rank=0,
             lost=True,
@@ -604,9 +607,9 @@ class Neighbors:
 
 
 def emit_stragglers(
-    ranks: Sequence[int], operation: str, waited: float, timeout: float, first: bool, todo: str
+    ranks: Sequence[int], operation: str, waited: float, left: float, first: bool, todo: str
 ) -> None:
-    """Emit which ranks this one awaits. ``timeout``: seconds without progress until it gives up;
+    """Emit which ranks this one awaits. ``left``: seconds without progress until it gives up;
     ``first``: no other rank has reported this wait; ``todo``: what to do, or ""."""
     emit(
         "ranks_awaited",
@@ -614,7 +617,7 @@ def emit_stragglers(
         ranks=list(ranks[:8]),
         count=len(ranks),
         seconds=waited,
-        longest=timeout,
+        longest=left,
         first=first,
         todo=todo,
     )

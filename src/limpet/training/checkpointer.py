@@ -285,7 +285,7 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=at is not None)
         self._preemption.watch()
         self._call_state_function()
-        self._saver.wait_on_all_ranks()
+        self._saver.wait_on_all_ranks("the resume")
         if self._all_ranks.members:
             call_to_resume(self._all_ranks, start, keys, leniency, check=check)
         resume = Resume(
@@ -484,7 +484,7 @@ class Checkpointer:
 
     def _record_epoch(self) -> None:
         """Record about the version of the last step that its epoch has ended since."""
-        self._saver.wait_on_all_ranks()
+        self._saver.wait_on_all_ranks("the end of an epoch")
         counter = self._step_counter
         if self._saver.saved_step == counter.progress.step:
             record_end(self._saver, "", counter.progress.epoch, counter.loader_epochs())
@@ -502,12 +502,12 @@ class Checkpointer:
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
-            newest = self._saver.wait_on_all_ranks()
+            newest = self._saver.wait_on_all_ranks("ckpt.save()")
             step = self._step_counter.progress.step
             self._early_stop.observe(added_metrics, step, self._agreement, False)
             if newest is None or self._saver.saved_step != step:
                 self._start_save("request", {**self._metrics, **added_metrics})
-                newest = self._saver.wait_on_all_ranks()
+                newest = self._saver.wait_on_all_ranks("ckpt.save()")
             else:
                 self._saver.add_metrics(newest, added_metrics, ADDED_METRICS)
         if newest is None:
@@ -523,7 +523,7 @@ class Checkpointer:
             return snapshot_of(self._saver.wait())
         self._lifecycle.check_open()
         with self._goodput.paused():
-            return snapshot_of(self._saver.wait_on_all_ranks())
+            return snapshot_of(self._saver.wait_on_all_ranks("ckpt.wait()"))
 
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.
@@ -639,7 +639,7 @@ class Checkpointer:
 
     def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
         if metrics and self._cadence.has_begun:
-            newest = self._saver.wait_on_all_ranks()
+            newest = self._saver.wait_on_all_ranks("the metrics")
             if newest is not None and self._saver.saved_step == self._step_counter.progress.step:
                 self._saver.add_metrics(newest, metrics, ADDED_METRICS)
 

@@ -17,7 +17,7 @@ from limpet.machine import after_fork
 from limpet.notices.exit_status import write_error
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.collective import Collective
-from limpet.ranks.error_report import Arrival, format_with_notes
+from limpet.ranks.error_report import Arrival, describe_cause, format_with_notes
 from limpet.ranks.group import Group, all_reduce, broadcast_from_first
 from limpet.run.policy import Never, OnPreemption, SavePolicy
 from limpet.run.records import put_about_version
@@ -86,7 +86,7 @@ class Ending:
         is_saved = saver.saved_step == step
         if not is_saved and not isinstance(self.policy, Never):
             self._start_save("preemption", None, deadline)
-            self.saver.wait_on_all_ranks(deadline)
+            self.saver.wait_on_all_ranks("the last save", deadline)
 
     # -- during the training -------------------------------------------------------------------
 
@@ -214,9 +214,9 @@ class Ending:
         """Save the state after the last step; what prevents that goes to ``problems``. So does
         another rank's earlier error, the likely cause, or it is noted on ``error`` and version."""
         step, cause = label.version.step, describe_cause(error)
-        first = Arrival(self._group.rank, "", cause)
+        first = Arrival(self._group.rank, "", cause, "")
         try:
-            collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, cause)
+            collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, error)
             first = collective.first_arrival
             with closing(collective), collective:
                 _compare_steps(collective, step, "The ranks did not raise in the same step")
@@ -289,20 +289,19 @@ def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
             todo="Make the same number of steps on all ranks",
             rank=group.rank,
         )
-        report_exception(group, problem, "")
+        report_exception(group, problem)
         return False
     with closing(group.collective(_END)) as collective, collective:
         _compare_steps(collective, step, "The ranks did not end at the same step")
     return True
 
 
-def report_exception(group: Group, error: BaseException, cause: str | None = None) -> None:
-    """Make ranks that end normally save nothing, because of ``error``, without waiting for them."""
-    cause = describe_cause(error) if cause is None else cause
-    # the other ranks know already that a rank failed, or have ended, with the key-value store
-    with suppress(errors.RankFailed):
-        collective = group.collective(_END, JOIN_TIMEOUT, cause)
-        collective.abort(error)
+def report_exception(group: Group, error: BaseException) -> None:
+    """Make the other ranks raise ``error`` in their next operation, without waiting for them."""
+    # they know already that a rank failed, or have ended, with the key-value store
+    with suppress(Exception):
+        collective = group.collective(_END, JOIN_TIMEOUT, error)
+        collective.abort(error, as_raised=True)
         collective.close()
 
 
@@ -453,11 +452,6 @@ def warn_collected(
         if not is_process_ending():
             raise
         write_error(message)
-
-
-def describe_cause(error: BaseException) -> str:
-    """Return the class and the text of an exception that ended a training."""
-    return f"{type(error).__name__}: {error}"[:1000]
 
 
 def unsaved_reason(error: BaseException | None) -> str:
