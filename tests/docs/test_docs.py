@@ -118,7 +118,9 @@ def run_commands(block, folder):
         if output:
             killed = "Killed\n" if done.returncode == -signal.SIGKILL else ""
             # the documents show what a person sees on a terminal
-            found = re.sub("^limpet: (?=started|resumed|finished)", "", done.stdout, flags=re.M)
+            found = re.sub(
+                "^limpet: (?=started|resumed|finished|stopped by)", "", done.stdout, flags=re.M
+            )
             check_output(found + killed, output, command)
         assert done.returncode == 0 or output.endswith("Killed\n"), f"{command}: {done}"
 

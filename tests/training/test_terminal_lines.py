@@ -159,23 +159,23 @@ for missing in ("keep", ["m/**"]):
     _, lines = run_without_terminal(program, tmp_path)
     policy = "StopWhen(metric='loss', patience=1, mode='min', min_delta=0.0)"
     lenient = [
-        "loaded 1 values of c/version_4; kept 2 missing in the snapshot: m (2 leaves)",
-        "resumed step 4 from c/version_4",
-        "finished without a new step: step 4 is the newest version of c",
+        "limpet: loaded 1 values of c/version_4; kept 2 missing in the snapshot: m (2 leaves)",
+        "limpet: resumed step 4 from c/version_4",
+        "limpet: finished without a new step: step 4 is the newest version of c",
     ]
     assert lines == [
-        "started a new training in a: it has no version yet",
-        "finished: saved step 3 to a",
-        "resumed step 3 from a/version_3",
-        "finished without a new step: step 3 is the newest version of a",
-        "started a new training in b: it has no version yet",
-        f"stopped by {policy}: saved step 2 to b",
-        "resumed step 2 from b/version_2",
-        f"stopped by {policy} without a new step: step 2 is the newest version of b",
-        "started a new training in c: it has no version yet",
-        "no version has vall, which a policy uses; they have val. Save the steps that have it, such"
-        " as save=... | limpet.EveryEpoch(), or evaluate them",
-        "finished: saved step 4 to c",
+        "limpet: started a new training in a: it has no version yet",
+        "limpet: finished: saved step 3 to a",
+        "limpet: resumed step 3 from a/version_3",
+        "limpet: finished without a new step: step 3 is the newest version of a",
+        "limpet: started a new training in b: it has no version yet",
+        f"limpet: stopped by {policy}: saved step 2 to b",
+        "limpet: resumed step 2 from b/version_2",
+        f"limpet: stopped by {policy} without a new step: step 2 is the newest version of b",
+        "limpet: started a new training in c: it has no version yet",
+        "limpet: no version has vall, which a policy uses; they have val. Save the steps that have"
+        " it, such as save=... | limpet.EveryEpoch(), or evaluate them",
+        "limpet: finished: saved step 4 to c",
         *lenient,
         *lenient,
     ]
