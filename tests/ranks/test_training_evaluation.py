@@ -4,6 +4,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+import torch  # noqa: F401  (before the threads: two that import it at once fail)
 
 import limpet
 from limpet.errors import LimpetError, RankFailed
