@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import limpet
 from limpet import events
 from limpet.errors import LimpetError
 from limpet.settings import read_settings
-from limpet.sinks.terminal import DefaultTerminal, default_terminal
+from limpet.sinks.terminal import DefaultTerminal, Terminal, default_terminal
 from tests.sinks.sample_events import EVENTS, SAVED, RecordingStream
 from tests.waiting import check_at_once
 
@@ -349,8 +350,8 @@ def test_runs_that_threads_open_and_close_at_once(capsys):
 
     def open_and_close(name):
         barrier.wait()
-        for _ in range(2000):
-            terminal.open(name)()
+        for number in range(3000):
+            terminal.open(f"{name}{number % 3}")()
         opened.append(terminal.open(name))
 
     opened = []
@@ -370,3 +371,23 @@ def test_runs_that_threads_open_and_close_at_once(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert 6 <= len(lines) <= 8
     assert all(line.startswith("limpet: started a new training in ") for line in lines)
+
+
+def test_threads_whose_first_lines_come_at_once_share_one_terminal(monkeypatch):
+    """Two would each show what is to be shown once, such as a skipped version."""
+    made: list[Terminal] = []
+
+    def make_slowly():
+        made.append(Terminal(RecordingStream()))
+        time.sleep(0.02)
+        return made[-1]
+
+    terminal = DefaultTerminal()
+    close = terminal.open("a")
+    events.set_default(default_terminal)
+    monkeypatch.setattr("limpet.sinks.terminal.Terminal", make_slowly)
+    monkeypatch.setattr("limpet.sinks.terminal._is_terminal", lambda stream: stream is sys.stderr)
+    fields = {"run": "a", "version": "version_1", "error": "damaged"}
+    check_at_once(terminal, [("skipped", fields)] * 4)
+    close()
+    assert [each._stream.getvalue() for each in made] == ["skipped version_1: damaged\n"]
