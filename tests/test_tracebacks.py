@@ -1,6 +1,7 @@
 """What Python prints when a public call fails: the user's line, and at most three frames of
 Limpet in the whole chain. The user's own frames are all there."""
 
+import dataclasses
 import inspect
 import pickle
 import pydoc
@@ -9,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +55,7 @@ class OwnStore(MemoryStore):
 
 def checkpointer(run="run", state=None, **options):
     options = {"quiet": True, **options}
+    options.setdefault("preemption", None)  # nobody closes it, and its threads would remain
     return limpet.Checkpointer(run, {"n": 1} if state is None else state, **options)
 
 
@@ -265,6 +268,28 @@ def test_a_frame_without_a_line():
     while last.tb_next is not None:
         last = last.tb_next
     assert (last.tb_frame.f_code.co_name, last.tb_lineno) == ("list_or_raise", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """It has no other traceback than its first one, and compares arrays."""
+
+    value: object = dataclasses.field(default_factory=lambda: np.zeros(2))
+
+
+def test_a_cause_that_cannot_be_changed_or_compared(folder):
+    class Member:
+        def state_dict(self):
+            try:
+                raise Frozen()
+            except Frozen as e:
+                raise Frozen from e
+
+        def load_state_dict(self, state): ...
+
+    with pytest.raises(limpet.errors.LimpetError) as e:
+        limpet.save("frozen", {"member": Member()})
+    assert type(e.value.__cause__) is Frozen
 
 
 def test_a_cause_that_is_its_own_cause():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from inspect import isfunction, isgeneratorfunction
 from types import FrameType, TracebackType
@@ -79,12 +80,13 @@ def shorten(error: LimpetError) -> None:
         return
     chain: list[BaseException] = []
     shown: BaseException | None = error
-    while shown is not None and shown not in chain:
+    while shown is not None and not any(shown is each for each in chain):
         chain.append(shown)
         shown = shown.__cause__ if shown.__suppress_context__ else shown.__context__
     for each in chain:
         kept = 2 if each is error else int(each is chain[-1])
-        each.__traceback__ = _without_own(each.__traceback__, kept)
+        with suppress(Exception):  # a user's exception may be frozen
+            each.__traceback__ = _without_own(each.__traceback__, kept)
 
 
 def _without_own(trace: TracebackType | None, kept: int) -> TracebackType | None:

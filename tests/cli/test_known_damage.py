@@ -5,7 +5,7 @@ import pytest
 
 import limpet
 from limpet.errors import DigestMismatch, NoSnapshot
-from limpet.format.records import Verified, decode_about_version
+from limpet.format.records import Verified, decode_about_version, encode_record
 from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
@@ -65,6 +65,36 @@ def test_a_policy_keeps_no_damaged_version_instead_of_an_intact_one(store):
     assert run.retain(limpet.KeepBest(1, "val")) == []
     assert run.best("val", "min").step == 20
     assert {v["step"] for v in run_cli("ls", store.url, "--json").json["versions"]} == {20, 40, 60}
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        limpet.KeepLast(1),
+        limpet.KeepSteps([20]),
+        limpet.KeepLast(1) | limpet.KeepSteps([99]),
+        limpet.KeepLast(1) | limpet.KeepBest(1, "val"),
+    ],
+    ids=str,
+)
+def test_no_policy_deletes_the_newest_version_without_known_damage(store, keep):
+    damage(store)
+    run_cli("verify", store.url)
+    run = Run(store)
+    run.retain(keep)
+    assert run.latest().step == 40
+    assert run.latest().verify().ok
+    assert 60 in [v["step"] for v in run_cli("ls", store.url, "--json").json["versions"]]
+
+
+def test_a_result_that_cannot_be_recorded_is_still_shown(store):
+    damage(store)
+    about = "version_60", reader_of(limpet.open(f"{store.url}@60")).digest
+    last = Verified("verify", "0" * 12, *about, "9999-12-31T23:59:59.999999+00:00", "")
+    store.put_if_absent(f"version_60/{last.file_name}", encode_record(last))
+    result = run_cli("verify", store.url)
+    assert (result.code, "damaged" in result.out) == (3, True)
+    assert "not recorded in the run: No record can be newer" in result.err
 
 
 def test_the_newest_version_without_known_damage_cannot_be_deleted(store):

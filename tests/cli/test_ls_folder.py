@@ -430,6 +430,28 @@ def test_a_change_in_place_is_seen_after_a_minute(folder, settled, monkeypatch):
     assert latest_of(summarize_runs(store, first))["b"] == Version(20)
 
 
+def test_another_run_with_branches_in_the_place_of_one_is_seen(tmp_path, settled, monkeypatch):
+    """A catalog keeps records of branches: a watch of changing runs must not keep it for ever."""
+
+    def branch_from(step):
+        with training(LocalStore(tmp_path / "a"), EverySteps(20)) as (state, ckpt):
+            train(state, ckpt, 60)
+        with training(LocalStore(tmp_path / "a"), EverySteps(20)) as (state, ckpt):
+            ckpt.resume(at=step)
+            train(state, ckpt, 60)
+
+    branch_from(20)
+    seen = summarize_runs(LocalStore(tmp_path))
+    shutil.rmtree(tmp_path / "a")
+    branch_from(40)
+    now = time.monotonic()
+    for seconds in (30, 61):  # not unchanged in between
+        monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
+        seen = summarize_runs(LocalStore(tmp_path), seen)
+    versions = [str(r.version) for r in seen[0].records]
+    assert versions == ["version_20", "version_40", "version_60.1"]
+
+
 def test_other_stores_are_listed_again():
     store = MemoryStore()
     train_run(store.at("a"), 20)

@@ -135,8 +135,11 @@ def test_a_version_that_replaced_the_evaluated_one_gets_no_metrics(store):
         if "/eval-" not in stat.key:
             store.delete(stat.key)
     limpet.save(store.at("version_20"), state_after(1), step=20)
-    with pytest.raises(FormatError, match="not the snapshot that was evaluated"):
+    with pytest.raises(FormatError, match="not this snapshot any more"):
         Run(store).add_metrics(snapshot, {"loss": -2})
+    for call in (Run(store).metrics, Run(store).evaluations, Run(store).delete):
+        with pytest.raises(FormatError, match="not this snapshot any more"):
+            call(snapshot)
     assert Run(store).metrics(V20) == {}, "the old evaluation belongs to another snapshot"
 
 

@@ -120,7 +120,7 @@ def test_a_note_is_checked_in_the_same_way():
 def test_the_message_for_many_values_is_bounded():
     error = rejection({"paths": {f"{'k' * 500}{i}": pathlib.Path("x") for i in range(5_000)}})
     assert len(error.leaves) == 5_000
-    assert "and 4980 more, each a pathlib.PosixPath (Save str(path))" in str(error)
+    assert "and 4,980 more, each a pathlib.PosixPath (Save str(path))" in str(error)
     assert len(str(error)) < 10_000
     assert pickle.loads(pickle.dumps(error)).leaves == error.leaves
 

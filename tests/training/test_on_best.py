@@ -246,6 +246,18 @@ def test_an_error_is_reported_once(store, given):
     assert not hasattr(e.value, "__notes__")
 
 
+def test_an_error_without_a_text_is_raised(store, given):
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    given.error = Unprintable()
+    with pytest.raises(LimpetError, match=r"on_best\(\) failed") as e, make(store, given) as ckpt:
+        train_step(ckpt.state)
+        ckpt.step({"val": 0.5})
+    assert isinstance(e.value.__cause__, Unprintable)
+
+
 def test_an_error_of_the_store_says_that_the_version_was_saved(store, given):
     is_broken = False
 

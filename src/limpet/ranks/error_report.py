@@ -180,7 +180,10 @@ def decode_error(text: str, operation: str) -> BaseException:
 
 def describe_cause(error: BaseException) -> str:
     """Return the class and the text of an exception that ended a training."""
-    return f"{type(error).__name__}: {error}"[:1000]
+    try:
+        return f"{type(error).__name__}: {error}"[:1000]
+    except Exception:  # noqa: BLE001  (the user's class: its own error must not replace this one)
+        return f"{type(error).__name__} (its str() failed)"
 
 
 def encode_raised(error: BaseException, rank: int) -> str:

@@ -214,7 +214,7 @@ class Catalog:
             record = VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
         return replace(record, manifest=manifest)
 
-    def has_files(self, record: VersionRecord) -> bool:
+    def has_files(self, version: Version, record: VersionRecord) -> bool:
         """Return True if a manifest is valid, and every file exists with its full length."""
         try:
             return record.digest != "" and all(
@@ -225,7 +225,8 @@ class Catalog:
 
     def is_intact(self, version: Version, record: VersionRecord) -> bool:
         """Return True if that is so, and `limpet verify` has found no damage."""
-        return self.has_files(record) and not self.evaluations.read(version, record.digest).damage()
+        has_files = self.has_files(version, record)
+        return has_files and not self.evaluations.read(version, record.digest).damage()
 
     def _find_version_names(self, manifest: Stat) -> set[str]:
         """Return every version's name in the bytes of a damaged manifest. No longer one was ever
@@ -259,7 +260,7 @@ class Catalog:
         records = []
         for v in lineage:
             known = version_records.get(v)
-            if known is not None and self.has_files(known):
+            if known is not None and self.has_files(v, known):
                 found = self.evaluations.read(v, known.digest)
                 if not found.damage():
                     metrics = {**known.metrics, **found.metrics()}

@@ -44,7 +44,8 @@ class RunSummary:
     """A run at one time. ``records``: the intact versions of the current lineage, oldest first;
     ``damaged``: the number of others. ``created``: the time of the newest intact one. ``nbytes``:
     of all files of versions. ``objectives``: metrics with their recorded modes.
-    ``problem``: why the newest version, or the run, cannot be used."""
+    ``problem``: why the newest version, or the run, cannot be used. ``began_at``: when the catalog
+    was new: it keeps what never changes, unless another run has replaced this one."""
 
     name: str
     catalog: Catalog
@@ -56,7 +57,7 @@ class RunSummary:
     ended: str | None = None
     writer: Pin | None = None
     problem: LimpetError | None = None
-    read_at: float = 0.0
+    began_at: float = 0.0
     states: Mapping[str, object] | None = None
 
     def is_running(self) -> bool | None:
@@ -118,11 +119,11 @@ def summarize_run(
 ) -> RunSummary | None:
     """Return a run at a glance, or None if nothing of a run is there."""
     now = time.monotonic()
-    states = previous and now - previous.read_at < CHECK_AGAIN and previous.states
-    if previous and states and read_states(store, states) == states:
-        return previous
-    catalog = previous.catalog if previous else Catalog(store, check_leaves=False)
-    summary = RunSummary(name, catalog, read_at=now)
+    known = previous if previous and now - previous.began_at < CHECK_AGAIN else None
+    if known and known.states and read_states(store, known.states) == known.states:
+        return known
+    catalog = known.catalog if known else Catalog(store, check_leaves=False)
+    summary = RunSummary(name, catalog, began_at=known.began_at if known else now)
     try:
         summary = replace(summary, writer=find_writer(store))
         folders = (e for e in list_level(store, "", "version_") if e.kind != "object")

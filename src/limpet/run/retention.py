@@ -223,7 +223,10 @@ def _select(
         if now_unread := {*before_deletion(deletable, known)}:
             unread |= now_unread
             continue
-        now = _look_again(catalog, listing, _relied_on(policy, records, deletable) - intact.keys())
+        relied_on = _relied_on(policy, records, deletable) - intact.keys()
+        # with metrics, what `limpet verify` has found was read, too
+        is_intact = catalog.is_intact if _ignores_metrics(policy) else catalog.has_files
+        now = _look_again(catalog, listing, relied_on, is_intact)
         if any(record != known[v] for v, (record, _) in now.items()):
             return None
         intact |= {v: is_intact for v, (_, is_intact) in now.items()}
@@ -265,14 +268,17 @@ def _ignores_metrics(policy: KeepPolicy) -> bool:
 
 
 def _look_again(
-    catalog: Catalog, listing: Listing, versions: Collection[Version]
+    catalog: Catalog,
+    listing: Listing,
+    versions: Collection[Version],
+    is_intact: Callable[[Version, VersionRecord], bool],
 ) -> dict[Version, tuple[VersionRecord | None, bool]]:
-    """Return the record of each version as it is now, and whether all of its files exist."""
+    """Return the record of each version as it is now, and whether it is intact."""
     found: dict[Version, tuple[VersionRecord | None, bool]] = {}
 
     def look(version: Version) -> None:
         record = catalog.read_version(version, listing)
-        found[version] = record, record is not None and catalog.has_files(record)
+        found[version] = record, record is not None and is_intact(version, record)
 
     look_up_each(sorted(versions), look)
     return found

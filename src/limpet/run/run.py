@@ -224,14 +224,6 @@ class Run:
     ) -> None:
         """Store a record of another kind about a version. Raises as ``add_metrics`` does."""
         version, record = self._read_version(at)
-        if isinstance(at, Snapshot) and (digest := reader_of(at).digest) != record.digest:
-            raise FormatError(
-                f"{version} of {self.url} is not the snapshot that was evaluated",
-                expected=f"a manifest with digest {digest}",
-                found=record.digest,
-                todo="Evaluate the snapshot that is there now",
-                file=self.location(version).key(names.MANIFEST),
-            )
         earlier = self.catalog.evaluations.read(version, record.digest).records
         with pins.protected(self.location(version), version):
             put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
@@ -268,16 +260,25 @@ class Run:
         if isinstance(at, Version):
             return at
         if isinstance(at, Snapshot):
-            return at.version
+            return self._read_version(at)[0]
         return self.find(to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
     def _read_version(self, at: Snapshot | Version | int) -> tuple[Version, VersionRecord]:
-        """Return a version and its record. Raises ``NotFound``, or ``FormatError`` if damaged."""
-        version = self._resolve_version(at)
+        """Return a version and its record. Raises ``NotFound``, or ``FormatError`` if it is damaged
+        or if another snapshot has replaced the one at hand."""
+        version = at.version if isinstance(at, Snapshot) else self._resolve_version(at)
         record = self.catalog.read_version(version, self.listing())
         if record is None or not record.digest:
             self.catalog.open(version)  # raises the error in the manifest
             raise NotFound(f"There is no {version} in {self.url}", store=self.url)
+        if isinstance(at, Snapshot) and (digest := reader_of(at).digest) != record.digest:
+            raise FormatError(
+                f"{version} of {self.url} is not this snapshot any more",
+                expected=f"a manifest with digest {digest}",
+                found=record.digest,
+                todo="Open the snapshot that is there now",
+                file=self.location(version).key(names.MANIFEST),
+            )
         return version, record
 
     # -- pins ----------------------------------------------------------------------------------

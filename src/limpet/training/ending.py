@@ -266,14 +266,16 @@ class Ending:
                 warn_user(message, errors.UnsavedSteps)
 
     def close(self) -> None:
-        if self._start_save is not no_op and self.saver.reported_url is not None:
-            saver = self.saver
-            self._lifecycle.emit_finished(
+        saver, must_report = self.saver, self._lifecycle.must_report_end
+        if self._start_save is not no_op and saver.reported_url is not None and must_report:
+            events.emit(
+                "finished",
                 run=saver.url,
                 step=self.step_counter.progress.step,
                 saved=saver.newest_step,
                 new=bool(saver.writer.attempt),
                 reason=saver.early_stop.end_reason,
+                error=self._lifecycle.interruption(),
             )
         self._start_save = self._release = no_op  # the Checkpointer refers to this object
         self._savepoint.close()

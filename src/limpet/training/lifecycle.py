@@ -9,7 +9,6 @@ from functools import wraps
 from threading import current_thread, get_ident, main_thread
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
 from limpet.other_words import add_advice
 from limpet.tracebacks import SHORTENS, shorten
@@ -126,12 +125,11 @@ class Lifecycle:
         error = sys.exception()
         return None if id(error) == self._outer_exception else error
 
-    def emit_finished(self, **fields: Any) -> None:
-        """Emit ``finished`` for a training that has begun, if no other event says why it ends."""
-        error = self.interruption()
-        is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)
-        if (self.is_started or self.is_resumed) and not is_named:
-            events.emit("finished", **fields, error=error)
+    @property
+    def must_report_end(self) -> bool:
+        """True for a training that has begun, if no other event says why it ends."""
+        is_named = isinstance(self.interruption(), Preempted | NoProgress)
+        return (self.is_started or self.is_resumed) and not (self.was_taken_over or is_named)
 
     def check_open(self) -> None:
         """Raise ``LimpetError`` if the Checkpointer is closed, or in a forked process."""

@@ -9,6 +9,7 @@ from threading import Thread
 from limpet.errors import LimpetError, NotFound
 from limpet.format.records import BecameBest
 from limpet.loading.snapshot import Snapshot
+from limpet.ranks.error_report import describe_cause
 from limpet.run.lineage import find_best
 from limpet.run.policy import Mode
 from limpet.run.retention import VERSIONS_PER_SAVE
@@ -91,8 +92,7 @@ class OnBest:
 
     def _fail(self, what: str, saved: str, cause: BaseException) -> None:
         advice = f"{saved} was saved. on_best() gets the best version again after the next save"
-        found = f"{type(cause).__name__}: {cause}"[:1000]
         where = f"{what} failed for {saved} of {self._run.url}"
-        error = LimpetError(where, found=found, todo=advice, committed=saved)
+        error = LimpetError(where, found=describe_cause(cause), todo=advice, committed=saved)
         error.__cause__ = cause
         self._errors.append(error)

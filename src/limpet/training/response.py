@@ -23,7 +23,7 @@ from limpet.notices.platform import detect_sources
 from limpet.notices.signals import request_signals, stop_signals
 from limpet.notices.watcher import NoticeWatcher
 from limpet.ranks.agreement import Agreement, LocalAgreement, Observer, RoundDeadline
-from limpet.ranks.error_report import decode_raised, is_from_torch
+from limpet.ranks.error_report import decode_raised, describe_cause, is_from_torch
 from limpet.ranks.group import Group
 from limpet.text import describe_newest
 from limpet.threads import call_with_limit
@@ -164,11 +164,9 @@ class PreemptionResponse(Observer):
         try:
             finish(error)
         finally:
-            is_own = error is not None and is_own_failure(error)
-            if is_own and self._is_announced and self.is_pending:
-                exit_status.leave_code(
-                    self._status(exit_status.FAILED, f"{type(error).__name__}: {error}")
-                )
+            is_told = self._is_announced and self.is_pending
+            if is_told and error is not None and is_own_failure(error):
+                exit_status.leave_code(self._status(exit_status.FAILED, describe_cause(error)))
         if not is_failed and self._is_announced:
             done = self._status(exit_status.DONE, "the training is complete")
             exit_status.leave_done_at_exit(done if self.is_pending else None)

@@ -123,7 +123,7 @@ def _record(run: Run, snapshot: SnapshotReader, name: str, report: Report) -> Ve
             run.record_verification(Snapshot(snapshot), report)
     except errors.FormatError:
         pass  # its folder has the name of another version
-    except errors.StoreError as e:
+    except errors.LimpetError as e:
         click.echo(f"limpet: the result is not recorded in the run: {e}", err=True)
     return VerifyResult(name, report.url, report.nbytes, report.problems)
 
