@@ -70,9 +70,7 @@ def show_result(
                 is_over = has_ended(result)
             except (FormatError, StoreError) as e:
                 if isinstance(e, NotFound) and result is not None:
-                    raise NotFound(
-                        f"{watched} was deleted while it was watched", key=watched
-                    ) from e
+                    raise NotFound(f"{watched} was deleted while it was watched") from e
                 if result is None or began - worked > _MAX_FAILING:
                     raise
                 click.echo(f"limpet: {format_error_line(e)}; trying again", err=True)

@@ -44,8 +44,7 @@ class RunSummary:
     """A run at one time. ``records``: the intact versions of the current lineage, oldest first;
     ``damaged``: the number of others. ``created``: the time of the newest intact one. ``nbytes``:
     of all files of versions. ``objectives``: metrics with their recorded modes.
-    ``problem``: why the newest version, or the run, cannot be used. ``began_at``: when the catalog
-    was new: it keeps what never changes, unless another run has replaced this one."""
+    ``problem``: of the newest version or the run. ``began_at``: when the catalog was new."""
 
     name: str
     catalog: Catalog
