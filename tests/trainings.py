@@ -118,8 +118,9 @@ def delete_version(store, step):
 
 def threads_of_trainings():
     """Return the threads of Limpet in this process, without those that an earlier test with
-    several ranks may have left: a training of one process starts none of that name."""
-    threads = (t for t in threading.enumerate() if t.name.startswith("limpet"))
+    several ranks may have left: a training of one process starts none of that name. A thread whose
+    start a signal interrupted never ran, although Python lists it for ever."""
+    threads = (t for t in threading.enumerate() if t.name.startswith("limpet") and t.is_alive())
     return [t for t in threads if t.name != "limpet-ranks"]
 
 

@@ -257,7 +257,7 @@ def test_a_complete_load_is_reported_but_not_shown(capsys):
         assert str(report) == "loaded 2 values of memory://complete/version_1"
         limpet.load(url, into={"a": 0}, unexpected="ignore")
         assert capsys.readouterr().err == (
-            "loaded 1 values of memory://complete/version_1; ignored 1 of the snapshot: t\n"
+            "limpet: loaded 1 values of memory://complete/version_1; ignored 1 of the snapshot: t\n"
         )
 
 

@@ -147,7 +147,7 @@ def test_a_real_signal_during_steps_changes_nothing(seed, monkeypatch):
         last = ckpt.current_step
 
     def living():  # an interrupt may leave a thread that never runs in the list: see start_thread
-        return [thread for thread in threads_of_trainings() if thread.is_alive()]
+        return threads_of_trainings()
 
     wait_until(lambda: not living(), shown=living)
     assert Run(store).snapshots()[-1].step == last
