@@ -204,7 +204,7 @@ def _wait_for(store: Any, key: str, value_type: Any) -> Any:
 
 def _partition(simulated: list[_SimulatedRank], what: str) -> list[float]:
     """Run ``partition_state`` for many ranks in turn; return the seconds until each was done."""
-    from limpet.saving.partition import DetailRequest, Details, RankSummary, _unpack_mask
+    from limpet.saving.partition import DetailRequest, Details, RankSummary
 
     began = time.perf_counter()
     for each in simulated:
@@ -221,9 +221,9 @@ def _partition(simulated: list[_SimulatedRank], what: str) -> list[float]:
     if asked.send_masks:
         held_up = []
         for each in simulated:
-            each.masks[asked.plan_id] = _unpack_mask(
-                each.collective.scatter(None, bytes), each.leaf_count
-            )
+            bits = np.frombuffer(each.collective.scatter(None, bytes), np.uint8)
+            mask = np.unpackbits(bits, count=each.leaf_count).astype(bool)
+            each.masks[asked.plan_id] = mask
             held_up.append(time.perf_counter() - began)
     elif asked.has_requests:
         for each in simulated:
