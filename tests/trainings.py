@@ -7,6 +7,7 @@ from weakref import ref
 import numpy as np
 
 import limpet
+from limpet.format.names import MANIFEST
 from limpet.loading.snapshot import reader_of
 from limpet.run.lineage import start_branch
 from limpet.run.policy import EverySteps
@@ -96,6 +97,19 @@ def flip_bit(store, key, byte=-1, bit=0):
     raw[byte] ^= 1 << bit
     store.delete(key)
     store.put_if_absent(key, bytes(raw))
+
+
+def damage_version(store, folder, damage):
+    """Damage a version of one shard: its ``manifest``, or a shard that is ``short`` or
+    ``missing``."""
+    if damage == "manifest":
+        flip_bit(store, f"{folder}/{MANIFEST}")
+        return
+    shard = shard_of(store, folder)
+    raw = store.get(shard, 1 << 20)
+    store.delete(shard)
+    if damage == "short":
+        store.put_if_absent(shard, raw[:-1])
 
 
 def shard_of(store, folder):

@@ -23,7 +23,7 @@ from limpet.storage.open import open_store
 from limpet.storage.store import Entry
 from tests.cli.invoke import check_error_line, run_cli, train_branch
 from tests.forging import seal, sealed_content
-from tests.trainings import flip_bit, shard_of, train, training
+from tests.trainings import damage_version, flip_bit, shard_of, train, training
 
 
 def train_run(place, last_step=40, keep=None, every=20):
@@ -186,15 +186,7 @@ def test_abandoned_versions_do_not_count(tmp_path):
 
 @pytest.mark.parametrize("damage", ["manifest", "short", "missing"])
 def test_damaged_versions_are_counted(folder, damage):
-    store = LocalStore(folder / "b")
-    shard = shard_of(store, "version_40")
-    if damage == "manifest":
-        flip_bit(store, f"version_40/{MANIFEST}")
-    else:
-        raw = store.get(shard, 1 << 20)
-        store.delete(shard)
-        if damage == "short":
-            store.put_if_absent(shard, raw[:-1])
+    damage_version(LocalStore(folder / "b"), "version_40", damage)
     run = list_runs(folder)["b"]
     assert (run["latest"], run["damaged"]) == ("version_20", 1)
     assert run["problem"]["message"]

@@ -75,6 +75,15 @@ def test_after_an_exception_the_first_retention_of_the_next_training_is_exact():
         assert count_versions(store) == kept
 
 
+def close_with_refused_deletion(ckpt, choice, saved):
+    if choice == "warn":
+        with pytest.warns(SaveFailed, match=f"{saved} was saved, but old versions"):
+            ckpt.close()
+    else:
+        with pytest.raises(Denied, match=f"{saved} was saved, but old versions could not"):
+            ckpt.close()
+
+
 @pytest.mark.parametrize("choice", ["raise", "warn"])
 def test_an_error_of_the_last_retention_says_that_the_save_succeeded(choice):
     store, state, kept = UndeletableStore(), initial_state(), 2 * VERSIONS_PER_SAVE
@@ -82,12 +91,7 @@ def test_an_error_of_the_last_retention_says_that_the_save_succeeded(choice):
     train(state, ckpt, kept + 1)
     ckpt.wait()
     store.broken = True
-    if choice == "warn":
-        with pytest.warns(SaveFailed, match=r"version_101 was saved, but old versions"):
-            ckpt.close()
-    else:
-        with pytest.raises(Denied, match=r"version_101 was saved, but old versions could not"):
-            ckpt.close()
+    close_with_refused_deletion(ckpt, choice, "version_101")
     assert store.refused == 1
     assert count_versions(store) == kept + 1
 
@@ -338,12 +342,7 @@ def test_a_deletion_that_fails_at_the_end_is_reported(choice):
         ckpt.wait()
     store.broken = True
     ckpt.metrics({"val": 0.1})
-    if choice == "warn":
-        with pytest.warns(SaveFailed, match=r"version_2 was saved, but old versions"):
-            ckpt.close()
-    else:
-        with pytest.raises(Denied, match=r"version_2 was saved, but old versions could not"):
-            ckpt.close()
+    close_with_refused_deletion(ckpt, choice, "version_2")
     assert kept(store) == [1, 2]
 
 
