@@ -6,7 +6,7 @@ They say where it and its first cause were raised. ``python -X dev`` shows all f
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from inspect import isfunction, isgeneratorfunction
@@ -49,11 +49,8 @@ def _wrap(function: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except LimpetError as error:
-            shorten(error)
-            raise
-        except TypeError as error:
-            add_advice(error, function, kwargs)
+        except (LimpetError, TypeError) as error:
+            prepare(error, function, kwargs)
             raise
 
     @wraps(function)
@@ -61,7 +58,7 @@ def _wrap(function: Callable[..., Any]) -> Any:
         try:
             return (yield from function(*args, **kwargs))
         except LimpetError as error:
-            shorten(error)
+            prepare(error, function, kwargs)
             raise
 
     if SHORTENS in vars(function):
@@ -71,10 +68,14 @@ def _wrap(function: Callable[..., Any]) -> Any:
     return wrapper
 
 
-def shorten(error: LimpetError) -> None:
-    """Drop Limpet's frames from the tracebacks of an error and its causes, but for the last two,
-    and the last one of the first cause. If Limpet itself has called the wrapper that calls this,
-    keep everything: only the outermost public call drops frames."""
+def prepare(error: LimpetError | TypeError, function: Any, keywords: Mapping[str, Any]) -> None:
+    """Prepare an error that leaves a public call. A ``TypeError`` gets Limpet's words for unknown
+    keywords. From the tracebacks of a ``LimpetError`` and its causes, drop Limpet's frames, but for
+    the last two, and the last one of the first cause. If Limpet itself has called the wrapper that
+    calls this, keep everything: only the outermost public call drops frames."""
+    if isinstance(error, TypeError):
+        add_advice(error, function, keywords)
+        return
     caller = sys._getframe(1).f_back
     if sys.flags.dev_mode or (caller is not None and _module(caller).startswith("limpet.")):
         return

@@ -276,10 +276,22 @@ class Snapshot:
         leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
         ranks = Group() if into is None else current_group(group)
         reader = open_again(self, ranks, timeout)
-        with ExitStack() as shown:
-            if into is not None:
-                shown.callback(default_terminal.open(reader.url))
-            return load_snapshot(reader, into, keys, device, leniency, ranks)
+        return load_and_show(reader, into, keys, device, leniency, ranks)
+
+
+def load_and_show(
+    reader: SnapshotReader,
+    into: Mapping[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    device: Any,
+    leniency: Leniency,
+    group: Group,
+) -> Any:
+    """Load a snapshot for a public call, which shows what was kept, ignored, or converted."""
+    with ExitStack() as shown:
+        if into is not None:
+            shown.callback(default_terminal.open(reader.url))
+        return load_snapshot(reader, into, keys, device, leniency, group)
 
 
 def snapshot_of(reader: SnapshotReader | None) -> Snapshot | None:
@@ -306,7 +318,6 @@ def open_again(
     ``NotFound`` or ``DigestMismatch``."""
     location = reader_of(snapshot).location.without_limit().limit("load", timeout)
     reader = SnapshotReader(location, None, reader_of(snapshot).digest)
-
     found = broadcast_from_first(
         group or Group(),
         f"the opening of {location.name}",

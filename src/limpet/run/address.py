@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 from limpet.deadline import Deadline
 from limpet.errors import NotFound
 from limpet.format.names import Version, split_address
 from limpet.loading.binding import Leniency
-from limpet.loading.load import load_snapshot
-from limpet.loading.snapshot import Opened, Snapshot, open_again
+from limpet.loading.snapshot import Opened, Snapshot, load_and_show, open_again
 from limpet.machine import path_text
 from limpet.ranks.group import (
     Group,
@@ -30,7 +28,6 @@ from limpet.run.catalog import read_objectives
 from limpet.run.lineage import find_best, find_latest
 from limpet.run.records import read_recorded_objectives
 from limpet.run.run import Run
-from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.location import Url, locate
 from limpet.snapshot.reader import SnapshotReader, open_location, open_snapshot
 from limpet.storage.open import open_store
@@ -240,7 +237,4 @@ def load(  # noqa: PLR0913  (the public face)
         location = locate(url).limit("load", timeout)
         with failing_together(ranks, f"the load of {location.url}", location.deadline):
             snapshot = open_location(location)
-    with ExitStack() as shown:
-        if into is not None:
-            shown.callback(default_terminal.open(snapshot.url))
-        return load_snapshot(snapshot, into, keys, device, leniency, ranks)
+    return load_and_show(snapshot, into, keys, device, leniency, ranks)

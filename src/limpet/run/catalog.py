@@ -214,19 +214,20 @@ class Catalog:
             record = VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
         return replace(record, manifest=manifest)
 
-    def has_files(self, version: Version, record: VersionRecord) -> bool:
-        """Return True if a manifest is valid, and every file exists with its full length."""
+    def is_intact(
+        self, version: Version, record: VersionRecord, *, reads_records: bool = True
+    ) -> bool:
+        """Return True if a manifest is valid, every file exists with its full length, and, with
+        ``reads_records``, `limpet verify` has found no damage."""
         try:
-            return record.digest != "" and all(
+            has_files = record.digest != "" and all(
                 self.store.stat(key).length == length for key, length in record.files.items()
             )
         except (NotFound, BrokenLink):
             return False
-
-    def is_intact(self, version: Version, record: VersionRecord) -> bool:
-        """Return True if that is so, and `limpet verify` has found no damage."""
-        has_files = self.has_files(version, record)
-        return has_files and not self.evaluations.read(version, record.digest).damage()
+        if not (has_files and reads_records):
+            return has_files
+        return not self.evaluations.read(version, record.digest).damage()
 
     def _find_version_names(self, manifest: Stat) -> set[str]:
         """Return every version's name in the bytes of a damaged manifest. No longer one was ever
@@ -260,7 +261,7 @@ class Catalog:
         records = []
         for v in lineage:
             known = version_records.get(v)
-            if known is not None and self.has_files(v, known):
+            if known is not None and self.is_intact(v, known, reads_records=False):
                 found = self.evaluations.read(v, known.digest)
                 if not found.damage():
                     metrics = {**known.metrics, **found.metrics()}

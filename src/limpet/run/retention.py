@@ -225,8 +225,7 @@ def _select(
             continue
         relied_on = _relied_on(policy, records, deletable) - intact.keys()
         # with metrics, what `limpet verify` has found was read, too
-        is_intact = catalog.is_intact if _ignores_metrics(policy) else catalog.has_files
-        now = _look_again(catalog, listing, relied_on, is_intact)
+        now = _look_again(catalog, listing, relied_on, reads_records=_ignores_metrics(policy))
         if any(record != known[v] for v, (record, _) in now.items()):
             return None
         intact |= {v: is_intact for v, (_, is_intact) in now.items()}
@@ -268,16 +267,14 @@ def _ignores_metrics(policy: KeepPolicy) -> bool:
 
 
 def _look_again(
-    catalog: Catalog,
-    listing: Listing,
-    versions: Collection[Version],
-    is_intact: Callable[[Version, VersionRecord], bool],
+    catalog: Catalog, listing: Listing, versions: Collection[Version], *, reads_records: bool
 ) -> dict[Version, tuple[VersionRecord | None, bool]]:
     """Return the record of each version as it is now, and whether it is intact."""
     found: dict[Version, tuple[VersionRecord | None, bool]] = {}
 
     def look(version: Version) -> None:
         record = catalog.read_version(version, listing)
+        is_intact = partial(catalog.is_intact, reads_records=reads_records)
         found[version] = record, record is not None and is_intact(version, record)
 
     look_up_each(sorted(versions), look)

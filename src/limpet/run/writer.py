@@ -206,9 +206,10 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         *,
         training: Mapping[str, Any] | None = None,
         objectives: Mapping[str, str] | None = None,
+        config: Any = None,
     ) -> VersionMetadata:
         """Return what the manifest of a version stores beside the state. Waits for the devices of
-        the metrics. ``training``: what the training needs again when it resumes."""
+        the metrics. ``training``: what the training needs when it resumes; ``config``: its node."""
         parent = self.newest
         return VersionMetadata(
             step=version.step,
@@ -219,6 +220,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
             note=note,
             training={**(training or {}), "sessions": self.lock.sessions},
             objectives=objectives or {},
+            config=config,
         )
 
     def begin(

@@ -10,8 +10,7 @@ from threading import current_thread, get_ident, main_thread
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from limpet.errors import LimpetError, NoProgress, Preempted
-from limpet.other_words import add_advice
-from limpet.tracebacks import SHORTENS, shorten
+from limpet.tracebacks import SHORTENS, prepare
 
 
 class _HasLifecycle(Protocol):
@@ -42,11 +41,8 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
             elif found is not own:
                 raise self._lifecycle.refusal(name)
             return method(self, *args, **kwargs)
-        except LimpetError as error:
-            shorten(error)
-            raise
-        except TypeError as error:
-            add_advice(error, method, kwargs)
+        except (LimpetError, TypeError) as error:
+            prepare(error, method, kwargs)
             raise
         finally:
             # a handler of a signal runs only at calls and jumps, and none is before the release

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec
 
@@ -300,15 +299,15 @@ class Saver:
         training |= {**self.evaluated, **self._goodput.to_metadata()}
         if spec.reason == "memory" and self.begun_step == spec.version.step:
             training["saved_with"] = self.writer.attempt  # both are of this call of step()
-        metadata = self.writer.make_metadata(
+        return self.writer.make_metadata(
             spec.version,
             spec.reason,
             spec.metrics,
             spec.note,
             training=training,
             objectives=self.objectives,
+            config=self.config,
         )
-        return replace(metadata, config=self.config)
 
     def save_savepoint(
         self,
