@@ -376,6 +376,38 @@ def test_the_functions_of_the_user_are_called_on_all_ranks(make_job):
     assert step < 100
 
 
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError("x"), OSError(28, "No space"), KeyError("x"), Interrupt("x")],
+    ids=repr,
+)
+@pytest.mark.parametrize("failing", [0, 2])
+def test_no_rank_leaves_as_saved_if_the_function_of_one_rank_fails(
+    error, failing, make_job, capsys
+):
+    """17: the others have saved by themselves, but no program could continue from that."""
+    job = make_job(3)
+
+    def work(rank):
+        def save():
+            if rank.rank == failing:
+                raise error
+
+        preemption = job.preemption(rank.rank, save_fn=save)
+        return rank.train(LONG, save=NEVER_DUE, preemption=preemption)
+
+    job.actions[5] = job.sources[1].announce
+    outcomes = job.outcomes(work)
+    assert outcomes.pop(failing) is error
+    assert [type(o) for o in outcomes] == [RankFailed] * 2
+    assert all(f"Rank {failing} failed during save_fn" in str(o) for o in outcomes)
+    assert "save_fn has saved" not in capsys.readouterr().err
+
+
 def test_a_metadata_server_of_one_rank_stops_all(make_job):
     """18, 19: a polled notice reaches all ranks, as a signal does."""
     job = make_job(3)

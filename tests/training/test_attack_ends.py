@@ -19,7 +19,7 @@ from torch import nn
 
 import limpet
 from limpet import events, machine
-from limpet.errors import LimpetError, NoSnapshot, SaveFailed, StoreError
+from limpet.errors import LimpetError, NoSnapshot, SaveFailed, StoreError, UnsavedSteps
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Pin, encode_record
 from limpet.run.policy import EverySteps, KeepLast, KeepPolicy, OnException, StopWhen
@@ -29,6 +29,7 @@ from limpet.saving import pending
 from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
+from tests.ranks.trainings import TrainingJob
 from tests.trainings import flip_bit, initial_state, shard_of, train, train_step, training
 
 State = dict[str, Any]
@@ -227,6 +228,46 @@ def test_the_exception_that_ended_the_training_is_not_replaced(source, monkeypat
         raise SystemExit(75)
     assert e.value.code == 75
     assert "In addition" in "".join(e.value.__notes__)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("in __str__")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("policy", [EverySteps(2), EverySteps(2) | OnException()])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exception_that_has_no_text_ends_the_training_as_others_do(size, policy):
+    """On all ranks, at the same step."""
+    with TrainingJob(size) as job:
+
+        def work(rank):
+            with rank.make_checkpointer(save=policy):
+                rank.train_steps(3)
+                raise Unprintable
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnsavedSteps)
+            outcomes = job.outcomes(work)
+        assert [type(outcome) for outcome in outcomes] == [Unprintable] * size
+        assert job.versions == ([2, 3] if policy.on_exception else [2])
+
+
+def test_another_rank_learns_of_an_exception_that_has_no_text():
+    with TrainingJob(2, lockstep=False) as job:
+
+        def work(rank):
+            with rank.make_checkpointer(save=EverySteps(2)):
+                rank.train_steps(2)
+                if rank.rank:
+                    raise Unprintable
+                rank.train_steps(100_000)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert [*map(type, job.outcomes(work))] == [Unprintable] * 2
 
 
 @pytest.mark.parametrize("why", ["no thread", "a damaged version of that name"])

@@ -186,6 +186,39 @@ def test_an_error_of_the_save_function_is_raised():
         guard.run(int)
 
 
+@pytest.mark.parametrize("seconds", [None, 1000.0])
+def test_a_save_function_that_exits_with_zero_has_saved(seconds):
+    """Exit code 0 would tell ``limpet run`` and schedulers that the training is complete."""
+    source, calls = Announced(), list[int]()
+
+    def save():
+        calls.append(guard.total_run_calls)
+        sys.exit()
+
+    preemption = Preemption(notices=[source], grace=seconds)
+    guard = PreemptionGuard(save_fn=save, preemption=preemption)
+    with pytest.raises(Preempted) as left, guard:
+        guard.run(int)
+        source.announce(seconds)
+        wait_until(lambda: guard._response.is_pending)
+        guard.run(int)
+        guard._response._propose_to_leave()
+        guard.run(int)
+    assert left.value.code == 75
+    assert calls == ([2] if seconds is None else [2, 3])
+
+
+@pytest.mark.parametrize("code", [1, "a message"])
+def test_an_exit_of_the_save_function_with_an_error_is_one(code):
+    source = Announced()
+    guard = PreemptionGuard(save_fn=lambda: sys.exit(code), preemption=Preemption(notices=[source]))
+    with pytest.raises(SystemExit) as left, guard:
+        source.announce()
+        wait_until(lambda: guard._response.is_pending)
+        guard.run(int)
+    assert left.value.code == code
+
+
 def test_invalid_arguments_are_refused_before_the_guard_watches():
     before = signal.getsignal(signal.SIGTERM)
     state = {"x": 1}

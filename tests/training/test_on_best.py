@@ -211,6 +211,31 @@ def test_an_error_at_the_end_is_raised_by_it_and_the_next_start_gives_the_versio
         assert given == [1], "also if there is no step left to make, and once"
 
 
+@pytest.mark.parametrize("failing", ["the end", "on_best", "both"])
+def test_after_an_error_at_the_end_the_other_parts_of_the_end_follow(store, given, failing):
+    """The next start would not make up for them: all its steps are made."""
+
+    def fail(method, key):
+        if failing != "on_best" and method == "put_if_absent" and "ended" in key:
+            raise Denied("No records")
+
+    given.error = None if failing == "the end" else ValueError("no such bucket")
+    hooked = HookedStore(store)
+    with pytest.raises(LimpetError) as e, make(hooked, given) as ckpt:
+        step(ckpt, None, None, None)
+        for number, score in enumerate((0.5, 0.6, 0.4), 1):
+            Run(store).add_metrics(number, {"val": score})
+        hooked.before = fail
+    assert given == [3]
+    assert [s.step for s in Run(store).snapshots()] == [3], "version_1 was the best"
+    errors = [e.value, *([e.value.__context__] if failing == "both" else [])]
+    assert [("on_best() failed" in str(e), "be recorded" in str(e)) for e in errors] == {
+        "the end": [(False, True)],
+        "on_best": [(True, False)],
+        "both": [(True, False), (False, True)],
+    }[failing]
+
+
 def test_with_warn_an_error_is_a_warning(store, given):
     given.error = OSError("disk")
     match = r"^on_best\(\) failed for version_1.*OSError: disk"

@@ -66,7 +66,7 @@ class ErrorReport(msgspec.Struct, frozen=True):
         """Return the report of an error. ``more``: further fields."""
         kind = type(error)
         is_limpet = isinstance(error, LimpetError)
-        parts: tuple[Any, ...] = (str(error), None, None, None)
+        parts: tuple[Any, ...] = (error_text(error), None, None, None)
         if isinstance(error, LimpetError):
             parts = error.what, error.expected, error.found, error.todo
             more = {**{k: v for k, v in error.fields.items() if _is_short(v)}, **more}
@@ -112,7 +112,7 @@ class ErrorReport(msgspec.Struct, frozen=True):
             error = found(*self.args)
         except Exception:  # noqa: BLE001  (it wants other arguments: RankFailed says the same)
             return None
-        return error if _clean(str(error)) == self.what else None
+        return error if _clean(error_text(error)) == self.what else None
 
     def _fill(self, kind: type[LimpetError]) -> LimpetError:
         parts = {"expected": self.expected, "found": self.found, "todo": self.todo}
@@ -151,7 +151,7 @@ def encode_json(value: object) -> str:
 def format_with_notes(error: BaseException) -> str:
     """Return the text of an error with its notes, which name the rank that reported the error."""
     notes = getattr(error, "__notes__", ())
-    return " ".join([str(error), *(f"{note.rstrip('.')}." for note in notes)])
+    return " ".join([error_text(error), *(f"{note.rstrip('.')}." for note in notes)])
 
 
 def decode_error(text: str, operation: str) -> BaseException:
@@ -178,12 +178,17 @@ def decode_error(text: str, operation: str) -> BaseException:
     return failed
 
 
+def error_text(error: BaseException) -> str:
+    """Return the text of an exception. An error of the user's ``__str__`` must not replace it."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  (of any class)
+        return "(its str() failed)"
+
+
 def describe_cause(error: BaseException) -> str:
     """Return the class and the text of an exception that ended a training."""
-    try:
-        return f"{type(error).__name__}: {error}"[:1000]
-    except Exception:  # noqa: BLE001  (the user's class: its own error must not replace this one)
-        return f"{type(error).__name__} (its str() failed)"
+    return f"{type(error).__name__}: {error_text(error)}"[:1000]
 
 
 def encode_raised(error: BaseException, rank: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from threading import current_thread
 from typing import Any
 from weakref import finalize, ref
@@ -131,16 +131,19 @@ class Ending:
             self._save()
         saver = self.saver
         if could_save and error is None and not is_process_ending():
-            if not is_leaving:
-                counter, reason = self.step_counter, saver.early_stop.end_reason
-                is_saved = saver.saved_step == counter.progress.step
-                positions = counter.loader_epochs() if is_saved else None
-                saver.warn_or_raise(record_end, saver, reason, counter.progress.epoch, positions)
-            saver.warn_or_raise(saver.on_best.finish)
-            if self._group.rank == 0:
-                saver.warn_or_raise(saver.retention.finish, saver.writer.newest)
-                if saver.writer.attempt:
-                    report_missing_metrics(saver)
+            with ExitStack() as last:  # in reverse order, and each also after an error
+                if self._group.rank == 0:
+                    retain = saver.retention.finish
+                    last.callback(saver.warn_or_raise, retain, saver.writer.newest)
+                last.callback(saver.warn_or_raise, saver.on_best.finish)
+                if not is_leaving:
+                    counter, reason = self.step_counter, saver.early_stop.end_reason
+                    is_saved = saver.saved_step == counter.progress.step
+                    positions = counter.loader_epochs() if is_saved else None
+                    end = reason, counter.progress.epoch, positions
+                    saver.warn_or_raise(record_end, saver, *end)
+            if self._group.rank == 0 and saver.writer.attempt:
+                report_missing_metrics(saver)
         is_over = is_process_ending() or self._lifecycle.is_forked
         if self._lifecycle.is_resumed and not (could_save or is_over):  # it was complete
             saver.warn_or_raise(saver.on_best.finish)

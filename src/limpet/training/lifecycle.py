@@ -102,6 +102,9 @@ class Lifecycle:
         outer, self.running[_CALL] = self.running[_CALL], (_SAVE_FN, get_ident())
         try:
             save_fn(*args, **kwargs)
+        except SystemExit as e:
+            if e.code:  # code 0 would say that the training is complete: it exits with 75 soon
+                raise
         finally:
             self.running[_CALL] = outer
 

@@ -23,8 +23,8 @@ from limpet.notices.platform import detect_sources
 from limpet.notices.signals import request_signals, stop_signals
 from limpet.notices.watcher import NoticeWatcher
 from limpet.ranks.agreement import Agreement, LocalAgreement, Observer, RoundDeadline
-from limpet.ranks.error_report import decode_raised, describe_cause, is_from_torch
-from limpet.ranks.group import Group
+from limpet.ranks.error_report import decode_raised, describe_cause, error_text, is_from_torch
+from limpet.ranks.group import Group, broadcast_from_first, failing_together
 from limpet.text import describe_newest
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
@@ -231,7 +231,7 @@ class PreemptionResponse(Observer):
             return  # the training thread waits for its own saves only, which have limits
         left = STUCK_SECONDS if deadline is None else min(STUCK_SECONDS, deadline.seconds_left / 2)
         message = (
-            f"another rank has failed ({type(error).__name__}: {str(error)[:200]}), and this rank"
+            f"another rank has failed ({describe_cause(error)[:200]}), and this rank"
             f" has not returned from a call for {left:.0f} s"
         )
         end = partial(self._end_now, exit_status.FAILED, message)
@@ -360,7 +360,7 @@ class PreemptionResponse(Observer):
     def leave_after(self, error: BaseException) -> Preempted | None:
         """Return the exception with which to leave after ``error``, or None. After a notice, it may
         follow from a rank that left: the thread saves what it can, and ``error`` is shown."""
-        why = f"{type(error).__name__} had ended the training: {str(error)[:200]}"
+        why = f"{type(error).__name__} had ended the training: {error_text(error)[:200]}"
         self._ended_by = is_own_failure(error), why
         self._timer.clear("error")
         deadline, is_saved = self._deadline, False
@@ -396,7 +396,9 @@ class PreemptionResponse(Observer):
         limit = save_deadline(deadline)
         together = together and self._savepoint_saver.claim()
         if together and settings.save_fn is not None:  # its errors, of any class, are raised
-            self.call_save_function()
+            with failing_together(self._group, "save_fn", limit):
+                self.call_save_function()
+            broadcast_from_first(self._group, "save_fn", lambda: True, bool, deadline=limit)
             self._has_called = True
         else:
             try:
