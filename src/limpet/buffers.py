@@ -112,14 +112,6 @@ class BufferPool:
         self._count = 0
         self._closed = False
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self._count * self.buffer_size
-
-    @property
-    def free_bytes(self) -> int:
-        return len(self._free) * self.buffer_size
-
     def acquire(self, check: Callable[[], object] = lambda: None) -> Buffer:
         """Return a buffer; wait while the budget is used up. ``check`` is called regularly during
         the wait, and raises to end it. Raises ``StoreError`` if the pool is closed."""

@@ -43,6 +43,7 @@ from limpet.testing.faults import Fault, FaultFs
 from limpet.types import Box
 from tests.layout.random_boxes import shapes, tilings
 from tests.memory_peak import numbers_of
+from tests.pools import allocated_bytes, free_bytes
 from tests.snapshot.manual_shards import (
     read_elements,
     split_columns,
@@ -412,7 +413,7 @@ def assert_nothing_left(to):
     free."""
     assert [s.key for s in to.list("")] == []
     assert list(to.partials("")) == []
-    assert shared_pool().allocated_bytes == shared_pool().free_bytes
+    assert allocated_bytes(shared_pool()) == free_bytes(shared_pool())
 
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
@@ -526,7 +527,7 @@ def test_a_power_cut_at_any_call_leaves_a_complete_snapshot_or_none(every, small
             assert exists or not done
         if done:
             break
-        assert shared_pool().allocated_bytes == shared_pool().free_bytes
+        assert allocated_bytes(shared_pool()) == free_bytes(shared_pool())
     assert (False, False) in seen
     assert (True, True) in seen
 
@@ -553,6 +554,6 @@ def test_a_failed_call_leaves_a_complete_snapshot_or_none(error, every, small_ch
                 break
             continue
         finally:
-            assert shared_pool().allocated_bytes == shared_pool().free_bytes
+            assert allocated_bytes(shared_pool()) == free_bytes(shared_pool())
         assert not check_snapshots(inner, whole) or unknown
     assert failed > 100 // every

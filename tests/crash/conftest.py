@@ -11,6 +11,7 @@ from limpet import buffers
 from limpet.buffers import BufferPool
 from limpet.storage.store import Store
 from tests.disks import disk  # noqa: F401  (a fixture)
+from tests.pools import allocated_bytes, free_bytes
 
 SMALL_UNIT = 1024
 PAGE = 4096
@@ -33,7 +34,7 @@ class PoolTracker:
 
     def assert_all_freed(self):
         """Assert that all buffers are released and that no Limpet thread is running."""
-        assert [p for p in self.pools if p.allocated_bytes != p.free_bytes] == []
+        assert [p for p in self.pools if allocated_bytes(p) != free_bytes(p)] == []
         assert [name for name in self.threads() if name.startswith("limpet")] == []
 
 

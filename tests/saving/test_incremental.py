@@ -27,6 +27,7 @@ from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 from tests.forging import files_of, values_equal
 from tests.memory_peak import numbers_of
+from tests.pools import allocated_bytes, free_bytes
 from tests.trainings import delete_version, flip_bit, shard_of
 from tests.unreliable_stores import HookedStore
 
@@ -56,7 +57,7 @@ def save(store, step, state, base, *, staged=False):
             if isinstance(value, np.ndarray):
                 value[...] = 0  # the save must use the staged bytes
     snapshot = finish_save(job)
-    assert pool.allocated_bytes == pool.free_bytes
+    assert allocated_bytes(pool) == free_bytes(pool)
     return snapshot
 
 

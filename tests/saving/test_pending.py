@@ -21,6 +21,7 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.interrupts import MOMENTS, SignalError, raise_at_start
+from tests.pools import allocated_bytes, free_bytes
 from tests.saving.child_scripts import SAVE, STEP, run_script
 from tests.trainings import initial_state, state_after, states_equal, train
 from tests.unreliable_stores import HookedStore
@@ -181,7 +182,7 @@ def test_a_checkpointer_makes_its_saves_one_at_a_time():
     with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         for step in range(1, 12):
             train(state, ckpt, step)
-            allocated.add(ckpt._saver._pool.allocated_bytes)
+            allocated.add(allocated_bytes(ckpt._saver._pool))
     assert order == [f"version_{step}/{MANIFEST}" for step in range(1, 12)]
     assert most == 1
     assert len(allocated) == 1  # one copy of the state, reused
@@ -239,7 +240,7 @@ def test_step_raises_if_no_save_thread_can_be_started(monkeypatch):
         with pytest.raises(CommitError, match="no thread can be started"):
             train(state, ckpt, 1)
     assert [s.key for s in store.list("")] == [WRITER_LOCK]
-    assert ckpt._saver._pool.free_bytes == ckpt._saver._pool.allocated_bytes > 0
+    assert free_bytes(ckpt._saver._pool) == allocated_bytes(ckpt._saver._pool) > 0
     train(state, ckpt, 2)
     ckpt.close()
     assert check_promises(store) == [2]
@@ -270,7 +271,7 @@ def test_an_interrupt_in_a_sink_releases_the_pin_and_the_buffers():
     with events.attach(sink), pytest.raises(KeyboardInterrupt):
         train(state, ckpt, 1)
     assert [s.key for s in store.list("")] == [WRITER_LOCK]
-    assert ckpt._saver._pool.free_bytes == ckpt._saver._pool.allocated_bytes > 0
+    assert free_bytes(ckpt._saver._pool) == allocated_bytes(ckpt._saver._pool) > 0
     ckpt.close()
 
 

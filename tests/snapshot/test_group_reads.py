@@ -19,6 +19,7 @@ from limpet.snapshot.location import Location
 from limpet.storage.memory import MemoryStore
 from limpet.testing.contract import keys
 from limpet.types import BLOCK_SIZE, MIB
+from tests.pools import allocated_bytes, free_bytes
 
 
 class RequestStore(MemoryStore):
@@ -200,7 +201,7 @@ def test_many_loads_share_few_buffers(monkeypatch, buffers):
         for loaded in loads:
             found = loaded.result(60)
             assert all(np.array_equal(found[key], state[key]) for key in state)
-    assert pool.free_bytes == pool.allocated_bytes <= buffers * BLOCK_SIZE
+    assert free_bytes(pool) == allocated_bytes(pool) <= buffers * BLOCK_SIZE
     assert max(steps for _, _, _, steps in store.reads) == 4
 
 
@@ -214,7 +215,7 @@ def test_an_error_returns_all_buffers(monkeypatch):
     for _ in range(3):
         with pytest.raises(DigestMismatch):
             limpet.load(store)
-    assert pool.free_bytes == pool.allocated_bytes
+    assert free_bytes(pool) == allocated_bytes(pool)
     assert store.open_ranges == 0
 
 

@@ -156,7 +156,7 @@ def test_an_upload_that_was_aborted_by_another_process_says_so(s3):
     data = bytes(20 * MIB)
     with open_run(s3, part_size=8 * MIB).put("version_1/x", len(data)) as upload:
         s3.uploads.clear()
-        with pytest.raises(StoreError, match="was aborted by another process"):
+        with pytest.raises(StoreError, match="was deleted by another process"):
             upload.write_at(0, memoryview(data))
 
 

@@ -29,6 +29,7 @@ from limpet.saving import pending
 from limpet.saving.staging import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
+from tests.pools import allocated_bytes
 from tests.ranks.trainings import TrainingJob
 from tests.trainings import flip_bit, initial_state, shard_of, train, train_step, training
 
@@ -337,7 +338,7 @@ def test_the_save_in_progress_finishes_after_an_interrupted_close(options, gate)
     pending_save._ended.wait = wait
     gate.set()
     assert pending_save.wait().step == 4
-    assert not ckpt._saver._pool.allocated_bytes
+    assert not allocated_bytes(ckpt._saver._pool)
     assert "writer.json" not in [s.key for s in store.list("")]
 
 

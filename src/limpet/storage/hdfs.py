@@ -34,6 +34,7 @@ from limpet.storage.store import (
     Traits,
     check_written_length,
     exists_error,
+    lost_upload_error,
     weak_store_error,
 )
 from limpet.types import BLOCK_SIZE, MIB
@@ -372,9 +373,9 @@ class HdfsFile:
             try:
                 self._status = self._finish(folder)
             except NotFound as e:
-                raise self._deleted_error(folder) from e
+                raise lost_upload_error(self._key, folder.url) from e
             if self._status is None:
-                raise self._deleted_error(folder)
+                raise lost_upload_error(self._key, folder.url)
             check_written_length(self._key, folder.url, self._length, self._status.length)
         self._rename(folder)
 
@@ -490,7 +491,7 @@ class HdfsFile:
         self._recover_lease(folder)
         found = folder.look_up(self._path, self._key)
         if found is None:
-            raise self._deleted_error(folder)
+            raise lost_upload_error(self._key, folder.url)
         if not begin <= found.length <= begin + len(rest):
             raise StoreError(
                 f"{folder.url} has lost bytes of {self._key} with the DataNodes that had them",
@@ -532,7 +533,7 @@ class HdfsFile:
                 status.length,
                 status.modification_time,
             ):
-                raise self._deleted_error(folder) from e
+                raise lost_upload_error(self._key, folder.url) from e
         except AlreadyExists as e:
             found = folder.look_up(target, key)
             if found is not None and found.isdir:  # it is in the way for ever
@@ -546,14 +547,6 @@ class HdfsFile:
         self.paths.remove(path)
         with suppress(StoreError):
             self.abort(folder)
-
-    def _deleted_error(self, folder: HdfsFolder) -> StoreError:
-        return StoreError(
-            f"The upload of {self._key} to {folder.url} was deleted before its commit",
-            todo="Raise the minimum age of `limpet sweep`, then save again",
-            key=self._key,
-            store=folder.url,
-        )
 
 
 def _append(client: Any, path: str, limit: Deadline) -> Any:

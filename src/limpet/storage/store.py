@@ -440,6 +440,12 @@ def exists_error(key: str, store: str) -> AlreadyExists:
     return AlreadyExists(f"{key} is already in {store}; nothing was changed", key=key, store=store)
 
 
+def lost_upload_error(key: str, store: str) -> StoreError:
+    what = f"The upload of {key} to {store} was deleted by another process"
+    todo = "Check who deletes unfinished uploads: the rules of the bucket, and `limpet sweep`"
+    return StoreError(what, todo=todo, key=key, store=store)
+
+
 def check_written_length(key: str, store: str, expected: int, found: int) -> None:
     """Raise ``StoreError`` if an object has another length than what was written."""
     if found != expected:

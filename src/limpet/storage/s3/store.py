@@ -28,6 +28,7 @@ from limpet.storage.store import (
     Traits,
     exists_error,
     is_partial,
+    lost_upload_error,
     part_length,
     replaced_error,
     short_read_error,
@@ -344,7 +345,7 @@ class S3Parts:
         try:
             reply = folder.send("upload_part", "write", self.key, **fields, **crc, **other)
         except NotFound as e:
-            raise self._aborted_error(folder) from e
+            raise lost_upload_error(self.key, folder.url) from e
         finally:
             body.release()
         if not reply.get("ETag"):
@@ -371,7 +372,7 @@ class S3Parts:
                 raise
             elif not (self._may_be_complete and self._is_complete(folder)):
                 error = exists_error(self.key, folder.url)
-                raise (error if status == 412 else self._aborted_error(folder)) from e
+                raise (error if status == 412 else lost_upload_error(self.key, folder.url)) from e
 
     def _is_complete(self, folder: S3Folder) -> bool:
         """Return True if the object is this one, after a lost reply: the upload is gone. If it is
@@ -387,14 +388,6 @@ class S3Parts:
 
     def abort(self, folder: S3Folder) -> None:
         folder.abort_upload(self.key, self.name, self.id)
-
-    def _aborted_error(self, folder: S3Folder) -> StoreError:
-        return StoreError(
-            f"The upload of {self.key} to {folder.url} was aborted by another process",
-            todo="Check the lifecycle rules of the bucket, and who runs `limpet sweep`",
-            key=self.key,
-            store=folder.url,
-        )
 
 
 class PartBody:
