@@ -31,9 +31,10 @@ class PreemptionGuard:
 
     ``PreemptionGuard(save_fn=my_save)`` is for a program without a Checkpointer: after a notice on
     any rank, all ranks call ``save_fn`` after the same number of calls, and exit with code 75. If
-    the notice leaves time for two saves, they do so at once, go on, and save again. ``preemption``
-    has the other settings. The guard watches from its creation until ``close()``, or the end of the
-    ``with`` block, which raises an error of one rank on all.
+    the notice leaves time for two saves, they do so at once, go on, and save again. If ``save_fn``
+    raises on one rank, none exits with 75. ``preemption`` has the other settings. The guard watches
+    from its creation until ``close()``, or the end of the ``with`` block, which raises an error of
+    one rank on all. Use one for a process: the first that is called after a notice leaves.
 
     Raises ``LimpetError`` for an invalid argument.
 
