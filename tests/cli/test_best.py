@@ -109,7 +109,10 @@ def test_an_inexact_score_that_does_not_count_is_explained():
 
 def test_the_error_of_one_run_does_not_say_runs():
     folder = make_runs("singular", [[0.5]])
-    check_error_line(run_cli("best", f"{folder}/a"), 1, f"{folder}/a records no single metric.")
+    error = (
+        f"{folder}/a records no single metric. Found the metrics loss, val, and the modes (none)"
+    )
+    check_error_line(run_cli("best", f"{folder}/a"), 1, error)
 
 
 @pytest.mark.parametrize("values", [[[None]], [[NAN]]])
@@ -128,6 +131,7 @@ def test_a_damaged_version_is_not_the_best_and_is_told():
     assert result.json["runs"][0]["address"] == f"{folder}/b@20"
     assert result.json["problems"][0]["run"] == f"{folder}/a"
     assert "\na: " in run_cli("best", folder).out
+    assert f"\n{folder}/a: " in run_cli("best", f"{folder}/a").out
 
 
 def test_a_version_on_a_branch_has_an_address_that_opens(tmp_path):

@@ -115,6 +115,22 @@ def test_damage_is_not_a_difference(store):
     assert "damaged" in result.err
 
 
+@pytest.mark.parametrize("damage", ["missing", "known"])
+@pytest.mark.parametrize("damaged", ["a", "b"])
+def test_equal_digests_do_not_hide_damage(damaged, damage, tmp_path):
+    for run in ("a", "b"):
+        hf.save(tmp_path / run / "version_1", {"x": np.arange(9.0)}, step=1)
+    store = hf.open_store(tmp_path / damaged)
+    if damage == "missing":
+        store.delete(shard_of(store, "version_1"))
+    else:
+        flip_bit(store, shard_of(store, "version_1"))
+        assert run_cli("verify", tmp_path / damaged).code == 3
+    result = run_cli("diff", tmp_path / "a/version_1", f"{tmp_path}/b@1")
+    assert (result.code, result.out) == (3, "")
+    assert f"{damaged}/version_1" in result.err
+
+
 def save_with(url, config, x=1):
     with hf.Checkpointer(url, {"x": x}, config=config) as ckpt:
         ckpt.step()

@@ -56,6 +56,8 @@ def test_abandoned_versions_are_listed_and_marked(store):
     result = run_cli("ls", store.url)
     assert "abandoned" in result.out
     assert "branch 1 starts at version_40" in result.out
+    columns = [line.split()[:2] for line in result.out.splitlines()[2:6]]
+    assert columns == [["20", "0"], ["40", "0"], ["60", "0"], ["60", "1"]], "limpet rm RUN 60.0"
 
 
 def test_the_sizes_add_up_and_are_what_rm_frees(store):

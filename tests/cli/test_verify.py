@@ -24,7 +24,7 @@ def test_json_keys_are_stable(store):
     result = run_cli("verify", store.url, "--json")
     assert result.code == 3
     report = result.json
-    assert list(report) == ["place", "ok", "bytes", "seconds", "versions", "danger"]
+    assert list(report) == ["place", "ok", "bytes", "seconds", "versions"]
     assert [v["ok"] for v in report["versions"]] == [True, False, True]
     assert list(report["versions"][1]) == [
         "version", "url", "ok", "bytes", "problems",

@@ -98,6 +98,10 @@ def test_an_argument_is_checked_first(tmp_path):
     for write in (limpet.Run, lambda url: limpet.save(url, {})):
         with pytest.raises(LimpetError, match=r"not a store.*Pass its url"):
             write(snapshot)
+    with pytest.raises(LimpetError, match=r"not a store.*Pass the Snapshot itself"):
+        limpet.load(limpet.Run(tmp_path).latest().version)
+    with pytest.raises(LimpetError, match=r"patterns of keys \(dtypes: cast=True\), not 'cast'"):
+        snapshot.load(into=state_of(0), mismatched="cast")
     with pytest.raises(LimpetError, match="or a Snapshot, not"):
         resume_from(limpet.Run(tmp_path), tmp_path / "new", state_of(0))
 

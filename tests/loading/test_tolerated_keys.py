@@ -8,7 +8,19 @@ from torch import nn
 
 import limpet
 from limpet.errors import LimpetError, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
+from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
+
+
+@pytest.mark.parametrize("missing", ["error", "keep"])
+def test_keys_that_only_the_live_state_has_are_named_before_leniency_is_advised(missing):
+    """What was saved as "model" is loaded into "net"."""
+    store, live = MemoryStore(), {"net": {"w": [0]}}
+    limpet.save(store, {"model": {"w": [1]}})
+    with pytest.raises(limpet.errors.MissingLeaf, match=r"No leaf of .*rename=\{OLD: NEW\}"):
+        limpet.load(store, into=live, keys="net", missing=missing)
+    limpet.load(store, into=live, keys="net", rename={"model": "net"})
+    assert live == {"net": {"w": [1]}}
 
 
 def full(value, *shape):

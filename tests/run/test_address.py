@@ -95,6 +95,19 @@ def test_an_error_says_which_metrics_and_modes_are_recorded(tmp_path, keep, stop
     assert run_cli("show", f"{tmp_path}/a{address}").code == 4
 
 
+def test_the_command_that_an_error_names_finds_the_best_version(tmp_path):
+    """The metric is there, but nobody has recorded its mode."""
+    train(tmp_path / "a", None)
+    with pytest.raises(NotFound) as caught:
+        limpet.open(f"{tmp_path}/a@best:acc")
+    text = str(caught.value)
+    command = text[text.index("limpet best") :].partition(", in Python")[0]
+    assert command == f"limpet best {tmp_path}/a --metric acc --mode min|max"
+    assert "counts=True" not in text
+    found = run_cli(*command.replace("min|max", "max").split()[1:])
+    assert f"{tmp_path}/a@3" in found.out, found
+
+
 def test_a_metric_that_is_always_nan(tmp_path):
     state = {"progress": limpet.Progress()}
     keep = KeepLast(2) | KeepBest(1, "loss")

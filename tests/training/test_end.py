@@ -418,6 +418,17 @@ def test_the_end_of_the_process_only_warns(arguments, end, expected, tmp_path):
     assert "end" not in reasons
 
 
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ZeroDivisionError('x')"])
+def test_after_an_exception_the_end_of_the_process_names_what_would_save(error, tmp_path):
+    """A ``with`` block without ``OnException`` would save nothing either."""
+    done = run_script(tmp_path / "run", "", f"raise {error}")
+    advice = "Only OnException() saves then, in a with block"
+    assert "Steps 1 to 3 are not in any version" in done.stderr
+    assert f"an exception ({error.partition('(')[0]}" in done.stderr
+    assert advice in done.stderr
+    assert "call close()" not in done.stderr
+
+
 def test_a_checkpointer_that_is_garbage_collected_warns_once():
     """A cell of a notebook that is run again replaces the Checkpointer."""
     store, emitted = MemoryStore(), list[str]()

@@ -227,6 +227,7 @@ def test_invalid_arguments_are_refused_before_the_guard_watches():
         ({}, "save_fn= must be a function"),
         ({"save_fn": 1}, "save_fn= must be a function"),
         ({"ckpt": {}}, "ckpt must be a Checkpointer"),
+        ({"ckpt": int}, r"for a function, PreemptionGuard\(save_fn=FUNCTION\)"),
         ({"ckpt": ckpt, "save_fn": int}, "preemption= has the settings"),
         ({"ckpt": ckpt, "preemption": None}, "preemption= has the settings"),
         ({"save_fn": int, "preemption": 3}, "preemption= must be a limpet.Preemption"),

@@ -1,8 +1,10 @@
 """Evaluation inside the training: exact or marked as inexact, once, and without a trace in the
 training."""
 
+import threading
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -380,6 +382,25 @@ def test_the_state_is_kept_on_request_and_if_there_is_no_version(keep):
     else:
         found = [r[:3] for r in inexact(job.store)]
         assert found == [("version_14", 10, 14), ("version_14", 20, 24), ("version_14", 30, 30)]
+
+
+def test_an_inexact_record_is_about_the_first_version_while_it_is_written():
+    """It requests no other one."""
+    store = HookedStore(MemoryStore())
+    with training(store, save=EverySteps(12), at_end=False) as job:
+        ended = threading.Event()
+
+        def wait_until_evaluated(method, key):
+            if method == "put_if_absent" and key == "version_12/manifest.json":
+                ended.wait(0.2)  # the evaluation, which ends after step 14, waits for this save
+
+        store.before = wait_until_evaluated
+        with patch.object(job.ckpt, "wait"), job.evaluating(on="current", batch_size=20):
+            for _ in range(15):
+                job.step()
+            ended.set()
+    assert [r[:3] for r in inexact(store)][:1] == [("version_12", 10, 14)]
+    assert [s.step for s in Run(store).snapshots()] == [12]
 
 
 @pytest.mark.parametrize("on", ["current", "paused"])

@@ -8,7 +8,7 @@ from itertools import islice
 import click
 
 from limpet.cli.console import progress_bar
-from limpet.errors import AlreadyExists, NoSnapshot, NotFound
+from limpet.errors import AlreadyExists, FormatError, NoSnapshot, NotFound
 from limpet.format import names
 from limpet.machine import full_path
 from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
@@ -42,6 +42,18 @@ def resolve_snapshot(url: str) -> SnapshotReader:
         if "versions" in e.fields:
             raise
     raise _not_found_error(url, "snapshot")
+
+
+def find_problem(snapshot: SnapshotReader) -> FormatError | None:
+    """Return what is known of damage in a snapshot, without a read of its bytes, or None."""
+    try:
+        if names.parse_version(snapshot.location.folder) is None:
+            snapshot.check_files()
+        else:
+            Run(snapshot.location.store).catalog.check(snapshot)
+    except FormatError as e:
+        return e
+    return None
 
 
 def resolve_newest(url: str, *, quiet: bool) -> SnapshotReader:

@@ -39,7 +39,8 @@ class Leniency:
                 object.__setattr__(self, name, [*value] or "error")
             else:
                 is_valid = isinstance(value, str) and value in ("error", choice)
-                expected = f'"error", "{choice}", or a list of patterns of keys'
+                hint = " (dtypes: cast=True)" if value == "cast" else ""
+                expected = f'"error", "{choice}", or a list of patterns of keys{hint}'
                 require(f"{name}=", is_valid, expected, value)
         expected = "True or False; the dtypes are those of the live tensors"
         require("cast=", type(self.cast) is bool, expected, self.cast)

@@ -219,7 +219,7 @@ def no_match_error(snapshot: SnapshotReader, keys: Any) -> MissingLeaf:
         expected=f"keys like {format_list([keys] if isinstance(keys, str) else [*keys], 5)}",
         found=", ".join([*snapshot.nodes()][:10]),
         todo="`limpet show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
-        " across levels",
+        " across levels. rename={OLD: NEW} gives OLD the name NEW of the live state",
     )
 
 

@@ -166,6 +166,8 @@ def _bind(
         finalize = bind_state(binding, into, tree)
         check_shared_memory(binding.claims, snapshot)
         binding.differences.combine_ranks(collective)
+    if keys is not None and not targets.requests and prune(tree, selected) is ABSENT:
+        raise no_match_error(snapshot, keys)
     binding.differences.raise_if_any(
         snapshot.url,
         tree,
@@ -173,8 +175,6 @@ def _bind(
         unexpected=leniency.tolerates("unexpected"),
         mismatched=leniency.tolerates("mismatched"),
     )
-    if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
-        raise no_match_error(snapshot, keys)
     saved = [key for key, _ in walk(tree) if selected(key)]
     report = LoadReport.from_differences(snapshot.url, saved, binding.differences, leniency.rename)
     report = replace(report, ignored=(*report.ignored, *snapshot.left_out))

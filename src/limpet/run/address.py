@@ -139,15 +139,16 @@ def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader
             return best
     available = {name for record in run.records() for name in record.metrics}
     listed = [f"{name} ({how})" for name, how in sorted(objectives.items())]
+    inexact = ". An inexact score of a training counts only with counts=True"
     raise NotFound(
         f"{run.url}@{version} does not name a version",
         expected="one metric with a recorded mode, and a version with a value other than NaN",
         found=f"the metrics {format_list(sorted(available), _MAX_LISTED) or '(none)'},"
         f" and the modes {format_list(listed, _MAX_LISTED) or '(none)'}",
-        todo=f"Write {run.url}@best:METRIC, or get the version in Python:"
-        f" limpet.Run({run.url!r}).best(METRIC, mode=...). KeepBest, StopWhen, and"
-        " `limpet evaluate RUN --metric METRIC --mode min|max` record a mode."
-        " An inexact score of a training counts only with counts=True",
+        todo="Write RUN@best:METRIC if its mode is recorded, or name the mode:"
+        f" limpet best {run.url} --metric {metric or 'METRIC'} --mode min|max, in Python"
+        f" limpet.Run({run.url!r}).best(METRIC, mode=...). KeepBest, StopWhen, and `limpet evaluate"
+        f" RUN --metric METRIC --mode min|max` record it{'' if metric in available else inexact}",
         key=run.url,
         store=run.url,
     )

@@ -201,20 +201,21 @@ def rank_runs(
     recorded = merge_objectives(o for run in runs for o in run.objectives.items())
     metric = next(iter(recorded)) if metric is None and len(recorded) == 1 else metric
     mode = mode or recorded.get(metric or "")
+    available = sorted({name for run in runs for r in run.records for name in r.metrics})
+    metrics = f"the metrics {format_list(available, 20) or '(none)'}"
     if metric is None or mode not in ("min", "max"):
         modes = format_list([f"{name} ({how})" for name, how in sorted(recorded.items())], 20)
         raise LimpetError(
             f"{place} records no single {'mode of ' + metric if metric else 'metric'}",
-            found=f"the modes {modes or '(none)'}",
+            found=f"{metrics}, and the modes {modes or '(none)'}",
             todo="Pass --metric METRIC --mode min|max",
         )
     how: Mode = "max" if mode == "max" else "min"
     best = [(run, found) for run in reversed(runs) if (found := run.best(metric, how))]
     if not best:
-        available = sorted({name for run in runs for r in run.records for name in r.metrics})
         raise NotFound(
             f"No version in {place} has a value of {metric}",
-            found=f"the metrics {format_list(available, 20) or '(none)'}",
+            found=metrics,
             todo="An inexact score of a training counts only with counts=True",
             key=place,
         )

@@ -54,7 +54,9 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
             return url
         found: Any = url
         todo = "Pass its url" if hasattr(url, "url") else "The place is first: save(url, state)"
-        if found is None:
+        if hasattr(url, "step") and not hasattr(url, "url"):  # a version of ``run.versions``
+            todo = "Pass the Snapshot itself, or an address, such as RUN@120"
+        elif found is None:
             todo = "Run.best() and Run.latest() return None if there is no such version"
         raise StoreError(
             "The argument is not a store" if not options else "A store takes no options",

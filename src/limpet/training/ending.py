@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -449,6 +450,8 @@ def warn_collected(
         return
     ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"
     reason = f"{ended} before close(). Use a with block, or call close()"
+    if is_process_ending() and (error := getattr(sys, "last_value", None)) is not None:
+        reason = unsaved_reason(error)  # that of the main thread, which Python has shown
     newest_step = begun_step or saver.newest_step
     message = describe_unsaved_steps(saver.run.url, step, newest_step, reason)
     try:

@@ -50,7 +50,8 @@ class PreemptionGuard:
     ) -> None:
         self._is_alone = ckpt is None
         if ckpt is None:
-            require("save_fn=", callable(save_fn), "a function, without a Checkpointer", save_fn)
+            expected = "a function that saves, unless a Checkpointer is the first argument"
+            require("save_fn=", callable(save_fn), expected, save_fn)
             is_valid = preemption is None or (
                 isinstance(preemption, Preemption) and preemption.save_fn is None
             )
@@ -63,7 +64,8 @@ class PreemptionGuard:
             ckpt._preemption.watch()
         elif save_fn is not None or preemption is not DEFAULT:
             raise LimpetError("With a Checkpointer, its preemption= has the settings of the guard")
-        require("ckpt", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
+        expected = "a Checkpointer; for a function, PreemptionGuard(save_fn=FUNCTION)"
+        require("ckpt", isinstance(ckpt, Checkpointer), expected, ckpt)
         self._ckpt = ckpt
         self._response = ckpt._preemption
 

@@ -375,7 +375,8 @@ class TrainingEvaluation:
         snapshot: Snapshot | None = None
 
         def has_version() -> bool:
-            return ckpt.run.latest() is not None
+            found = ckpt.run.latest() or ckpt._saver.wait()  # the first one may be in flight
+            return found is not None
 
         def record() -> str:
             about = snapshot or ckpt.run.latest()

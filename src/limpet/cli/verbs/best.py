@@ -48,4 +48,4 @@ def command(place: str, metric: str | None, mode: str | None, as_json: bool) -> 
     cells = [[(row["address"], ""), (format_value(row["value"]), "")] for row in rows]
     print_table(cells, ("version", f"{metric} ({how})"))
     for run, problem in problems:
-        print_line(f"{run.name}: {problem.brief}", "red")
+        print_line(f"{run.name or place}: {problem.brief}", "red")

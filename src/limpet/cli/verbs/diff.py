@@ -12,7 +12,7 @@ import click
 from limpet.cli.console import print_line, print_table, progress_bar
 from limpet.cli.exit_codes import DIFFERS
 from limpet.cli.output import json_option, keys_option, print_result
-from limpet.cli.resolve import resolve_snapshot
+from limpet.cli.resolve import find_problem, resolve_snapshot
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.format import tree
 from limpet.format.config import compare_configs, describe_change
@@ -65,6 +65,8 @@ def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bo
     and 7 if not.
     """
     first, second = resolve_snapshot(a), resolve_snapshot(b)
+    if problem := find_problem(first) or find_problem(second):
+        raise problem
     differences = compare_snapshots(first, second, keys, quiet=as_json)
     print_result(as_json, _build_document, render, first, second, differences)
     if not differences.is_same:

@@ -325,7 +325,7 @@ def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) ->
     status = entry.status + ", pinned" * entry.pinned
     return [
         (entry.version.step, base),
-        *([(entry.version.branch or "", base)] if show_branch else []),
+        *([(entry.version.branch, base)] if show_branch else []),
         (format_age(entry.created), base),
         (format_size(entry.nbytes), base),
         *([(referred, base)] if show_referred else []),

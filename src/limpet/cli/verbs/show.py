@@ -10,9 +10,9 @@ import click
 
 from limpet.cli import output
 from limpet.cli.console import Cell, format_age, output_width, print_line, print_table, truncate
-from limpet.cli.resolve import resolve_newest
+from limpet.cli.resolve import find_problem, resolve_newest
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
-from limpet.errors import FormatError, MissingLeaf
+from limpet.errors import MissingLeaf
 from limpet.format import tree
 from limpet.format.config import config_entries
 from limpet.format.index import IndexBox
@@ -80,7 +80,7 @@ def _build_document(
     ]
     rows = [r for r in rows if depth is None or r.depth < depth]
     manifest, metadata = snapshot.manifest, snapshot.metadata
-    problem = _find_problem(snapshot)
+    problem = find_problem(snapshot)
     statuses = _read_statuses(snapshot)
     return {
         "snapshot": snapshot.url,
@@ -144,23 +144,12 @@ def _read_statuses(snapshot: SnapshotReader) -> dict[str, EvaluationStatus]:
     return find_statuses(version, evaluations, catalog.leases.live().values())
 
 
-def _find_problem(snapshot: SnapshotReader) -> FormatError | None:
-    try:
-        if parse_version(snapshot.location.folder) is None:
-            snapshot.check_files()
-        else:
-            Run(snapshot.location.store).catalog.check(snapshot)
-    except FormatError as e:
-        return e
-    return None
-
-
 def render(
     snapshot: SnapshotReader, rows: Sequence[TreeRow], layouts: Layouts | None, depth: int | None
 ) -> None:
     """Print the header and ``depth`` levels of the tree, or all."""
     print_line(snapshot.url, "bold")
-    problem = _find_problem(snapshot)
+    problem = find_problem(snapshot)
     fields: list[list[Cell]] = [[(n, "dim"), (v, "")] for n, v in _header_fields(snapshot)]
     print_table(fields, flexible=[1])
     if problem is not None:

@@ -22,7 +22,6 @@ from limpet.format.names import (
     MANIFEST,
     Version,
     branch_name,
-    is_shard_name,
     parse_evaluation,
     parse_version,
     pin_name,
@@ -68,15 +67,13 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     began = perf_counter()
     target = _find_target(run_or_snapshot, as_json)
     if isinstance(target, list):
-        url, results, danger = run_or_snapshot, target, None
+        url, results = run_or_snapshot, target
     elif isinstance(target, SnapshotReader):
-        url = target.url
-        results, danger = [_verify_snapshot(target, as_json)], None
+        url, results = target.url, [_verify_snapshot(target, as_json)]
     else:
-        url = target[0].url
-        results, danger = _verify_run(*target, as_json)
+        url, results = target[0].url, _verify_run(*target, as_json)
     build_document = partial(_build_document, url)
-    print_result(as_json, build_document, render, results, perf_counter() - began, danger)
+    print_result(as_json, build_document, render, results, perf_counter() - began)
     exit_on_errors(ctx, (p.error for result in results for p in result.problems))
 
 
@@ -128,19 +125,13 @@ def _record(run: Run, snapshot: SnapshotReader, name: str, report: Report) -> Ve
     return VerifyResult(name, report.url, report.nbytes, report.problems)
 
 
-def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyResult], str | None]:
-    """Verify all versions and records of a run, except files that are deleted in the meantime.
-    Returns the results, and a warning if the next save would refer to damaged data."""
+def _verify_run(run: Run, listing: Listing, quiet: bool) -> list[VerifyResult]:
+    """Verify all versions and records of a run, except files that are deleted in the meantime."""
     results: list[VerifyResult] = []
     own_bytes: dict[Version, int] = {}
-    is_incremental = False
-    newest = None
-    with suppress(errors.FormatError, errors.StoreError):  # it is for advice only
-        newest = next((str(v) for v in reversed(run.line(listing))), None)
     for version in listing.versions:  # not kept open: the trees of many versions fill the memory
         if (snapshot := _open_version(run, version, results)) is not None:
             own_bytes[version] = bytes_to_read(snapshot) - snapshot.referred_bytes
-            is_incremental |= bool(snapshot.bases)
     for key, decode in _run_records(run, listing):
         try:
             decode(get_bounded(run.store, key, MAX_RECORD), key)
@@ -158,8 +149,7 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
                     results.append(_record(run, snapshot, str(version), report))
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
-    newest_result = next((r for r in results if r.name == newest), None)
-    return results, _damage_warning(newest_result) if is_incremental else None
+    return results
 
 
 def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> SnapshotReader | None:
@@ -186,21 +176,6 @@ def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes,
     ]
 
 
-def _damage_warning(newest: VerifyResult | None) -> str | None:
-    """Return urgent advice if the newest version is damaged and there are incremental versions: a
-    save checks only the length of the data that it refers to."""
-    problems = newest.problems if newest else ()
-    damaged = {p.file for p in problems if isinstance(p.error, errors.DigestMismatch)}
-    # an incremental version refers to shards only, not to manifests or indexes
-    shards = sorted(f for f in damaged if is_shard_name(f.rpartition("/")[2]))
-    if newest is None or not shards:
-        return None
-    return (
-        f"If training is running, its next save will refer to the damaged data in {newest.name}."
-        f" Move {', '.join(shards)} out of the run now; the next save is then a full one"
-    )
-
-
 def _failed_result(
     name: str, file: str, url: str, error: errors.FormatError | errors.StoreError
 ) -> VerifyResult:
@@ -213,9 +188,7 @@ def bytes_to_read(snapshot: SnapshotReader) -> int:
     return sum(s.length + s.index.length for s in shards) + snapshot.referred_bytes
 
 
-def _build_document(
-    url: str, results: list[VerifyResult], seconds: float, danger: str | None
-) -> dict[str, Any]:
+def _build_document(url: str, results: list[VerifyResult], seconds: float) -> dict[str, Any]:
     return {
         "place": url,
         "ok": not any(r.problems for r in results),
@@ -239,7 +212,6 @@ def _build_document(
             }
             for r in results
         ],
-        "danger": danger,
     }
 
 
@@ -257,8 +229,8 @@ def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str
     return [(p, others) for p, _, others in groups.values()]
 
 
-def render(results: list[VerifyResult], seconds: float, danger: str | None) -> None:
-    """Print one line for each version, then each problem, a summary, and the warnings."""
+def render(results: list[VerifyResult], seconds: float) -> None:
+    """Print one line for each version, then each problem, and a summary."""
     rows: list[list[Cell]] = []
     for r in results:
         problems = (format_count(len(r.problems), "problem"), "red")
@@ -282,5 +254,3 @@ def render(results: list[VerifyResult], seconds: float, danger: str | None) -> N
     compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
     print_line()
     print_line(f"{verdict}; {compared}", "red" if failures else "green")
-    if danger is not None:
-        print_line(danger, "yellow")
