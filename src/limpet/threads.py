@@ -190,14 +190,14 @@ def is_canceled() -> bool:
 _current = local()
 
 
-def look_up_each(items: Sequence[T], look_up: Callable[[T], None]) -> None:
-    """Call ``look_up``, a few requests to a store, on every item: in threads once two in succession
-    are slow. In a local folder, threads would take three times as long."""
+def look_up_each(items: Sequence[T], look_up: Callable[[T], None], requests: int = 1) -> None:
+    """Call ``look_up``, so many requests to a store, on every item: in threads once two calls in
+    succession are slow. In a local folder, threads would take three times as long."""
     slow = 0
     for i, item in enumerate(items):
         began = time.perf_counter()
         look_up(item)
-        slow = slow + 1 if time.perf_counter() - began > SLOW_LOOKUP else 0
+        slow = slow + 1 if time.perf_counter() - began > requests * SLOW_LOOKUP else 0
         if slow == 2:
             rest = items[i + 1 :]
             in_parallel(rest, look_up, min(_LOOKUP_THREADS, len(rest)))

@@ -107,6 +107,15 @@ def test_an_inexact_score_that_does_not_count_is_explained():
     assert run_cli("best", folder).code == 0
 
 
+def test_a_metric_with_both_modes_needs_one():
+    folder = make_runs("both", [[0.5]], ["min"])
+    record_objective(open_store(f"{folder}/a"), Objective("val", "max"))
+    for place in (folder, f"{folder}/a"):
+        check_error_line(run_cli("best", place), 1, "no single mode of val", "the modes val (both)")
+    assert run_cli("best", folder, "--mode", "max").code == 0
+    assert run_cli("ls", folder, "--json").json["runs"][0]["best"] == {}
+
+
 def test_the_error_of_one_run_does_not_say_runs():
     folder = make_runs("singular", [[0.5]])
     error = (

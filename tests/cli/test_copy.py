@@ -343,7 +343,7 @@ def test_files_lost_by_the_destination_are_errors(store, damage):
 
 
 def verify_and_check(run):
-    found, _ = _verify_run(run, run.listing(), quiet=True)
+    found = _verify_run(run, run.listing(), quiet=True)
     assert [c.problems for c in found] == [()] * len(found)
     return list(found)
 

@@ -1,6 +1,7 @@
 """``limpet evaluate --export-best DIR``."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from limpet.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, U
 from limpet.cli.verbs import evaluate as verb
 from limpet.errors import LimpetError
 from limpet.run.run import Run
+from limpet.threads import no_op
 from tests.cli.invoke import check_error_line, run_cli
 
 LOSSES = """
@@ -121,6 +123,28 @@ def test_follow_exports_what_is_missing_at_once(folder):
     done = evaluate("--follow", *METRIC, "--export-best", "out/")
     assert done.code == 0, done.err
     assert done.out.startswith("exported version_1 to out/step_1\n")
+
+
+def test_what_is_worse_than_an_export_is_not_exported(folder):
+    """Retention of the training deletes the best version while the command follows."""
+    export = partial(verb._export_best, Run("run"), ("loss", "min"), "out", "hf", {}, [], no_op)
+    for losses in ({"v1": 0.5}, {"v2": 0.7}, {"v3": 0.6}, {"v4": 0.4}):
+        save(**losses)
+        assert evaluate(*METRIC).code == 0
+        Run("run").retain(limpet.KeepLast(1))
+        export()
+    assert exported(folder) == ["step_1", "step_4"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "a version"])
+def test_the_folder_is_checked_before_the_work(folder, kind):
+    save(v1=0.5, v2=0.4)
+    (folder / "out").write_text("x")
+    to = "out" if kind == "a file" else "run/version_2"
+    result = evaluate("--all", *METRIC, "--export-best", to)
+    check_error_line(result, USAGE, f"{to!r} is a file" if kind == "a file" else "another folder")
+    assert Run("run").metrics(1) == {}
+    assert not [*(folder / "run").rglob("step_*")]
 
 
 def test_an_export_that_fails_loses_nothing(folder):

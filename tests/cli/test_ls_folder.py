@@ -273,6 +273,7 @@ def test_a_run_that_cannot_be_read_does_not_end_the_listing(folder, monkeypatch)
     monkeypatch.setattr(LocalStore, "list_level", list_level)
     runs = list_runs(folder)
     assert runs["b"]["problem"]["kind"] == "Unavailable"
+    assert "no version" not in lines_of(folder)["b"]
     assert runs["a"]["problem"] is None
     assert "unreadable" in lines_of(folder)["b"]
 

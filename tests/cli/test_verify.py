@@ -46,6 +46,14 @@ def test_damage_is_reported_with_file_offset_and_leaf(store, place):
         assert part in result.out
 
 
+def test_a_damaged_record_is_no_version(store):
+    """It is counted as a problem, not as one of the versions."""
+    store.put_if_absent("version_40/eval-x.0123456789ab.best.json", b'{"limpet":1,"junk":true}')
+    result = run_cli("verify", store.url)
+    assert result.code == 3
+    assert f"problems in 1 of {len(Run(store).snapshots())} versions" in result.out
+
+
 def test_a_damaged_manifest_is_reported(store):
     flip_bit(store, f"version_40/{MANIFEST}")
     result = run_cli("verify", store.url)

@@ -1,5 +1,6 @@
 """A rank that saves, loads, or resumes alone is told so on stderr, once, and by the error."""
 
+import re
 import time
 
 import pytest
@@ -74,6 +75,18 @@ def test_rank_0_alone(folder, capsys, name):
     (line,) = lines
     assert " for ranks 1, 2 in the " in line
     assert line.endswith(CALL_ALONE)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_line_says_how_long_the_call_still_waits(folder, capsys, rank, monkeypatch):
+    """Whichever of the limits of the call and of the ranks is first."""
+    monkeypatch.setattr("limpet.deadline.CLEANUP_SECONDS", 0.1)
+    call = {rank: lambda: limpet.save(folder / "version_1", {"n": 1}, timeout=0.4)}
+    with FakeGroup(2, Timeouts(silent=0.5, stuck=600.0)) as group:
+        outcomes = group.outcomes(lambda own: call[own]() if own in call else None)
+    assert isinstance(outcomes[rank], RankFailed)
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if "waited" in text]
+    assert re.search(r"for up to [0-9.]+ m?s", line), line
 
 
 @pytest.mark.parametrize("operation", IN_A_TRAINING)

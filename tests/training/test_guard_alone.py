@@ -238,9 +238,10 @@ def test_invalid_arguments_are_refused_before_the_guard_watches():
     with pytest.raises(LimpetError, match="whose versions store it"):
         PreemptionGuard(ckpt).total_run_calls = 3
     guard = PreemptionGuard(save_fn=int, preemption=None)
-    for calls in (-1, 1.5, "3", True):
-        with pytest.raises(LimpetError, match="total_run_calls"):
+    for calls in (-1, 1.5, "3", True, 2**70):
+        with pytest.raises(LimpetError, match="total_run_calls must be a whole number from 0 to"):
             guard.total_run_calls = calls
+        assert guard.total_run_calls == 0
     guard.run(int)
     with pytest.raises(LimpetError, match="before the first call"):
         guard.total_run_calls = 3

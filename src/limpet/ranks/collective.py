@@ -258,6 +258,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
                         first, waited = self._kv.compare_and_set(key, own) == own, now - started_at
                         left = detector.seconds_left(stragglers)
                         left = left if self._timeout is None else self._timeout - waited
+                        if (end := self._deadline) is not None:
+                            left = min(left, end.seconds_left + late_seconds(end, self.rank))
                         emit_stragglers(stragglers, self.operation, waited, left, first, self._todo)
                 expected = self.exceeded(now - started_at)
                 if expected and (missing := [r for r in pending_ranks() if not has_arrived(r)]):

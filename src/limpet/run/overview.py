@@ -13,11 +13,11 @@ from typing import Any
 from limpet.errors import FormatError, LimpetError, NotFound, StoreError
 from limpet.format.names import MANIFEST, is_spread_folder, parse_version
 from limpet.format.records import Pin
-from limpet.run.address import BOTH_MODES, merge_objectives
+from limpet.run.address import merge_objectives
 from limpet.run.catalog import Catalog
 from limpet.run.lineage import MAX_SEARCHES, changing_run_error, find_end, has_changed, lineage_of
 from limpet.run.listing import list_all_files
-from limpet.run.policy import Mode, Record, best_first
+from limpet.run.policy import Record, best_first
 from limpet.run.records import read_recorded_objectives
 from limpet.run.sweep import find_orphans
 from limpet.run.writer_lock import find_writer
@@ -52,7 +52,7 @@ class RunSummary:
     nbytes: int = 0
     records: Sequence[Record] = ()
     damaged: int = 0
-    objectives: Mapping[str, Mode] = field(default_factory=dict)
+    objectives: Mapping[str, str] = field(default_factory=dict)
     ended: str | None = None
     writer: Pin | None = None
     problem: LimpetError | None = None
@@ -67,9 +67,9 @@ class RunSummary:
     def url(self) -> str:
         return self.catalog.store.url
 
-    def best(self, metric: str, mode: Mode) -> Record | None:
+    def best(self, metric: str, mode: str) -> Record | None:
         """Return the version that is the best one by a metric, as ``Run.best`` does."""
-        best = best_first(self.records, metric, mode)[:1]
+        best = best_first(self.records, metric, "max" if mode == "max" else "min")[:1]
         return next((r for r in self.records if r.version in best), None)
 
 
@@ -92,7 +92,7 @@ def summarize_runs(
 
     folders = (e.name for e in list_level(folder, "") if e.kind != "object")
     while batch := [*islice(folders, _MAX_OTHERS)]:
-        look_up_each([name for name in batch if not is_spread_folder(name)], look)
+        look_up_each([name for name in batch if not is_spread_folder(name)], look, 10)
         if not found:
             break
     return sorted(found, key=lambda summary: (summary.created or "", summary.name))
@@ -160,7 +160,6 @@ def _read(summary: RunSummary) -> RunSummary | None:
             problem = e
     latest = known.get(records[-1].version) if records else None
     recorded = ((o.metric, o.mode) for o in read_recorded_objectives(store))
-    modes = merge_objectives([*recorded, *(latest.objectives if latest else {}).items()]).items()
     files = list_all_files(store, listing)
     orphans = {stat.key for _, stat in find_orphans(files, known)}
     stats = (stat for version in known for stat in files[version].stats)
@@ -170,7 +169,7 @@ def _read(summary: RunSummary) -> RunSummary | None:
         nbytes=sum(stat.length for stat in stats if stat.key not in orphans),
         records=records,
         damaged=len(damaged),
-        objectives={m: "max" if how == "max" else "min" for m, how in modes if how != BOTH_MODES},
+        objectives=merge_objectives([*recorded, *(latest.objectives if latest else {}).items()]),
         ended=find_end(catalog, listing),
         problem=problem,
         states=states,
@@ -194,7 +193,7 @@ def read_states(store: Store, folders: Iterable[str]) -> dict[str, object] | Non
 
 def rank_runs(
     place: str, runs: Sequence[RunSummary], metric: str | None, mode: str | None
-) -> tuple[str, Mode, list[tuple[RunSummary, Record]]]:
+) -> tuple[str, str, list[tuple[RunSummary, Record]]]:
     """Return a metric, by default the only one with a recorded mode; its mode; and the runs that
     have it, from the best on, with their best versions. Of equal values, that of the newest run is
     first. Raises ``NotFound`` if no version has a value, and ``LimpetError``."""
@@ -210,8 +209,7 @@ def rank_runs(
             found=f"{metrics}, and the modes {modes or '(none)'}",
             todo="Pass --metric METRIC --mode min|max",
         )
-    how: Mode = "max" if mode == "max" else "min"
-    best = [(run, found) for run in reversed(runs) if (found := run.best(metric, how))]
+    best = [(run, found) for run in reversed(runs) if (found := run.best(metric, mode))]
     if not best:
         raise NotFound(
             f"No version in {place} has a value of {metric}",
@@ -219,5 +217,5 @@ def rank_runs(
             todo="An inexact score of a training counts only with counts=True",
             key=place,
         )
-    best.sort(key=lambda ranked: ranked[1].metrics[metric], reverse=how == "max")
-    return metric, how, best
+    best.sort(key=lambda ranked: ranked[1].metrics[metric], reverse=mode == "max")
+    return metric, mode, best

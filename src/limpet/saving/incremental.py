@@ -201,15 +201,11 @@ def make_incremental_layout(
         cuts + (len(header) - len(image.header)),
         layout.length,
         layout.refers,
-        _invalid_index_error,
+        lambda expected, found: ManifestInvalid(
+            "The save made an invalid incremental index", expected=expected, found=str(found)
+        ),
     )
     return layout
-
-
-def _invalid_index_error(expected: str, found: object) -> ManifestInvalid:
-    return ManifestInvalid(
-        "The save made an invalid incremental index", expected=expected, found=str(found)
-    )
 
 
 def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> list[ImageSpan]:

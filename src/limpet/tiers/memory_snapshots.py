@@ -93,7 +93,7 @@ class MemorySnapshots(HostTier):
         """Return how many states of this rank the memory in use is for: those on this host, also of
         an earlier training, the one that is being written, and spare files."""
         names = {stat.key.partition("/")[0] for stat in self.store.list("")}
-        if self._is_busy:
+        if self._pending is not None and not self._pending.done:
             names.add(str(self._newest))
         spare = round(self.store.spare_bytes / self._nbytes)
         return spare + sum(parse_version(name) is not None for name in names)
@@ -121,10 +121,6 @@ class MemorySnapshots(HostTier):
             return False
         self._last = now
         return not self._must_skip()
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._pending is not None and not self._pending.done
 
     def _must_skip(self) -> bool:
         """Return True if the save before has not ended on all ranks. If it has failed on one, all

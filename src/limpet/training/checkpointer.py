@@ -72,11 +72,12 @@ class Checkpointer:
     training that ends normally is saved, too, unless ``at_end=False``.
 
     ``on_best(snapshot)`` is called on rank 0 for each version that has become the best by the one
-    metric of ``keep`` and ``stop``, on a thread of its own. It is looked for after each save (with
-    n versions, after each n // 50-th) and at a normal end, which waits for the call. Metrics that
-    are added later count from then on. Of several new best versions, only the newest is passed. If
-    the function raises, that counts as an error of a save, and it is called again after the next
-    save; so is one that an end of the process interrupts, or prevents, after the next start.
+    metric of ``keep`` (or ``stop``, if all are kept), on a thread of its own. It is looked for
+    after each save (with n versions, after each n // 50-th) and at a normal end, which waits for
+    the call. Metrics that are added later count from then on. Of several new best versions, only
+    the newest is passed. If the function raises, that counts as an error of a save (at the end, on
+    rank 0 only), and it is called again after the next save; so is one that an end of the process
+    interrupts, or prevents, after the next start.
 
     With ``incremental=20``, a version refers to the chunks that an earlier version holds, and the
     first of every 20 versions is written in full. True means 20.

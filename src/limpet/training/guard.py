@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, Self, TypeVar
 
-from limpet.arguments import check_count, require
+from limpet.arguments import require, whole
 from limpet.errors import LimpetError, Preempted
+from limpet.format.names import MAX_STEP
 from limpet.lazy_torch import torch_or_none
 from limpet.ranks.agreement import LocalAgreement
 from limpet.run.policy import Never
@@ -87,8 +88,9 @@ class PreemptionGuard:
                 "total_run_calls can be set only before the first call, and without a Checkpointer,"
                 " whose versions store it"
             )
-        count = check_count("total_run_calls", calls, 0)
-        self._ckpt._goodput.run_calls = self._ckpt._step_counter.progress.step = count
+        expected = f"a whole number from 0 to {MAX_STEP}"
+        require("total_run_calls", whole(calls, 0, MAX_STEP) is not None, expected, calls)
+        self._ckpt._goodput.run_calls = self._ckpt._step_counter.progress.step = int(calls)
 
     @property
     def should_stop(self) -> bool:

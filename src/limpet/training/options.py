@@ -83,13 +83,14 @@ def check_arguments(options: Options) -> dict[str, str]:
         check_seconds("save_timeout=", timeout, may_be_infinite=True)
     for name, (is_valid, expected) in expected_values.items():
         require(f"{name}=", is_valid, expected, values[name])
-    if options.on_best is not None and len(options.objectives) != 1:
-        raise LimpetError(
-            "on_best= needs one metric with one mode: write"
-            ' keep=KeepBest(2, "val_loss", mode="min"), or the same for stop=StopWhen(...), instead'
-            f" of {sorted(options.objectives) or 'none'}"
-        )
     stop, kept = options.stop, options.keep
+    keeps_best = kept.objectives or type(kept) is KeepPolicy
+    if options.on_best is not None and not (len(options.objectives) == 1 and keeps_best):
+        raise LimpetError(
+            "on_best= needs one metric with one mode, whose best version is kept: write"
+            ' keep=KeepBest(2, "val_loss", mode="min"), or keep all versions with the same for'
+            f" stop=StopWhen(...), instead of {sorted(options.objectives) or 'none'} and {kept}"
+        )
     modes = {mode for metric, mode in kept.objectives if stop and metric == stop.metric}
     if stop and modes and stop.mode not in modes:
         raise LimpetError(f"{kept} and {stop} contradict each other: use one mode for the metric")

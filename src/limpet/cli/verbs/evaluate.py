@@ -31,6 +31,7 @@ from limpet.run.policy import Mode
 from limpet.run.run import Run
 from limpet.settings import evaluation_secret
 from limpet.snapshot import pins
+from limpet.snapshot.location import is_snapshot, locate
 from limpet.tasks.remote import format_address
 from limpet.text import format_list, to_printable
 from limpet.threads import no_op
@@ -54,6 +55,7 @@ from limpet.threads import no_op
     "--export-best",
     "export_to",
     metavar="DIR",
+    type=click.Path(file_okay=False),
     help="Export each version that becomes the best by --metric to DIR/step_N.",
 )
 @click.option(
@@ -154,7 +156,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     )
     say: Callable[..., object] = no_op if as_json else print_line
     exported: dict[str, str] = {}
-    export = partial(_export_best, Run(run), objective, export_to, kind or "hf", exported, say)
+    export = partial(_export_best, Run(run), objective, export_to, kind or "hf", exported, [], say)
     with nullcontext() if as_json else _printed_events():
         export()  # what an earlier command has left
         outcomes = evaluation.run(partial(_show, say, export))
@@ -176,6 +178,8 @@ def _make_objective(
         needs = "--export-best needs --metric and --mode, and --to needs --export-best"
         raise click.UsageError(needs, ctx)
     refuse_address(export_to or "")
+    if export_to and is_snapshot(locate(export_to)):
+        raise click.UsageError(f"{export_to} is a snapshot: name another folder", ctx)
     return None if metric is None or mode is None else (metric, mode)
 
 
@@ -185,13 +189,18 @@ def _export_best(
     folder: str | None,
     kind: str,
     exported: dict[str, str],
+    values: list[float],
     say: Callable[..., object],
 ) -> None:
-    """Export the best version into its own folder below ``folder``, unless that is done. The folder
-    has another name than a version: what is in ``folder`` is no run."""
+    """Export the best version into its own folder below ``folder``, unless it or a better one was
+    exported. The folder has another name than a version: what is in ``folder`` is no run."""
     best = run.best(*objective) if objective and folder else None
-    if best is None or folder is None or str(best.version) in exported:
+    if best is None or objective is None or folder is None or str(best.version) in exported:
         return
+    value = run.metrics(best)[objective[0]]
+    if values and (value > min(values) if objective[1] == "min" else value < max(values)):
+        return  # that one was deleted from the run
+    values.append(value)
     to = f"{folder.rstrip('/')}/step_{best.version.name}"
     with pins.protected(run.location(best.version), best.version):
         prepared = prepare_export(reader_of(best), to, kind)

@@ -18,6 +18,7 @@ from limpet.cli.watch import show_result
 from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
 from limpet.format.names import Version
 from limpet.format.records import Branch, VersionLease
+from limpet.run.address import BOTH_MODES
 from limpet.run.catalog import VersionRecord, make_version_record
 from limpet.run.listing import Listing, list_all_files
 from limpet.run.overview import RunSummary, find_runs, summarize_runs
@@ -255,7 +256,8 @@ def render(result: ListResult) -> None:
 
 def _build_run_document(run: RunSummary) -> dict[str, Any]:
     latest, writer = run.records[-1] if run.records else None, run.writer
-    best = [(metric, mode, run.best(metric, mode)) for metric, mode in run.objectives.items()]
+    modes = (o for o in run.objectives.items() if o[1] != BOTH_MODES)
+    best = [(metric, mode, run.best(metric, mode)) for metric, mode in modes]
     return {
         "name": run.name,
         "url": run.url,
@@ -290,7 +292,7 @@ def render_runs(place: str, runs: Runs) -> None:
 
 def _run_cells(run: RunSummary) -> list[Cell]:
     shown, style = _build_run_document(run), ""
-    state = run.ended or ("not running" if run.records else "no version")
+    state = run.ended or ("not running" if run.records or run.problem else "no version")
     state = "stopped early" if state.startswith("stopped by ") else state
     if run.writer is not None and run.is_running() is not False:
         age = format_age(run.writer.created)  # it may have been killed, on another machine
