@@ -36,9 +36,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+import limpet
 from limpet.errors import Preempted, RankFailed
 from limpet.format.names import MANIFEST
 from limpet.loading.snapshot import reader_of
@@ -406,6 +408,31 @@ def test_no_rank_leaves_as_saved_if_the_function_of_one_rank_fails(
     assert [type(o) for o in outcomes] == [RankFailed] * 2
     assert all(f"Rank {failing} failed during save_fn" in str(o) for o in outcomes)
     assert "save_fn has saved" not in capsys.readouterr().err
+
+
+def test_a_rank_whose_function_takes_long_is_no_mistake_of_the_program(make_job, monkeypatch):
+    """The others say that they wait, without the advice for a call that one rank does not make."""
+    monkeypatch.setattr("limpet.ranks.failure_detector.STRAGGLER_SECONDS", 0.1)
+    job, has_waited = make_job(2), threading.Event()
+
+    def work(rank):
+        def save():
+            if rank.rank == 1:
+                assert has_waited.wait(20)
+
+        return rank.train(LONG, save=NEVER_DUE, preemption=job.preemption(rank.rank, save_fn=save))
+
+    def see(name, fields):
+        if name == "ranks_awaited":
+            waits.append(fields)
+            has_waited.set()
+
+    waits = list[dict[str, Any]]()
+    job.actions[5] = job.sources[0].announce
+    with limpet.attach(see):
+        outcomes = job.outcomes(work)
+    assert [type(outcome) for outcome in outcomes] == [Preempted] * 2
+    assert [(w["ranks"], w["what"], w["todo"]) for w in waits] == [([1], "save_fn", "")]
 
 
 def test_a_metadata_server_of_one_rank_stops_all(make_job):

@@ -22,6 +22,7 @@ from limpet.ranks.failure_detector import FailureDetector
 from limpet.ranks.kv import CALL_ALONE, CALL_ON_ALL, MAX_BATCH_KEYS, KVClient, emit_stragglers
 
 T = TypeVar("T")
+SAVE_FN = "save_fn"  # the operation after it: all ranks call it, and some may take long
 
 
 def late_seconds(deadline: Deadline, rank: int) -> float:
@@ -78,7 +79,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self._left = False
         self._stragglers_reported = False
         can_be_alone = operation.startswith(("the save of ", "the load of ", "the opening of "))
-        self._todo = CALL_ALONE if can_be_alone else CALL_ON_ALL
+        self._todo = CALL_ALONE if can_be_alone else CALL_ON_ALL * (operation != SAVE_FN)
         """What to do about a rank that does not come; empty once all are known to have joined."""
 
     # -- joining ---------------------------------------------------------------------------------

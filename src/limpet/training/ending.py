@@ -134,15 +134,13 @@ class Ending:
         if could_save and error is None and not is_process_ending():
             with ExitStack() as last:  # in reverse order, and each also after an error
                 if self._group.rank == 0:
-                    retain = saver.retention.finish
-                    last.callback(saver.warn_or_raise, retain, saver.writer.newest)
+                    last.callback(saver.warn_or_raise, saver.retention.finish, saver.writer.newest)
                 last.callback(saver.warn_or_raise, saver.on_best.finish)
                 if not is_leaving:
-                    counter, reason = self.step_counter, saver.early_stop.end_reason
-                    is_saved = saver.saved_step == counter.progress.step
-                    positions = counter.loader_epochs() if is_saved else None
-                    end = reason, counter.progress.epoch, positions
-                    saver.warn_or_raise(record_end, saver, *end)
+                    steps, reason = self.step_counter, saver.early_stop.end_reason
+                    is_saved = saver.saved_step == steps.progress.step
+                    positions = steps.loader_epochs() if is_saved else None
+                    saver.warn_or_raise(record_end, saver, reason, steps.progress.epoch, positions)
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
         is_over = is_process_ending() or self._lifecycle.is_forked

@@ -23,6 +23,7 @@ from limpet.notices.platform import detect_sources
 from limpet.notices.signals import request_signals, stop_signals
 from limpet.notices.watcher import NoticeWatcher
 from limpet.ranks.agreement import Agreement, LocalAgreement, Observer, RoundDeadline
+from limpet.ranks.collective import SAVE_FN
 from limpet.ranks.error_report import decode_raised, describe_cause, error_text, is_from_torch
 from limpet.ranks.group import Group, broadcast_from_first, failing_together
 from limpet.text import describe_newest
@@ -396,9 +397,9 @@ class PreemptionResponse(Observer):
         limit = save_deadline(deadline)
         together = together and self._savepoint_saver.claim()
         if together and settings.save_fn is not None:  # its errors, of any class, are raised
-            with failing_together(self._group, "save_fn", limit):
+            with failing_together(self._group, SAVE_FN, limit):
                 self.call_save_function()
-            broadcast_from_first(self._group, "save_fn", lambda: True, bool, deadline=limit)
+            broadcast_from_first(self._group, SAVE_FN, lambda: True, bool, deadline=limit)
             self._has_called = True
         else:
             try:
