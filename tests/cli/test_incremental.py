@@ -1,5 +1,7 @@
 """Commands on incremental versions report references, verify them once, and copy all data."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -199,6 +201,82 @@ def test_a_training_never_loses_its_last_intact_version(at, when, keep):
     live = state_of(0)
     assert hf.Checkpointer(inner, live, incremental=3).resume().step == 7
     assert live["adapter"][0] == 7
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("record", ["of the base", "unreadable"])
+def test_damage_of_an_older_version_counts_for_those_that_refer_to_it(record, restarts):
+    """`limpet verify RUN@2` records about version 2 only, whose file others refer to."""
+    store = open_store(f"memory://older-base-{record[0]}-{restarts}")
+    rng, frozen = np.random.default_rng(0), np.arange(20_000.0)
+
+    def save(step):
+        state = {"frozen": rng.random(20_000) if step == 1 else frozen, "adapter": np.full(9, step)}
+        return writer.save(state, step=step)
+
+    def sessions(*steps):
+        return [[step] for step in steps] if restarts else [steps]
+
+    with hf.Run(store).writer(keep=hf.KeepLast(3), incremental=20) as writer:
+        for step in (1, 2, 3):
+            saved = save(step)
+        assert saved.bases == {Version(2)}
+        flip_bit(store, shard_of(store, "version_2"))
+        assert run_cli("verify", f"{store.url}@2").code == 3
+        if record == "unreadable":
+            (key,) = [s.key for s in store.list("version_2") if ".verified." in s.key]
+            flip_bit(store, key)
+        for step in (4, 5) if not restarts else ():
+            save(step)
+    for step in (4, 5) if restarts else ():
+        with hf.Run(store).writer(keep=hf.KeepLast(3), incremental=20) as writer:
+            save(step)
+    intact = {s.step for s in hf.Run(store).snapshots() if s.verify().ok}
+    assert intact >= {4, 5}, intact
+
+
+def test_no_step_waits_for_a_look_at_the_records():
+    """A save looks at them in the background."""
+    inner, threads = open_store("memory://records-in-background"), set()
+    store = HookedStore(inner)
+
+    def note(method, key):
+        if method.startswith("list") and key.startswith("version_"):
+            threads.add(threading.current_thread().name)
+
+    store.before = note
+    state = state_of(0)
+    with hf.Checkpointer(
+        store, state, save=hf.EverySteps(1), incremental=True, keep=hf.KeepLast(2), preemption=None
+    ) as ckpt:
+        for step in range(1, 6):
+            state.update(state_of(step))
+            ckpt.step()
+            ckpt.wait()
+        assert threads == {"limpet-save"}
+
+
+def test_nothing_is_deleted_after_a_save_that_refers_to_damage():
+    """It was found while the save was in progress. The next one is full."""
+    inner = open_store("memory://damage-in-a-save")
+    store, state = HookedStore(inner), state_of(0)
+
+    def find(method, key):
+        if (method, key) == ("put_if_absent", "version_3/manifest.json"):
+            flip_bit(inner, shard_of(inner, "version_2"))
+            assert run_cli("verify", f"{inner.url}@2").code == 3
+
+    keep, losses, intact = hf.KeepBest(1, "loss"), [5, 9, 1, 2], list[list[int]]()
+    with hf.Checkpointer(
+        store, state, save=hf.EverySteps(1), incremental=9, keep=keep, preemption=None
+    ) as ckpt:
+        for step, loss in enumerate(losses, 1):
+            state["frozen"] = state["frozen"] + (step == 2)  # 2 is full, and 3 refers to it
+            store.before = find
+            ckpt.step({"loss": loss})
+            ckpt.wait()
+            intact.append([s.step for s in hf.Run(inner).snapshots() if s.verify().ok])
+    assert intact == [[1], [1, 2], [1], [4]]
 
 
 def test_a_copy_is_self_contained(store):

@@ -51,7 +51,10 @@ def test_a_damaged_record_is_no_version(store):
     store.put_if_absent("version_40/eval-x.0123456789ab.best.json", b'{"limpet":1,"junk":true}')
     result = run_cli("verify", store.url)
     assert result.code == 3
-    assert f"problems in 1 of {len(Run(store).snapshots())} versions" in result.out
+    count = f"{len(Run(store).snapshots())} versions and 1 record"
+    assert f"problems in 1 of {count}" in result.out
+    flip_bit(store, shard_of(store, "version_20"))
+    assert f"problems in 2 of {count}" in run_cli("verify", store.url).out
 
 
 def test_a_damaged_manifest_is_reported(store):

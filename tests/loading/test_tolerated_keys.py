@@ -16,9 +16,11 @@ from tests.fakegroup import FakeGroup
 def test_keys_that_only_the_live_state_has_are_named_before_leniency_is_advised(missing):
     """What was saved as "model" is loaded into "net"."""
     store, live = MemoryStore(), {"net": {"w": [0]}}
-    limpet.save(store, {"model": {"w": [1]}})
+    limpet.save(store, {"model": {"w": [1]}, "history": [], "state": {}})
     with pytest.raises(limpet.errors.MissingLeaf, match=r"No leaf of .*rename=\{OLD: NEW\}"):
         limpet.load(store, into=live, keys="net", missing=missing)
+    with pytest.raises(limpet.errors.MissingLeaf, match="No leaf of"):
+        limpet.load(store, into=live, keys="modle/**", missing=missing)
     limpet.load(store, into=live, keys="net", rename={"model": "net"})
     assert live == {"net": {"w": [1]}}
 

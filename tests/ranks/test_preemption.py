@@ -47,6 +47,7 @@ from limpet.loading.snapshot import reader_of
 from limpet.notices import exit_status
 from limpet.notices.exit_status import Status
 from limpet.preemption import GcpNotice, NoticeSource, Preemption, PreemptionGuard
+from limpet.ranks.error_report import format_with_notes
 from limpet.ranks.kv import Timeouts
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import AtEnd, EverySteps, OnPreemption
@@ -405,9 +406,28 @@ def test_no_rank_leaves_as_saved_if_the_function_of_one_rank_fails(
     job.actions[5] = job.sources[1].announce
     outcomes = job.outcomes(work)
     assert outcomes.pop(failing) is error
-    assert [type(o) for o in outcomes] == [RankFailed] * 2
-    assert all(f"Rank {failing} failed during save_fn" in str(o) for o in outcomes)
+    kind = type(error) if isinstance(error, Exception) else RankFailed
+    assert [type(o) for o in outcomes] == [kind] * 2
+    assert all(f"rank {failing}" in format_with_notes(o) for o in outcomes)
     assert "save_fn has saved" not in capsys.readouterr().err
+
+
+def test_the_error_of_the_function_is_raised_also_in_a_save_of_another_rank(make_job):
+    """They are in different operations, which is no mistake of the program."""
+    job = make_job(2)
+
+    def work(rank):
+        def save():
+            if rank.rank == 1:
+                raise OSError("disk")
+            rank.ckpt.save()
+
+        return rank.train(LONG, save=NEVER_DUE, preemption=job.preemption(rank.rank, save_fn=save))
+
+    job.actions[5] = job.sources[0].announce
+    outcomes = job.outcomes(work)
+    assert [(type(o), str(o)) for o in outcomes] == [(OSError, "disk")] * 2
+    assert job.versions == []
 
 
 def test_a_rank_whose_function_takes_long_is_no_mistake_of_the_program(make_job, monkeypatch):

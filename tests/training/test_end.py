@@ -429,6 +429,22 @@ def test_after_an_exception_the_end_of_the_process_names_what_would_save(error, 
     assert "call close()" not in done.stderr
 
 
+def test_in_an_interactive_session_an_earlier_exception_is_no_cause(tmp_path):
+    script = UNCLOSED.format(arguments="", end="").replace("sys.argv[1]", repr(str(tmp_path)))
+    lines = ["1/0", script.replace("ckpt = main()", "\nckpt = main()").strip(), ""]
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input="\n".join(lines),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "ZeroDivisionError" in done.stderr
+    assert "the process ended before close()" in done.stderr, done.stderr
+    assert "an exception (" not in done.stderr
+
+
 def test_a_checkpointer_that_is_garbage_collected_warns_once():
     """A cell of a notebook that is run again replaces the Checkpointer."""
     store, emitted = MemoryStore(), list[str]()

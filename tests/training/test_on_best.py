@@ -228,12 +228,27 @@ def test_after_an_error_at_the_end_the_other_parts_of_the_end_follow(store, give
         hooked.before = fail
     assert given == [3]
     assert [s.step for s in Run(store).snapshots()] == [3], "version_1 was the best"
-    errors = [e.value, *([e.value.__context__] if failing == "both" else [])]
-    assert [("on_best() failed" in str(e), "be recorded" in str(e)) for e in errors] == {
+    texts = [str(e.value), *getattr(e.value, "__notes__", [])]
+    assert [("on_best() failed" in text, "be recorded" in text) for text in texts] == {
         "the end": [(False, True)],
         "on_best": [(True, False)],
-        "both": [(True, False), (False, True)],
+        "both": [(False, True), (True, False)],
     }[failing]
+
+
+def test_an_interrupt_at_the_end_ends_it(store, given):
+    """The function of the user would begin after it."""
+
+    def interrupt(method, key):
+        if "ended" in key:
+            raise KeyboardInterrupt
+
+    hooked = HookedStore(store)
+    with pytest.raises(KeyboardInterrupt), make(hooked, given) as ckpt:
+        step(ckpt, None)
+        Run(store).add_metrics(1, {"val": 0.5})
+        hooked.before = interrupt
+    assert given == []
 
 
 def test_with_warn_an_error_is_a_warning(store, given):
@@ -359,6 +374,7 @@ def test_a_snapshot_can_be_loaded_and_exported(store, tmp_path):
     [
         (KeepPolicy(), None, "none"),
         (limpet.KeepLast(2), limpet.StopWhen("val"), "('val', 'min')] and KeepLast("),
+        (limpet.KeepLast(2) | limpet.KeepEvery(5), limpet.StopWhen("val"), "('val', 'min')] and "),
         (limpet.KeepLast(2), None, "none"),
         (limpet.KeepBest(1, "a") | limpet.KeepBest(1, "b"), None, "('b', 'min')"),
         (limpet.KeepBest(1, "a"), limpet.StopWhen("b"), "('a', 'min')"),

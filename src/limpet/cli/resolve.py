@@ -74,8 +74,7 @@ def resolve_newest(url: str, *, quiet: bool) -> SnapshotReader:
 
 
 def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:
-    """Return the run at ``url`` and its listing. Raises ``NotFound`` and, with ``require_version``,
-    ``NoSnapshot``."""
+    """Return the run at ``url`` and its listing. ``require_version``: may raise ``NoSnapshot``."""
     if not _is_bucket_address(url) and not (_version_name(url) and _is_snapshot(url)):
         run, has_files = Run(url), _has_run_files(url)
         if has_files or (not require_version and _has_partials(run.store)):
@@ -213,8 +212,7 @@ def _local_path(url: Url) -> str | None:
 
 
 def _names_in(url: Url) -> list[str] | None:
-    """Return names directly in a folder (in a bucket with very many, the first), or None if there
-    is no such folder."""
+    """Return (the first) names directly in a folder, or None if there is no such folder."""
     path = _local_path(url)
     if path is not None:
         return sorted(os.listdir(path)) if os.path.isdir(path) else None

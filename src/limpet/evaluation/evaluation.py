@@ -134,8 +134,7 @@ class Evaluation:
         return self._follower.in_state("failed")
 
     def stop(self) -> None:
-        """Let ``run`` return at once; the version that is being evaluated gets no record. Any
-        thread may call this."""
+        """Let ``run`` return at once, from any thread, without a record of what is in progress."""
         self._stopping.set()
         self._pool.kill_all()
 

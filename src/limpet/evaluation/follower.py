@@ -40,8 +40,7 @@ class Follower:
         return sorted([version for version, known in self._known.items() if known == state])
 
     def next(self) -> tuple[Snapshot, Sequence[Version]] | None:
-        """Return the snapshot to evaluate next, and the versions that wait behind it, or None.
-        Raises ``StoreError``."""
+        """Return the snapshot to evaluate next, if any, and the versions that wait behind it."""
         listing = self._run.listing()
         folders = self._list(listing)
         while True:

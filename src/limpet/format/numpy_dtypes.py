@@ -26,8 +26,7 @@ def to_descr(dtype: np.dtype[Any]) -> Any:
 
 
 def _has_own_meaning(dtype: np.dtype[Any]) -> bool:
-    """Return True if the dtype or a dtype in it is of another package, or has metadata, which
-    ``.npy`` headers omit."""
+    """Return True if a dtype in it is of another package, or has metadata (``.npy`` has none)."""
     inner = [f[0] for f in (dtype.fields or {}).values()]
     inner += [dtype.subdtype[0]] if dtype.subdtype else []
     is_own = dtype.isbuiltin == 2 or bool(dtype.metadata)

@@ -22,8 +22,7 @@ from limpet.text import MAX_SHOWN, for_people, format_list, format_ranks, to_pri
 _MAX_MISMATCHES_SHOWN = 5
 
 SLOT_OF = "slot of a parameter"
-"""How the description of an optimizer's slot begins that does not fit because its parameter has
-another shape."""
+"""How the text about an optimizer's slot begins whose parameter has another shape."""
 
 
 @dataclass(slots=True)

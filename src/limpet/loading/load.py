@@ -166,7 +166,8 @@ def _bind(
         finalize = bind_state(binding, into, tree)
         check_shared_memory(binding.claims, snapshot)
         binding.differences.combine_ranks(collective)
-    if keys is not None and not targets.requests and prune(tree, selected) is ABSENT:
+    saved = [key for key, _ in walk(tree) if selected(key)]
+    if keys is not None and not (targets.requests or saved):
         raise no_match_error(snapshot, keys)
     binding.differences.raise_if_any(
         snapshot.url,
@@ -175,7 +176,6 @@ def _bind(
         unexpected=leniency.tolerates("unexpected"),
         mismatched=leniency.tolerates("mismatched"),
     )
-    saved = [key for key, _ in walk(tree) if selected(key)]
     report = LoadReport.from_differences(snapshot.url, saved, binding.differences, leniency.rename)
     report = replace(report, ignored=(*report.ignored, *snapshot.left_out))
     differences = binding.differences

@@ -1,5 +1,4 @@
-"""Live arrays that share memory: a load in place is refused if the snapshot has different elements
-for the same bytes."""
+"""Live arrays that share memory: a load refuses to put different elements into the same bytes."""
 
 from __future__ import annotations
 

@@ -304,8 +304,8 @@ def failing_together(group: Group, operation: str, deadline: Deadline | None) ->
         yield
     except BaseException as e:
         with suppress(RankFailed):  # the other ranks know already that a rank failed
-            collective = group.collective(operation, deadline=deadline)
-            collective.abort(e)
+            collective = group.collective(operation, error=e, deadline=deadline)
+            collective.abort(e, as_raised=True)
             collective.close()
         raise
 

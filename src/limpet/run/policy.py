@@ -260,8 +260,7 @@ class KeepPolicy:
     """
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
-        """Return the versions to keep of ``records``, the committed, intact versions on the current
-        lineage, oldest first."""
+        """Return which of ``records`` to keep, the intact ones of the lineage, oldest first."""
         return frozenset(r.version for r in records)
 
     @property

@@ -55,6 +55,7 @@ class Retention:
         self._policy = policy
         self._before_deletion = before_deletion
         self._saves = self._interval = 0
+        self.is_held = False  # True: the newest version may refer to damage; the others stay
 
     def after_save(self, snapshot: SnapshotReader) -> None:
         """Apply retention if it is due after the save of ``snapshot``. If it raises, with the field
@@ -73,7 +74,7 @@ class Retention:
     def finish(self, newest: SnapshotReader | None) -> None:
         """Apply retention after the ``newest`` version, unless that was done. A policy that uses
         metrics decides again, because some may have been added since."""
-        if not self._saves and (newest is None or _ignores_metrics(self._policy)):
+        if self.is_held or (not self._saves and (newest is None or ignores_metrics(self._policy))):
             return
         self._saves = 0
         try:
@@ -184,7 +185,7 @@ def _read_records(
         if evaluations.is_damaged:
             roots.pinned.setdefault(version, "a result about it is unreadable")
 
-    if not _ignores_metrics(policy):
+    if not ignores_metrics(policy):
         again = {*(candidates or ())}
         unread = [v for v in versions if v in again or (v, known[v].digest) not in metrics]
         look_up_each(unread, add_metrics)
@@ -225,7 +226,7 @@ def _select(
             continue
         relied_on = _relied_on(policy, records, deletable) - intact.keys()
         # with metrics, what `limpet verify` has found was read, too
-        now = _look_again(catalog, listing, relied_on, reads_records=_ignores_metrics(policy))
+        now = _look_again(catalog, listing, relied_on, reads_records=ignores_metrics(policy))
         if any(record != known[v] for v, (record, _) in now.items()):
             return None
         intact |= {v: is_intact for v, (_, is_intact) in now.items()}
@@ -261,7 +262,7 @@ def _consists_of(policy: KeepPolicy, *kinds: type[KeepPolicy]) -> bool:
     return type(policy) in kinds
 
 
-def _ignores_metrics(policy: KeepPolicy) -> bool:
+def ignores_metrics(policy: KeepPolicy) -> bool:
     """Return True if a policy decides without metrics. Those of a user may use them."""
     return type(policy) is KeepPolicy or _consists_of(policy, KeepLast, KeepEvery, KeepSteps)
 

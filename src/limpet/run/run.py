@@ -293,8 +293,7 @@ class Run:
         return version
 
     def unpin(self, step: int, branch: int | None = None) -> Version:
-        """Remove the lasting pin of a version. Raises ``NotFound`` if the version does not exist or
-        is not pinned."""
+        """Remove the lasting pin of a version. Raises ``NotFound`` if it does not exist."""
         version = self.find(step, branch)
         key = names.pin_name(str(version))
         try:

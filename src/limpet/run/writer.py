@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from limpet import events
 from limpet.arguments import require, whole
 from limpet.buffers import BufferPool, shared_pool
 from limpet.deadline import Deadline
-from limpet.errors import AlreadyExists, LimpetError, StoreError
+from limpet.errors import AlreadyExists, FormatError, LimpetError, StoreError
 from limpet.format.manifest import Parent
 from limpet.format.names import MAX_STEP, Version, parse_version, random_id
 from limpet.loading.snapshot import Snapshot, snapshot_of
@@ -81,7 +81,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self.attempt = ""
         """The attempt of the last save; empty if there is none since the last resume."""
         self._catalog = catalog
-        self._is_chain_sound = True  # the bases of the newest version
+        self._digests: dict[Version, str] = {}  # of versions to which others refer
         self._full_every = 20 if incremental is True else int(incremental)
         self._timeout = timeout
         self.lock.sessions = [random_id()]
@@ -244,8 +244,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         base = self.newest if self._full_every else None
         if base is not None and self.group.rank == 0:  # its decision counts
             # of every full_every versions, the first is full and the others are its chain
-            is_chained = base.manifest.chain + 1 < self._full_every and self._is_chain_sound
-            base = base if is_chained and self._is_sound(base) else None
+            base = base if base.manifest.chain + 1 < self._full_every else None
         try:
             job = begin_save(
                 location,
@@ -272,17 +271,26 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         return job
 
     def commit(self, job: SaveJob) -> SnapshotReader:
-        """Run the second half of a save, with the fence: the lock."""
+        """Run the second half of a save, with the fence: the lock. If `limpet verify` has found
+        damage in what it would refer to, the save is full."""
+        base = job.base if self.group.rank == 0 else None  # whose decision counts
+        if base is not None and not self._is_sound(base):
+            job.base = base = None
         saved = finish_save(job, partial(self.lock.check, job.location.store))
-        if self.group.rank == 0:  # damage may have been found while the save referred to it
-            self._is_chain_sound = job.base is None or self._is_sound(job.base)
+        self.retention.is_held = base is not None and not self._is_sound(base)
         return saved
 
     def _is_sound(self, base: SnapshotReader) -> bool:
-        """Return True if it is known that `limpet verify` has found no damage in a version."""
-        with suppress(StoreError):
-            return not self._catalog.evaluations.read(base.version, base.digest).damage()
-        return False
+        """Return True if it is known that `limpet verify` has found no damage in a version, and in
+        those to which it refers."""
+        try:
+            for version in base.bases - self._digests.keys():
+                self._digests[version] = self._catalog.open(version).digest
+            known = {base.version: base.digest, **{v: self._digests[v] for v in base.bases}}
+            found = [self._catalog.evaluations.read(*version) for version in known.items()]
+        except (FormatError, StoreError):
+            return False
+        return not any(records.damage() or records.is_damaged for records in found)
 
     def emit_saved(self, job: SaveJob, *, blocked: float, seconds: float) -> None:
         """Emit the event ``saved``, with the seconds for which the save blocked the program."""

@@ -102,8 +102,7 @@ NO_RESULT = CommitResult("", 0, 0)
 
 @dataclass(slots=True)
 class SaveJob(AbstractContextManager["SaveJob"]):
-    """A save between its two halves: staged, or ready to be staged piece by piece. A ``with`` block
-    releases what it holds."""
+    """A save between its halves: staged, or ready to be. A ``with`` block releases its memory."""
 
     location: Location
     metadata: VersionMetadata

@@ -355,8 +355,7 @@ class RetryStore:
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
-        """Take the time of the block from the timeout of this view, which lists. What is done with
-        an entry takes none."""
+        """Take the time of the block, but not of what is done with an entry, from the timeout."""
         if self.timeout <= 0:
             raise Unavailable(
                 f"Listing {self.url} takes longer than its timeout",

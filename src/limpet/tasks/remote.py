@@ -430,8 +430,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         self._ask(Renew(report, seconds))
 
     def close(self) -> None:
-        """End the connection, and a request of another thread. Tasks that this worker holds return
-        to the queue."""
+        """End the connection, and a request in progress. Tasks return to the queue."""
         self._is_closed = True
         self._channel.interrupt()
         self._channel.close()

@@ -151,8 +151,7 @@ class PredictionTask(Task):
 
     def done(self, result: Any = None) -> bool:
         """Report that the output of all records is stored, with a small result such as their
-        number, as for ``EvaluationTask.done``. Returns whether it counts: the first of a task
-        does."""
+        number, as for ``EvaluationTask.done``. Returns whether it counts, as the first does."""
         return self.owner.report_done(self.report, result)
 
 

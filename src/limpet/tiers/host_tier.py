@@ -1,5 +1,4 @@
-"""What a training keeps on its hosts: a folder per host, which all tiers find, serve, and clean up
-in the same way."""
+"""What a training keeps on its hosts: a folder per host, which all tiers use in the same way."""
 
 from __future__ import annotations
 

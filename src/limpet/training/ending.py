@@ -6,7 +6,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
+from functools import partial
 from threading import current_thread
 from typing import Any
 from weakref import finalize, ref
@@ -132,15 +133,23 @@ class Ending:
             self._save()
         saver = self.saver
         if could_save and error is None and not is_process_ending():
-            with ExitStack() as last:  # in reverse order, and each also after an error
-                if self._group.rank == 0:
-                    last.callback(saver.warn_or_raise, saver.retention.finish, saver.writer.newest)
-                last.callback(saver.warn_or_raise, saver.on_best.finish)
-                if not is_leaving:
-                    steps, reason = self.step_counter, saver.early_stop.end_reason
-                    is_saved = saver.saved_step == steps.progress.step
-                    positions = steps.loader_epochs() if is_saved else None
-                    saver.warn_or_raise(record_end, saver, reason, steps.progress.epoch, positions)
+            steps, reason = self.step_counter, saver.early_stop.end_reason
+            is_saved = saver.saved_step == steps.progress.step
+            positions = steps.loader_epochs() if is_saved else None
+            record = partial(record_end, saver, reason, steps.progress.epoch, positions)
+            retain = partial(saver.retention.finish, saver.writer.newest)
+            failure: Exception | None = None
+            parts: list[Callable[[], object]] = [] if self._group.rank else [retain]
+            parts = [*([] if is_leaving else [record]), saver.on_best.finish, *parts]
+            for part in parts:
+                try:
+                    saver.warn_or_raise(part)
+                except Exception as e:  # noqa: BLE001  (the other parts follow)
+                    failure = failure or e
+                    if failure is not e:
+                        failure.add_note(f"In addition, {format_with_notes(e)}")
+            if failure is not None:
+                raise failure
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
         is_over = is_process_ending() or self._lifecycle.is_forked
@@ -448,8 +457,9 @@ def warn_collected(
         return
     ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"
     reason = f"{ended} before close(). Use a with block, or call close()"
-    if is_process_ending() and (error := getattr(sys, "last_value", None)) is not None:
-        reason = unsaved_reason(error)  # that of the main thread, which Python has shown
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    if is_process_ending() and error is not None:  # in a script, it has ended the main thread
+        reason = unsaved_reason(error)
     newest_step = begun_step or saver.newest_step
     message = describe_unsaved_steps(saver.run.url, step, newest_step, reason)
     try:

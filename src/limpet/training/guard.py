@@ -94,8 +94,7 @@ class PreemptionGuard:
 
     @property
     def should_stop(self) -> bool:
-        """See ``Checkpointer.should_stop``: end a ``watch_scope``, or, after ``exit_fn`` has
-        returned, the training."""
+        """See ``Checkpointer.should_stop``: end a ``watch_scope``, or the training."""
         return self._ckpt.should_stop
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from limpet.format.tree import MAX_DEPTH
 from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, Mode, SavePolicy, StopWhen, contains_at_end
+from limpet.run.retention import ignores_metrics
 from limpet.run.run import Run
 from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
@@ -84,7 +85,7 @@ def check_arguments(options: Options) -> dict[str, str]:
     for name, (is_valid, expected) in expected_values.items():
         require(f"{name}=", is_valid, expected, values[name])
     stop, kept = options.stop, options.keep
-    keeps_best = kept.objectives or type(kept) is KeepPolicy
+    keeps_best = type(kept) is KeepPolicy or not ignores_metrics(kept)
     if options.on_best is not None and not (len(options.objectives) == 1 and keeps_best):
         raise LimpetError(
             "on_best= needs one metric with one mode, whose best version is kept: write"

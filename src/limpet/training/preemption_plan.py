@@ -24,8 +24,7 @@ default of Kubernetes, torchrun, and Slurm.)"""
 _MARGIN = 3.0
 """Seconds of the grace of ``limpet run`` that are not this process's, or a tenth of it if that is
 less. ``limpet run`` kills when the grace is over, counted from its own signal. The signal may
-arrive here later, through a shell or torchrun. The process still has to end after the save, and
-torchrun after it."""
+arrive here later, through a shell or torchrun, and both have to end after the save."""
 
 LEAST_SECONDS = 5.0
 """The least time that a training takes for its save, however late the notice came: the process is

@@ -75,8 +75,7 @@ class Resume:
     """The newer states of tiers that are skipped."""
 
     def load(self) -> ResumePoint | None:
-        """Load the newest state, as ``load_newest``, or the version ``start`` if the run is empty.
-        None: there is neither."""
+        """Load the newest state, as ``load_newest``, or, in an empty run, ``start``, if any."""
         point = self.load_newest()
         if point is None and self.start is not None:
             return self._start_from(self.start)

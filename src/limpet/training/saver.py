@@ -470,8 +470,7 @@ def version_of(snapshot: SnapshotReader) -> Version:
 
 
 def is_tolerable(error: errors.LimpetError) -> bool:
-    """Return True if a store, a commit, or what follows a commit failed, also as the cause of
-    another rank's error."""
+    """Return True if a store, a commit, or what follows it failed, also on another rank."""
     is_reported = isinstance(error, errors.RankFailed) and not error.fields.get("lost")
     cause = (error.__cause__ if is_reported else None) or error
     is_failure = isinstance(cause, errors.StoreError | errors.CommitError)

@@ -78,8 +78,7 @@ def check_ended(iterators: list[tuple[str, ref[Any]]]) -> None:
 
 
 def report_lacking(run_url: str, state: dict[str, Any]) -> None:
-    """Warn, after the second step, of trained parameters that the state lacks; unknown objects may
-    have them."""
+    """Warn, after the second step, of trained parameters that the state surely lacks."""
     torch: Any = torch_or_none()
     if torch is None:
         return

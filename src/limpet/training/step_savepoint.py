@@ -43,8 +43,7 @@ each one measures whether that is still so."""
 _MAX_SKIPPED = 10_000
 
 MAX_BYTES = 64 * MIB
-"""The largest copies that are kept during steps. The training may need the memory. After a notice,
-there is no limit."""
+"""The largest copies that are kept during steps (after a notice, all): training needs memory."""
 
 
 class StepSavepoint(Savepoint):

@@ -179,7 +179,7 @@ def _make_objective(
         raise click.UsageError(needs, ctx)
     refuse_address(export_to or "")
     if export_to and is_snapshot(locate(export_to)):
-        raise click.UsageError(f"{export_to} is a snapshot: name another folder", ctx)
+        raise click.UsageError(f"{export_to} is a snapshot or broken: name another folder", ctx)
     return None if metric is None or mode is None else (metric, mode)
 
 

@@ -1,5 +1,4 @@
-"""``limpet reshard SNAPSHOT DEST --shards N``: write the same state in another number of shards,
-and check every digest."""
+"""``limpet reshard SNAPSHOT DEST --shards N``: write a state in other shards, check all digests."""
 
 from __future__ import annotations
 

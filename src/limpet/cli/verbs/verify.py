@@ -249,7 +249,9 @@ def render(results: list[VerifyResult], seconds: float) -> None:
     nbytes = sum(r.nbytes for r in results)
     failures = sum(bool(r.problems) for r in results)
     noun = "version" if not results or results[0].is_version else "exported file"
-    count = format_count(sum(not r.name.endswith(".json") for r in results), noun)
+    records = len([r for r in results[1:] if r.is_version and parse_version(r.name) is None])
+    count = format_count(len(results) - records, noun)
+    count += f" and {format_count(records, 'record')}" if records else ""
     verdict = f"problems in {failures} of {count}" if failures else f"{count} intact"
     compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
     print_line()
