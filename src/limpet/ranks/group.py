@@ -199,8 +199,7 @@ class Group(AbstractContextManager["Group", None]):
         )
 
     def next_sequence_number(self) -> int:
-        """Return the number of the next operation, for its keys. All ranks call this in the same
-        order from the training thread."""
+        """Return the number of the next operation, on all ranks in the same order."""
         return next(self._sequence_numbers)
 
     def await_operation(self, timeout: float) -> str | None:
@@ -297,15 +296,17 @@ def broadcast_from_first(
 
 
 @contextmanager
-def failing_together(group: Group, operation: str, deadline: Deadline | None) -> Iterator[None]:
+def failing_together(
+    group: Group, operation: str, deadline: Deadline | None, *, as_raised: bool = False
+) -> Iterator[None]:
     """Send an error of the block, which precedes an operation of all ranks, to the others, which
-    would wait there for this rank and never learn the cause."""
+    would wait there for this rank. ``as_raised``: they raise the same error."""
     try:
         yield
     except BaseException as e:
         with suppress(RankFailed):  # the other ranks know already that a rank failed
-            collective = group.collective(operation, error=e, deadline=deadline)
-            collective.abort(e, as_raised=True)
+            collective = group.collective(operation, None, e if as_raised else None, deadline)
+            collective.abort(e, as_raised=as_raised)
             collective.close()
         raise
 

@@ -82,8 +82,7 @@ def open_version(address: Url | Snapshot) -> Snapshot:
 
 
 def open_reader(address: Url | Snapshot, deadline: Deadline | None = None) -> SnapshotReader:
-    """Do the same as ``open_version`` for the packages of Limpet. ``deadline``: the time by which
-    the store must have answered."""
+    """Do the same as ``open_version``, by a ``deadline``, for the packages of Limpet."""
     if isinstance(address, Snapshot):
         return open_again(address)
     if not isinstance(address, str | os.PathLike):

@@ -273,16 +273,14 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
     def commit(self, job: SaveJob) -> SnapshotReader:
         """Run the second half of a save, with the fence: the lock. If `limpet verify` has found
         damage in what it would refer to, the save is full."""
-        base = job.base if self.group.rank == 0 else None  # whose decision counts
-        if base is not None and not self._is_sound(base):
-            job.base = base = None
-        saved = finish_save(job, partial(self.lock.check, job.location.store))
-        self.retention.is_held = base is not None and not self._is_sound(base)
+        saved = finish_save(job, partial(self.lock.check, job.location.store), self._is_sound)
+        self.retention.is_held = job.base is not None and not self._is_sound(job.base)
         return saved
 
     def _is_sound(self, base: SnapshotReader) -> bool:
-        """Return True if it is known that `limpet verify` has found no damage in a version, and in
-        those to which it refers."""
+        """Return True if `limpet verify` has surely found no damage in a version and its bases."""
+        if self.group.rank:  # the decision of rank 0 counts
+            return True
         try:
             for version in base.bases - self._digests.keys():
                 self._digests[version] = self._catalog.open(version).digest

@@ -199,9 +199,13 @@ def begin_save(
     return job
 
 
-def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotReader:
+def finish_save(
+    job: SaveJob,
+    fence: Callable[[], object] = no_op,
+    is_sound: Callable[[SnapshotReader], bool] = bool,
+) -> SnapshotReader:
     """Run the second half, maybe in the background: write, gather, commit. Rank 0 calls ``fence``
-    right before the commit; it raises to prevent it."""
+    right before the commit, to prevent it. The save refers to no base that is not ``is_sound``."""
     location, collective = job.location, job.collective
     with job, collective, enough_memory(f"the save of {location.name}"):
         if job.staging_error is not None:
@@ -213,6 +217,8 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotRe
                 todo="Change these tensors only in an optimizer's step, or use overlap=False",
                 leaves=changed,
             )
+        if job.base is not None and not is_sound(job.base):
+            job.base = None
         with pinned_attempt(location, job.partition.attempt, job.base, collective) as base:
             with before_commit():
                 receipt = write_local_shard(job, base)

@@ -84,8 +84,7 @@ class EarlyStop:
         return {} if self._stop is None else {"stop": self._history.to_plain()}
 
     def resume_from(self, training_metadata: Mapping[str, Any], step: int) -> None:
-        """Continue from what the version of ``step`` stores, and all records. All ranks call this.
-        Raises ``StoreError``, on all ranks."""
+        """Continue, on all ranks, from what the version of ``step`` stores, and all records."""
         if self._stop is not None:
             stored = training_metadata.get("stop")
             self._history = ScoreHistory.from_plain(self._stop, stored)

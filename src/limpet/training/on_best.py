@@ -54,8 +54,7 @@ class OnBest:
                 self._fail("the search of the best version", saved, e)
 
     def finish(self) -> None:
-        """Let the function have the best version when the training has ended normally, and wait
-        until it returns. Raises its error."""
+        """Call the function for the best version at a normal end, and wait. Raises its error."""
         if not self.is_held:
             self._has_returned.wait()
             self._interval = 0

@@ -397,7 +397,7 @@ class PreemptionResponse(Observer):
         limit = save_deadline(deadline)
         together = together and self._savepoint_saver.claim()
         if together and settings.save_fn is not None:  # its errors, of any class, are raised
-            with failing_together(self._group, SAVE_FN, limit):
+            with failing_together(self._group, SAVE_FN, limit, as_raised=True):
                 self.call_save_function()
             broadcast_from_first(self._group, SAVE_FN, lambda: True, bool, deadline=limit)
             self._has_called = True

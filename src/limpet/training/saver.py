@@ -196,8 +196,7 @@ class Saver:
             broadcast_from_first(self.group, operation, done, bool, wait, deadline)
 
     def raise_failure(self) -> None:
-        """Take the results of the saves that have ended, without a wait. Raise the first error;
-        later calls raise the others."""
+        """Take the results of the ended saves. Raise the first error, and later the others."""
         for save in self._saves:
             if save[0].done:
                 try:

@@ -1,5 +1,4 @@
-"""``limpet ls RUN|FOLDER``: list the versions of a run, or the runs in a folder, from manifests,
-records, and file lengths only."""
+"""``limpet ls RUN|FOLDER``: list the versions of a run, or the runs in a folder; read no data."""
 
 from __future__ import annotations
 
