@@ -260,7 +260,7 @@ class KeepPolicy:
     """
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
-        """Return which of ``records`` to keep, the intact ones of the lineage, oldest first."""
+        """Return which ``records`` to keep, of the intact ones on the lineage, oldest first."""
         return frozenset(r.version for r in records)
 
     @property

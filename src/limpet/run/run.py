@@ -293,7 +293,7 @@ class Run:
         return version
 
     def unpin(self, step: int, branch: int | None = None) -> Version:
-        """Remove the lasting pin of a version. Raises ``NotFound`` if it does not exist."""
+        """Remove the lasting pin of a version. Raises ``NotFound`` if either does not exist."""
         version = self.find(step, branch)
         key = names.pin_name(str(version))
         try:

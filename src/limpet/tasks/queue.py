@@ -379,7 +379,7 @@ class Job:
         return self._table.error
 
     def has_ended(self, timeout: float = 0.0) -> bool:
-        """Wait for ``timeout`` seconds; return whether all is complete, or the job has failed."""
+        """Wait at most ``timeout`` seconds; return if all is complete, or the job has failed."""
         timeout = check_seconds("timeout=", timeout, may_be_zero=True)
         queue, table = self._owner, self._table
         with queue._entered():
