@@ -24,7 +24,7 @@ def test_public_names_are_sorted_and_exist():
         _ = limpet.Manager
 
 
-PACKAGES = [limpet.preemption, limpet.storage, limpet.tasks]
+PACKAGES = [limpet.preemption, limpet.storage, limpet.tables, limpet.tasks]
 
 
 @pytest.mark.parametrize("package", [limpet, *PACKAGES])
@@ -57,7 +57,7 @@ def run_in_new_interpreter(code):
 
 def test_importing_limpet_loads_neither_torch_nor_rich():
     code = (
-        "import sys, limpet, limpet.preemption, limpet.tasks\n"
+        "import sys, limpet, limpet.preemption, limpet.tables, limpet.tasks\n"
         "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
     assert run_in_new_interpreter(code) == "[]"

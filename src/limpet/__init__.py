@@ -14,7 +14,13 @@ from limpet.lazy_names import lazy_names
 from limpet.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from limpet import errors as errors, preemption as preemption, sinks as sinks, tasks as tasks
+    from limpet import (
+        errors as errors,
+        preemption as preemption,
+        sinks as sinks,
+        tables as tables,
+        tasks as tasks,
+    )
     from limpet.convert.export import export as export
     from limpet.convert.import_ import import_checkpoint as import_checkpoint
     from limpet.data.loader import DataLoader as DataLoader, elastic as elastic
@@ -62,7 +68,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "": "errors preemption sinks tasks",
+        "": "errors preemption sinks tables tasks",
         "convert.export": "export",
         "convert.import_": "import_checkpoint",
         "data.loader": "DataLoader elastic",

@@ -1,0 +1,41 @@
+"""Embedding tables: vectors by id, with one row per id that has had a gradient.
+
+Terms: a *table* has vectors of one length; a *row* is the vector of one id, with its *slots* (the
+state of the optimizer); a *bucket* is one of 4,096 sets of ids, by a hash of the id; a *shard* is
+the rows of a table on one server; a *push* is an update of rows by their gradients; a *cut* is the
+rows as they were at one moment.
+May import: the root modules, ``format``, and ``tables``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from limpet.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from limpet.tables.hashing import hash_ids as hash_ids
+    from limpet.tables.initializers import (
+        Constant as Constant,
+        Normal as Normal,
+        TruncatedNormal as TruncatedNormal,
+        Uniform as Uniform,
+    )
+    from limpet.tables.optimizers import (
+        FTRL as FTRL,
+        SGD as SGD,
+        Adagrad as Adagrad,
+        Adam as Adam,
+        RowwiseAdagrad as RowwiseAdagrad,
+    )
+    from limpet.tables.table import Evict as Evict, Table as Table
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "tables.hashing": "hash_ids",
+        "tables.initializers": "Constant Normal TruncatedNormal Uniform",
+        "tables.optimizers": "FTRL SGD Adagrad Adam RowwiseAdagrad",
+        "tables.table": "Evict Table",
+    },
+)

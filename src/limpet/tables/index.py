@@ -1,0 +1,157 @@
+"""The row of an id, and the distinct ids of a batch: hash tables whose rounds are vectorized."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+from limpet.errors import LimpetError
+from limpet.tables.hashing import mix
+
+Ids = NDArray[np.int64]
+
+_EMPTY, _DELETED = -1, -2
+_LEAST_BITS = 10
+_BLOCK = 1 << 17  # ids that are processed at once, so that temporaries stay small
+
+# With a multiplier that nobody knows, no set of ids can be made that shares its slots.
+_SALTS = np.array([secrets.randbits(64) | 1 for _ in range(64)], dtype=np.uint64)
+
+
+def unique(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the distinct ids of ``ids`` (1-d) in the order of their first occurrence, and for
+    each of ``ids`` its position among them.
+
+    In each round, the ids write their positions into the slots of a small table, the first one of
+    a slot stays, and the ids that are not equal to it go on to the next round.
+    """
+    everything = rest = np.arange(len(ids), dtype=np.int32)
+    first, keys, hashes = everything.copy(), ids, mix(ids)  # first: that of the same value
+    for salt in itertools.cycle(_SALTS):
+        shift = np.uint64(64 - max(_LEAST_BITS, len(rest).bit_length() + 1))
+        slots = np.empty(1 << (64 - int(shift)), np.int32)
+        at = ((hashes * salt) >> shift).view(np.int64)
+        slots[at[::-1]] = rest[::-1]  # of several writes to a slot, the last one stays
+        winner = slots[at]
+        first[rest] = winner
+        lost = np.flatnonzero(ids[winner] != keys)
+        if not len(lost):
+            break
+        rest, keys, hashes = rest[lost], keys[lost], hashes[lost]
+    is_first = first == everything
+    number = np.cumsum(is_first) - 1
+    return ids[is_first], number[first]
+
+
+class IdIndex:
+    """Open addressing with linear probing, from ids to rows.
+
+    It stores row numbers only (int32), and compares ids in the column of ids, ``keys``, which each
+    method gets: ``keys[row]`` is the id of the row. The caller has the lock.
+    """
+
+    def __init__(self) -> None:
+        self._salt = _SALTS[0]
+        self._clear(_LEAST_BITS)
+        self._live = 0
+
+    def _clear(self, bits: int) -> None:
+        self._shift = np.uint64(64 - bits)
+        self._slots = np.full(1 << bits, _EMPTY, np.int32)
+        self._used = 0  # slots that are not empty: live and deleted ones
+
+    @property
+    def nbytes(self) -> int:
+        return self._slots.nbytes
+
+    def _home(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        hashes = mix(ids)
+        hashes *= self._salt
+        hashes >>= self._shift
+        return hashes.view(np.int64)
+
+    def find(self, ids: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each id, -1 if it has none."""
+        found = np.full(len(ids), -1, np.int64)
+        if self._live == 0:
+            return found
+        at = self._home(ids)
+        rest: NDArray[np.int64] | None = None  # positions in ids; None: all
+        while True:
+            rows = self._slots[at]
+            is_hit = np.take(keys, rows, mode="clip") == ids
+            is_hit &= rows >= 0
+            if rest is None:
+                np.copyto(found, rows, where=is_hit)
+            else:
+                found[rest[is_hit]] = rows[is_hit]
+            is_hit |= rows == _EMPTY
+            go_on = np.flatnonzero(~is_hit)
+            if not len(go_on):
+                return found
+            ids, at = ids[go_on], at[go_on] + 1
+            at &= len(self._slots) - 1
+            rest = go_on if rest is None else rest[go_on]
+
+    def insert(
+        self, ids: NDArray[np.int64], rows: NDArray[np.int64], keys: NDArray[np.int64]
+    ) -> None:
+        """Add ids that are distinct and not in the index; ``keys[rows]`` are the ids already.
+
+        Raises ``LimpetError`` if an id occurs twice; the index must not be used then.
+        """
+        self._make_room(len(ids), keys)
+        for start in range(0, len(ids), _BLOCK):
+            part = slice(start, start + _BLOCK)
+            self._put(ids[part], rows[part].astype(np.int32), keys)
+
+    def _put(
+        self, ids: NDArray[np.int64], rows: NDArray[np.int32], keys: NDArray[np.int64]
+    ) -> None:
+        self._live += len(ids)
+        at = self._home(ids)
+        while True:
+            before = self._slots[at]
+            is_free = before < 0
+            self._slots[at[is_free]] = rows[is_free]
+            after = self._slots[at]
+            is_placed = after == rows
+            self._used += int(np.count_nonzero(is_placed & (before == _EMPTY)))
+            rest = np.flatnonzero(~is_placed)
+            if not len(rest):
+                return
+            is_twice = keys[after[rest]] == ids[rest]
+            if is_twice.any():
+                raise LimpetError(f"the id {ids[rest][is_twice][0]} occurs twice")
+            ids, rows, at = ids[rest], rows[rest], at[rest] + 1
+            at &= len(self._slots) - 1
+
+    def remove(self, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Remove distinct ids whose rows are ``rows``."""
+        self._live -= len(ids)
+        at = self._home(ids)
+        while len(at):
+            is_found = self._slots[at] == rows
+            self._slots[at[is_found]] = _DELETED
+            rest = np.flatnonzero(~is_found)
+            rows, at = rows[rest], at[rest] + 1
+            at &= len(self._slots) - 1
+
+    def _make_room(self, count: int, keys: NDArray[np.int64]) -> None:
+        """Keep at most 70 % of the slots used. Clean if that makes much room, else double."""
+        if (self._used + count) <= 0.7 * len(self._slots):
+            return
+        bits = _LEAST_BITS
+        while self._live + count > 0.6 * (1 << bits):
+            bits += 1
+        old = self._slots
+        self._clear(bits)
+        self._live = 0
+        for start in range(0, len(old), _BLOCK):
+            # in the order of the old slots, which is about that of the new ones
+            rows = old[start : start + _BLOCK]
+            rows = rows[rows >= 0]
+            self._put(keys[rows], rows, keys)
