@@ -85,7 +85,7 @@ class Table:
         is_level = isinstance(name, str) and name.isprintable() and escape_level(name) == name
         require("The name of a table", is_level, 'a text without "/" and "~", not empty', name)
         dtype = _DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
-        require(f"dtype of {name}", dtype in _NAMES, "float32 or bfloat16", self.dtype)
+        require(f"dtype of {name}", dtype in _DTYPES.values(), "float32 or bfloat16", self.dtype)
         is_known = isinstance(self.optimizer, _OPTIMIZERS)
         require(f"optimizer of {name}", is_known, f"one of {_names(_OPTIMIZERS)}", self.optimizer)
         is_known = isinstance(self.initializer, _INITIALIZERS)

@@ -1,0 +1,339 @@
+"""The rows of one table on one server, and cuts: the rows as they were at one moment.
+
+A *column* has one entry per row. Rows are found by id, and numbered in no particular order; the
+number of a deleted row is used again. While a cut is held, a row that changes is copied first, so
+that the cut is read while the rows change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from limpet.errors import LimpetError
+from limpet.tables.arrays import GrowableArray
+from limpet.tables.hashing import BUCKETS, bucket_of
+from limpet.tables.index import IdIndex, Ids
+from limpet.types import BLOCK_SIZE
+
+RowNumbers = NDArray[np.int64]
+
+# Bits of a row's flags. A deleted row has none.
+_LIVE = 1
+_TOUCHED = 2  # changed since the last committed version, and not part of the cut of a save
+_IN_SAVE = 4  # changed since the last committed version, and part of the cut of a save
+_STORED = 8  # the last committed version or the cut of a save has the id: its deletion is recorded
+
+_NOT_IN_CUT, _UNCHANGED = -2, -1
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: the type of its elements, the number of them in a row (None: it is 1-d), and the
+    value in a new row; None if whoever inserts rows writes it."""
+
+    dtype: torch.dtype
+    width: int | None = None
+    initial: float | None = 0.0
+
+
+class Rows:
+    """The rows of a table. The columns ``ids`` (int64), ``counts`` (int32), and ``last_steps``
+    (int64) are always there.
+
+    Methods are called under ``lock``; those of cuts acquire it themselves. A tensor of ``column``
+    must not live when the lock is released, for rows move when there are more: code that has one is
+    a function of its own, which returns under the lock.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Column], *, lock: threading.Condition | None = None
+    ) -> None:
+        self.lock = threading.Condition() if lock is None else lock
+        self.columns = {
+            "ids": Column(torch.int64, initial=None),
+            **columns,
+            "counts": Column(torch.int32),
+            "last_steps": Column(torch.int64),
+        }
+        self._arrays = {name: GrowableArray(c.dtype, c.width) for name, c in self.columns.items()}
+        self._flags = GrowableArray(torch.uint8, None)
+        self._index = IdIndex()
+        self._stop = 0  # all rows are below
+        self._free: list[RowNumbers] = []
+        self._deleted: list[Ids] = []  # since the last committed version
+        self._cuts: list[Cut] = []
+        self.count = 0
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the rows, of the index, and of the old rows of cuts, in bytes."""
+        row = sum(array.row_bytes for array in self._arrays.values()) + self._flags.row_bytes
+        return self._stop * row + self._index.nbytes + sum(cut.old_bytes for cut in self._cuts)
+
+    def column(self, name: str, stop: int | None = None) -> torch.Tensor:
+        """Return the entries of all rows, also of deleted ones, or of those below ``stop``."""
+        return self._arrays[name].view(self._stop if stop is None else stop)
+
+    def find(self, ids: Ids) -> RowNumbers:
+        """Return the row of each id, -1 if it has none."""
+        return self._index.find(ids, self.column("ids").numpy())
+
+    def live(self) -> RowNumbers:
+        """Return all rows, in ascending order."""
+        return np.flatnonzero(self._all_flags() & _LIVE)
+
+    def _all_flags(self) -> NDArray[np.uint8]:
+        return self._flags.view(self._stop).numpy()
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def reserve(self, stop: int) -> None:
+        """Make room for the rows below ``stop``. Raises ``LimpetError`` if there is no memory."""
+        for array in (*self._arrays.values(), self._flags):
+            array.reserve(stop)
+
+    def insert(self, ids: Ids) -> RowNumbers:
+        """Return new rows for ids that are distinct and have none."""
+        used, missing = [], len(ids)
+        self.reserve(self._stop + max(0, missing - (self._stop - self.count)))
+        while missing and self._free:
+            rows = self._free.pop()
+            used.append(rows[:missing])
+            if len(rows) > missing:
+                self._free.append(rows[missing:])
+            missing -= len(used[-1])
+        reused = np.concatenate([*used, np.empty(0, np.int64)])
+        rows = np.concatenate([reused, np.arange(self._stop, self._stop + missing)])
+        self._stop += missing
+        for name, column in self.columns.items():
+            if column.initial is not None:  # memory that was never used is zero
+                fill = rows if column.initial else reused
+                self.column(name).index_fill_(0, torch.from_numpy(fill), column.initial)
+        keys = self.column("ids").numpy()
+        keys[rows] = ids
+        self._index.insert(ids, rows, keys)
+        self._all_flags()[rows] = _LIVE | _TOUCHED
+        self.count += len(ids)
+        return rows
+
+    def before_change(self, rows: RowNumbers) -> None:
+        """Copy distinct rows for the cuts that need them; they count as changed from now on."""
+        for cut in self._cuts:
+            cut.keep(rows)
+        self._all_flags()[rows] |= _TOUCHED
+
+    def delete(self, rows: RowNumbers) -> None:
+        """Delete distinct rows."""
+        for cut in self._cuts:
+            cut.keep(rows)
+        flags, ids = self._all_flags(), self.column("ids").numpy()[rows]
+        stored = ids[(flags[rows] & _STORED) > 0]
+        if len(stored):
+            self._deleted.append(stored)
+        flags[rows] = 0
+        self._index.remove(ids, rows)
+        self._free.append(rows)
+        self.count -= len(rows)
+
+    def adopt(self, count: int) -> None:
+        """Take over the rows below ``count`` of an empty object, whose columns were filled after
+        ``reserve``: they are those of a committed version. Raises ``LimpetError`` if an id occurs
+        twice; the object must not be used then."""
+        self._stop = self.count = count
+        keys = self.column("ids").numpy()
+        self._index.insert(keys, np.arange(count), keys)
+        self._all_flags()[:] = _LIVE | _STORED
+
+    # -- cuts ------------------------------------------------------------------------------------
+
+    @property
+    def must_wait(self) -> bool:
+        """True if the old rows of a cut have reached their limit. Then wait on ``lock``: the end of
+        a cut notifies it."""
+        return any(cut.old_bytes >= cut.old_bytes_limit for cut in self._cuts)
+
+    def begin_cut(self, *, is_full: bool, old_bytes_limit: int | None = None) -> Cut:
+        """Return a cut for a save: of all rows, or of those that changed since the last committed
+        version. Only one is held at a time; ``end_cut`` ends it.
+
+        ``old_bytes_limit``: of the copies of rows; None: a quarter of the bytes of all rows.
+        """
+        with self.lock:
+            if any(cut.is_for_save for cut in self._cuts):
+                raise LimpetError("A cut of this table for a save is held already")
+            return self._begin_cut(is_full, old_bytes_limit)
+
+    def _begin_cut(self, is_full: bool, old_bytes_limit: int | None) -> Cut:
+        flags = self._all_flags()
+        members = (flags & (_LIVE if is_full else _TOUCHED)) > 0
+        cut = Cut(self, members, [*self.columns], old_bytes_limit, is_for_save=True)
+        flags[(flags & _TOUCHED) > 0] ^= _TOUCHED | _IN_SAVE
+        flags[members] |= _STORED
+        cut.all_deleted, self._deleted = self._deleted, []
+        if not is_full:
+            cut.deleted = np.unique(np.concatenate([*cut.all_deleted, np.empty(0, np.int64)]))
+            cut.deleted = cut.deleted[np.argsort(bucket_of(cut.deleted), kind="stable")]
+        self._cuts.append(cut)
+        return cut
+
+    def begin_view(self, *names: str, old_bytes_limit: int | None = None) -> Cut:
+        """Return a cut of the columns ``names`` of all rows, to find rows by id (``Cut.find``).
+        ``end_cut`` ends it. Several may be held, also during a save."""
+        with self.lock:
+            members = np.zeros(self._stop, np.bool_)
+            members[self.live()] = True
+            cut = Cut(self, members, ["ids", *names], old_bytes_limit, is_for_save=False)
+            self._cuts.append(cut)
+            return cut
+
+    def end_cut(self, cut: Cut, *, is_committed: bool = False) -> None:
+        """End a cut. If a version with it is not surely committed, its rows and deletions count
+        again as changes since the last committed version."""
+        with self.lock:
+            self._cuts.remove(cut)
+            cut.has_ended = True
+            if cut.is_for_save:
+                self._end_save(cut, is_committed)
+            self.lock.notify_all()
+
+    def _end_save(self, cut: Cut, is_committed: bool) -> None:
+        flags = self._all_flags()
+        in_save = (flags & _IN_SAVE) > 0
+        flags[in_save] &= 0xFF ^ _IN_SAVE
+        if not is_committed:
+            flags[in_save] |= _TOUCHED
+            self._deleted = cut.all_deleted + self._deleted
+
+
+class Cut:
+    """Rows as they were at one moment, in the order of their buckets. All methods but ``keep`` are
+    called without the lock: they acquire it for a few milliseconds at a time."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        members: NDArray[np.bool_],
+        names: list[str],
+        old_bytes_limit: int | None,
+        *,
+        is_for_save: bool,
+    ) -> None:
+        self._rows = rows
+        # of each row at the moment of the cut: the number of its copy, or one of two constants
+        self._state = np.where(members, np.int32(_UNCHANGED), np.int32(_NOT_IN_CUT))
+        self._old = {
+            name: GrowableArray(rows.columns[name].dtype, rows.columns[name].width)
+            for name in names
+        }
+        self._old_row = sum(array.row_bytes for array in self._old.values())
+        self._old_count = 0
+        self._old_index, self._indexed = IdIndex(), 0  # of the first copies
+        self.count = int(np.count_nonzero(members))
+        self.deleted: Ids = np.empty(0, np.int64)  # distinct, in the order of their buckets
+        self.all_deleted: list[Ids] = []
+        limit = rows.count * self._old_row // 4 if old_bytes_limit is None else old_bytes_limit
+        self.old_bytes_limit = max(limit, 1)
+        self.is_for_save, self.has_ended = is_for_save, False
+
+    @property
+    def old_bytes(self) -> int:
+        """The bytes of the copies of rows that changed since."""
+        return self._old_count * self._old_row
+
+    def keep(self, rows: RowNumbers) -> None:
+        """Copy distinct rows that are about to change, if the cut has them and no copy yet."""
+        rows = rows[rows < len(self._state)]
+        rows = rows[self._state[rows] == _UNCHANGED]
+        start, stop = self._old_count, self._old_count + len(rows)
+        for name, array in self._old.items():
+            array.reserve(stop)
+            torch.index_select(
+                self._rows.column(name), 0, torch.from_numpy(rows), out=array.view(stop)[start:]
+            )
+        self._state[rows] = np.arange(start, stop)
+        self._old_count = stop
+
+    def read(self, name: str, first: int, stop: int, out: memoryview) -> None:
+        """Write the entries ``first`` to ``stop`` of a column into ``out``, which has their size.
+        Several threads may read at once."""
+        array = self._old[name]
+        rows = self._order[0][first:stop]
+        bytes_ = np.frombuffer(out, np.uint8, len(rows) * array.row_bytes)
+        target = torch.from_numpy(bytes_).view(array.dtype)
+        self._gather(name, rows, target if array.width is None else target.view(-1, array.width))
+
+    def find(self, name: str, ids: Ids) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Return the entries of ids in a column, and for each id whether the cut has it; without
+        one, its entry is undefined."""
+        with self._rows.lock:
+            self._check()
+            return self._find(name, ids)  # its views end before the lock is released
+
+    def _find(self, name: str, ids: Ids) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        keys, old = self._old["ids"].view(self._old_count).numpy(), self._old[name]
+        if self._indexed < self._old_count:
+            new = np.arange(self._indexed, self._old_count)
+            self._old_index.insert(keys[new], new, keys)
+            self._indexed = self._old_count
+        copies = self._old_index.find(ids, keys)
+        rows = self._rows.find(ids)
+        rows[rows >= len(self._state)] = -1
+        is_current = rows >= 0
+        is_current[is_current] = self._state[rows[is_current]] == _UNCHANGED
+        shape = (len(ids),) if old.width is None else (len(ids), old.width)
+        found = torch.empty(shape, dtype=old.dtype, device="cpu")
+        for is_there, numbers, column in (
+            (is_current, rows, self._rows.column(name)),
+            (copies >= 0, copies, old.view(self._old_count)),
+        ):
+            found[torch.from_numpy(is_there)] = column[torch.from_numpy(numbers[is_there])]
+        return found, is_current | (copies >= 0)
+
+    @property
+    def rows_per_bucket(self) -> NDArray[np.int32]:
+        """The number of rows in each bucket, int32 ``[4096]``."""
+        return self._order[1]
+
+    @property
+    def deleted_per_bucket(self) -> NDArray[np.int32]:
+        """The number of deleted ids in each bucket, int32 ``[4096]``."""
+        return np.bincount(bucket_of(self.deleted), minlength=BUCKETS).astype(np.int32)
+
+    @cached_property
+    def _order(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The rows in the order of their buckets, and the number of rows in each bucket."""
+        rows = np.flatnonzero(self._state != _NOT_IN_CUT).astype(np.int32)
+        ids = np.empty(len(rows), np.int64)
+        self._gather("ids", rows, torch.from_numpy(ids))
+        buckets = bucket_of(ids)
+        order = rows[np.argsort(buckets, kind="stable")]
+        return order, np.bincount(buckets, minlength=BUCKETS).astype(np.int32)
+
+    def _gather(self, name: str, rows: NDArray[np.int32], out: torch.Tensor) -> None:
+        step = max(1, BLOCK_SIZE // self._old[name].row_bytes)
+        for start in range(0, len(rows), step):
+            with self._rows.lock:
+                self._check()
+                self._gather_block(name, rows[start : start + step], out[start : start + step])
+
+    def _gather_block(self, name: str, rows: NDArray[np.int32], out: torch.Tensor) -> None:
+        torch.index_select(self._rows.column(name), 0, torch.from_numpy(rows), out=out)
+        copies = self._state[rows]
+        changed = np.flatnonzero(copies >= 0)
+        if len(changed):
+            old = self._old[name].view(self._old_count)
+            entries = old.index_select(0, torch.from_numpy(copies[changed]))
+            out.index_copy_(0, torch.from_numpy(changed), entries)
+
+    def _check(self) -> None:
+        if self.has_ended:
+            raise LimpetError("The cut of a table was read after its end")

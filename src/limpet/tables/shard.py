@@ -1,0 +1,281 @@
+"""The rows of one table on one server: look-ups, updates, admission, and eviction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from limpet.arguments import check_count, real, require
+from limpet.errors import LimpetError
+from limpet.tables.hashing import BUCKETS, to_ids
+from limpet.tables.index import Ids, unique
+from limpet.tables.rows import Column, Cut, RowNumbers, Rows
+from limpet.tables.table import Table
+
+_BLOCK = 256 << 10  # bytes of the values that are updated at once: they stay in the L2 cache
+_SHOWN = 5
+
+
+class TableShard:
+    """The rows of a table whose buckets are ``first_bucket`` or more and less than ``stop_bucket``.
+
+    All methods are safe in several threads: they acquire ``lock``. ``rows`` has the columns
+    ``values`` and ``slot/NAME``; ``candidates`` has the ids that are not admitted yet, None if
+    ``admit_after`` is 1.
+    """
+
+    def __init__(self, table: Table, first_bucket: int = 0, stop_bucket: int = BUCKETS) -> None:
+        self.table, self.first_bucket, self.stop_bucket = table, first_bucket, stop_bucket
+        slots = table.optimizer.slots(table.dim)
+        self.slots = {name: f"slot/{name}" for name in slots}
+        columns = {"values": Column(table.torch_dtype, table.dim, None)}
+        for name, (width, initial) in slots.items():
+            columns[self.slots[name]] = Column(torch.float32, width, initial)
+        self.rows = Rows(columns)
+        self.lock = self.rows.lock
+        self.candidates = Rows({}, lock=self.lock) if table.admit_after > 1 else None
+        self._counts = dict.fromkeys(("admitted", "evicted", "refused", "dropped"), 0)
+        self._evicted_step = 0
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def look_up(self, ids: Ids, *, cut: Cut | None = None) -> torch.Tensor:
+        """Return the vectors of ids (int64 ``[n]``), ``[n, dim]`` of the table's dtype: of rows, or
+        initial ones. Nothing changes. ``cut``: as they were at a cut."""
+        if cut is not None:
+            vectors, is_there = cut.find("values", ids)
+        else:
+            with self.lock:
+                vectors, is_there = self._look_up(ids)
+        absent = np.flatnonzero(~is_there)
+        if len(absent):
+            initial = self.table.initial(ids[absent])
+            vectors.index_copy_(0, torch.from_numpy(absent), initial)
+        return vectors
+
+    def _look_up(self, ids: Ids) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        rows = self.rows.find(ids)
+        is_there = rows >= 0
+        values = self.rows.column("values")
+        if not len(values):
+            shape = (len(ids), self.table.dim)
+            return torch.empty(shape, dtype=values.dtype, device="cpu"), is_there
+        np.maximum(rows, 0, out=rows)  # any row: an initial vector follows
+        return values.index_select(0, torch.from_numpy(rows)), is_there
+
+    def statistics(self) -> dict[str, int]:
+        """Return counts: rows, bytes of memory, candidates (ids that are not admitted), and, since
+        the start, the rows admitted and evicted, the gradients refused because they were not
+        finite, and those dropped before the admission."""
+        with self.lock:
+            candidates = self.candidates
+            nbytes = self.rows.nbytes + (0 if candidates is None else candidates.nbytes)
+            count = 0 if candidates is None else candidates.count
+            return {"rows": self.rows.count, "bytes": nbytes, "candidates": count, **self._counts}
+
+    # -- updates ---------------------------------------------------------------------------------
+
+    def push(self, ids: Ids, grads: torch.Tensor, *, lr: float, step: int) -> None:
+        """Update the rows of distinct ids (int64 ``[n]``) by their gradients (float32 ``[n, dim]``)
+        with the learning rate ``lr``; ``step`` is the number of the update.
+
+        Waits while a cut has as many old rows as it may have. Raises ``LimpetError`` before
+        anything changes if a gradient is not finite, unless the table has ``nan="skip"``.
+        """
+        name, dim = self.table.name, self.table.dim
+        is_valid = tuple(grads.shape) == (len(ids), dim) and grads.dtype == torch.float32
+        what, found = f"The gradient of {name}", f"{grads.dtype} {list(grads.shape)}"
+        require(what, is_valid, f"float32 [{len(ids)}, {dim}]", found)
+        rate = real(lr)
+        require("lr", rate is not None and 0 <= rate < np.inf, "a number, 0 or more", lr)
+        grads = grads.detach()
+        is_finite = _rows_that_are_finite(grads)
+        if not is_finite.all() and self.table.nan == "error":
+            raise self._not_finite("gradients", ids[~is_finite])
+        with self.lock:
+            self._wait()
+            if not is_finite.all():
+                ids, grads = ids[is_finite], grads[torch.from_numpy(is_finite)]
+                self._counts["refused"] += int(np.count_nonzero(~is_finite))
+            self._evict_unused(step - 1)
+            self._push(ids, grads, float(lr), step)
+            self._evict_unused(step)
+            self._evict_most()
+
+    def _push(self, ids: Ids, grads: torch.Tensor, lr: float, step: int) -> None:
+        rows = self.rows.find(ids)
+        absent = np.flatnonzero(rows < 0)
+        if len(absent):
+            counts = np.zeros(len(absent), np.int32)
+            if self.candidates is not None:
+                counts = self._count(self.candidates, ids[absent], step)
+                absent, counts = absent[counts >= 0], counts[counts >= 0]
+            rows[absent] = self._create(ids[absent], self.table.initial(ids[absent]))
+            self.rows.column("counts").numpy()[rows[absent]] = counts
+            self._counts["admitted"] += len(absent)
+            is_there = rows >= 0
+            if not is_there.all():
+                rows, grads = rows[is_there], grads[torch.from_numpy(is_there)]
+                self._counts["dropped"] += int(np.count_nonzero(~is_there))
+        self.rows.before_change(rows)
+        self._update(rows, grads, lr)
+        self.rows.column("counts").numpy()[rows] += 1
+        self.rows.column("last_steps").numpy()[rows] = step
+
+    def _count(self, candidates: Rows, ids: Ids, step: int) -> NDArray[np.int32]:
+        """Count gradients of ids without a row. Return the earlier counts of those that are
+        admitted, -1 for the others."""
+        rows = candidates.find(ids)
+        is_new = rows < 0
+        rows[is_new] = candidates.insert(ids[is_new])
+        candidates.before_change(rows)
+        candidates.column("last_steps").numpy()[rows] = step
+        counts = candidates.column("counts").numpy()
+        counts[rows] += 1
+        is_admitted = counts[rows] >= self.table.admit_after
+        earlier = np.where(is_admitted, counts[rows] - 1, np.int32(-1))
+        candidates.delete(rows[is_admitted])
+        return earlier
+
+    def _create(self, ids: Ids, vectors: torch.Tensor) -> RowNumbers:
+        rows = self.rows.insert(ids)
+        self.rows.column("values").index_copy_(0, torch.from_numpy(rows), vectors)
+        return rows
+
+    def _update(self, rows: RowNumbers, grads: torch.Tensor, lr: float) -> None:
+        values, numbers = self.rows.column("values"), torch.from_numpy(rows)
+        columns = {name: self.rows.column(column) for name, column in self.slots.items()}
+        step = max(1, _BLOCK // (4 * self.table.dim))
+        for start in range(0, len(rows), step):
+            part = numbers[start : start + step]
+            vectors = values.index_select(0, part).float()
+            slots = {name: column.index_select(0, part) for name, column in columns.items()}
+            self.table.optimizer.update(vectors, slots, grads[start : start + step], lr)
+            values.index_copy_(0, part, vectors.to(values.dtype))
+            for name, column in columns.items():
+                column.index_copy_(0, part, slots[name])
+
+    def fill(self, ids: Any, values: Any, *, step: int = 0) -> None:
+        """Set the rows of distinct ids (integers ``[n]``) to vectors (floats ``[n, dim]``, NumPy or
+        torch). Each is as a new row: initial slots, count 0, last step ``step``. ``admit_after``
+        does not matter, eviction does. Raises ``LimpetError`` before anything changes if an id
+        occurs twice, or a value is not finite in the table's dtype."""
+        name, dim = self.table.name, self.table.dim
+        ids = to_ids(ids)
+        require("ids", ids.ndim == 1, "1-d", f"{ids.ndim}-d")
+        vectors = torch.as_tensor(values, device="cpu").detach()
+        is_valid = tuple(vectors.shape) == (len(ids), dim) and vectors.is_floating_point()
+        found = f"{vectors.dtype} {list(vectors.shape)}"
+        require(f"values of {name}", is_valid, f"floats [{len(ids)}, {dim}]", found)
+        vectors = vectors.to(self.table.torch_dtype)
+        distinct, places = unique(ids)
+        if len(distinct) < len(ids):
+            twice = distinct[np.bincount(places) > 1]
+            raise LimpetError(f"ids of {name} occur twice: {_listed(twice)}")
+        is_finite = _rows_that_are_finite(vectors)
+        if not is_finite.all():
+            raise self._not_finite("values", ids[~is_finite])
+        step = check_count("step", step, 0)
+        with self.lock:
+            self._wait()
+            self._delete(ids)
+            rows = self._create(ids, vectors)
+            self.rows.column("last_steps").numpy()[rows] = step
+            self._evict_most()
+
+    def _wait(self) -> None:
+        self.lock.wait_for(lambda: not self.must_wait)
+
+    @property
+    def must_wait(self) -> bool:
+        """True while a cut has as many old rows as it may have: an update would wait."""
+        return self.rows.must_wait or (self.candidates is not None and self.candidates.must_wait)
+
+    def _not_finite(self, what: str, ids: Ids) -> LimpetError:
+        todo = 'Lower the learning rate or clip the gradients; nan="skip" drops such gradients'
+        return LimpetError(
+            f"{what} of table {self.table.name} are not finite, of ids {_listed(ids)}",
+            todo=todo if what == "gradients" else "Correct the values",
+        )
+
+    # -- deletion --------------------------------------------------------------------------------
+
+    def delete(self, ids: Any) -> int:
+        """Delete the rows of ids (integers) and what is counted of them, and return the number of
+        rows that there were. An id without a row is not an error."""
+        distinct, _ = unique(to_ids(ids).reshape(-1))
+        with self.lock:
+            self._wait()
+            return self._delete(distinct)
+
+    def _delete(self, ids: Ids) -> int:
+        if self.candidates is not None:
+            rows = self.candidates.find(ids)
+            self.candidates.delete(rows[rows >= 0])
+        rows = self.rows.find(ids)
+        self.rows.delete(rows[rows >= 0])
+        return int(np.count_nonzero(rows >= 0))
+
+    def evict(self, step: int) -> None:
+        """Evict what the table's ``Evict`` says after update ``step``; ``push`` does it itself."""
+        with self.lock:
+            self._wait()
+            self._evict_unused(step)
+            self._evict_most()
+
+    def _evict_unused(self, step: int) -> None:
+        """Evict as after the last multiple of ``every``, unless that was done: the result does not
+        depend on whether there was an update at just that step."""
+        evict = self.table.evict
+        if evict is None or (evict.unused_steps is None and evict.min_count is None):
+            return
+        step = step // evict.every * evict.every
+        if step <= self._evicted_step:
+            return
+        self._evicted_step = step
+        for rows in filter(None, (self.rows, self.candidates)):
+            live = rows.live()
+            last_steps = rows.column("last_steps").numpy()[live]
+            is_out = np.zeros(len(live), np.bool_)
+            if evict.unused_steps is not None:
+                is_out |= step - last_steps > evict.unused_steps
+            if evict.min_count is not None and rows is self.rows:
+                is_out |= rows.column("counts").numpy()[live] < evict.min_count
+            self._evict(rows, live[is_out & (last_steps <= step)])
+
+    def _evict_most(self) -> None:
+        """Keep to the maximum. Evicting down to 15/16 of it makes the cost per new row small."""
+        if self.table.evict is None or self.table.evict.max_rows is None:
+            return
+        buckets = self.stop_bucket - self.first_bucket
+        most = max(1, self.table.evict.max_rows * buckets // BUCKETS)
+        for rows in filter(None, (self.rows, self.candidates)):
+            if rows.count <= most:
+                continue
+            live, count = rows.live(), rows.count - max(1, most * 15 // 16)
+            last_steps = rows.column("last_steps").numpy()[live]
+            border = np.partition(last_steps, count - 1)[count - 1]
+            older, same = live[last_steps < border], live[last_steps == border]
+            ids, counts = rows.column("ids").numpy()[same], rows.column("counts").numpy()[same]
+            order = np.lexsort((ids, counts))[: count - len(older)]
+            self._evict(rows, np.concatenate([older, same[order]]))
+
+    def _evict(self, rows: Rows, numbers: RowNumbers) -> None:
+        rows.delete(numbers)
+        if rows is self.rows:
+            self._counts["evicted"] += len(numbers)
+
+
+def _rows_that_are_finite(x: torch.Tensor) -> NDArray[np.bool_]:
+    """Return for each row whether all its elements are finite. The sum alone says it cheaply."""
+    if bool(torch.isfinite(x.sum())):
+        return np.ones(len(x), np.bool_)
+    return torch.isfinite(x).all(dim=1).numpy()
+
+
+def _listed(ids: Ids) -> str:
+    more = f" and {len(ids) - _SHOWN:,} more" if len(ids) > _SHOWN else ""
+    return ", ".join(str(i) for i in ids[:_SHOWN]) + more
