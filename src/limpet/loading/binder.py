@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from limpet.errors import LimpetError
 from limpet.format import tree
 from limpet.format.names import join_key
 from limpet.format.numpy_dtypes import from_descr
@@ -23,8 +24,9 @@ from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, tag_of
 from limpet.state import modules, optimizers
 from limpet.state.arrays import library_of, part_library
-from limpet.state.modules import calling
+from limpet.state.modules import UNCHANGED, calling
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
+from limpet.state.streamed import Streamed
 from limpet.state.walk import IMMUTABLE_TYPES, as_dict
 from limpet.types import DTYPES, Box
 
@@ -67,6 +69,8 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         return _bind_nested(binding, _bind_sequence, value, node, key)
     if isinstance(value, Replicated):
         return _bind_wrapped(binding, value, node, key)
+    if isinstance(value, Streamed):
+        return _bind_streamed(binding, value, node, key)
     if keeps_per_rank(value) and not binding.inside_wrapper:
         return _bind_per_rank(binding, value, node, key)
     if modules.is_module(value):
@@ -80,6 +84,29 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         bind_object = bind_own_optimizer if is_optimizer else bind_stateful
         return bind_object(binding, value, node, key)
     return _bind_leaf(binding, _bind_value, value, node, key)
+
+
+def _bind_streamed(binding: Binding, value: Streamed, node: Any, key: str) -> Finalize:
+    """Compare what is plain. The member itself reads the rest, in the order of the state."""
+    if node is ABSENT:
+        binding.note_missing(key)
+    if node is ABSENT or binding.targets.is_dry or not binding.is_any_selected(node, key):
+        return lambda: value
+    is_renamed = any(f"{new}/".startswith(f"{key}/") for new in binding.renames.values())
+    if is_renamed or not all(binding.selected(k) for k, _ in tree.walk(node, key)):
+        raise LimpetError(f"keys= and rename= must leave {key!r} whole, and as it was saved")
+    if binding.dict_members(value, node, key) is None:
+        return lambda: value
+    with calling(value, key, "differences", f"Nothing was loaded. {UNCHANGED}"):
+        found = value.differences(tree.decode(node, key, lambda node, key: None))
+    binding.differences.kinds |= {join_key(key, name): text for name, text in found.items()}
+
+    def restore() -> Any:
+        with calling(value, key, "restore", STATE_INVALID, live_state="not valid"):
+            value.restore(binding.targets.snapshot, key)
+        return value
+
+    return restore
 
 
 def _bind_with_inner(binding: Binding, value: Any, node: Any, key: str) -> Finalize:

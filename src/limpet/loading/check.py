@@ -23,6 +23,7 @@ from limpet.loading.binding import Binding
 from limpet.loading.targets import LoadTargets
 from limpet.state.arrays.own import Source
 from limpet.state.flatten import FlatState
+from limpet.state.streamed import streamed_levels
 
 _JSON: StrictDecoder[Any] = StrictDecoder(msgspec.json.Decoder())
 _encoder = msgspec.json.Encoder()
@@ -39,8 +40,10 @@ def check_once(
     """Call ``check_loadable``, unless the same leaves of the same objects were checked before. A
     state that is too deep for this call stack is not checked: a load may begin in a shorter one."""
     global _checked
+    below = streamed_levels(state)
+    leaves = [s for s in flat.leaves if not s.key.startswith(below)] if below else flat.leaves
     # faster than a tuple for each leaf, because this runs at each save
-    fields = (map(attrgetter(name), flat.leaves) for name in ("key", "dtype", "shape"))
+    fields = (map(attrgetter(name), leaves) for name in ("key", "dtype", "shape"))
     structure = hash((*chain(*fields), *flat.states, *map(str, state)))
     if structure not in _checked:
         with suppress(RecursionError):
@@ -52,7 +55,8 @@ def check_loadable(state: dict[str, Any], flat: FlatState, tree: Any, rank: int)
     """Raise ``Unsupported`` if no load could restore the ``tree`` of a snapshot of this rank alone
     into the ``state`` that it was made from. No element is read, and no ``state_dict()`` called
     (but for objects whose ``check_state_dict()`` fails)."""
-    if any(isinstance(leaf.source, Source) for leaf in flat.leaves):
+    sources = [leaf.key for leaf in flat.leaves if isinstance(leaf.source, Source)]
+    if not all(key.startswith(streamed_levels(state)) for key in sources):
         return  # a load gets arrays in their place
     try:
         tree = _JSON.decode(_encoder.encode(tree))

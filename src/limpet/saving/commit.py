@@ -24,7 +24,7 @@ from limpet.format.manifest import (
     Shard,
     check_manifest,
 )
-from limpet.format.names import MANIFEST
+from limpet.format.names import MANIFEST, escape_level, join_key
 from limpet.format.sealed import check_length, seal
 from limpet.format.tree import check_tree
 from limpet.layout.devices import merge_device_maps
@@ -37,6 +37,7 @@ from limpet.saving.staging import DeferredStaging
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, describe_run, versions_in
 from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.state.streamed import Streamed, end_members
 from limpet.storage.store import MappedUpload
 from limpet.threads import Workers, look_up_each, no_op
 from limpet.version import __version__
@@ -102,7 +103,8 @@ NO_RESULT = CommitResult("", 0, 0)
 
 @dataclass(slots=True)
 class SaveJob(AbstractContextManager["SaveJob"]):
-    """A save between its halves: staged, or ready to be. A ``with`` block releases its memory."""
+    """A save between its halves: staged, or ready to be. A ``with`` block releases its memory, and
+    ends the save of the streamed ``members`` of the state."""
 
     location: Location
     metadata: VersionMetadata
@@ -121,13 +123,17 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     devices: Mapping[str, Any] = field(default_factory=dict)
     copy_to_peers: Callable[[Any], object] = no_op  # gets the Receipt once the files are written
     result: CommitResult = NO_RESULT
+    members: list[tuple[str, Streamed]] = field(default_factory=list)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release the buffers and the references to the live state, and leave the collective."""
-        if self.deferred is not None:
-            self.deferred.release()
-        self.release_memory()
-        self.collective.close()
+        try:
+            if self.deferred is not None:
+                self.deferred.release()
+            self.release_memory()
+            self.collective.close()
+        finally:
+            end_members(self.members, self.result.digest or None, error)
 
     def release_memory(self) -> None:
         """Release the buffers, and abort the upload unless it was committed."""
@@ -152,6 +158,9 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         devices = merge_device_maps(map(attrgetter("devices"), receipts))
         if devices is not None:
             added["devices"] = tree.encode(devices, "metadata/devices", tree.reject_value)
+        members = ((key, name) for key, member in self.members for name in member.tables)
+        if tables := [join_key(key, escape_level(name)) for key, name in members]:
+            added["tables"] = {"list": tables}
         return Manifest(
             attempt=self.partition.attempt,
             created=machine.utc_now(),

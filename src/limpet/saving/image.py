@@ -70,11 +70,11 @@ class Image:
         counts = [0, *accumulate(map(int, on_device))]
         split: tuple[list[Piece], list[Piece]] = [], []
         for piece in pieces:
-            first, last = self._boxes_between(piece.start, piece.stop)
+            first, last = self.boxes_between(piece.start, piece.stop)
             split[piece.start < len(self.header) or counts[first] == counts[last]].append(piece)
         return split
 
-    def _boxes_between(self, start: int, stop: int) -> tuple[int, int]:
+    def boxes_between(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first box with bytes between two file offsets, and the one after the last."""
         return bisect_right(self.box_starts, start) - 1, bisect_left(self.box_starts, stop)
 
@@ -89,12 +89,12 @@ class Image:
     def copy_range(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
         """Copy the data at these file offsets to ``buffer_offset`` of the buffer."""
         self.begin_copy(start, stop, buffer, buffer_offset)
-        first, last = self._boxes_between(start, stop)
+        first, last = self.boxes_between(start, stop)
         synchronize(self.sources[first:last])
 
     def begin_copy(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
         """Copy as ``copy_range``; copies from accelerators may end only with ``synchronize``."""
-        first, last = self._boxes_between(start, stop)
+        first, last = self.boxes_between(start, stop)
         shift = buffer_offset - start
         boxes: Iterable[int] = range(first, last)
         if last - first >= _MANY_BOXES:  # all but the first and the last one are copied completely

@@ -7,10 +7,11 @@ reference names the file that holds the bytes; references never form chains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,7 @@ Hashes = NDArray[np.uint64]
 class BaseVersion:
     """What one rank may refer to of an earlier version: its folder, and some or all shards."""
 
+    digest: str
     folder: str
     shards: Sequence[Shard]
     indexes: Sequence[ShardIndex]
@@ -62,7 +64,18 @@ class BaseVersion:
         except (FormatError, NotFound) as e:
             events.emit("skipped", version=str(snapshot.version), error=e)
             shards = []
-        return cls(snapshot.location.folder.rpartition("/")[2], shards, indexes)
+        return cls(snapshot.digest, snapshot.location.folder.rpartition("/")[2], shards, indexes)
+
+    def find_boxes(self, keys: Collection[str]) -> dict[Any, tuple[ShardIndex, int, Any]]:
+        """Return the index, offset, and sizes of the boxes of some leaves, by key, dtype, and
+        offsets in the leaf."""
+        return {
+            (leaf.key, leaf.dtype, box.offsets): (index, box.at, box.sizes)
+            for index in self.indexes
+            for leaf in index.leaves
+            if leaf.key in keys
+            for box in leaf.boxes
+        }
 
 
 def as_sibling(location: Location, base: SnapshotReader) -> SnapshotReader | None:
@@ -115,32 +128,21 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
     """Return the image with large boxes cut into the same chunks as in the base. With cuts at
     multiples of ``BLOCK_SIZE``, one leaf of another size would change all chunks behind it."""
     data_cuts = image.cuts - len(image.header)
-    indexes = base.indexes
-    if any(np.array_equal(index.cuts - index.header, data_cuts) for index in indexes):
+    if any(np.array_equal(index.cuts - index.header, data_cuts) for index in base.indexes):
         return image
     lengths = np.array(image.box_ends) - np.array(image.box_starts)
     large = np.flatnonzero(lengths >= shard_layout.SMALL_BOX_BYTES).tolist()
-    keys = {image.leaf_boxes[i].key for i in large}
-    base_boxes = {
-        (leaf.key, leaf.dtype, box.offsets): (
-            index.cuts,
-            box.at,
-            DTYPES[leaf.dtype].itemsize * prod(box.sizes),
-        )
-        for index in indexes
-        for leaf in index.leaves
-        if leaf.key in keys
-        for box in leaf.boxes
-    }
+    base_boxes = base.find_boxes({image.leaf_boxes[i].key for i in large})
     keep = np.ones(len(image.cuts), bool)
     aligned_cuts = []
     for i in large:
         leaf_box, start, end = image.leaf_boxes[i], image.box_starts[i], image.box_ends[i]
         base_box = base_boxes.get((leaf_box.key, leaf_box.dtype, leaf_box.box.offsets))
         if base_box is not None:
-            cuts, at, nbytes = base_box
-            inside = _cuts_between(cuts, at, at + min(nbytes, end - start))
-            aligned_cuts.append(cuts[inside] - at + start)
+            index, at, sizes = base_box
+            nbytes = DTYPES[leaf_box.dtype].itemsize * prod(sizes)
+            inside = _cuts_between(index.cuts, at, at + min(nbytes, end - start))
+            aligned_cuts.append(index.cuts[inside] - at + start)
             keep[_cuts_between(image.cuts, start, end)] = False
     cuts = sorted_unique(np.concatenate([image.cuts[keep], *aligned_cuts]))
     # a leaf may have grown, or the writer of the base may use longer chunks
@@ -150,6 +152,27 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
 def _cuts_between(cuts: Ints, low: int, high: int) -> slice:
     """Return where in ``cuts`` those strictly between two offsets are."""
     return slice(*np.searchsorted(cuts, [low + 1, high]).tolist())
+
+
+def carried_digests(base: BaseVersion, image: Image) -> dict[int, str]:
+    """Return the digests of chunks of ``carried`` sources, as the indexes of the base have them.
+    This compares keys and offsets, not hashes of them, because nothing compares the bytes."""
+    places = [getattr(source, "carried", None) for source in image.sources]
+    base_boxes = base.find_boxes({place[1] for place in places if place is not None})
+    digests: dict[int, str] = {}
+    for i, place in enumerate(places):
+        leaf_box, start = image.leaf_boxes[i], image.box_starts[i]
+        found = base_boxes.get((leaf_box.key, leaf_box.dtype, leaf_box.box.offsets))
+        if found is None or place != (base.digest, leaf_box.key, leaf_box.box.offsets):
+            continue
+        index, at, sizes = found
+        first, last = np.searchsorted(image.cuts, [start, image.box_ends[i] + 1]).tolist()
+        for c in range(first + 1, last if sizes == leaf_box.box.sizes else 0):
+            ends = image.cuts[c - 1 : c + 1] - start + at
+            n = int(np.searchsorted(index.cuts, ends[1]))
+            if np.array_equal(index.cuts[n - 1 : n + 1], ends):
+                digests[c] = index.chunk_digest(n)
+    return digests
 
 
 @gc_paused

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -42,6 +42,7 @@ from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import FlatState, flatten
 from limpet.state.step_hooks import find_stable_leaves
+from limpet.state.streamed import begin_members, find_streamed
 from limpet.state.walk import as_dict
 from limpet.text import format_list
 from limpet.threads import Workers, gc_paused, no_op
@@ -150,10 +151,12 @@ def begin_save(
     stages parameters and optimizer slots, so no optimizer may step before ``deferred.done``.
     """
     started_at = time.perf_counter()
-    group = group or Group()
-    collective = group.collective(f"the save of {location.name}", deadline=location.deadline)
+    group, streamed = group or Group(), find_streamed(state)
+    operation = ", with ".join([f"the save of {location.name}", *dict(streamed)])
+    collective = group.collective(operation, deadline=location.deadline)
     workers = Workers.create(pool, collective.advance, location.check_time)
-    with collective, enough_memory(f"the save of {location.name}"):
+    begin = begin_members(streamed, base, group, collective)
+    with collective, enough_memory(operation), begin as members:
         if group.rank == 0:
             raise_if_exists(location)
         metadata_node = metadata.to_node()
@@ -178,15 +181,11 @@ def begin_save(
             workers=workers,
             started_at=started_at,
             devices=flat.devices(),
+            members=members,
         )
         try:
             if stage_now:
-                now, later = split_pieces(
-                    image, job.pieces, find_stable_leaves(state, flat) if overlap else ()
-                )
-                job.upload = put_local_shard(job)
-                stage_pieces(image, now, workers, job.upload)
-                job.deferred = DeferredStaging(image, later, job.upload)
+                _stage_now(job, find_stable_leaves(state, flat) if overlap else ())
             job.staged_at = time.perf_counter()
             seconds = job.staged_at - started_at
             events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
@@ -197,6 +196,14 @@ def begin_save(
             # The other ranks already continue training, so all ranks raise at the end of the save.
             job.staging_error = e
     return job
+
+
+def _stage_now(job: SaveJob, stable_keys: Collection[str]) -> None:
+    """Copy what may change from now on, but for leaves that only an optimizer's step changes."""
+    now, later = split_pieces(job.image, job.pieces, stable_keys)
+    job.upload = put_local_shard(job)
+    stage_pieces(job.image, now, job.workers, job.upload)
+    job.deferred = DeferredStaging(job.image, later, job.upload)
 
 
 def finish_save(

@@ -16,6 +16,7 @@ from limpet.buffers import Buffer
 from limpet.ranks.group import Group
 from limpet.saving.image import Image, Piece, release_buffers, synchronize
 from limpet.state.arrays import part_library
+from limpet.state.arrays.own import Source
 from limpet.state.flatten import FlatState
 from limpet.storage.store import MappedUpload
 from limpet.threads import Latch, Workers
@@ -104,8 +105,9 @@ class DeferredStaging:
             self.release()
 
     def release(self) -> None:
-        """Drop the references to the live state, and set ``done``."""
-        self._image.sources.clear()  # frees temporary copies
+        """Drop the references to the live state, unless something is held, and set ``done``."""
+        if not _has_held(self._image):
+            self._image.sources.clear()  # frees temporary copies
         self.done.set()
 
     def _read_versions(self) -> list[object]:
@@ -128,21 +130,25 @@ def split_pieces(
     image: Image, pieces: Sequence[Piece], stable_keys: Collection[str]
 ) -> tuple[list[Piece], list[Piece]]:
     """Split the pieces into those to stage now and those to stage later. The later ones hold only
-    leaves that do not change until an optimizer steps (``stable_keys``)."""
-    if not stable_keys:
+    leaves that do not change until an optimizer steps (``stable_keys``). Those that hold only what
+    is held until the save ends are not staged."""
+    if not (stable_keys or _has_held(image)):
         return list(pieces), []
-    unstable = [
-        (a, b)
-        for leaf_box, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
-        if leaf_box.key not in stable_keys and b > a
+    boxes = zip(image.leaf_boxes, image.sources, image.box_starts, image.box_ends, strict=True)
+    kinds = [
+        2 if a == b or getattr(source, "is_held", False) else int(leaf_box.key in stable_keys)
+        for leaf_box, source, a, b in boxes
     ]
-    starts, stops = [a for a, _ in unstable], [b for _, b in unstable]
-    now: list[Piece] = []
-    later: list[Piece] = []
+    parts: tuple[list[Piece], ...] = [], [], []
     for piece in pieces:
-        is_stable = not _overlaps(starts, stops, piece.start, piece.stop)
-        (later if is_stable and piece.start >= len(image.header) else now).append(piece)
-    return now, later
+        found = slice(*image.boxes_between(piece.start, piece.stop))
+        parts[0 if piece.start < len(image.header) else min(kinds[found])].append(piece)
+    return parts[0], parts[1]
+
+
+def _has_held(image: Image) -> bool:
+    """Return True if the image may have bytes that are held until the save ends."""
+    return any(issubclass(cls, Source) for cls in {*map(type, image.sources)})
 
 
 def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -59,7 +59,8 @@ def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
     base_version = None if base is None else incremental.BaseVersion.from_snapshot(base, collective)
     if base_version is not None and base_version.shards:
         aligned = incremental.align_chunks(image, base_version)
-        digests = digest_chunks(aligned, pieces, workers)
+        known = incremental.carried_digests(base_version, aligned)
+        digests = digest_chunks(aligned, pieces, workers, known)
         layout = incremental.make_incremental_layout(base_version, aligned, digests)
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers, job.upload)
@@ -231,10 +232,12 @@ def digest_chunks(
     image: Image,
     pieces: Sequence[Piece],
     workers: Workers,
+    known: Mapping[int, str],
 ) -> list[str]:
-    """Return the digest of every chunk; one that is not staged is copied to a temporary buffer."""
+    """Return the digest of every chunk, also if ``known``; one that is not staged is copied to a
+    temporary buffer."""
     chunks = ImageChunks(image, pieces)
-    digests = [digest(image.header)] + [""] * (len(chunks.cuts) - 1)
+    digests = [digest(image.header)] + [known.get(c, "") for c in range(1, len(chunks.cuts))]
 
     def digest_chunk(chunk: int) -> None:
         staged = chunks.staged_spans(chunk, 0, chunks.length(chunk))
@@ -244,7 +247,7 @@ def digest_chunks(
             with workers.buffer() as buffer:
                 digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
 
-    workers.each(range(1, len(digests)), digest_chunk, image.length)
+    workers.each([c for c, found in enumerate(digests) if not found], digest_chunk, image.length)
     return digests
 
 

@@ -39,6 +39,7 @@ from limpet.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
+from limpet.state.streamed import Streamed
 from limpet.state.walk import as_dict, map_containers, storage_address, to_local
 from limpet.text import with_article
 from limpet.threads import gc_paused
@@ -84,7 +85,8 @@ class FlatState:
         devices: dict[str, Any] = {}
         have_devices = set()
         for cls in {*map(type, map(attrgetter("source"), self.leaves))}:
-            if (has_device := part_library(cls).has_device) is None:
+            has_device = part_library(cls).has_device
+            if has_device is None and not getattr(cls, "is_held", False):
                 return {}
             if has_device:
                 have_devices.add(cls)
@@ -237,8 +239,13 @@ class _Flattener:
             keeps_per_rank(value) and self.forced_replication is None
         ):
             return self._encode_rank_dependent(value, key, depth)
+        is_streamed = isinstance(value, Streamed)
+        if is_streamed and depth != 1:
+            raise unsupported(value, key, "it is streamed", "Put it itself into the state's dict")
         modules.require_complete(value, key)
         self.enclosing_ids.append(id(value))
+        if is_streamed:  # each rank declares which elements it has
+            self.forced_replication = Replication.REPLICATED
         try:
             if modules.is_module(value):
                 raw = self.flat.states[id(value), key] = modules.state_dict_of(value, key)
@@ -248,6 +255,8 @@ class _Flattener:
                 groups = join_key(key, "groups")
                 params = (f"{groups}/{i}/params" for i in range(len(state["groups"])))
                 self.flat.merged_lists += [groups, *params]
+            elif is_streamed:
+                state = modules.state_dict_of(value, key)
             elif is_stateful:
                 return self._encode_stateful(value, key, depth)
             else:
@@ -255,6 +264,8 @@ class _Flattener:
             return nodes.encode(state, key, self.encode_value, depth)
         finally:
             self.enclosing_ids.pop()
+            if is_streamed:
+                self.forced_replication = None
 
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
         """Encode an object by its ``state_dict()``. An error for a value in it names both."""

@@ -43,6 +43,7 @@ from limpet.training.options import (
     check_arguments,
     check_not_version,
     check_state,
+    check_streamed,
     check_writable,
 )
 from limpet.training.preemption_plan import DEFAULT, Preemption
@@ -170,6 +171,7 @@ class Checkpointer:
         take_over(self._ending)
 
     def _make_parts(self, options: Options) -> None:
+        self._options = options
         self._early_stop = EarlyStop(options.stop, self.run, self._group)
         self._step_counter = StepCounter(self.state)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
@@ -196,6 +198,7 @@ class Checkpointer:
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
         preemption, is_never = options.preemption, isinstance(options.save, Never)
         saves_alone = not (is_never or self._all_ranks.members)  # without the parts of the members
+        saves_alone = saves_alone and not check_streamed(self.state, options)
         self._savepoint = StepSavepoint(
             self.state,
             is_required=options.save.on_exception,
@@ -676,6 +679,8 @@ class Checkpointer:
             return
         state = check_state(self._state_function())
         check_position(self.run, state)
+        if check_streamed(state, self._options):
+            self._savepoint.is_useful = False
         self._step_counter.attach(state)
         self._savepoint.attach(state)
         self.state, self._state_function = state, None

@@ -23,6 +23,7 @@ from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unwritable
 from limpet.state.modules import EXTRA_STATE
+from limpet.state.streamed import find_streamed
 from limpet.state.walk import check_replaceable
 from limpet.storage.local.store import LocalStore
 from limpet.text import MAX_SHOWN, format_list, to_repr, with_article
@@ -153,6 +154,17 @@ def check_state(state: Any) -> Any:
                 leaf=key,
             )
     return state
+
+
+def check_streamed(state: Any, options: Options) -> bool:
+    """Return True if the state has streamed members. Raises ``LimpetError`` for an option that uses
+    copies of the state, which would lack them."""
+    used = "tiers=" if options.tiers else "overlap=True" if options.overlap else None
+    used = "OnException" if options.save.on_exception else used
+    members = find_streamed(state)
+    for key, _ in members if used else ():
+        raise LimpetError(f"{used} cannot be combined with {key!r} in the state: no copy has it")
+    return bool(members)
 
 
 def check_writable(state: dict[str, Any]) -> None:

@@ -20,8 +20,13 @@ class Source(ABC):
 
     ``dtype``: its name in ``limpet.types.DTYPES``; ``shape``: of the whole tensor. A save reads
     ranges in several threads, in any order, some of them twice. They must not change meanwhile.
+    ``is_held``: not until the save ends. An asynchronous save then copies nothing when it begins.
+    ``carried``: a version has the same elements: its digest, the key, and their offsets in the
+    leaf. A save that refers to it need not read them.
     """
 
+    is_held = False
+    carried: tuple[str, str, tuple[int, ...]] | None = None
     dtype: str
     shape: tuple[int, ...]
 
@@ -38,14 +43,18 @@ class Source(ABC):
         d = len(index) - 1
         first, stop, _ = index[d].indices(self.shape[d])
         begin = first * (self.nbytes // self.shape[d])
-        return _Part(self, begin, (*self.shape[:d], stop - first, *self.shape[d + 1 :]))
+        part = _Part(self, begin, (*self.shape[:d], stop - first, *self.shape[d + 1 :]))
+        if self.carried is not None:
+            digest, key, at = self.carried
+            part.carried = digest, key, (*at[:d], at[d] + first, *at[d + 1 :])
+        return part
 
 
 class _Part(Source):
     """A part of a source that begins at byte ``begin``."""
 
     def __init__(self, whole: Source, begin: int, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = whole.dtype, shape
+        self.dtype, self.shape, self.is_held = whole.dtype, shape, whole.is_held
         self._whole, self._begin = whole, begin
 
     def read_into(self, start: int, view: memoryview) -> None:
@@ -90,7 +99,8 @@ class _Boxes(ArrayLibrary):
 
 
 class _Imported(ArrayLibrary):
-    """The boxes of an array in a foreign checkpoint, as its reader has found them."""
+    """The boxes of an array in a foreign checkpoint, as its reader has found them, or of a member
+    of the state that is streamed."""
 
     def describe(self, value: LocalBoxes) -> tuple[str, str]:
         return value.tag, value.dtype

@@ -1,0 +1,101 @@
+"""Members of a state whose arrays are read while a save runs, such as tables on servers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from limpet.format.tree import child_keys
+from limpet.ranks.collective import Collective
+from limpet.ranks.group import Group
+from limpet.state.modules import calling
+from limpet.state.walk import as_dict
+
+
+class Streamed(ABC):
+    """A member at the top level of a state that keeps a cut of itself for a save, during which it
+    may change, and restores itself. All ranks of the group have one under the same key, or none.
+
+    ``tables``: the names of its tables on all ranks, which the metadata of a version lists.
+    """
+
+    tables: Sequence[str] = ()
+
+    @abstractmethod
+    def begin_save(self, base: Any, group: Group) -> None:
+        """Begin a save on all ranks of the ``Group``, whose collectives this may use. ``base``: the
+        ``SnapshotReader`` of the version to which the save may refer, or None."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tree of the save that has begun, whose large leaves are held ``Source``s, or
+        ``LocalBoxes`` of them; otherwise, only plain values. No rank compares the elements."""
+
+    @abstractmethod
+    def end_save(self, digest: str | None, error: BaseException | None) -> None:
+        """End the save, in any thread, once for each ``begin_save``, also for one that raised.
+        ``digest``: of the committed manifest, or None: it failed, or its outcome is unknown."""
+
+    @abstractmethod
+    def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """Return what of the ``saved`` tree, with None for each leaf, does not fit: both sides as
+        text (``64, live 32``) by relative key. Nothing was changed yet."""
+
+    @abstractmethod
+    def restore(self, snapshot: Any, key: str) -> None:
+        """Read what is below ``key`` from a ``SnapshotReader``, alone and checked. Raises
+        ``FormatError`` for damage: a resume then restores an older version, on all ranks."""
+
+
+def find_streamed(state: Any) -> list[tuple[str, Streamed]]:
+    """Return the streamed members of a state by key, in the order that all ranks use."""
+    state = as_dict(state)
+    if type(state) is not dict or not any(isinstance(v, Streamed) for v in state.values()):
+        return []
+    keyed = zip(child_keys([*state], ""), state.values(), strict=True)
+    return sorted((key, value) for key, value in keyed if isinstance(value, Streamed))
+
+
+def streamed_levels(state: Any) -> tuple[str, ...]:
+    """Return how the keys in the streamed members begin."""
+    return tuple(f"{key}/" for key, _ in find_streamed(state))
+
+
+@contextmanager
+def begin_members(
+    members: Sequence[tuple[str, Streamed]], base: Any, group: Group, collective: Collective
+) -> Iterator[list[tuple[str, Streamed]]]:
+    """Begin the save of each member, and yield them. End it if the block raises. The ranks refer to
+    the ``base`` of rank 0, or to none."""
+    begun: list[tuple[str, Streamed]] = []
+    try:
+        if members:
+            digest = collective.broadcast("" if base is None else base.digest, str)
+            base = base if base is not None and base.digest == digest else None
+        for key, member in members:
+            begun.append((key, member))
+            with calling(member, key, "begin_save", "Nothing was saved"):
+                member.begin_save(base, group)
+        yield begun
+    except BaseException as e:
+        end_members(begun, None, e)
+        raise
+
+
+def end_members(
+    begun: list[tuple[str, Streamed]], digest: str | None, error: BaseException | None
+) -> None:
+    """End the save of each member once. What one raises is a note of the save's ``error``."""
+    if begun:
+        key, member = begun.pop()
+        try:
+            with calling(member, key, "end_save", "The version is saved", committed=digest):
+                member.end_save(digest, error)
+        except Exception as e:
+            if error is None:
+                raise
+            error.add_note(str(e))
+        finally:
+            end_members(begun, digest, error)
