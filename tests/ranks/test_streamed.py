@@ -258,7 +258,7 @@ def test_differences_of_one_rank_are_those_of_all():
 # -- members that make no steps --------------------------------------------------------------------
 
 
-def run_with_members(run, tables, train, name):
+def run_with_members(run, tables, train, name, *, incremental=True):
     """Train as rank 0, whose table has no rows, beside a ``Member`` for each other table."""
     found = [None] * len(tables)
     with limpet.Group.join(HERE, 0, len(tables), members=len(tables) - 1, name=name) as group:
@@ -278,7 +278,11 @@ def run_with_members(run, tables, train, name):
         for thread in threads:
             thread.start()
         with limpet.Checkpointer(
-            run, state_of(tables[0]), save=limpet.EverySteps(1), group=group, incremental=True
+            run,
+            state_of(tables[0]),
+            save=limpet.EverySteps(1),
+            group=group,
+            incremental=incremental,
         ) as ckpt:
             train(ckpt)
     for thread in threads:
@@ -321,3 +325,43 @@ def test_a_member_of_the_group_has_a_streamed_member(tmp_path):
     restored[0].restore = lambda snapshot, key: None
     run_with_members(tmp_path, restored, lambda ckpt: ckpt.resume(check=True), "resume")
     assert whole(restored[1:]) == whole(tables[1:])
+
+
+def test_without_a_base_of_rank_0_no_member_has_one(tmp_path):
+    """A ``Member`` does not know whether the training saves incrementally."""
+    tables = server_tables(2, 40_000)
+
+    def train(ckpt):
+        for _ in range(3):
+            ckpt.wait()
+            ckpt.step()
+
+    run_with_members(tmp_path, tables, train, "full", incremental=False)
+    assert [table.base for table in tables] == [None] * 3
+    assert [version.chain for version in Run(tmp_path).snapshots()] == [0, 0, 0]
+
+
+def test_a_member_that_fails_ends_the_save_of_all(tmp_path):
+    tables = server_tables(2, 40_000)
+    reads = []
+
+    def before_read():
+        if len(reads) == 0:
+            reads.append(1)
+            raise StoreError("the memory is gone")
+
+    tables[2].before_read = before_read
+
+    def train(ckpt):
+        ckpt.step()
+        with pytest.raises(LimpetError, match="the memory is gone"):
+            ckpt.wait()
+        ckpt.step()
+
+    run_with_members(tmp_path, tables, train, "failing")
+    (version,) = Run(tmp_path).snapshots()
+    assert version.step == 2
+    assert loaded(version) == whole(tables[1:])
+    for table in tables:
+        ends = [digest for digest, _ in (c for c in table.calls if type(c) is tuple)]
+        assert ends == [None, reader_of(version).digest]

@@ -23,7 +23,6 @@ from limpet.loading.binding import Binding
 from limpet.loading.targets import LoadTargets
 from limpet.state.arrays.own import Source
 from limpet.state.flatten import FlatState
-from limpet.state.streamed import streamed_levels
 
 _JSON: StrictDecoder[Any] = StrictDecoder(msgspec.json.Decoder())
 _encoder = msgspec.json.Encoder()
@@ -40,8 +39,9 @@ def check_once(
     """Call ``check_loadable``, unless the same leaves of the same objects were checked before. A
     state that is too deep for this call stack is not checked: a load may begin in a shorter one."""
     global _checked
-    below = streamed_levels(state)
-    leaves = [s for s in flat.leaves if not s.key.startswith(below)] if below else flat.leaves
+    leaves = flat.leaves
+    if flat.streamed:  # of which each save has others
+        leaves = [leaf for leaf in leaves if not leaf.key.startswith(flat.streamed)]
     # faster than a tuple for each leaf, because this runs at each save
     fields = (map(attrgetter(name), leaves) for name in ("key", "dtype", "shape"))
     structure = hash((*chain(*fields), *flat.states, *map(str, state)))
@@ -56,7 +56,7 @@ def check_loadable(state: dict[str, Any], flat: FlatState, tree: Any, rank: int)
     into the ``state`` that it was made from. No element is read, and no ``state_dict()`` called
     (but for objects whose ``check_state_dict()`` fails)."""
     sources = [leaf.key for leaf in flat.leaves if isinstance(leaf.source, Source)]
-    if not all(key.startswith(streamed_levels(state)) for key in sources):
+    if not all(key.startswith(flat.streamed) for key in sources):
         return  # a load gets arrays in their place
     try:
         tree = _JSON.decode(_encoder.encode(tree))

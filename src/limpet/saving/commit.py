@@ -37,7 +37,7 @@ from limpet.saving.staging import DeferredStaging
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, describe_run, versions_in
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.state.streamed import Streamed, end_members
+from limpet.state.streamed import Members, end_members
 from limpet.storage.store import MappedUpload
 from limpet.threads import Workers, look_up_each, no_op
 from limpet.version import __version__
@@ -123,7 +123,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     devices: Mapping[str, Any] = field(default_factory=dict)
     copy_to_peers: Callable[[Any], object] = no_op  # gets the Receipt once the files are written
     result: CommitResult = NO_RESULT
-    members: list[tuple[str, Streamed]] = field(default_factory=list)
+    members: Members = field(default_factory=dict)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release the buffers and the references to the live state, and leave the collective."""
@@ -158,7 +158,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         devices = merge_device_maps(map(attrgetter("devices"), receipts))
         if devices is not None:
             added["devices"] = tree.encode(devices, "metadata/devices", tree.reject_value)
-        members = ((key, name) for key, member in self.members for name in member.tables)
+        members = ((key, name) for key, member in self.members.items() for name in member.tables)
         if tables := [join_key(key, escape_level(name)) for key, name in members]:
             added["tables"] = {"list": tables}
         return Manifest(
@@ -298,8 +298,7 @@ def check_receipts(
             shards.append(shard)
             files.append((rank, shard.path, shard.length))
             files.append((rank, shard.index_path, shard.index.length))
-            for file in shard.refers:
-                referred.add((file.path, file.length))
+            referred.update((file.path, file.length) for file in shard.refers)
     if location.is_per_host:  # each rank has checked its files before it sent its receipt
         return shards
     for path, length in sorted(referred):

@@ -67,8 +67,7 @@ class BaseVersion:
         return cls(snapshot.digest, snapshot.location.folder.rpartition("/")[2], shards, indexes)
 
     def find_boxes(self, keys: Collection[str]) -> dict[Any, tuple[ShardIndex, int, Any]]:
-        """Return the index, offset, and sizes of the boxes of some leaves, by key, dtype, and
-        offsets in the leaf."""
+        """Return index, offset, and sizes of the boxes of some leaves, by key, dtype, offsets."""
         return {
             (leaf.key, leaf.dtype, box.offsets): (index, box.at, box.sizes)
             for index in self.indexes
@@ -204,19 +203,14 @@ def make_incremental_layout(
     is_joined = ChunkRefs(chunk_files, chunk_offsets).is_contiguous_with_next(cuts)[1:]
     firsts = [1, *(np.flatnonzero(~is_joined) + 2).tolist()]
     layout = IncrementalLayout(
-        image,
-        header,
-        digests,
-        written,
-        spans,
-        len(header) + sum(stop - start for start, stop, _ in spans),
-        list(
-            zip(firsts, chunk_files[firsts].tolist(), chunk_offsets[firsts].tolist(), strict=True)
-        ),
-        [
-            ShardReference(path, length, used_bytes[number])
-            for (path, length), number in files.items()
-        ],
+        image=image,
+        header=header,
+        digests=digests,
+        written=written,
+        spans=spans,
+        length=len(header) + sum(stop - start for start, stop, _ in spans),
+        runs=[*zip(firsts, chunk_files[firsts].tolist(), chunk_offsets[firsts].tolist())],
+        refers=[ShardReference(path, n, used_bytes[i]) for (path, n), i in files.items()],
     )
     # do not commit an index that a reader would reject
     expand_runs(
@@ -258,12 +252,8 @@ def _find_in_base(
         for c, layout_hash in enumerate(_chunk_layout_hashes(rows, index.cuts), 1):
             path, at = index.locate_chunk(c)
             base_chunks[layout_hash, index.chunk_digest(c)] = (*files[path], at)
-    rows = [
-        (hash((leaf_box.key, leaf_box.dtype, leaf_box.box.offsets)), start, end - start)
-        for leaf_box, start, end in zip(
-            image.leaf_boxes, image.box_starts, image.box_ends, strict=True
-        )
-    ]
+    boxes = zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
+    rows = [(hash((b.key, b.dtype, b.box.offsets)), start, end - start) for b, start, end in boxes]
     layout_hashes = enumerate(_chunk_layout_hashes(rows, image.cuts), 1)
     return [None, *(base_chunks.get((h, digests[c])) for c, h in layout_hashes)]
 

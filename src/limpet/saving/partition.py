@@ -144,13 +144,9 @@ def partition_state(
 def _partition_locally(flat: FlatState, rank: int) -> Partition:
     """Return the partition of one process, which writes all of its boxes. They must cover every
     leaf; raises ``PlanError``."""
-    is_partial = False
-    sources: list[Any] = []
-    leaf_boxes: list[LeafBox] = []
-    for leaf in flat.leaves:
-        sources.append(leaf.source)
-        leaf_boxes.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box))
-        is_partial = is_partial or leaf.box.sizes != leaf.shape
+    sources = [leaf.source for leaf in flat.leaves]
+    leaf_boxes = [LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box) for leaf in flat.leaves]
+    is_partial = any(leaf.box.sizes != leaf.shape for leaf in flat.leaves)
     plan = make_global_plan([make_local_plan(leaf_boxes)]) if is_partial else None
     return Partition(random_id(), sources, leaf_boxes, local_tree(flat, rank), plan)
 
@@ -185,12 +181,8 @@ class _LocalRank:
     def __init__(self, flat: FlatState, leaves: Sequence[LocalLeaf], workers: Workers) -> None:
         self.flat = flat
         self.leaf_boxes = [LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box) for leaf in leaves]
-        self.from_first = np.array(
-            [leaf.replication == Replication.FROM_FIRST for leaf in leaves], bool
-        )
-        self._unverified = [
-            leaf for leaf in flat.leaves if leaf.replication == Replication.UNVERIFIED
-        ]
+        self.from_first = np.array([s.replication == Replication.FROM_FIRST for s in leaves], bool)
+        self._unverified = [s for s in flat.leaves if s.replication == Replication.UNVERIFIED]
         self._value_digests = digest_values(self._unverified, workers)
         self.structure = xxh3_128_digest(
             digest_leaf_boxes(self.leaf_boxes) + self.from_first.tobytes()
@@ -272,13 +264,9 @@ class _Coordinator:
     def _compare_values(self, encoded_values: Mapping[int, bytes]) -> None:
         """Raise ``PlanError`` for leaves whose elements differ between the ranks that have them."""
         ranks_by_digest: dict[str, dict[bytes, list[int]]] = {}
+        sent = [(s.unverified_keys, s.unverified_values) for s in self._summaries]
         for r, raw in encoded_values.items():
-            same = (self._summaries[r].unverified_keys, self._summaries[r].unverified_values)
-            ranks = [
-                i
-                for i, s in enumerate(self._summaries)
-                if (s.unverified_keys, s.unverified_values) == same
-            ]
+            ranks = [i for i, each in enumerate(sent) if each == sent[r]]
             for key, digest in _VALUE_DIGESTS.decode(raw):
                 ranks_by_digest.setdefault(key, {}).setdefault(digest, []).extend(ranks)
         mismatches = {key: ranks for key, ranks in ranks_by_digest.items() if len(ranks) > 1}
@@ -297,9 +285,8 @@ class _Coordinator:
         for digest in _first_ranks(s.tree_digest for s in summaries):
             tree, nodes = self._trees[digest]
             from_first.update({key: n for key, n in nodes.items() if key not in from_first})
-            trees.append(
-                (tree, tuple(r for r, s in enumerate(summaries) if s.tree_digest == digest))
-            )
+            ranks = tuple(r for r, s in enumerate(summaries) if s.tree_digest == digest)
+            trees.append((tree, ranks))
         if len(trees) == 1 and not per_rank and not from_first:
             return trees[0][0]
         return merge_trees(trees, RankNodes(per_rank, from_first, frozenset(self._merged_lists)))

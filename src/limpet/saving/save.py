@@ -152,7 +152,7 @@ def begin_save(
     """
     started_at = time.perf_counter()
     group, streamed = group or Group(), find_streamed(state)
-    operation = ", with ".join([f"the save of {location.name}", *dict(streamed)])
+    operation = ", with ".join([f"the save of {location.name}", *streamed])
     collective = group.collective(operation, deadline=location.deadline)
     workers = Workers.create(pool, collective.advance, location.check_time)
     begin = begin_members(streamed, base, group, collective)

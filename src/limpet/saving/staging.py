@@ -112,11 +112,8 @@ class DeferredStaging:
 
     def _read_versions(self) -> list[object]:
         """Return, for each leaf, what its library counts of changes to it."""
-        versions: list[object] = []
-        for i in self._leaf_indices:
-            source = self._image.sources[i]
-            versions.append(part_library(type(source)).version(source))
-        return versions
+        sources = (self._image.sources[i] for i in self._leaf_indices)
+        return [part_library(type(source)).version(source) for source in sources]
 
 
 def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:

@@ -64,13 +64,13 @@ def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
         layout = incremental.make_incremental_layout(base_version, aligned, digests)
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers, job.upload)
-        shard = write_index(location, index_name, shard_name, image, digests)
-        return Receipt(rank, shard, data_bytes, devices)
-    release_buffers(layout.unneeded_pieces(pieces), workers.pool)
-    packed = PackedImage(location.url, layout, pieces)
-    packed_pieces = split_into_pieces(len(layout.header), layout.length)
-    digests = write_shard(location, shard_name, packed, packed_pieces, workers) + layout.digests[1:]
-    shard = write_index(location, index_name, shard_name, layout.image, digests, layout)
+    else:
+        release_buffers(layout.unneeded_pieces(pieces), workers.pool)
+        packed, image = PackedImage(location.url, layout, pieces), layout.image
+        packed_pieces = split_into_pieces(len(layout.header), layout.length)
+        digests = write_shard(location, shard_name, packed, packed_pieces, workers)
+        digests += layout.digests[1:]
+    shard = write_index(location, index_name, shard_name, image, digests, layout)
     return Receipt(rank, shard, data_bytes, devices)
 
 
@@ -164,19 +164,16 @@ def _encode_image_index(
     shard_name: str, image: Image, digests: list[str], layout: incremental.IncrementalLayout | None
 ) -> bytes:
     """Return the bytes of a shard's index."""
-    header, length = (
-        (image.header, image.length) if layout is None else (layout.header, layout.length)
-    )
+    written = image if layout is None else layout
+    header, length = written.header, written.length
     # Offsets count from the start of the file, and the headers have different lengths.
     shift = len(header) - len(image.header)
     leaves: dict[str, IndexLeaf] = {}
-    for leaf_box, at in zip(image.leaf_boxes, image.box_starts, strict=True):
-        leaf = leaves.get(leaf_box.key)
+    for b, at in zip(image.leaf_boxes, image.box_starts, strict=True):
+        leaf = leaves.get(b.key)
         if leaf is None:
-            leaf = leaves[leaf_box.key] = IndexLeaf(
-                leaf_box.key, leaf_box.dtype, leaf_box.shape, []
-            )
-        leaf.boxes.append(IndexBox(leaf_box.box.offsets, leaf_box.box.sizes, at + shift))
+            leaf = leaves[b.key] = IndexLeaf(b.key, b.dtype, b.shape, [])
+        leaf.boxes.append(IndexBox(b.box.offsets, b.box.sizes, at + shift))
     return encode_index(
         Index(
             limpet=FORMAT,
@@ -229,13 +226,9 @@ class ImageChunks:
 
 
 def digest_chunks(
-    image: Image,
-    pieces: Sequence[Piece],
-    workers: Workers,
-    known: Mapping[int, str],
+    image: Image, pieces: Sequence[Piece], workers: Workers, known: Mapping[int, str]
 ) -> list[str]:
-    """Return the digest of every chunk, also if ``known``; one that is not staged is copied to a
-    temporary buffer."""
+    """Return the digest of every chunk: ``known``, of what is staged, or of a temporary copy."""
     chunks = ImageChunks(image, pieces)
     digests = [digest(image.header)] + [known.get(c, "") for c in range(1, len(chunks.cuts))]
 

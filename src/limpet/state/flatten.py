@@ -78,25 +78,17 @@ class FlatState:
     names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
     states: dict[tuple[int, str], Any] = field(default_factory=dict)
     """What ``state_dict()`` of each object has returned, by ``id`` and key."""
+    streamed: tuple[str, ...] = ()  # how the keys in the streamed members begin
 
     def devices(self) -> dict[str, Any]:
         """Return the devices of the tensors by key; only one tensor if all are on one device; none
         if a tensor is in a file of another library."""
-        devices: dict[str, Any] = {}
-        have_devices = set()
-        for cls in {*map(type, map(attrgetter("source"), self.leaves))}:
-            has_device = part_library(cls).has_device
-            if has_device is None and not getattr(cls, "is_held", False):
-                return {}
-            if has_device:
-                have_devices.add(cls)
-        for leaf in self.leaves if have_devices else ():
-            if type(leaf.source) in have_devices:
-                devices[leaf.key] = leaf.source.device
-        if len({*devices.values()}) == 1:
-            key, device = devices.popitem()
-            return {key: device}
-        return devices
+        classes = {*map(type, map(attrgetter("source"), self.leaves))}
+        known = {c: part_library(c).has_device for c in classes if not getattr(c, "is_held", False)}
+        if None in known.values() or True not in known.values():
+            return {}
+        devices = {s.key: s.source.device for s in self.leaves if known.get(type(s.source))}
+        return devices if len({*devices.values()}) > 1 else dict([devices.popitem()])
 
 
 class ParameterNames:
@@ -245,6 +237,7 @@ class _Flattener:
         modules.require_complete(value, key)
         self.enclosing_ids.append(id(value))
         if is_streamed:  # each rank declares which elements it has
+            self.flat.streamed += (f"{key}/",)
             self.forced_replication = Replication.REPLICATED
         try:
             if modules.is_module(value):

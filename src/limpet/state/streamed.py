@@ -13,19 +13,19 @@ from limpet.ranks.group import Group
 from limpet.state.modules import calling
 from limpet.state.walk import as_dict
 
+Members = dict[str, "Streamed"]
+"""Streamed members of a state by key, in the order that all ranks use."""
+
 
 class Streamed(ABC):
     """A member at the top level of a state that keeps a cut of itself for a save, during which it
-    may change, and restores itself. All ranks of the group have one under the same key, or none.
+    may change, and restores itself. All ranks of a group have one under the same key, or none."""
 
-    ``tables``: the names of its tables on all ranks, which the metadata of a version lists.
-    """
-
-    tables: Sequence[str] = ()
+    tables: Sequence[str] = ()  # the names of those of all ranks, for the metadata of a version
 
     @abstractmethod
     def begin_save(self, base: Any, group: Group) -> None:
-        """Begin a save on all ranks of the ``Group``, whose collectives this may use. ``base``: the
+        """Begin a save, on all ranks of the group, whose collectives this may use. ``base``: the
         ``SnapshotReader`` of the version to which the save may refer, or None."""
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Streamed(ABC):
     @abstractmethod
     def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Return what of the ``saved`` tree, with None for each leaf, does not fit: both sides as
-        text (``64, live 32``) by relative key. Nothing was changed yet."""
+        text (``64, live 32``) by relative key. A load may call this twice, and changes nothing."""
 
     @abstractmethod
     def restore(self, snapshot: Any, key: str) -> None:
@@ -49,33 +49,28 @@ class Streamed(ABC):
         ``FormatError`` for damage: a resume then restores an older version, on all ranks."""
 
 
-def find_streamed(state: Any) -> list[tuple[str, Streamed]]:
-    """Return the streamed members of a state by key, in the order that all ranks use."""
+def find_streamed(state: Any) -> Members:
+    """Return the streamed members of a state."""
     state = as_dict(state)
     if type(state) is not dict or not any(isinstance(v, Streamed) for v in state.values()):
-        return []
+        return {}
     keyed = zip(child_keys([*state], ""), state.values(), strict=True)
-    return sorted((key, value) for key, value in keyed if isinstance(value, Streamed))
-
-
-def streamed_levels(state: Any) -> tuple[str, ...]:
-    """Return how the keys in the streamed members begin."""
-    return tuple(f"{key}/" for key, _ in find_streamed(state))
+    return dict(sorted((key, value) for key, value in keyed if isinstance(value, Streamed)))
 
 
 @contextmanager
 def begin_members(
-    members: Sequence[tuple[str, Streamed]], base: Any, group: Group, collective: Collective
-) -> Iterator[list[tuple[str, Streamed]]]:
+    members: Members, base: Any, group: Group, collective: Collective
+) -> Iterator[Members]:
     """Begin the save of each member, and yield them. End it if the block raises. The ranks refer to
     the ``base`` of rank 0, or to none."""
-    begun: list[tuple[str, Streamed]] = []
+    begun: Members = {}
     try:
         if members:
             digest = collective.broadcast("" if base is None else base.digest, str)
             base = base if base is not None and base.digest == digest else None
-        for key, member in members:
-            begun.append((key, member))
+        for key, member in members.items():
+            begun[key] = member
             with calling(member, key, "begin_save", "Nothing was saved"):
                 member.begin_save(base, group)
         yield begun
@@ -84,12 +79,10 @@ def begin_members(
         raise
 
 
-def end_members(
-    begun: list[tuple[str, Streamed]], digest: str | None, error: BaseException | None
-) -> None:
+def end_members(begun: Members, digest: str | None, error: BaseException | None) -> None:
     """End the save of each member once. What one raises is a note of the save's ``error``."""
     if begun:
-        key, member = begun.pop()
+        key, member = begun.popitem()
         try:
             with calling(member, key, "end_save", "The version is saved", committed=digest):
                 member.end_save(digest, error)

@@ -162,7 +162,7 @@ def check_streamed(state: Any, options: Options) -> bool:
     used = "tiers=" if options.tiers else "overlap=True" if options.overlap else None
     used = "OnException" if options.save.on_exception else used
     members = find_streamed(state)
-    for key, _ in members if used else ():
+    for key in members if used else ():
         raise LimpetError(f"{used} cannot be combined with {key!r} in the state: no copy has it")
     return bool(members)
 

@@ -20,8 +20,7 @@ from limpet.ranks.group import Group
 from limpet.saving.image import copy_bytes
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
-from limpet.state.flatten import LocalLeaf, flatten
-from limpet.state.streamed import streamed_levels
+from limpet.state.flatten import FlatState, LocalLeaf, flatten
 from limpet.types import DTYPES, Box
 
 _BATCH = 64 << 20
@@ -43,7 +42,7 @@ def check_whole_state(
     began = time.perf_counter()
     with closing(group.collective(f"the check of the resume of {run}")) as ranks, ranks:
         try:
-            own = _compare(snapshot, state, group.rank, ranks.advance)
+            own = _compare(snapshot, flatten(state, group.rank), group.rank, ranks.advance)
         except RankFailed:
             raise
         except Exception as e:  # noqa: BLE001  (such as that of a state_dict(), or of the store)
@@ -69,9 +68,9 @@ def check_whole_state(
             )
 
 
-def _compare(snapshot: SnapshotReader, state: dict[str, Any], rank: int, advance: Any) -> _Found:
-    flat, nbytes, streamed = flatten(state, rank), 0, streamed_levels(state)
-    saved = {k: n for k, n in snapshot.nodes().items() if not k.startswith(streamed)}
+def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any) -> _Found:
+    saved = {k: n for k, n in snapshot.nodes().items() if not k.startswith(flat.streamed)}
+    nbytes = 0
     own = ((f"{key}/{rank}", node) for key, node in flat.per_rank.items())
     trees = ("", flat.tree), *flat.from_first.items(), *own
     nodes = (item for at, tree in trees for item in walk(tree, at))

@@ -99,8 +99,7 @@ class _Boxes(ArrayLibrary):
 
 
 class _Imported(ArrayLibrary):
-    """The boxes of an array in a foreign checkpoint, as its reader has found them, or of a member
-    of the state that is streamed."""
+    """The boxes of an array in a foreign checkpoint, or of one of a streamed member of a state."""
 
     def describe(self, value: LocalBoxes) -> tuple[str, str]:
         return value.tag, value.dtype
