@@ -150,9 +150,9 @@ def test_all_ranks_get_the_base_of_rank_0():
     for table in tables:
         begin = table.begin_save
 
-        def begin_save(base, group, begin=begin):
+        def begin_save(key, base, group, begin=begin):
             bases.append((group.rank, None if base is None else base.digest))
-            begin(base, group)
+            begin(key, base, group)
 
         table.begin_save = begin_save
     save_versions(store, tables, 2)

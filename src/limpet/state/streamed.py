@@ -23,10 +23,19 @@ class Streamed(ABC):
 
     tables: Sequence[str] = ()  # the names of those of all ranks, for the metadata of a version
 
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """The other members of the state that belong to this one, such as a model on servers."""
+        return {}
+
     @abstractmethod
-    def begin_save(self, base: Any, group: Group) -> None:
-        """Begin a save, on all ranks of the group, whose collectives this may use. ``base``: the
-        ``SnapshotReader`` of the version to which the save may refer, or None."""
+    def begin_save(self, key: str, base: Any, group: Group) -> None:
+        """Begin a save under ``key``, on all ranks of the group, whose collectives this may use.
+        ``base``: the ``SnapshotReader`` of the version to which the save may refer, or None."""
+
+    @abstractmethod
+    def end_staging(self) -> None:
+        """The other members of the state are staged: nothing need wait for this save any longer."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -72,8 +81,10 @@ def begin_members(
         for key, member in members.items():
             begun[key] = member
             with calling(member, key, "begin_save", "Nothing was saved"):
-                member.begin_save(base, group)
+                member.begin_save(key, base, group)
         yield begun
+        for member in begun.values():
+            member.end_staging()
     except BaseException as e:
         end_members(begun, None, e)
         raise

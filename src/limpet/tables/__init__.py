@@ -4,7 +4,8 @@ Terms: a *table* has vectors of one length; a *row* is the vector of one id, wit
 state of the optimizer); a *bucket* is one of 4,096 sets of ids, by a hash of the id; a *shard* is
 the rows of a table on one server; a *push* is an update of rows by their gradients; a *cut* is the
 rows as they were at one moment.
-May import: the root modules, ``format``, ``layout``, ``snapshot``, ``state``, and ``tables``.
+May import: the root modules, ``format``, ``layout``, ``ranks``, ``snapshot``, ``state``, ``tasks``,
+``training``, and ``tables``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         TruncatedNormal as TruncatedNormal,
         Uniform as Uniform,
     )
+    from limpet.tables.modules import Embedding as Embedding, EmbeddingBag as EmbeddingBag
     from limpet.tables.optimizers import (
         FTRL as FTRL,
         SGD as SGD,
@@ -28,14 +30,19 @@ if TYPE_CHECKING:
         Adam as Adam,
         RowwiseAdagrad as RowwiseAdagrad,
     )
+    from limpet.tables.servers import Servers as Servers
     from limpet.tables.table import Evict as Evict, Table as Table
+    from limpet.tables.worker import Worker as Worker
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "tables.hashing": "hash_ids",
         "tables.initializers": "Constant Normal TruncatedNormal Uniform",
+        "tables.modules": "Embedding EmbeddingBag",
         "tables.optimizers": "FTRL SGD Adagrad Adam RowwiseAdagrad",
+        "tables.servers": "Servers",
         "tables.table": "Evict Table",
+        "tables.worker": "Worker",
     },
 )

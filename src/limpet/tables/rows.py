@@ -153,6 +153,20 @@ class Rows:
         self._index.insert(keys, np.arange(count), keys)
         self._all_flags()[:] = _LIVE | _STORED
 
+    def count_touched(self) -> int:
+        """Return the number of rows that changed since the last committed version."""
+        return int(np.count_nonzero(self._all_flags() & (_TOUCHED | _IN_SAVE)))
+
+    def count_deleted(self) -> int:
+        """Return the number of distinct ids that were deleted since then."""
+        return len(np.unique(np.concatenate([*self._deleted, np.empty(0, np.int64)])))
+
+    def mark_stored(self) -> None:
+        """Let all rows count as those of the last committed version."""
+        flags = self._all_flags()
+        flags[flags > 0] = _LIVE | _STORED
+        self._deleted.clear()
+
     # -- cuts ------------------------------------------------------------------------------------
 
     @property
@@ -242,6 +256,7 @@ class Cut:
         self.all_deleted: list[Ids] = []
         limit = rows.count * self._old_row // 4 if old_bytes_limit is None else old_bytes_limit
         self.old_bytes_limit = max(limit, 1)
+        self.columns = rows.columns
         self.is_for_save, self.has_ended = is_for_save, False
 
     @property

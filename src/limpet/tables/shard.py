@@ -78,6 +78,17 @@ class TableShard:
 
     # -- updates ---------------------------------------------------------------------------------
 
+    def check(self, ids: Ids, grads: torch.Tensor) -> NDArray[np.bool_]:
+        """Return for each row of gradients whether it is finite. Raises as ``push`` does."""
+        name, dim = self.table.name, self.table.dim
+        is_valid = tuple(grads.shape) == (len(ids), dim) and grads.dtype == torch.float32
+        what, found = f"The gradient of {name}", f"{grads.dtype} {list(grads.shape)}"
+        require(what, is_valid, f"float32 [{len(ids)}, {dim}]", found)
+        is_finite = _rows_that_are_finite(grads)
+        if not is_finite.all() and self.table.nan == "error":
+            raise self._not_finite("gradients", ids[~is_finite])
+        return is_finite
+
     def push(self, ids: Ids, grads: torch.Tensor, *, lr: float, step: int) -> None:
         """Update the rows of distinct ids (int64 ``[n]``) by their gradients (float32 ``[n, dim]``)
         with the learning rate ``lr``; ``step`` is the number of the update.
@@ -85,16 +96,9 @@ class TableShard:
         Waits while a cut has as many old rows as it may have. Raises ``LimpetError`` before
         anything changes if a gradient is not finite, unless the table has ``nan="skip"``.
         """
-        name, dim = self.table.name, self.table.dim
-        is_valid = tuple(grads.shape) == (len(ids), dim) and grads.dtype == torch.float32
-        what, found = f"The gradient of {name}", f"{grads.dtype} {list(grads.shape)}"
-        require(what, is_valid, f"float32 [{len(ids)}, {dim}]", found)
         rate = real(lr)
         require("lr", rate is not None and 0 <= rate < np.inf, "a number, 0 or more", lr)
-        grads = grads.detach()
-        is_finite = _rows_that_are_finite(grads)
-        if not is_finite.all() and self.table.nan == "error":
-            raise self._not_finite("gradients", ids[~is_finite])
+        grads, is_finite = grads.detach(), self.check(ids, grads)
         with self.lock:
             self._wait()
             if not is_finite.all():
@@ -185,6 +189,11 @@ class TableShard:
             rows = self._create(ids, vectors)
             self.rows.column("last_steps").numpy()[rows] = step
             self._evict_most()
+
+    def wait(self) -> None:
+        """Wait while a cut has as many old rows as it may have."""
+        with self.lock:
+            self._wait()
 
     def _wait(self) -> None:
         self.lock.wait_for(lambda: not self.must_wait)

@@ -73,6 +73,16 @@ class TaskBatches:
         """The number of batches that were yielded, and that no step has consumed."""
         return len(self._pending)
 
+    @property
+    def pending_data(self) -> list[tuple[str, int]]:
+        """The job and the epoch of each of these batches."""
+        return [(batch[0][0].job, batch[0][0].epoch) for batch in self._pending]
+
+    def close(self) -> None:
+        """Return what was read, and no step has consumed, to the queue."""
+        self._idle_passes = 0
+        self._begin_pass()
+
     def consumed(self, batches: int = 1) -> None:
         """Report that a step has consumed the next ``batches`` batches.
 

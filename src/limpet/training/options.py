@@ -153,6 +153,11 @@ def check_state(state: Any) -> Any:
                 " accelerator.prepare(loader)",
                 leaf=key,
             )
+    for key, member in find_streamed(state).items():
+        for name, value in member.members.items():
+            if state.get(name, value) is not value:
+                raise LimpetError(f"{name!r} in the state must be left out: {key!r} brings its own")
+        state = {**state, **member.members}
     return state
 
 

@@ -1,0 +1,107 @@
+"""The tables as one process of a training sees them: it pulls rows, and collects gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from limpet.errors import LimpetError
+from limpet.tables.gradients import merge_gradients
+from limpet.tables.hashing import bucket_of, to_ids
+from limpet.tables.index import unique
+from limpet.tables.messages import Ids, RowGradients, Sender
+from limpet.tables.table import Table
+
+Call = Callable[[str, Mapping[int, tuple[Any, ...]]], dict[int, Any]]
+"""Calls a method of some servers, each with arguments of its own, and returns what they return."""
+
+
+class Placement:
+    """Which server has which rows: ``first_buckets`` of the servers, whose ranges are in order."""
+
+    def __init__(self, first_buckets: Sequence[int]) -> None:
+        self.servers = len(first_buckets)
+        self._firsts = np.array(first_buckets)
+
+    def split(self, ids: Ids) -> Iterator[tuple[int, Any]]:
+        """Yield the servers that have some of the ids, each with an index that selects these."""
+        if self.servers == 1:
+            yield 0, slice(None)
+            return
+        server = np.searchsorted(self._firsts, bucket_of(ids), "right") - 1
+        for number in range(self.servers):
+            found = np.flatnonzero(server == number)
+            if len(found):
+                yield number, found
+
+
+class TableClient:
+    """Pulls rows of the tables, and collects their gradients until they are taken.
+
+    ``sender``: what each message of a worker begins with. Gradients come from ``backward``, once
+    for each look-up, also if a module is used several times.
+    """
+
+    def __init__(self, tables: Sequence[Table], placement: Placement, call: Call) -> None:
+        self.tables = {table.name: table for table in tables}
+        self.placement, self._call = placement, call
+        self.sender: Sender | None = None
+        self._parts: dict[str, list[RowGradients]] = {}
+
+    def table(self, name: str) -> Table:
+        """Return a table. Raises ``LimpetError`` if there is none of this name."""
+        if name not in self.tables:
+            known = ", ".join(map(repr, self.tables))
+            raise LimpetError(f"There is no table {name!r}; the tables are {known}")
+        return self.tables[name]
+
+    def pull(self, name: str, ids: Ids) -> torch.Tensor:
+        """Return the current rows of ids, one for each, also if some are equal."""
+        table = self.table(name)
+        parts = dict(self.placement.split(ids))
+        arguments = {n: (self.sender, {name: ids[part]}) for n, part in parts.items()}
+        found = self._call("pull", arguments)
+        if self.placement.servers == 1:
+            pulled: torch.Tensor = found[0][name]
+            return pulled
+        rows = torch.empty(len(ids), table.dim, dtype=table.torch_dtype, device="cpu")
+        for number, part in parts.items():
+            rows.index_copy_(0, torch.from_numpy(part), found[number][name])
+        return rows
+
+    def look_up(self, name: str, ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of the distinct ids, and for each id the number of its row, on the device
+        of the ids. If gradients are computed, those of the rows are collected."""
+        self.table(name)
+        distinct, inverse = unique(to_ids(ids).reshape(-1))
+        device = ids.device if isinstance(ids, torch.Tensor) else None
+        rows = self.pull(name, distinct).to(device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda leaf: self._collect(name, distinct, leaf)
+            )
+        return rows, torch.from_numpy(inverse).to(device).reshape(ids.shape)
+
+    def _collect(self, name: str, ids: Ids, rows: torch.Tensor) -> None:
+        if rows.grad is not None:
+            gradients = rows.grad.to("cpu", torch.float32)
+            self._parts.setdefault(name, []).append((ids, gradients))
+            rows.grad = None  # a second backward pass through the same graph adds its own
+
+    def take(self) -> dict[str, RowGradients]:
+        """Return the sum of the gradients of each id by table, and forget them."""
+        parts, self._parts = self._parts, {}
+        return {name: merge_gradients(found) for name, found in parts.items()}
+
+    def split(self, rows: Mapping[str, RowGradients]) -> list[dict[str, RowGradients]]:
+        """Return the part of each server."""
+        parts: list[dict[str, RowGradients]] = [{} for _ in range(self.placement.servers)]
+        for name, (ids, gradients) in rows.items():
+            for number, part in self.placement.split(ids):
+                chosen = part if isinstance(part, slice) else torch.from_numpy(part)
+                parts[number][name] = ids[part], gradients[chosen]
+        return parts

@@ -1,0 +1,101 @@
+"""The dense parameters and buffers of a model, distributed over the servers as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import RLock
+from typing import Any
+
+import torch
+
+from limpet.errors import LimpetError
+from limpet.tables.messages import Push
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers by name. Tied ones have their first name only."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def distribute(model: torch.nn.Module, servers: int) -> list[list[str]]:
+    """Return the names of the tensors of each server, balanced by bytes: the largest first."""
+    tensors = sorted(named_tensors(model).items(), key=lambda item: (-item[1].nbytes, item[0]))
+    parts: list[list[str]] = [[] for _ in range(servers)]
+    sizes = [0] * servers
+    for name, tensor in tensors:
+        least = sizes.index(min(sizes))
+        parts[least].append(name)
+        sizes[least] += tensor.nbytes
+    return parts
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ``LimpetError`` for an optimizer that needs all gradients at once."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LimpetError(
+            "dense= has the optimizer LBFGS, which needs all gradients at once; each server has the"
+            " gradients of its own parameters only"
+        )
+
+
+def keep_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
+    """Remove the other tensors from a model, which cannot be called then, and its optimizer."""
+    kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in names}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name in [n for n, t in tensors.items() if t is not None and id(t) not in kept]:
+                del tensors[name]
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+
+
+class DensePart:
+    """The dense tensors of one server. ``lock``: servers in one process share model and optimizer,
+    whose ``step`` skips what has no gradient."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        lock: Any = None,
+    ) -> None:
+        self.version = 1  # a worker begins with 0
+        self._lock = RLock() if lock is None else lock
+        self._optimizer, self._step = optimizer, 0
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self._parameters = {name: parameters[name] for name in names if name in parameters}
+        self._buffers = {name: buffers[name] for name in names if name in buffers}
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of the parameters and buffers."""
+        with self._lock:
+            tensors = {**self._parameters, **self._buffers}
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates):
+            group["lr"] = rate
+
+    def update(self, pushes: Sequence[Push], step: int, rates: Sequence[float]) -> None:
+        """Make one step with the average of the gradients of the pushes, in their order. Of the
+        buffers, those of the newest step are kept."""
+        with self._lock:
+            self.set_rates(rates)
+            for name, parameter in self._parameters.items():
+                found = [push.dense[name] for push in pushes if name in push.dense]
+                if found:
+                    total = found[0].clone()
+                    for gradient in found[1:]:
+                        total += gradient
+                    parameter.grad = total.div_(len(pushes)).to(parameter.dtype)
+            self._optimizer.step()
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            if step >= self._step:
+                self._step = step
+                for name, buffer in self._buffers.items():
+                    newest = [push.buffers[name] for push in pushes if name in push.buffers]
+                    if newest:
+                        buffer.copy_(newest[-1])
+            self.version += 1

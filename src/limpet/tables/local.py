@@ -1,0 +1,115 @@
+"""The engine in one process: servers are objects, and workers are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock, Thread
+from typing import Any
+
+from limpet.errors import LimpetError
+from limpet.tables.client import Placement
+from limpet.tables.coordinator import Answer
+from limpet.tables.driver import Ended, Inbox
+from limpet.tables.messages import Batch, Commit, NextBatch
+from limpet.tables.server import TableServer
+from limpet.tables.table import Table
+from limpet.tables.worker import Worker, WorkerStopped
+from limpet.tasks.queue import Queue
+from limpet.threads import start_thread
+
+
+class _Turn:
+    """Lets one worker of a synchronous round compute at a time: all threads share the random
+    generators, which are seeded for each mini-batch."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox, self._lock, self._owner = inbox, Lock(), ""
+
+    def ask(self, request: Commit | NextBatch) -> Answer:
+        if isinstance(request, Commit):
+            return self._inbox.ask(request)
+        self.end(request.worker)
+        answer = self._inbox.ask(request)
+        if isinstance(answer, Batch):
+            self.begin(request.worker)
+        return answer
+
+    def begin(self, worker: str) -> None:
+        """Wait for the turn of a worker."""
+        self._lock.acquire()
+        self._owner = worker
+
+    def end(self, worker: str) -> None:
+        """Let another worker compute."""
+        if self._owner == worker:
+            self._owner = ""
+            self._lock.release()
+
+
+class LocalEngine:
+    """Runs the function of workers in threads of this process."""
+
+    def __init__(self, servers: Sequence[TableServer]) -> None:
+        self.servers = len(servers)
+        self._servers = servers
+
+    def prepare(
+        self,
+        train: Callable[[Worker], object],
+        tables: Sequence[Table],
+        placement: Placement,
+        *,
+        queue: Queue,
+        inbox: Inbox,
+        seed: int | None,
+    ) -> None:
+        """Prepare for workers that run ``train``. ``seed``: of synchronous rounds, or None."""
+        self._train, self._tables, self._placement = train, tables, placement
+        self._queue, self._inbox, self._seed = queue, inbox, seed
+        self._turn = _Turn(inbox)
+
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        return {n: getattr(self._servers[n], method)(*each) for n, each in arguments.items()}
+
+    def start_worker(self, name: str, generation: int) -> None:
+        thread = Thread(
+            target=self._run, args=(name, generation), name=f"limpet-{name}", daemon=True
+        )
+        if not start_thread(thread):
+            raise LimpetError(f"Cannot start one more thread, for {name}")
+
+    def _run(self, name: str, generation: int) -> None:
+        worker = Worker(
+            name,
+            self._tables,
+            self._placement,
+            call=self.call,
+            ask=self._inbox.ask if self._seed is None else self._turn.ask,
+            queue=self._queue,
+            generation=generation,
+            seed=self._seed,
+            leased_by=name,
+        )
+        try:
+            if self._seed is not None:
+                self._turn.begin(name)  # the function may use random numbers before its first batch
+            self._train(worker)
+            ended = Ended(name)
+        except WorkerStopped:
+            ended = Ended(name, lost="it was stopped")
+        except BaseException as e:  # noqa: BLE001  (the driver raises it)
+            ended = Ended(name, error=e)
+        self._turn.end(name)
+        worker.close()
+        self._inbox.items.put(ended)
+
+    def stop_worker(self, name: str) -> None:
+        """Let a worker end at its next call. The records that it has leased go to others."""
+        self._turn.end(name)
+        self._queue.recover(name, "the training continues without it")
+
+    def find_losses(self) -> tuple[list[Ended], list[int]]:
+        return [], []
+
+    def replace_server(self, number: int) -> None:
+        raise NotImplementedError  # no server of this process can be lost

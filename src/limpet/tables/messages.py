@@ -1,0 +1,131 @@
+"""What workers, servers, and the coordinator of a training with tables say to one another.
+
+A *push* is what one mini-batch of a worker changes: rows by unique ids, gradients of dense
+parameters, and buffers. A worker sends it to all servers, which hold it, and then *commits* it at
+the coordinator, whose answer, an ``Entry``, lets the servers apply it. The *ledger* has the newest
+entry of each worker. A *cut* is the state of all servers at one ledger; the coordinator counts cuts
+by *epochs*. Everything belongs to one *generation*: after a lost server, all return to a version.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from limpet.tasks.batches import Key
+from limpet.tasks.task import Report
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+RowGradients = tuple[Ids, torch.Tensor]
+"""Distinct ids, and the sum of the gradients of each, float32."""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """The learning rates with which a push is applied: by table, and of each parameter group."""
+
+    tables: dict[str, float]
+    groups: list[float] = []
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """The newest commit of a worker: the number of its push, the epoch of cuts in which it was
+    committed, the step that it is, and the rates. Number 0: it has committed nothing."""
+
+    number: int
+    epoch: int
+    step: int
+    rates: Rates
+
+
+Ledger = dict[str, Entry]
+"""The newest commit of each worker."""
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """The beginning of an epoch: a server applies all of the ledger first, and nothing else."""
+
+    generation: int
+    epoch: int
+    ledger: Ledger
+    rates: Rates
+    step: int = 0
+    batches: int = 0
+
+
+class Sender(NamedTuple):
+    """What each message of a worker to a server begins with. ``committed``: the number of its last
+    committed push; ``entry``: that commit, unless a round applies the push."""
+
+    generation: int
+    worker: str
+    committed: int
+    entry: Entry | None
+
+
+class Push(NamedTuple):
+    """The gradients of one mini-batch, or the part of one server."""
+
+    rows: dict[str, RowGradients]
+    dense: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+# -- from a worker to the coordinator --------------------------------------------------------------
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """A push that all servers hold, and the records that it consumes. ``batch``: the number of the
+    mini-batch, if rounds are synchronous."""
+
+    generation: int
+    worker: str
+    number: int
+    reports: list[Report]
+    batch: int = -1
+    metrics: dict[str, float] = {}
+
+
+class NextBatch(msgspec.Struct, frozen=True, tag=True):
+    """A worker asks for its next mini-batch of a synchronous round."""
+
+    generation: int
+    worker: str
+    batch_size: int
+
+
+# -- the answers of the coordinator ----------------------------------------------------------------
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    entry: Entry
+
+
+class Stale(msgspec.Struct, frozen=True, tag=True):
+    """A commit is refused: others have committed too much since the coordinator last answered this
+    worker, or have its records now (``has_lost_records``). ``step``: the current one."""
+
+    step: int
+    has_lost_records: bool = False
+
+
+class Batch(msgspec.Struct, frozen=True, tag=True):
+    """A mini-batch: its number since the beginning of the training, and its records."""
+
+    number: int
+    keys: list[Key]
+
+
+class Wait(msgspec.Struct, frozen=True, tag=True):
+    """There is no mini-batch now: ask again."""
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """All records are consumed."""
+
+
+class Superseded(msgspec.Struct, frozen=True, tag=True):
+    """The worker is of an older generation, or counts as lost: it must stop what it does."""

@@ -1,0 +1,207 @@
+"""One server: the rows of its buckets, its part of the dense model, and the pushes that it holds.
+
+A push is applied when its commit is known: from the next message of its worker, or from a mark of
+the coordinator. A server applies nothing of a later epoch before the mark of that epoch, so what
+it has at a mark is exactly the ledger of the mark, without any worker having waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any
+
+import torch
+
+from limpet.tables.dense import DensePart
+from limpet.tables.gradients import merge_gradients
+from limpet.tables.messages import Entry, Ids, Ledger, Mark, Push, Rates, Sender
+from limpet.tables.shard import TableShard
+from limpet.tables.table import Table
+
+
+class StaleMessage(Exception):
+    """A message is of an older generation, or its worker counts as lost. It has had no effect."""
+
+
+class TableServer:
+    """A server. All methods may be called from any thread, and any message may come twice, late, or
+    from a worker that counts as lost. ``buckets``: those whose rows it has."""
+
+    def __init__(
+        self, tables: Sequence[Table], buckets: range, dense: DensePart | None = None
+    ) -> None:
+        self.buckets = buckets
+        self.shards = {t.name: TableShard(t, buckets.start, buckets.stop) for t in tables}
+        self.dense = dense
+        self.generation = self.epoch = 0
+        self._lock = RLock()
+        self._pending: dict[str, dict[int, Push]] = {}
+        """By worker and number, the pushes that are not applied. Numbers only grow."""
+
+        self._applied: dict[str, int] = {}
+        """By worker, the number of its last push that was applied."""
+
+        self._committed: list[tuple[str, Entry]] = []
+        """Commits whose pushes are not applied: their epoch has not begun, or old rows have reached
+        their limit."""
+
+        self._lost: set[str] = set()
+
+    # -- messages of workers ---------------------------------------------------------------------
+
+    def pull(self, sender: Sender | None, wanted: Mapping[str, Ids]) -> dict[str, torch.Tensor]:
+        """Return the rows of ids by table. Without a ``sender``, nothing is confirmed."""
+        if sender is not None:
+            self._confirm(sender)
+        return {name: self.shards[name].look_up(ids) for name, ids in wanted.items()}
+
+    def pull_dense(
+        self, sender: Sender | None, version: int
+    ) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the version of the dense part, and its parameters and buffers unless the caller
+        has this ``version``."""
+        if sender is not None:
+            self._confirm(sender)
+        if self.dense is None:
+            return 0, {}
+        with self._lock:
+            same = self.dense.version == version
+            return self.dense.version, {} if same else self.dense.values()
+
+    def push(self, sender: Sender, number: int, push: Push) -> None:
+        """Hold a push until its commit is known. What its worker has pushed before, and has not
+        committed, was refused."""
+        self.check(push)
+        while self._must_wait():  # a save is slow
+            for shard in self.shards.values():
+                shard.wait()
+        with self._lock:
+            self._confirm(sender)
+            pending = self._pending.setdefault(sender.worker, {})
+            if number > max(self._applied.get(sender.worker, 0), *pending, 0):
+                for refused in [n for n in pending if n > sender.committed]:
+                    del pending[refused]
+                pending[number] = push
+
+    def _confirm(self, sender: Sender) -> None:
+        with self._lock:
+            if sender.generation != self.generation or sender.worker in self._lost:
+                raise StaleMessage
+            if sender.entry is not None:
+                self._commit(sender.worker, sender.entry)
+
+    def _must_wait(self) -> bool:
+        return any(shard.must_wait for shard in self.shards.values())
+
+    # -- messages of the coordinator -------------------------------------------------------------
+
+    def restart(self, generation: int, epoch: int, ledger: Ledger) -> None:
+        """Forget all pushes, and continue as if all of the ledger were applied."""
+        with self._lock:
+            self.generation, self.epoch = generation, epoch
+            self._pending, self._committed, self._lost = {}, [], set()
+            self._applied = {worker: entry.number for worker, entry in ledger.items()}
+
+    @contextmanager
+    def at_mark(self, mark: Mark) -> Iterator[None]:
+        """Apply the ledger of a mark, hold everything else within the block, and then begin the
+        epoch of the mark. A repeated mark changes nothing."""
+        with self._lock:
+            if mark.generation != self.generation:
+                raise StaleMessage
+            if mark.epoch > self.epoch:
+                self._apply_committed(may_wait=True)
+                for worker, entry in mark.ledger.items():
+                    self._apply(worker, entry)
+                if self.dense is not None:
+                    self.dense.set_rates(mark.rates.groups)
+            yield
+            if mark.epoch > self.epoch:
+                self.epoch = mark.epoch
+                self._apply_committed()
+
+    def mark(self, mark: Mark) -> None:
+        """Begin the epoch of a mark, without a cut."""
+        with self.at_mark(mark):
+            pass
+
+    def lose(self, generation: int, worker: str, committed: int, entry: Entry | None) -> None:
+        """Declare a worker lost: what it has not ``committed`` never happened. ``entry``: as in a
+        ``Sender``."""
+        with self._lock:
+            if generation != self.generation:
+                raise StaleMessage
+            self._lost.add(worker)
+            pending = self._pending.get(worker, {})
+            for number in [n for n in pending if n > committed]:
+                del pending[number]
+            if entry is not None:
+                self._commit(worker, entry)
+
+    def apply_round(
+        self, generation: int, pushes: Sequence[tuple[str, int]], step: int, rates: Rates
+    ) -> None:
+        """Apply the pushes of a synchronous round, in the order of their mini-batches: the average
+        of the dense gradients, and the sum of those of the rows."""
+        with self._lock:
+            if generation != self.generation:
+                raise StaleMessage
+            if pushes[0][1] <= self._applied.get(pushes[0][0], 0):
+                return  # the message has come twice
+            held = [self._pending[worker].pop(number) for worker, number in pushes]
+            for worker, number in pushes:
+                self._applied[worker] = max(number, self._applied.get(worker, 0))
+            self._update(held, step, rates)
+
+    # -- implementation --------------------------------------------------------------------------
+
+    def _commit(self, worker: str, entry: Entry) -> None:
+        """Apply what a worker has committed, now or later."""
+        if entry.number > self._applied.get(worker, 0):
+            if (worker, entry) not in self._committed:
+                self._committed.append((worker, entry))
+            self._apply_committed()
+
+    def _apply_committed(self, *, may_wait: bool = False) -> None:
+        """Apply the commits of the current epoch. A message of a worker does not wait for a slow
+        save or evaluation: its commit, which stays in the list, does."""
+        for worker, entry in [*self._committed]:
+            if entry.epoch <= self.epoch and (may_wait or not self._must_wait()):
+                self._committed.remove((worker, entry))
+                self._apply(worker, entry)
+
+    def _apply(self, worker: str, entry: Entry) -> None:
+        """Apply the pushes of a worker up to an entry: one, because each push of a worker brings
+        the entry of the one before."""
+        pending = self._pending.get(worker, {})
+        for number in sorted(n for n in pending if n <= entry.number):
+            self._update([pending.pop(number)], entry.step, entry.rates)
+        self._applied[worker] = max(entry.number, self._applied.get(worker, 0))
+
+    def check(self, push: Push) -> None:
+        """Raise ``LimpetError`` for a gradient that its table refuses."""
+        for name, (ids, gradients) in push.rows.items():
+            self.shards[name].check(ids, gradients)
+
+    def update(self, push: Push, step: int, rates: Rates) -> None:
+        """Apply a push that was checked, in a training without workers."""
+        with self._lock:
+            self._update([push], step, rates)
+
+    def _update(self, pushes: Sequence[Push], step: int, rates: Rates) -> None:
+        for name, shard in self.shards.items():
+            parts = [push.rows[name] for push in pushes if name in push.rows]
+            if parts:
+                ids, gradients = merge_gradients(parts)
+                shard.push(ids, gradients, lr=rates.tables[name], step=step)
+        if self.dense is not None:
+            self.dense.update(pushes, step, rates.groups)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics of each table, and the number of pushes that are held."""
+        return {
+            "tables": {name: shard.statistics() for name, shard in self.shards.items()},
+            "pending": sum(map(len, self._pending.values())),
+        }

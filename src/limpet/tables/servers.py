@@ -1,0 +1,256 @@
+"""``Servers``: the tables of a training, in this process or on servers of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import RLock
+from typing import Any, Literal, Self
+
+import torch
+
+from limpet.arguments import check_count, check_whole, require
+from limpet.errors import LimpetError
+from limpet.settings import read_settings
+from limpet.tables import dense as dense_parts
+from limpet.tables.client import Placement, TableClient
+from limpet.tables.coordinator import Asynchronous, Coordinator, Synchronous
+from limpet.tables.driver import Driver, Inbox
+from limpet.tables.hashing import BUCKETS
+from limpet.tables.local import LocalEngine
+from limpet.tables.member import TableMember
+from limpet.tables.messages import Push, Rates
+from limpet.tables.server import TableServer
+from limpet.tables.table import Table
+from limpet.tables.worker import Worker
+from limpet.tasks.queue import Queue
+from limpet.tracebacks import short_tracebacks
+from limpet.training.checkpointer import Checkpointer
+
+
+@short_tracebacks
+class Servers(TableMember):
+    """The servers of some tables: a member of the state of a training.
+
+    In one process, ``EmbeddingBag(servers, NAME)`` looks rows up, and ``step`` applies the
+    gradients of ``backward`` (see ``docs/tables.md``)::
+
+        servers = tables.Servers([tables.Table("words", 64, optimizer=tables.Adagrad(lr=0.05))])
+        state = {"model": model, "optimizer": optimizer, "tables": servers, "loader": loader}
+
+    With several workers, ``train`` runs a function in each of them.
+
+    ``specs``: the tables, of different names. ``count``: the number of servers, each of which has
+    the rows of a part of the buckets. ``dense``: a function that returns the model and the
+    optimizer of its parameters, and maybe a learning-rate scheduler; it is called once, here.
+    ``staleness=k``: a worker's step is refused if others have made more than k steps since it was
+    answered; with ``scale_by_staleness``, its learning rates are divided by that number.
+    ``grads_to_wait=g``: a step consists of g consecutive mini-batches, with the average of the
+    dense gradients and the sum of those of rows: the result does not depend on the number of
+    workers and servers. ``seed``: of the random numbers of these mini-batches.
+
+    Raises ``LimpetError`` for invalid arguments.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Table],
+        count: int = 1,
+        *,
+        engine: Literal["local"] = "local",
+        dense: Callable[[], Any] | None = None,
+        staleness: int | None = None,
+        scale_by_staleness: bool = False,
+        grads_to_wait: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        specs = list(specs)
+        is_valid = bool(specs) and all(isinstance(spec, Table) for spec in specs)
+        require("specs", is_valid, "a list of Table", specs)
+        names = [spec.name for spec in specs]
+        for name in names:
+            require("specs", names.count(name) == 1, "tables of different names", name)
+        count = check_whole("count", count, f"a number of servers, 1 to {BUCKETS}", 1, BUCKETS)
+        require("engine=", engine == "local", '"local"', engine)
+        if read_settings().launched_world_size > 1:
+            raise LimpetError(
+                'engine="local" has the tables in one process, but torchrun has started several:'
+                " start one process, and give it workers"
+            )
+        self.learning_rates = {spec.name: spec.optimizer.lr for spec in specs}
+        """The learning rate of each table. It may be changed between two steps, and is saved."""
+
+        self._coordinator: Coordinator
+        if grads_to_wait is None:
+            staleness = None if staleness is None else check_count("staleness=", staleness, 0)
+            self._coordinator = Asynchronous(self._rates, staleness, bool(scale_by_staleness))
+        else:
+            is_alone = staleness is None and not scale_by_staleness
+            require("staleness=", is_alone, "None with grads_to_wait=", staleness)
+            self._coordinator = Synchronous(
+                self._rates, check_count("grads_to_wait=", grads_to_wait)
+            )
+        self._seed = seed if grads_to_wait is not None else None
+        self._prepare_dense(dense)
+        super().__init__(
+            specs,
+            self._make_servers(specs, count),
+            first=0,
+            count=count,
+            make_mark=self._coordinator.mark,
+        )
+        self._engine = LocalEngine(self.servers)
+        self.client = TableClient(specs, Placement([0]), self._engine.call)
+        self._place()
+        self._driver: Driver | None = None
+
+    def __repr__(self) -> str:
+        return f"<Servers of {', '.join(self.specs)} on {self.count}>"
+
+    def _prepare_dense(self, dense: Callable[[], Any] | None) -> None:
+        self.model: torch.nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        if dense is not None:
+            made = dense()
+            is_valid = isinstance(made, tuple) and len(made) in (2, 3)
+            is_valid = is_valid and isinstance(made[0], torch.nn.Module)
+            is_valid = is_valid and isinstance(made[1], torch.optim.Optimizer)
+            expected = "a function that returns (model, optimizer) or (model, optimizer, scheduler)"
+            require("dense=", is_valid, expected, made)
+            self.model, self.optimizer, self.scheduler = (*made, None)[:3]
+            dense_parts.check_optimizer(self.optimizer)
+            self.optimizer.zero_grad()
+            self.optimizer.step()  # of nothing: a scheduler warns if it steps before the first one
+
+    def _make_servers(self, specs: Sequence[Table], count: int) -> list[TableServer]:
+        servers, lock = [], RLock()
+        names = None if self.model is None else dense_parts.distribute(self.model, count)
+        for n in range(count):
+            part = None
+            if self.model is not None and self.optimizer is not None and names is not None:
+                part = dense_parts.DensePart(self.model, self.optimizer, names[n], lock)
+            buckets = range(BUCKETS * n // count, BUCKETS * (n + 1) // count)
+            servers.append(TableServer(specs, buckets, part))
+        return servers
+
+    def _place(self) -> None:
+        self.client.placement = Placement([buckets.start for buckets in self.ranges])
+
+    def _rates(self) -> Rates:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return Rates(dict(self.learning_rates), [float(group["lr"]) for group in groups])
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """What else a state with these servers has: the dense model, its optimizer, and its
+        scheduler, if there are."""
+        found = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {name: value for name, value in found.items() if value is not None}
+
+    # -- one process -----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Apply the gradients that ``backward`` has computed since the last step, once, and forget
+        them. Raises ``LimpetError`` for gradients that are not finite: then, nothing is applied."""
+        rates, step = self._rates(), self._coordinator.step + 1
+        pushes = [Push(rows, {}, {}) for rows in self.client.split(self.client.take())]
+        for server, push in zip(self.servers, pushes):
+            server.check(push)
+        for server, push in zip(self.servers, pushes):
+            server.update(push, step, rates)
+        self._coordinator.step = step
+
+    def fill(self, name: str, ids: Any, values: Any) -> None:
+        """Set the rows of distinct ids (integers ``[n]``) to ``values`` (floats ``[n, dim]``), as
+        new rows without slots. Raises ``LimpetError`` before anything changes."""
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Return for each table the sums over the servers: rows, bytes of memory, candidates (ids
+        that are not yet admitted), and since the start, rows admitted and evicted, and gradients
+        refused (not finite) and dropped (not admitted)."""
+        found = self._engine.call("statistics", dict.fromkeys(range(self.count), ()))
+        return {
+            name: {
+                key: sum(each["tables"][name][key] for each in found.values())
+                for key in found[0]["tables"][name]
+            }
+            for name in self.specs
+        }
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def train(
+        self,
+        train: Callable[[Worker], object],
+        *,
+        workers: int,
+        queue: Queue,
+        ckpt: Checkpointer,
+    ) -> None:
+        """Run ``train(worker)`` in each of ``workers`` until the training tasks of ``queue`` are
+        consumed, or ``ckpt.should_stop`` is True. Each step calls ``ckpt.step``.
+
+        ``train`` is called again in place of a worker that is lost. Raises the error of ``train``,
+        which ends all workers, and what ``ckpt.step`` raises.
+        """
+        workers = check_count("workers=", workers)
+        require("queue=", isinstance(queue, Queue), "a Queue", queue)
+        require("ckpt=", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
+        require("train", callable(train), "a function", train)
+        if ckpt.state.get("queue") is not queue and queue not in ckpt.state.values():
+            raise LimpetError("The state of the Checkpointer must have the queue")
+        inbox = Inbox()
+        self._coordinator.queue = queue
+        self._begin_generation(ckpt.current_step)
+        self._engine.prepare(
+            train,
+            [*self.specs.values()],
+            self.client.placement,
+            queue=queue,
+            inbox=inbox,
+            seed=self._seed,
+        )
+        self._driver = Driver(
+            self._coordinator,
+            self._engine,
+            inbox,
+            ckpt,
+            workers=workers,
+            after_step=self._after_step,
+            roll_back=lambda servers: None,
+        )
+        try:
+            self._driver.run()
+        finally:
+            self._driver = None
+
+    def resize_workers(self, workers: int) -> None:
+        """Change the number of workers of ``train`` while it runs, from any thread."""
+        if self._driver is None:
+            raise LimpetError("resize_workers() changes the number of workers of a running train()")
+        self._driver.workers = check_count("workers", workers)
+
+    def _begin_generation(self, step: int) -> None:
+        self._coordinator.restart(step)
+        for server in self.servers:
+            server.restart(self._coordinator.generation, self._coordinator.epoch, {})
+
+    def _after_step(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def restored(self, saved: Mapping[str, Any]) -> None:
+        for name, table in saved.items():
+            self.learning_rates[name] = table["optimizer"]["lr"]
+            self._coordinator.step = table["step"]
+            self._coordinator.batches_done = table["batches"]
+        self._place()
+
+    def close(self) -> None:
+        """Release the servers."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,247 @@
+"""A worker: it pulls, computes gradients, pushes them to all servers, and commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from limpet.errors import LeaseLost, LimpetError
+from limpet.generators import STEP, seed_generators
+from limpet.tables.client import Call, Placement, TableClient
+from limpet.tables.coordinator import Answer
+from limpet.tables.dense import named_tensors
+from limpet.tables.messages import (
+    Batch,
+    Commit,
+    Committed,
+    Entry,
+    Finished,
+    NextBatch,
+    Push,
+    Sender,
+    Stale,
+    Superseded,
+)
+from limpet.tables.server import StaleMessage
+from limpet.tables.table import Table
+from limpet.tasks.batches import Key, TaskBatches
+from limpet.tasks.task import Report, TrainingSide
+
+Ask = Callable[[Commit | NextBatch], Answer]
+"""Asks the coordinator."""
+
+Keys = list[Key]
+
+_LEASE_SECONDS = 600.0
+
+
+class WorkerStopped(BaseException):
+    """The coordinator continues without what this worker does: another generation has begun, or the
+    worker counts as lost. It ends the function of the user, who must not catch it."""
+
+
+class _Refused(Exception):
+    """A commit was refused."""
+
+
+class Worker:
+    """What the function of a worker gets: its tables, its records, and ``step``.
+
+    ``tables``: for ``EmbeddingBag``. ``name``: unique in the training. Each worker runs at its own
+    pace; what it computes counts when ``step`` returns True.
+    """
+
+    def __init__(  # noqa: PLR0913  (the engines pass each of them)
+        self,
+        name: str,
+        tables: Sequence[Table],
+        placement: Placement,
+        *,
+        call: Call,
+        ask: Ask,
+        queue: Any,
+        generation: int,
+        seed: int | None,
+        leased_by: str | None = None,
+    ) -> None:
+        def call_servers(method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+            try:
+                return call(method, arguments)
+            except StaleMessage as e:
+                raise WorkerStopped from e
+
+        self.name, self._call = name, call_servers
+        self.tables = TableClient(tables, placement, call_servers)
+        self._ask, self._queue = ask, queue
+        self._generation, self._seed, self._leased_by = generation, seed, leased_by
+        self._number = self._committed = 0
+        self._model: torch.nn.Module | None = None
+        self._versions = [0] * placement.servers
+        self._owner: dict[str, int] = {}
+        self._pulled: dict[str, torch.Tensor] = {}
+        self._batches: TaskBatches | None = None
+        self._reader: Iterator[Any] = iter(())
+        self._keys: Keys | None = None
+        self._batch = -1
+        self._metrics: dict[str, float] = {}
+        self._confirm(None)
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name}>"
+
+    def dense(self, model: torch.nn.Module) -> None:
+        """Train the parameters and buffers of ``model``, which get the values of the servers now,
+        and at each ``next``. Raises ``LimpetError`` if it is not like the model of ``dense=``."""
+        self._model = model
+        self._versions = [0] * len(self._versions)
+        self._owner.clear()
+        self._pull_dense()
+        own = named_tensors(model).keys()
+        if own != self._owner.keys():
+            raise LimpetError(
+                "worker.dense() got another model than dense= of the Servers",
+                expected=f"the parameters and buffers {sorted(self._owner.keys() - own)}",
+                found=f"{sorted(own - self._owner.keys())}",
+                todo="Create both with one function",
+            )
+
+    def next(self, batch_size: int) -> Keys | None:
+        """Return the numbers of the next ``batch_size`` records, or None once all are consumed.
+
+        Of a data set with a name, each is a pair with the name. A batch may be smaller. After a
+        step that was refused, the same records come again.
+        """
+        self.tables.take()  # what no step has pushed
+        if self._seed is None:
+            keys = self._next_leased(batch_size)
+        else:
+            keys = self._next_of_round(batch_size, self._seed)
+        if keys is None or self._model is not None:
+            self._pull_dense()  # also lets the servers apply the last push
+        return keys
+
+    def _next_leased(self, batch_size: int) -> Keys | None:
+        if self._keys is not None:
+            return self._keys
+        if self._batches is None:
+            side = TrainingSide(_Committing(self._queue, self._commit))
+            self._batches = TaskBatches(
+                side, batch_size, worker=self._leased_by, lease_seconds=_LEASE_SECONDS
+            )
+        while (keys := next(self._reader, None)) is None:
+            if self._queue.finished("training"):
+                return None
+            self._reader = iter(self._batches)  # waits for a moment if there is no task
+        self._keys = keys
+        return self._keys
+
+    def _next_of_round(self, batch_size: int, seed: int) -> Keys | None:
+        while True:
+            answer = self._request(NextBatch(self._generation, self.name, batch_size))
+            if isinstance(answer, Batch):
+                self._batch = answer.number
+                seed_generators(seed, STEP, answer.number)
+                return answer.keys
+            if isinstance(answer, Finished):
+                return None
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> bool:
+        """Push the gradients of the rows and of the dense parameters, and commit them together with
+        the records: all of it counts exactly once, or nothing.
+
+        ``metrics``: numbers for ``ckpt.step``. Returns False if the commit was refused, because
+        others have committed too much meanwhile (``staleness=``), or have the records now.
+        """
+        self._number += 1
+        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        pushes = self._take_push()
+        arguments = {n: (self._sender, self._number, push) for n, push in enumerate(pushes)}
+        self._call("push", arguments)
+        try:
+            if self._batches is not None:
+                self._batches.consumed()
+            else:
+                self._commit([])
+        except LeaseLost:
+            self._forget_records()
+            return False
+        except _Refused:
+            return False
+        self._keys = None
+        return True
+
+    def close(self) -> None:
+        """Return the tasks of records that no step has consumed to the queue."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _forget_records(self) -> None:
+        self._keys, self._reader = None, iter(())
+
+    def _take_push(self) -> list[Push]:
+        """Return the part of each server, and clear the gradients."""
+        rows = self.tables.split(self.tables.take())
+        pushes = [Push(part, {}, {}) for part in rows]
+        for name, tensor in named_tensors(self._model).items() if self._model is not None else ():
+            push = pushes[self._owner[name]]
+            if not isinstance(tensor, torch.nn.Parameter):
+                push.buffers[name] = tensor.detach().cpu().clone()
+            elif tensor.grad is not None:
+                push.dense[name] = tensor.grad.detach().cpu()
+                tensor.grad = None
+        return pushes
+
+    def _commit(self, reports: Sequence[Report]) -> None:
+        request = Commit(
+            self._generation,
+            self.name,
+            self._number,
+            list(reports),
+            batch=self._batch,
+            metrics=self._metrics,
+        )
+        answer = self._request(request)
+        if isinstance(answer, Stale):
+            if answer.has_lost_records:
+                self._forget_records()
+            raise _Refused
+        if isinstance(answer, Committed):
+            self._committed = self._number
+            self._confirm(answer.entry)
+
+    def _confirm(self, entry: Entry | None) -> None:
+        """Let the next messages to servers carry a commit; in a round, the driver applies it."""
+        entry = entry if self._seed is None else None
+        self._sender = Sender(self._generation, self.name, self._committed, entry)
+        self.tables.sender = self._sender
+
+    def _request(self, request: Commit | NextBatch) -> Answer:
+        answer = self._ask(request)
+        if isinstance(answer, Superseded):
+            raise WorkerStopped
+        return answer
+
+    def _pull_dense(self) -> None:
+        arguments = {n: (self._sender, version) for n, version in enumerate(self._versions)}
+        own = {} if self._model is None else named_tensors(self._model)
+        for number, (version, values) in self._call("pull_dense", arguments).items():
+            self._versions[number] = version
+            self._owner.update(dict.fromkeys(values, number))
+            self._pulled.update(values)
+        with torch.no_grad():  # all of them: the forward pass has changed buffers since
+            for name, value in self._pulled.items():
+                if name in own:
+                    own[name].copy_(value)
+
+
+class _Committing:
+    """The tasks of a queue, whose records are consumed by commits."""
+
+    def __init__(self, queue: Any, commit: Callable[[Sequence[Report]], None]) -> None:
+        self._queue = queue
+        self.report_consumed = commit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
