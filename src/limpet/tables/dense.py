@@ -51,7 +51,7 @@ def keep_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: l
 
 class DensePart:
     """The dense tensors of one server. ``lock``: servers in one process share model and optimizer,
-    whose ``step`` skips what has no gradient."""
+    whose ``step`` skips what has no gradient, and whose rates a scheduler changes."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class DensePart:
         """Make one step with the average of the gradients of the pushes, in their order. Of the
         buffers, those of the newest step are kept."""
         with self._lock:
+            current = [group["lr"] for group in self._optimizer.param_groups]
             self.set_rates(rates)
             for name, parameter in self._parameters.items():
                 found = [push.dense[name] for push in pushes if name in push.dense]
@@ -90,6 +91,7 @@ class DensePart:
                         total += gradient
                     parameter.grad = total.div_(len(pushes)).to(parameter.dtype)
             self._optimizer.step()
+            self.set_rates(current)
             for parameter in self._parameters.values():
                 parameter.grad = None
             if step >= self._step:

@@ -107,6 +107,7 @@ class Servers(TableMember):
         return f"<Servers of {', '.join(self.specs)} on {self.count}>"
 
     def _prepare_dense(self, dense: Callable[[], Any] | None) -> None:
+        self._lock = RLock()  # of the optimizer, which servers of this process share
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
@@ -123,12 +124,12 @@ class Servers(TableMember):
             self.optimizer.step()  # of nothing: a scheduler warns if it steps before the first one
 
     def _make_servers(self, specs: Sequence[Table], count: int) -> list[TableServer]:
-        servers, lock = [], RLock()
+        servers = []
         names = None if self.model is None else dense_parts.distribute(self.model, count)
         for n in range(count):
             part = None
             if self.model is not None and self.optimizer is not None and names is not None:
-                part = dense_parts.DensePart(self.model, self.optimizer, names[n], lock)
+                part = dense_parts.DensePart(self.model, self.optimizer, names[n], self._lock)
             buckets = range(BUCKETS * n // count, BUCKETS * (n + 1) // count)
             servers.append(TableServer(specs, buckets, part))
         return servers
@@ -137,8 +138,9 @@ class Servers(TableMember):
         self.client.placement = Placement([buckets.start for buckets in self.ranges])
 
     def _rates(self) -> Rates:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return Rates(dict(self.learning_rates), [float(group["lr"]) for group in groups])
+        with self._lock:
+            groups = [] if self.optimizer is None else self.optimizer.param_groups
+            return Rates(dict(self.learning_rates), [float(group["lr"]) for group in groups])
 
     @property
     def members(self) -> dict[str, Any]:
@@ -237,7 +239,8 @@ class Servers(TableMember):
 
     def _after_step(self) -> None:
         if self.scheduler is not None:
-            self.scheduler.step()
+            with self._lock:
+                self.scheduler.step()
 
     def restored(self, saved: Mapping[str, Any]) -> None:
         for name, table in saved.items():

@@ -1,0 +1,365 @@
+"""Trainings with workers in threads: each record counts exactly once, whatever happens."""
+
+import itertools
+import random
+from threading import Event, Lock
+
+import numpy as np
+import pytest
+import torch
+
+import limpet
+from limpet import tables
+from limpet.errors import LimpetError
+
+RECORDS = 300
+"""Each record is an id of a table whose row counts how often the record was consumed."""
+
+
+def counting_table(**options):
+    return tables.Table(
+        "seen", 1, optimizer=tables.SGD(lr=1.0), initializer=tables.Constant(0.0), **options
+    )
+
+
+def add_records(queue, records=RECORDS, task_size=64, epochs=1):
+    return queue.add("training", records, task_size=task_size, epochs=epochs, name="records")
+
+
+def count_records(worker, records):
+    """Compute gradients that add 1 to the row of each record."""
+    (-tables.Embedding(worker.tables, "seen")(torch.tensor(records))).sum().backward()
+
+
+def train_counting(worker):
+    while (records := worker.next(10)) is not None:
+        count_records(worker, records)
+        worker.step({"records": len(records)})
+
+
+def seen(servers, records=RECORDS):
+    module = tables.Embedding(servers, "seen")
+    with torch.no_grad():
+        return module(torch.arange(records)).flatten().int().tolist()
+
+
+def consumed(queue_state, records):
+    """Return how often each record was consumed, by the state of a queue."""
+    counts = [0] * records
+    (job,) = queue_state["jobs"]
+    size = 64
+    tasks_per_epoch = -(-records // size)
+    for first, stop in job["completed"]:
+        for number in range(first, stop):
+            start = number % tasks_per_epoch * size
+            for record in range(start, min(start + size, records)):
+                counts[record] += 1
+    for number, position in job["positions"]:
+        start = number % tasks_per_epoch * size
+        for record in range(start, position):
+            counts[record] += 1
+    return counts
+
+
+class Training:
+    """A training that counts records, with its state."""
+
+    def __init__(self, run, *, servers=2, queue=None, epochs=1, save=None, options=None, **more):
+        self.queue = limpet.tasks.Queue() if queue is None else queue
+        self.job = add_records(self.queue, epochs=epochs)
+        self.servers = tables.Servers([counting_table()], servers, **(options or {}))
+        self.state = {
+            "tables": self.servers, "queue": self.queue, "progress": limpet.Progress()
+        }  # fmt: skip
+        save = limpet.EverySteps(7) if save is None else save
+        self.ckpt = limpet.Checkpointer(run, self.state, save=save, incremental=4, **more)
+
+    def run(self, train=train_counting, workers=3):
+        with self.ckpt:
+            self.ckpt.resume()
+            self.servers.train(train, workers=workers, queue=self.queue, ckpt=self.ckpt)
+        return self
+
+
+@pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"grads_to_wait": 4}], ids=str)
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (3, 2)])
+def test_each_record_counts_once(tmp_path, options, servers, workers):
+    """B 32, B 39."""
+    training = Training(tmp_path, servers=servers, epochs=2, options=options).run(workers=workers)
+    assert seen(training.servers) == [2] * RECORDS
+    assert training.job.completed == training.job.tasks
+    steps = training.ckpt.current_step
+    assert steps == 16 if "grads_to_wait" in options else steps >= 60
+
+
+@pytest.mark.parametrize("options", [{}, {"grads_to_wait": 3}], ids=str)
+def test_each_version_has_the_rows_of_the_records_that_its_queue_has_consumed(tmp_path, options):
+    """Rows, queue, and step of a version are of one moment, though workers go on during saves."""
+    training = Training(tmp_path, epochs=2, options=options, save=limpet.EverySteps(3)).run()
+    run = limpet.Run(tmp_path)
+    assert len(run.snapshots()) > 5
+    for snapshot in run.snapshots():
+        servers = tables.Servers([counting_table()], 2)
+        state = limpet.load(snapshot.url, into={"tables": servers}, unexpected="ignore")
+        assert state is not None
+        plain = limpet.load(snapshot.url, keys=["queue/**", "progress/**"])
+        counts = consumed(plain["queue"], RECORDS)
+        assert seen(servers) == counts
+        assert plain["progress"]["step"] == snapshot.step
+        if not options:
+            assert sum(counts) <= 10 * snapshot.step
+    assert training.ckpt.current_step == run.latest().step
+
+
+class Stop(Exception):
+    """Ends a training at a random step, as a crash would."""
+
+
+@pytest.mark.parametrize("options", [{}, {"grads_to_wait": 2}], ids=str)
+def test_records_count_once_over_crashes_on_other_numbers_of_servers(tmp_path, options):
+    generator, lock, left = random.Random(3), Lock(), 0
+
+    def train(worker):
+        nonlocal left
+        while (records := worker.next(10)) is not None:
+            with lock:
+                left -= 1
+                if left == 0:
+                    raise Stop
+            count_records(worker, records)
+            worker.step()
+
+    for attempt in itertools.count():
+        left = generator.randint(3, 16)
+        training = Training(
+            tmp_path, servers=attempt % 4 + 1, options=options, save=limpet.EverySteps(2)
+        )
+        try:
+            training.run(train, workers=attempt % 3 + 1)
+            break
+        except Stop:
+            assert attempt < 40
+    assert attempt > 2
+    assert seen(training.servers) == [1] * RECORDS
+
+
+def test_a_worker_that_hangs_is_replaced_and_its_step_never_happened(tmp_path):
+    """B 37, B 40, B 53."""
+    now, hangs, go_on = [0.0], Event(), Event()
+    queue = limpet.tasks.Queue(lease_seconds=60.0, clock=lambda: now[0])
+    pushed = []
+
+    def train(worker):
+        while (records := worker.next(10)) is not None:
+            count_records(worker, records)
+            if not hangs.is_set():
+                hangs.set()
+                now[0] += 1000.0  # no report for long
+                go_on.wait(10)
+                pushed.append(worker.name)
+                assert not worker.step()
+            worker.step()
+        go_on.set()
+
+    training = Training(tmp_path, queue=queue).run(train, workers=2)
+    assert seen(training.servers) == [1] * RECORDS
+    assert pushed
+
+
+def test_the_error_of_a_worker_ends_the_training_and_a_resume_continues(tmp_path):
+    def train(worker):
+        train_counting(worker) if worker.name != "worker 2" else 1 / 0
+
+    training = Training(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        training.run(train, workers=2)
+    training = Training(tmp_path).run()
+    assert seen(training.servers) == [1] * RECORDS
+
+
+def test_workers_come_and_go(tmp_path):
+    training = Training(tmp_path, epochs=3)
+
+    def train(worker):
+        names.add(worker.name)
+        while (records := worker.next(10)) is not None:
+            count_records(worker, records)
+            worker.step()
+            step = training.ckpt.current_step
+            if step == 5:
+                training.servers.resize_workers(4)
+            elif step == 60:
+                training.servers.resize_workers(1)
+
+    names = set()
+    training.run(train, workers=1)
+    assert seen(training.servers) == [3] * RECORDS
+    assert len(names) >= 4
+    with pytest.raises(LimpetError, match="running train"):
+        training.servers.resize_workers(2)
+
+
+def test_early_stopping_ends_all_workers(tmp_path):
+    training = Training(tmp_path, epochs=50, stop=limpet.StopWhen("loss", patience=2, mode="min"))
+
+    def train(worker):
+        while (records := worker.next(10)) is not None:
+            count_records(worker, records)
+            worker.step({"loss": 1.0})
+
+    training.run(train)
+    assert training.ckpt.current_step < 100
+    assert sum(seen(training.servers)) == 10 * training.ckpt.current_step
+
+
+# -- dense parameters ------------------------------------------------------------------------------
+
+DATA = torch.randint(0, 1000, (400, 3), generator=torch.Generator().manual_seed(5)) % 97
+
+
+class Model(torch.nn.Module):
+    def __init__(self, servers=None):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2),
+            torch.nn.Linear(8, 1),
+        )  # fmt: skip
+        self.words = None
+        if servers is not None:
+            self.words = tables.EmbeddingBag(servers, "words", mode="sum")
+
+    def forward(self, ids):
+        return self.layers(self.words(ids))
+
+
+def make_dense():
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+
+
+def train_model(worker):
+    model = Model(worker.tables)
+    worker.dense(model)
+    while (records := worker.next(16)) is not None:
+        ids = DATA[records]
+        noise = random.random() + np.random.rand()  # of the mini-batch, too
+        loss = ((model(ids) - ids.sum(1, keepdim=True) / 100 - noise) ** 2).mean()
+        loss.backward()
+        worker.step({"loss": loss.item()})
+
+
+def run_model(run, servers, workers, *, crash_at=None, epochs=2, **options):
+    torch.manual_seed(servers + workers)  # nothing may depend on it
+    queue = limpet.tasks.Queue()
+    queue.add("training", len(DATA), task_size=48, epochs=epochs, name="data")
+    words = tables.Table("words", 4, optimizer=tables.Adam(lr=0.05))
+    made = tables.Servers([words], servers, dense=make_dense, **options)
+    state = {"tables": made, "queue": queue, "progress": limpet.Progress()}
+
+    def train(worker):
+        if crash_at is not None:
+            step, real = worker.step, ckpt
+
+            def step_or_crash(*metrics):
+                if real.current_step >= crash_at:
+                    raise Stop
+                return step(*metrics)
+
+            worker.step = step_or_crash
+        train_model(worker)
+
+    with limpet.Checkpointer(run, state, save=limpet.EverySteps(3), incremental=True) as ckpt:
+        ckpt.resume()
+        made.train(train, workers=workers, queue=queue, ckpt=ckpt)
+    assert made.model is not None
+    rows = made.client.pull("words", np.arange(97))
+    return ckpt.current_step, rows, {n: t.clone() for n, t in made.model.state_dict().items()}
+
+
+def same(a, b):
+    steps, rows, dense = a
+    return (
+        steps == b[0] and torch.equal(rows, b[1])
+        and all(torch.equal(dense[name], b[2][name]) for name in dense)
+    )  # fmt: skip
+
+
+def test_a_synchronous_training_has_the_same_bits_for_any_number_of_workers_and_servers(tmp_path):
+    """B 25: dense gradients are averaged, and those of rows summed, in the order of the data."""
+    expected = run_model(tmp_path / "a", 1, 1, grads_to_wait=4)
+    assert expected[0] == 14  # 25 mini-batches per epoch, the last round of an epoch has one
+    for servers, workers in ((2, 3), (3, 2), (1, 4)):
+        folder = tmp_path / f"{servers} {workers}"
+        assert same(run_model(folder, servers, workers, grads_to_wait=4), expected)
+
+
+def test_a_synchronous_training_has_the_same_bits_after_crashes(tmp_path):
+    expected = run_model(tmp_path / "a", 1, 1, grads_to_wait=4)
+    for crash_at, servers, workers in ((4, 2, 2), (8, 1, 3), (11, 3, 1)):
+        with pytest.raises(Stop):
+            run_model(tmp_path / "b", servers, workers, crash_at=crash_at, grads_to_wait=4)
+    assert same(run_model(tmp_path / "b", 2, 2, grads_to_wait=4), expected)
+
+
+def test_one_worker_equals_a_plain_training(tmp_path):
+    """Asynchronous with one worker: each step is that of the plain optimizers."""
+    steps, rows, dense = run_model(tmp_path, 2, 1, epochs=1)
+    model, optimizer, scheduler = make_dense()
+    words = torch.nn.Embedding(97, 4)
+    initial = tables.Servers([tables.Table("words", 4, optimizer=tables.SGD(lr=1.0))])
+    words.weight.data = initial.client.pull("words", np.arange(97)).clone()
+    assert steps == 25
+    assert rows.shape == words.weight.shape
+    assert dense.keys() == model.state_dict().keys()
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+
+
+def test_every_server_applies_a_push_with_the_rates_of_its_step(tmp_path):
+    """A row of each server gets -1 per step: its value is the sum of the rates of the steps."""
+
+    def make():
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def train(worker):
+        model = torch.nn.Linear(1, 1)
+        worker.dense(model)
+        while worker.next(100) is not None:
+            (-model.weight.sum()).backward()
+            worker.step()
+
+    training = Training(tmp_path, options={"dense": make}, save=limpet.EverySteps(100))
+    training.run(train, workers=3)
+    expected = sum(0.5**step for step in range(training.ckpt.current_step))
+    assert training.servers.model.weight.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_cannot_be_distributed_is_refused(tmp_path):
+    def lbfgs():
+        model = torch.nn.Linear(1, 1)
+        return model, torch.optim.LBFGS(model.parameters())
+
+    with pytest.raises(LimpetError, match="LBFGS"):
+        tables.Servers([counting_table()], dense=lbfgs)
+    with pytest.raises(LimpetError, match=r"\(model, optimizer\)"):
+        tables.Servers([counting_table()], dense=lambda: torch.nn.Linear(1, 1))
+
+    def train(worker):
+        worker.dense(torch.nn.Linear(2, 2))
+
+    training = Training(tmp_path, options={"dense": make_dense})
+    with pytest.raises(LimpetError, match="another model"):
+        training.run(train, workers=1)
+
+
+def test_mistakes_of_a_call_of_train(tmp_path):
+    training = Training(tmp_path)
+    with training.ckpt:
+        for bad in ({"workers": 0}, {"queue": limpet.tasks.Queue()}, {"ckpt": None}):
+            options = {"workers": 1, "queue": training.queue, "ckpt": training.ckpt} | bad
+            with pytest.raises(LimpetError):
+                training.servers.train(train_counting, **options)
