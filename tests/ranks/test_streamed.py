@@ -7,10 +7,14 @@ import pytest
 import torch
 
 import limpet
+from limpet.buffers import BufferPool
 from limpet.errors import LimpetError, MemberFailed, RankFailed, SkippedVersion, StoreError
-from limpet.loading.snapshot import reader_of
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.run.run import Run
 from limpet.saving import partition
+from limpet.saving import save as recipe
+from limpet.saving.commit import VersionMetadata
+from limpet.snapshot.location import Location
 from limpet.state.arrays import LocalBoxes
 from limpet.storage.memory import MemoryStore
 from limpet.types import Box
@@ -95,6 +99,65 @@ def test_a_rank_may_have_several_boxes():
     with FakeGroup(2) as group:
         group.run(lambda rank: limpet.save(url, state_of(tables[rank])))
     assert np.asarray(limpet.load(url)["tables"]["values"]).tobytes() == rows.tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_source_that_is_not_in_boxes_is_compared_by_no_rank(size):
+    """All ranks declare to have the same rows, and one of them reads these."""
+    url, tables = unused_url(), make_tables(size, 1)
+    rows = np.arange(60_000, dtype=np.float32).reshape(-1, 4)
+    for table in tables:
+        table.state_dict = lambda table=table: {"values": HeldRows(rows, table)}
+    with FakeGroup(size) as group:
+        group.run(lambda rank: limpet.save(url, state_of(tables[rank])))
+    assert sum(table.bytes_read for table in tables) == rows.nbytes
+    assert np.asarray(limpet.load(url)["tables"]["values"]).tobytes() == rows.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parts_of_held_sources_are_not_staged(size, monkeypatch):
+    monkeypatch.setattr(partition, "MAX_BOX_BYTES", 5 << 20)
+    store, tables = MemoryStore(), make_tables(size, 1_000_000 * size)
+
+    def save(rank):
+        job = recipe.begin_save(
+            Location(store, "version_1"),
+            state_of(tables[rank]),
+            VersionMetadata(step=1),
+            BufferPool(1 << 40),
+            group=group.groups[rank],
+            stage_now=True,
+        )
+        read = tables[rank].bytes_read
+        recipe.finish_save(job)
+        return read
+
+    with FakeGroup(size) as group:
+        assert max(group.run(save)) <= 2 * (4 << 20)
+    assert all(table.bytes_read >= 16_000_000 for table in tables)
+    assert loaded(Run(store).snapshots()[0]) == whole(tables)
+
+
+def test_boxes_of_another_number_of_ranks_are_read():
+    """The first half of each segment is a box of the base. In its shard, the first half of the next
+    segment follows, and not the second half of the same one."""
+    rows = (8 << 20) // 16
+    store, tables = CountedReads(), make_tables(2, rows, rows)
+    save_versions(store, tables, 1)
+    first = reader_of(Run(store).snapshots()[0])
+    table = make_table(rows, rows)
+    job = recipe.begin_save(
+        Location(store, "version_2"),
+        state_of(table),
+        VersionMetadata(step=2),
+        BufferPool(1 << 40),
+        stage_now=False,
+        base=first,
+    )
+    second = Snapshot(recipe.finish_save(job))
+    assert store.count > 0
+    assert second.verify().ok
+    assert loaded(second) == whole(tables)
 
 
 def save_versions(store, tables, steps, *, act=lambda step: None, **options):
