@@ -1,5 +1,6 @@
 """Members that are streamed, on several ranks: each has some rows of each segment."""
 
+from contextlib import closing
 from threading import Thread
 
 import numpy as np
@@ -428,3 +429,48 @@ def test_a_member_that_fails_ends_the_save_of_all(tmp_path):
     for table in tables:
         ends = [digest for digest, _ in (c for c in table.calls if type(c) is tuple)]
         assert ends == [None, reader_of(version).digest]
+
+
+def gather_in(table, found):
+    """Let a table gather its number of rows when a save begins, as servers do."""
+    begin = table.begin_save
+
+    def begin_save(key, base, group):
+        with closing(group.collective("the sizes of the tables")) as collective, collective:
+            begin(key, base, group)  # here, so that the other ranks hear of an error
+            own = sum(len(rows) for rows, _, _ in table.segments.values())
+            sizes = collective.gather(own, int)
+            found.append(collective.broadcast(None if sizes is None else sum(sizes), int))
+
+    table.begin_save = begin_save
+
+
+def test_a_member_may_use_collectives_when_a_save_begins(tmp_path):
+    tables, found = server_tables(2, 40_000), []
+    for table in tables:
+        gather_in(table, found)
+
+    def train(ckpt):
+        for _ in range(2):
+            ckpt.wait()
+            ckpt.step()
+
+    run_with_members(tmp_path, tables, train, "collectives")
+    assert found == [40_000] * 6
+    assert [version.step for version in Run(tmp_path).snapshots()] == [1, 2]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_a_collective_of_the_members(failing):
+    url, tables, found = unused_url(), make_tables(2, 10), []
+    for table in tables:
+        gather_in(table, found)
+    tables[failing].fail["begin"] = ValueError("no memory")
+    with FakeGroup(2) as group:
+        errors = group.outcomes(lambda rank: limpet.save(url, state_of(tables[rank])))
+    assert [type(error) for error in errors] == [
+        MemberFailed if rank == failing else RankFailed for rank in range(2)
+    ]
+    assert all("no memory" in str(error) for error in errors)
+    assert [table.calls[0] for table in tables] == ["begin", "begin"]
+    assert [table.calls[1][0] for table in tables] == [None, None]

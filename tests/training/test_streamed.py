@@ -5,12 +5,14 @@ import pytest
 import torch
 
 import limpet
-from limpet.errors import LimpetError, MemberFailed, NoSnapshot, SkippedVersion
+from limpet.errors import LimpetError, MemberFailed, NoSnapshot, Preempted, SkippedVersion
 from limpet.loading.snapshot import reader_of
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
+from tests.notices.announced import Announced
 from tests.streamed_members import Table, make_table
 from tests.trainings import flip_bit, shard_of
+from tests.waiting import wait_until
 
 ROWS = 30_000
 
@@ -214,3 +216,26 @@ def test_an_error_of_the_member_after_a_commit_is_raised_once():
         state["tables"].fail.clear()
         ckpt.step()
     assert [version.step for version in Run(store).snapshots()] == [1, 2]
+
+
+def test_a_notice_saves_the_last_step_and_its_tables():
+    state, store, source = make_state(), MemoryStore(), Announced()
+    preemption = limpet.Preemption(notices=[source])
+    with (
+        pytest.raises(Preempted) as left,
+        limpet.Checkpointer(
+            store, state, save=limpet.EverySteps(100), preemption=preemption
+        ) as ckpt,
+    ):
+        ckpt.resume()
+        for step in range(1, 20):
+            train_step(state, step)
+            if step == 3:
+                source.announce()
+                wait_until(lambda: ckpt._preemption.is_pending)
+            ckpt.step()
+    assert left.value.code == 75
+    table, newest = Table(), Run(store).latest()
+    newest.load({"tables": table}, keys="tables")
+    assert newest.step >= 3
+    assert table.values() == state["tables"].values()

@@ -30,8 +30,8 @@ class Streamed(ABC):
 
     @abstractmethod
     def begin_save(self, key: str, base: Any, group: Group) -> None:
-        """Begin a save under ``key``, on all ranks of the group, whose collectives this may use.
-        ``base``: the ``SnapshotReader`` of the version to which the save may refer, or None."""
+        """Begin a save under ``key``, on all ranks of the group. All that can fail is within a
+        collective, if this uses one. ``base``: the ``SnapshotReader`` for references, or None."""
 
     @abstractmethod
     def end_staging(self) -> None:
