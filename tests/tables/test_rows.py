@@ -1,5 +1,8 @@
 """Rows by id: growth without a copy, deletion, and use again."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -126,6 +129,33 @@ def test_rows_of_a_version_are_adopted():
     rows.adopt(5000)
     assert rows.find(np.array([0, 3, 14997, 1])).tolist() == [0, 1, 4999, -1]
     assert rows.begin_cut(is_full=False).count == 0
+
+
+@pytest.mark.slow
+def test_rows_take_little_more_memory_than_their_payload_also_while_they_grow():
+    """In a process of its own: memory that others freed would be used again, and not be counted."""
+    code = (
+        "import numpy as np, torch\n"
+        "from limpet import tables\n"
+        "from limpet.tables.shard import TableShard\n"
+        "torch.set_num_threads(1)\n"
+        "def rss():\n"
+        "    return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "def a_shard():\n"
+        "    return TableShard(tables.Table('words', 64, optimizer=tables.Adagrad(0.1)))\n"
+        "grads = torch.ones(20_000, 64)\n"
+        "a_shard().push(np.arange(20_000), grads, lr=0.1, step=1)\n"
+        "shard, before, worst = a_shard(), rss(), 0\n"
+        "for start in range(0, 1_000_000, 20_000):\n"
+        "    shard.push(np.arange(start, start + 20_000), grads, lr=0.1, step=1)\n"
+        "    if start >= 500_000:\n"
+        "        payload = shard.rows.count * (8 + 2 * 256)\n"
+        "        worst = max(worst, (rss() - before) / payload)\n"
+        "print(worst)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    worst = float(done.stdout)
+    assert 1 < worst < 1.15
 
 
 def test_an_id_that_a_version_has_twice_is_not_adopted():

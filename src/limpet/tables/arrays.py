@@ -10,13 +10,6 @@ import torch
 
 from limpet.errors import LimpetError
 
-_NUMPY = {  # the NumPy dtype under which the memory of a torch dtype is seen
-    torch.float32: np.float32,
-    torch.bfloat16: np.int16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.uint8: np.uint8,
-}
 _HUGE = 64 << 20  # bytes of an array that asks for huge pages: random rows are read 1.5 x as fast
 
 
@@ -30,16 +23,17 @@ class GrowableArray:
 
     def __init__(self, dtype: torch.dtype, width: int | None) -> None:
         self.dtype, self.width = dtype, width
-        self.row_bytes = dtype.itemsize * (1 if width is None else width)
+        self.row_bytes = dtype.itemsize * (width or 1)
         self._capacity = max(1, mmap.PAGESIZE // self.row_bytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, self._capacity * self.row_bytes, flags=flags)
 
-    def view(self, rows: int) -> torch.Tensor:
-        """Return the first rows, ``[rows, width]`` or ``[rows]``. Drop it before a growth."""
-        width = 1 if self.width is None else self.width
-        flat = np.frombuffer(self._memory, _NUMPY[self.dtype], rows * width)
-        tensor = torch.from_numpy(flat).view(self.dtype)
+    def view(self, rows: int, buffer: memoryview | None = None) -> torch.Tensor:
+        """Return the first rows of this array, or of a buffer, ``[rows, width]`` or ``[rows]``.
+        Drop a view of the array before a growth."""
+        memory = self._memory if buffer is None else buffer
+        bytes_ = torch.from_numpy(np.frombuffer(memory, np.uint8, rows * self.row_bytes))
+        tensor = bytes_.view(self.dtype)
         return tensor if self.width is None else tensor.view(rows, self.width)
 
     def reserve(self, rows: int) -> None:
@@ -47,14 +41,16 @@ class GrowableArray:
         if rows <= self._capacity:
             return
         # by a quarter: twice a large array may be more than the kernel allows
-        rows = max(rows, self._capacity * 5 // 4)
+        nbytes = max(rows, self._capacity * 5 // 4) * self.row_bytes
+        if nbytes >= _HUGE:
+            nbytes += -nbytes % _HUGE  # aligned, else huge pages are split when they move
         try:
-            self._memory.resize(rows * self.row_bytes)
+            self._memory.resize(nbytes)
         except OSError as e:
             what = f"There is no memory for {rows:,} rows of a table"
             todo = "Use more servers, or limit the rows: evict=Evict(max_rows=...)"
             raise LimpetError(what, todo=todo) from e
-        self._capacity = rows
-        if rows * self.row_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        self._capacity = nbytes // self.row_bytes
+        if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)

@@ -67,7 +67,7 @@ class TableClient:
         if self.placement.servers == 1:
             pulled: torch.Tensor = found[0][name]
             return pulled
-        rows = torch.empty(len(ids), table.dim, dtype=table.torch_dtype, device="cpu")
+        rows = torch.empty(len(ids), table.dim, dtype=table.dtype, device="cpu")
         for number, part in parts.items():
             rows.index_copy_(0, torch.from_numpy(part), found[number][name])
         return rows

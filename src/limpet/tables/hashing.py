@@ -66,8 +66,8 @@ def random_words(
 ) -> Iterator[tuple[slice, NDArray[np.uint32]]]:
     """Yield slices of the ids, with random words ``[rows, dim]`` that the caller may overwrite.
 
-    A word is a function of (key, id, column). The halves of an id's hash of 64 bits enter on both
-    sides of a multiplication, so that two ids do not have two columns in common by chance.
+    A word is a function of (key, id, column). Both halves of an id's hash enter, on two sides of a
+    multiplication, so that two ids do not share several columns.
     """
     columns = np.arange(dim, dtype=np.uint32) * np.uint32(0x9E3779B9)
     hashes = mix(mix(ids) ^ np.uint64(key))[:, None]

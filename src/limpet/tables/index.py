@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 
 import numpy as np
@@ -21,7 +22,7 @@ _BLOCK = 1 << 17  # ids that are processed at once, so that temporaries stay sma
 _SALTS = np.array([secrets.randbits(64) | 1 for _ in range(64)], dtype=np.uint64)
 
 
-def unique(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def unique(ids: Ids) -> tuple[Ids, NDArray[np.int64]]:
     """Return the distinct ids of ``ids`` (1-d) in the order of their first occurrence, and for
     each of ``ids`` its position among them.
 
@@ -54,51 +55,39 @@ class IdIndex:
     """
 
     def __init__(self) -> None:
-        self._salt = _SALTS[0]
         self._clear(_LEAST_BITS)
-        self._live = 0
 
     def _clear(self, bits: int) -> None:
         self._shift = np.uint64(64 - bits)
         self._slots = np.full(1 << bits, _EMPTY, np.int32)
-        self._used = 0  # slots that are not empty: live and deleted ones
+        self._live = self._used = 0  # slots with a row, and slots that are not empty
 
     @property
     def nbytes(self) -> int:
         return self._slots.nbytes
 
-    def _home(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        hashes = mix(ids)
-        hashes *= self._salt
-        hashes >>= self._shift
-        return hashes.view(np.int64)
+    def _home(self, ids: Ids) -> NDArray[np.int64]:
+        home: NDArray[np.int64] = ((mix(ids) * _SALTS[0]) >> self._shift).view(np.int64)
+        return home
 
-    def find(self, ids: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _next(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (at + 1) & (len(self._slots) - 1)
+
+    def find(self, ids: Ids, keys: Ids) -> NDArray[np.int64]:
         """Return the row of each id, -1 if it has none."""
         found = np.full(len(ids), -1, np.int64)
         if self._live == 0:
             return found
-        at = self._home(ids)
-        rest: NDArray[np.int64] | None = None  # positions in ids; None: all
-        while True:
+        rest, at = np.arange(len(ids)), self._home(ids)
+        while len(rest):
             rows = self._slots[at]
-            is_hit = np.take(keys, rows, mode="clip") == ids
-            is_hit &= rows >= 0
-            if rest is None:
-                np.copyto(found, rows, where=is_hit)
-            else:
-                found[rest[is_hit]] = rows[is_hit]
-            is_hit |= rows == _EMPTY
-            go_on = np.flatnonzero(~is_hit)
-            if not len(go_on):
-                return found
-            ids, at = ids[go_on], at[go_on] + 1
-            at &= len(self._slots) - 1
-            rest = go_on if rest is None else rest[go_on]
+            is_hit = (np.take(keys, rows, mode="clip") == ids) & (rows >= 0)
+            found[rest[is_hit]] = rows[is_hit]
+            go_on = np.flatnonzero(~is_hit & (rows != _EMPTY))
+            ids, rest, at = ids[go_on], rest[go_on], self._next(at[go_on])
+        return found
 
-    def insert(
-        self, ids: NDArray[np.int64], rows: NDArray[np.int64], keys: NDArray[np.int64]
-    ) -> None:
+    def insert(self, ids: Ids, rows: NDArray[np.int64], keys: Ids) -> None:
         """Add ids that are distinct and not in the index; ``keys[rows]`` are the ids already.
 
         Raises ``LimpetError`` if an id occurs twice; the index must not be used then.
@@ -108,9 +97,7 @@ class IdIndex:
             part = slice(start, start + _BLOCK)
             self._put(ids[part], rows[part].astype(np.int32), keys)
 
-    def _put(
-        self, ids: NDArray[np.int64], rows: NDArray[np.int32], keys: NDArray[np.int64]
-    ) -> None:
+    def _put(self, ids: Ids, rows: NDArray[np.int32], keys: Ids) -> None:
         self._live += len(ids)
         at = self._home(ids)
         while True:
@@ -123,13 +110,12 @@ class IdIndex:
             rest = np.flatnonzero(~is_placed)
             if not len(rest):
                 return
-            is_twice = keys[after[rest]] == ids[rest]
-            if is_twice.any():
-                raise LimpetError(f"the id {ids[rest][is_twice][0]} occurs twice")
-            ids, rows, at = ids[rest], rows[rest], at[rest] + 1
-            at &= len(self._slots) - 1
+            twice = ids[rest][keys[after[rest]] == ids[rest]]
+            if len(twice):
+                raise LimpetError(f"the id {twice[0]} occurs twice")
+            ids, rows, at = ids[rest], rows[rest], self._next(at[rest])
 
-    def remove(self, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    def remove(self, ids: Ids, rows: NDArray[np.int64]) -> None:
         """Remove distinct ids whose rows are ``rows``."""
         self._live -= len(ids)
         at = self._home(ids)
@@ -137,19 +123,14 @@ class IdIndex:
             is_found = self._slots[at] == rows
             self._slots[at[is_found]] = _DELETED
             rest = np.flatnonzero(~is_found)
-            rows, at = rows[rest], at[rest] + 1
-            at &= len(self._slots) - 1
+            rows, at = rows[rest], self._next(at[rest])
 
-    def _make_room(self, count: int, keys: NDArray[np.int64]) -> None:
+    def _make_room(self, count: int, keys: Ids) -> None:
         """Keep at most 70 % of the slots used. Clean if that makes much room, else double."""
         if (self._used + count) <= 0.7 * len(self._slots):
             return
-        bits = _LEAST_BITS
-        while self._live + count > 0.6 * (1 << bits):
-            bits += 1
-        old = self._slots
-        self._clear(bits)
-        self._live = 0
+        old, bits = self._slots, math.ceil(math.log2((self._live + count) / 0.6))
+        self._clear(max(_LEAST_BITS, bits))
         for start in range(0, len(old), _BLOCK):
             # in the order of the old slots, which is about that of the new ones
             rows = old[start : start + _BLOCK]

@@ -17,17 +17,20 @@ from numpy.typing import NDArray
 from limpet.arguments import real, require
 from limpet.tables.hashing import random_words
 
-_LEAST, _MOST = 1e-30, 1e30  # as a float32, also after a multiplication
+_MOST = 1e30  # far from the limits of float32
+ANY, POSITIVE = -_MOST, 1e-30
 
 
-def _check(initializer: object, name: str, *, is_positive: bool = False) -> None:
-    """Make a field a float that is finite as a float32."""
-    value = getattr(initializer, name)
-    number = real(value)
-    is_valid = number is not None and abs(number) <= _MOST and (number >= _LEAST or not is_positive)
-    expected = "a number that is more than 0" if is_positive else "a finite number"
-    require(f"{name} of {type(initializer).__name__}", is_valid, expected, value)
-    object.__setattr__(initializer, name, float(value))
+def check_floats(owner: object, **least: float) -> None:
+    """Make fields of a dataclass floats, and refuse those that are less than ``least``."""
+    for name, bound in least.items():
+        value = getattr(owner, name)
+        number = real(value)
+        expected = {ANY: "a finite number", 0: "a number, 0 or more"}.get(bound)
+        is_valid = number is not None and bound <= number <= _MOST
+        expected = expected or "a number that is more than 0"
+        require(f"{name} of {type(owner).__name__}", is_valid, expected, value)
+        object.__setattr__(owner, name, float(value))
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Constant:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "value")
+        check_floats(self, value=ANY)
 
     def initial(self, ids: NDArray[np.int64], key: int, dim: int) -> NDArray[np.float32]:
         return np.full((len(ids), dim), self.value, np.float32)
@@ -50,7 +53,7 @@ class Uniform:
     scale: float = 0.05
 
     def __post_init__(self) -> None:
-        _check(self, "scale", is_positive=True)
+        check_floats(self, scale=POSITIVE)
 
     def initial(self, ids: NDArray[np.int64], key: int, dim: int) -> NDArray[np.float32]:
         out = np.empty((len(ids), dim), np.float32)
@@ -72,8 +75,7 @@ class Normal:
     _cut: ClassVar[float | None] = None  # in standard deviations
 
     def __post_init__(self) -> None:
-        _check(self, "mean")
-        _check(self, "std", is_positive=True)
+        check_floats(self, mean=ANY, std=POSITIVE)
 
     def initial(self, ids: NDArray[np.int64], key: int, dim: int) -> NDArray[np.float32]:
         scaled = _quantiles(self._cut) * np.float32(self.std) + np.float32(self.mean)
@@ -91,7 +93,7 @@ class TruncatedNormal(Normal):
     _cut: ClassVar[float | None] = 2.0
 
 
-Initializer = Constant | Uniform | Normal
+Initializer = Constant | Uniform | Normal | TruncatedNormal
 """``initial`` returns the initial vectors of ids, float32 ``[len(ids), dim]``; ``key`` is a hash of
 the seed and the name of the table."""
 

@@ -13,21 +13,10 @@ import numpy as np
 import torch
 
 from limpet.arguments import real, require
+from limpet.tables.initializers import ANY, POSITIVE, check_floats
 
 Slots = Mapping[str, torch.Tensor]
 """Slots of the rows of an update, by name: each float32 ``[rows, width]``."""
-
-
-def _check(optimizer: object, *names: str, positive: tuple[str, ...] = ()) -> None:
-    """Make the fields floats: finite, 0 or more, and more than 0 if ``positive``."""
-    for name in (*names, *positive):
-        value = getattr(optimizer, name)
-        number = real(value)
-        is_valid = number is not None and 0 <= number < np.inf
-        is_valid = is_valid and (number != 0 or name not in positive)
-        expected = "a number that is more than 0" if name in positive else "a number, 0 or more"
-        require(f"{name} of {type(optimizer).__name__}", is_valid, expected, value)
-        object.__setattr__(optimizer, name, float(value))
 
 
 @dataclass(frozen=True)
@@ -38,7 +27,7 @@ class SGD:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "lr", "momentum")
+        check_floats(self, lr=0, momentum=0)
 
     def slots(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"momentum": (dim, 0.0)} if self.momentum else {}
@@ -58,7 +47,7 @@ class Adagrad:
     eps: float = 1e-10
 
     def __post_init__(self) -> None:
-        _check(self, "lr", "initial_accumulator", positive=("eps",))
+        check_floats(self, lr=0, initial_accumulator=0, eps=POSITIVE)
 
     def slots(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"sum": (dim, self.initial_accumulator)}
@@ -77,7 +66,7 @@ class RowwiseAdagrad:
     eps: float = 1e-10
 
     def __post_init__(self) -> None:
-        _check(self, "lr", positive=("eps",))
+        check_floats(self, lr=0, eps=POSITIVE)
 
     def slots(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"sum": (1, 0.0)}
@@ -90,15 +79,14 @@ class RowwiseAdagrad:
 @dataclass(frozen=True)
 class Adam:
     """Adam (Kingma and Ba, 2015), as torch.optim.Adam. The bias of a row is corrected by the number
-    of its own updates: rows without a gradient do not change (torch.optim.SparseAdam counts the
-    steps of all rows)."""
+    of its own updates; a row without a gradient does not change."""
 
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        _check(self, "lr", positive=("eps",))
+        check_floats(self, lr=0, eps=POSITIVE)
         is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         numbers = [real(beta) for beta in self.betas] if is_pair else []
         is_valid = is_pair and all(beta is not None and 0 <= beta < 1 for beta in numbers)
@@ -132,11 +120,8 @@ class FTRL:
     initial_accumulator: float = 0.1
 
     def __post_init__(self) -> None:
-        _check(self, "lr", "l1", "l2", positive=("initial_accumulator",))
-        power = real(self.lr_power)
-        is_valid = power is not None and -np.inf < power <= 0
-        require("lr_power of FTRL", is_valid, "a number, 0 or less", self.lr_power)
-        object.__setattr__(self, "lr_power", float(self.lr_power))
+        check_floats(self, lr=0, l1=0, l2=0, lr_power=ANY, initial_accumulator=POSITIVE)
+        require("lr_power of FTRL", self.lr_power <= 0, "a number, 0 or less", self.lr_power)
 
     def slots(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"accumulator": (dim, self.initial_accumulator), "linear": (dim, 0.0)}

@@ -23,6 +23,7 @@ from limpet.tables.index import IdIndex, Ids
 from limpet.types import BLOCK_SIZE
 
 RowNumbers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 # Bits of a row's flags. A deleted row has none.
 _LIVE = 1
@@ -66,12 +67,11 @@ class Rows:
         self._flags = GrowableArray(torch.uint8, None)
         self._index = IdIndex()
         self._stop = 0  # all rows are below
-        self._free: list[RowNumbers] = []
+        self._free = np.empty(0, np.int64)  # deleted rows
         self._deleted: list[Ids] = []  # since the last committed version
         self._cuts: list[Cut] = []
+        self._save: Cut | None = None  # that of a save
         self.count = 0
-
-    # -- reading ---------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -94,8 +94,6 @@ class Rows:
     def _all_flags(self) -> NDArray[np.uint8]:
         return self._flags.view(self._stop).numpy()
 
-    # -- changes ---------------------------------------------------------------------------------
-
     def reserve(self, stop: int) -> None:
         """Make room for the rows below ``stop``. Raises ``LimpetError`` if there is no memory."""
         for array in (*self._arrays.values(), self._flags):
@@ -103,15 +101,9 @@ class Rows:
 
     def insert(self, ids: Ids) -> RowNumbers:
         """Return new rows for ids that are distinct and have none."""
-        used, missing = [], len(ids)
-        self.reserve(self._stop + max(0, missing - (self._stop - self.count)))
-        while missing and self._free:
-            rows = self._free.pop()
-            used.append(rows[:missing])
-            if len(rows) > missing:
-                self._free.append(rows[missing:])
-            missing -= len(used[-1])
-        reused = np.concatenate([*used, np.empty(0, np.int64)])
+        missing = max(0, len(ids) - len(self._free))
+        self.reserve(self._stop + missing)
+        reused, self._free = self._free[: len(ids)], self._free[len(ids) :]
         rows = np.concatenate([reused, np.arange(self._stop, self._stop + missing)])
         self._stop += missing
         for name, column in self.columns.items():
@@ -133,15 +125,14 @@ class Rows:
 
     def delete(self, rows: RowNumbers) -> None:
         """Delete distinct rows."""
-        for cut in self._cuts:
-            cut.keep(rows)
+        self.before_change(rows)
         flags, ids = self._all_flags(), self.column("ids").numpy()[rows]
         stored = ids[(flags[rows] & _STORED) > 0]
         if len(stored):
             self._deleted.append(stored)
         flags[rows] = 0
         self._index.remove(ids, rows)
-        self._free.append(rows)
+        self._free = np.concatenate([rows, self._free])
         self.count -= len(rows)
 
     def adopt(self, count: int) -> None:
@@ -167,8 +158,6 @@ class Rows:
         flags[flags > 0] = _LIVE | _STORED
         self._deleted.clear()
 
-    # -- cuts ------------------------------------------------------------------------------------
-
     @property
     def must_wait(self) -> bool:
         """True if the old rows of a cut have reached their limit. Then wait on ``lock``: the end of
@@ -182,30 +171,28 @@ class Rows:
         ``old_bytes_limit``: of the copies of rows; None: a quarter of the bytes of all rows.
         """
         with self.lock:
-            if any(cut.is_for_save for cut in self._cuts):
+            if self._save is not None:
                 raise LimpetError("A cut of this table for a save is held already")
-            return self._begin_cut(is_full, old_bytes_limit)
-
-    def _begin_cut(self, is_full: bool, old_bytes_limit: int | None) -> Cut:
-        flags = self._all_flags()
-        members = (flags & (_LIVE if is_full else _TOUCHED)) > 0
-        cut = Cut(self, members, [*self.columns], old_bytes_limit, is_for_save=True)
-        flags[(flags & _TOUCHED) > 0] ^= _TOUCHED | _IN_SAVE
-        flags[members] |= _STORED
-        cut.all_deleted, self._deleted = self._deleted, []
+            flags = self._all_flags()
+            members = (flags & (_LIVE if is_full else _TOUCHED)) > 0
+            self._save = cut = Cut(self, members, [*self.columns], old_bytes_limit)
+            self._cuts.append(cut)
+            touched = flags & _TOUCHED
+            flags ^= touched | touched * (_IN_SAVE // _TOUCHED)
+            flags |= members * np.uint8(_STORED)
+            del flags  # before the lock is released
+            cut.all_deleted, self._deleted = self._deleted, []
         if not is_full:
             cut.deleted = np.unique(np.concatenate([*cut.all_deleted, np.empty(0, np.int64)]))
             cut.deleted = cut.deleted[np.argsort(bucket_of(cut.deleted), kind="stable")]
-        self._cuts.append(cut)
         return cut
 
     def begin_view(self, *names: str, old_bytes_limit: int | None = None) -> Cut:
         """Return a cut of the columns ``names`` of all rows, to find rows by id (``Cut.find``).
         ``end_cut`` ends it. Several may be held, also during a save."""
         with self.lock:
-            members = np.zeros(self._stop, np.bool_)
-            members[self.live()] = True
-            cut = Cut(self, members, ["ids", *names], old_bytes_limit, is_for_save=False)
+            members = (self._all_flags() & _LIVE) > 0
+            cut = Cut(self, members, ["ids", *names], old_bytes_limit)
             self._cuts.append(cut)
             return cut
 
@@ -215,49 +202,35 @@ class Rows:
         with self.lock:
             self._cuts.remove(cut)
             cut.has_ended = True
-            if cut.is_for_save:
-                self._end_save(cut, is_committed)
+            if cut is self._save:
+                flags, self._save = self._all_flags(), None
+                in_save = flags & _IN_SAVE
+                flags ^= in_save
+                if not is_committed:
+                    flags |= in_save // (_IN_SAVE // _TOUCHED)
+                    self._deleted = cut.all_deleted + self._deleted
+                del flags  # before the lock is released
             self.lock.notify_all()
-
-    def _end_save(self, cut: Cut, is_committed: bool) -> None:
-        flags = self._all_flags()
-        in_save = (flags & _IN_SAVE) > 0
-        flags[in_save] &= 0xFF ^ _IN_SAVE
-        if not is_committed:
-            flags[in_save] |= _TOUCHED
-            self._deleted = cut.all_deleted + self._deleted
 
 
 class Cut:
     """Rows as they were at one moment, in the order of their buckets. All methods but ``keep`` are
     called without the lock: they acquire it for a few milliseconds at a time."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        members: NDArray[np.bool_],
-        names: list[str],
-        old_bytes_limit: int | None,
-        *,
-        is_for_save: bool,
-    ) -> None:
-        self._rows = rows
+    def __init__(self, rows: Rows, members: Mask, names: list[str], limit: int | None) -> None:
+        self._rows, self.has_ended = rows, False
         # of each row at the moment of the cut: the number of its copy, or one of two constants
         self._state = np.where(members, np.int32(_UNCHANGED), np.int32(_NOT_IN_CUT))
-        self._old = {
-            name: GrowableArray(rows.columns[name].dtype, rows.columns[name].width)
-            for name in names
-        }
+        columns = {name: rows.columns[name] for name in names}
+        self._old = {name: GrowableArray(c.dtype, c.width) for name, c in columns.items()}
         self._old_row = sum(array.row_bytes for array in self._old.values())
         self._old_count = 0
         self._old_index, self._indexed = IdIndex(), 0  # of the first copies
         self.count = int(np.count_nonzero(members))
         self.deleted: Ids = np.empty(0, np.int64)  # distinct, in the order of their buckets
         self.all_deleted: list[Ids] = []
-        limit = rows.count * self._old_row // 4 if old_bytes_limit is None else old_bytes_limit
-        self.old_bytes_limit = max(limit, 1)
+        self.old_bytes_limit = max(1, rows.count * self._old_row // 4 if limit is None else limit)
         self.columns = rows.columns
-        self.is_for_save, self.has_ended = is_for_save, False
 
     @property
     def old_bytes(self) -> int:
@@ -271,47 +244,41 @@ class Cut:
         start, stop = self._old_count, self._old_count + len(rows)
         for name, array in self._old.items():
             array.reserve(stop)
-            torch.index_select(
-                self._rows.column(name), 0, torch.from_numpy(rows), out=array.view(stop)[start:]
-            )
+            source, out = self._rows.column(name), array.view(stop)[start:]
+            torch.index_select(source, 0, torch.from_numpy(rows), out=out)
         self._state[rows] = np.arange(start, stop)
         self._old_count = stop
 
     def read(self, name: str, first: int, stop: int, out: memoryview) -> None:
         """Write the entries ``first`` to ``stop`` of a column into ``out``, which has their size.
         Several threads may read at once."""
-        array = self._old[name]
         rows = self._order[0][first:stop]
-        bytes_ = np.frombuffer(out, np.uint8, len(rows) * array.row_bytes)
-        target = torch.from_numpy(bytes_).view(array.dtype)
-        self._gather(name, rows, target if array.width is None else target.view(-1, array.width))
+        self._gather(name, rows, self._old[name].view(len(rows), out))
 
-    def find(self, name: str, ids: Ids) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    def find(self, name: str, ids: Ids) -> tuple[torch.Tensor, Mask]:
         """Return the entries of ids in a column, and for each id whether the cut has it; without
         one, its entry is undefined."""
         with self._rows.lock:
             self._check()
             return self._find(name, ids)  # its views end before the lock is released
 
-    def _find(self, name: str, ids: Ids) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        keys, old = self._old["ids"].view(self._old_count).numpy(), self._old[name]
+    def _find(self, name: str, ids: Ids) -> tuple[torch.Tensor, Mask]:
+        keys, old = (self._old[n].view(self._old_count) for n in ("ids", name))
         if self._indexed < self._old_count:
             new = np.arange(self._indexed, self._old_count)
-            self._old_index.insert(keys[new], new, keys)
+            self._old_index.insert(keys.numpy()[new], new, keys.numpy())
             self._indexed = self._old_count
-        copies = self._old_index.find(ids, keys)
+        copies = self._old_index.find(ids, keys.numpy())
         rows = self._rows.find(ids)
         rows[rows >= len(self._state)] = -1
         is_current = rows >= 0
         is_current[is_current] = self._state[rows[is_current]] == _UNCHANGED
-        shape = (len(ids),) if old.width is None else (len(ids), old.width)
-        found = torch.empty(shape, dtype=old.dtype, device="cpu")
-        for is_there, numbers, column in (
-            (is_current, rows, self._rows.column(name)),
-            (copies >= 0, copies, old.view(self._old_count)),
-        ):
-            found[torch.from_numpy(is_there)] = column[torch.from_numpy(numbers[is_there])]
-        return found, is_current | (copies >= 0)
+        found = old.new_empty((len(ids), *old.shape[1:]))
+        current = self._rows.column(name)
+        found[torch.from_numpy(is_current)] = current[torch.from_numpy(rows[is_current])]
+        is_copied = copies >= 0
+        found[torch.from_numpy(is_copied)] = old[torch.from_numpy(copies[is_copied])]
+        return found, is_current | is_copied
 
     @property
     def rows_per_bucket(self) -> NDArray[np.int32]:
@@ -344,10 +311,8 @@ class Cut:
         torch.index_select(self._rows.column(name), 0, torch.from_numpy(rows), out=out)
         copies = self._state[rows]
         changed = np.flatnonzero(copies >= 0)
-        if len(changed):
-            old = self._old[name].view(self._old_count)
-            entries = old.index_select(0, torch.from_numpy(copies[changed]))
-            out.index_copy_(0, torch.from_numpy(changed), entries)
+        old = self._old[name].view(self._old_count)
+        out[torch.from_numpy(changed)] = old[torch.from_numpy(copies[changed])]
 
     def _check(self) -> None:
         if self.has_ended:

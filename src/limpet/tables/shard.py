@@ -12,11 +12,10 @@ from limpet.arguments import check_count, real, require
 from limpet.errors import LimpetError
 from limpet.tables.hashing import BUCKETS, to_ids
 from limpet.tables.index import Ids, unique
-from limpet.tables.rows import Column, Cut, RowNumbers, Rows
+from limpet.tables.rows import Column, Cut, Mask, RowNumbers, Rows
 from limpet.tables.table import Table
 
 _BLOCK = 256 << 10  # bytes of the values that are updated at once: they stay in the L2 cache
-_SHOWN = 5
 
 
 class TableShard:
@@ -31,38 +30,33 @@ class TableShard:
         self.table, self.first_bucket, self.stop_bucket = table, first_bucket, stop_bucket
         slots = table.optimizer.slots(table.dim)
         self.slots = {name: f"slot/{name}" for name in slots}
-        columns = {"values": Column(table.torch_dtype, table.dim, None)}
+        columns = {"values": Column(table.dtype, table.dim, None)}
         for name, (width, initial) in slots.items():
             columns[self.slots[name]] = Column(torch.float32, width, initial)
         self.rows = Rows(columns)
         self.lock = self.rows.lock
         self.candidates = Rows({}, lock=self.lock) if table.admit_after > 1 else None
+        self._parts = [self.rows] if self.candidates is None else [self.rows, self.candidates]
         self._counts = dict.fromkeys(("admitted", "evicted", "refused", "dropped"), 0)
         self._evicted_step = 0
-
-    # -- reading ---------------------------------------------------------------------------------
 
     def look_up(self, ids: Ids, *, cut: Cut | None = None) -> torch.Tensor:
         """Return the vectors of ids (int64 ``[n]``), ``[n, dim]`` of the table's dtype: of rows, or
         initial ones. Nothing changes. ``cut``: as they were at a cut."""
-        if cut is not None:
-            vectors, is_there = cut.find("values", ids)
-        else:
+        if cut is None:
             with self.lock:
                 vectors, is_there = self._look_up(ids)
+        else:
+            vectors, is_there = cut.find("values", ids)
         absent = np.flatnonzero(~is_there)
-        if len(absent):
-            initial = self.table.initial(ids[absent])
-            vectors.index_copy_(0, torch.from_numpy(absent), initial)
-        return vectors
+        return vectors.index_copy_(0, torch.from_numpy(absent), self.table.initial(ids[absent]))
 
-    def _look_up(self, ids: Ids) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    def _look_up(self, ids: Ids) -> tuple[torch.Tensor, Mask]:
         rows = self.rows.find(ids)
         is_there = rows >= 0
         values = self.rows.column("values")
         if not len(values):
-            shape = (len(ids), self.table.dim)
-            return torch.empty(shape, dtype=values.dtype, device="cpu"), is_there
+            return values.new_empty((len(ids), self.table.dim)), is_there
         np.maximum(rows, 0, out=rows)  # any row: an initial vector follows
         return values.index_select(0, torch.from_numpy(rows)), is_there
 
@@ -71,23 +65,20 @@ class TableShard:
         the start, the rows admitted and evicted, the gradients refused because they were not
         finite, and those dropped before the admission."""
         with self.lock:
-            candidates = self.candidates
-            nbytes = self.rows.nbytes + (0 if candidates is None else candidates.nbytes)
-            count = 0 if candidates is None else candidates.count
-            return {"rows": self.rows.count, "bytes": nbytes, "candidates": count, **self._counts}
+            return {
+                "rows": self.rows.count,
+                "bytes": sum(rows.nbytes for rows in self._parts),
+                "candidates": sum(rows.count for rows in self._parts[1:]),
+                **self._counts,
+            }
 
-    # -- updates ---------------------------------------------------------------------------------
-
-    def check(self, ids: Ids, grads: torch.Tensor) -> NDArray[np.bool_]:
+    def check(self, ids: Ids, grads: torch.Tensor) -> Mask:
         """Return for each row of gradients whether it is finite. Raises as ``push`` does."""
         name, dim = self.table.name, self.table.dim
         is_valid = tuple(grads.shape) == (len(ids), dim) and grads.dtype == torch.float32
-        what, found = f"The gradient of {name}", f"{grads.dtype} {list(grads.shape)}"
-        require(what, is_valid, f"float32 [{len(ids)}, {dim}]", found)
-        is_finite = _rows_that_are_finite(grads)
-        if not is_finite.all() and self.table.nan == "error":
-            raise self._not_finite("gradients", ids[~is_finite])
-        return is_finite
+        found = f"{grads.dtype} {list(grads.shape)}"
+        require(f"The gradient of {name}", is_valid, f"float32 [{len(ids)}, {dim}]", found)
+        return self._finite("gradients", ids, grads, may_skip=self.table.nan == "skip")
 
     def push(self, ids: Ids, grads: torch.Tensor, *, lr: float, step: int) -> None:
         """Update the rows of distinct ids (int64 ``[n]``) by their gradients (float32 ``[n, dim]``)
@@ -168,20 +159,16 @@ class TableShard:
         does not matter, eviction does. Raises ``LimpetError`` before anything changes if an id
         occurs twice, or a value is not finite in the table's dtype."""
         name, dim = self.table.name, self.table.dim
-        ids = to_ids(ids)
-        require("ids", ids.ndim == 1, "1-d", f"{ids.ndim}-d")
+        ids = to_ids(ids).reshape(-1)
         vectors = torch.as_tensor(values, device="cpu").detach()
         is_valid = tuple(vectors.shape) == (len(ids), dim) and vectors.is_floating_point()
         found = f"{vectors.dtype} {list(vectors.shape)}"
         require(f"values of {name}", is_valid, f"floats [{len(ids)}, {dim}]", found)
-        vectors = vectors.to(self.table.torch_dtype)
+        vectors = vectors.to(self.table.dtype)
         distinct, places = unique(ids)
         if len(distinct) < len(ids):
-            twice = distinct[np.bincount(places) > 1]
-            raise LimpetError(f"ids of {name} occur twice: {_listed(twice)}")
-        is_finite = _rows_that_are_finite(vectors)
-        if not is_finite.all():
-            raise self._not_finite("values", ids[~is_finite])
+            raise LimpetError(f"ids of {name} has {distinct[np.bincount(places).argmax()]} twice")
+        self._finite("values", ids, vectors, may_skip=False)
         step = check_count("step", step, 0)
         with self.lock:
             self._wait()
@@ -195,22 +182,25 @@ class TableShard:
         with self.lock:
             self._wait()
 
+    def _finite(self, what: str, ids: Ids, x: torch.Tensor, *, may_skip: bool) -> Mask:
+        """Return for each row of x whether all its elements are finite."""
+        if bool(torch.isfinite(x.sum())):  # says it of all, and is cheap
+            return np.ones(len(x), np.bool_)
+        is_finite: Mask = torch.isfinite(x).all(dim=1).numpy()
+        bad = ids[~is_finite]
+        if len(bad) and not may_skip:
+            what = f"{what} of {self.table.name} are not finite, of {len(bad)} ids such as"
+            todo = 'Correct them, such as by a lower rate; nan="skip" drops such gradients'
+            raise LimpetError(f"{what} {', '.join(map(str, bad[:5]))}", todo=todo)
+        return is_finite
+
     def _wait(self) -> None:
         self.lock.wait_for(lambda: not self.must_wait)
 
     @property
     def must_wait(self) -> bool:
         """True while a cut has as many old rows as it may have: an update would wait."""
-        return self.rows.must_wait or (self.candidates is not None and self.candidates.must_wait)
-
-    def _not_finite(self, what: str, ids: Ids) -> LimpetError:
-        todo = 'Lower the learning rate or clip the gradients; nan="skip" drops such gradients'
-        return LimpetError(
-            f"{what} of table {self.table.name} are not finite, of ids {_listed(ids)}",
-            todo=todo if what == "gradients" else "Correct the values",
-        )
-
-    # -- deletion --------------------------------------------------------------------------------
+        return any(rows.must_wait for rows in self._parts)
 
     def delete(self, ids: Any) -> int:
         """Delete the rows of ids (integers) and what is counted of them, and return the number of
@@ -221,12 +211,11 @@ class TableShard:
             return self._delete(distinct)
 
     def _delete(self, ids: Ids) -> int:
-        if self.candidates is not None:
-            rows = self.candidates.find(ids)
-            self.candidates.delete(rows[rows >= 0])
-        rows = self.rows.find(ids)
-        self.rows.delete(rows[rows >= 0])
-        return int(np.count_nonzero(rows >= 0))
+        before = self.rows.count
+        for rows in self._parts:
+            numbers = rows.find(ids)
+            rows.delete(numbers[numbers >= 0])
+        return before - self.rows.count
 
     def evict(self, step: int) -> None:
         """Evict what the table's ``Evict`` says after update ``step``; ``push`` does it itself."""
@@ -239,13 +228,10 @@ class TableShard:
         """Evict as after the last multiple of ``every``, unless that was done: the result does not
         depend on whether there was an update at just that step."""
         evict = self.table.evict
-        if evict is None or (evict.unused_steps is None and evict.min_count is None):
+        if evict is None or step // evict.every * evict.every <= self._evicted_step:
             return
-        step = step // evict.every * evict.every
-        if step <= self._evicted_step:
-            return
-        self._evicted_step = step
-        for rows in filter(None, (self.rows, self.candidates)):
+        self._evicted_step = step = step // evict.every * evict.every
+        for rows in self._parts:
             live = rows.live()
             last_steps = rows.column("last_steps").numpy()[live]
             is_out = np.zeros(len(live), np.bool_)
@@ -261,7 +247,7 @@ class TableShard:
             return
         buckets = self.stop_bucket - self.first_bucket
         most = max(1, self.table.evict.max_rows * buckets // BUCKETS)
-        for rows in filter(None, (self.rows, self.candidates)):
+        for rows in self._parts:
             if rows.count <= most:
                 continue
             live, count = rows.live(), rows.count - max(1, most * 15 // 16)
@@ -276,15 +262,3 @@ class TableShard:
         rows.delete(numbers)
         if rows is self.rows:
             self._counts["evicted"] += len(numbers)
-
-
-def _rows_that_are_finite(x: torch.Tensor) -> NDArray[np.bool_]:
-    """Return for each row whether all its elements are finite. The sum alone says it cheaply."""
-    if bool(torch.isfinite(x.sum())):
-        return np.ones(len(x), np.bool_)
-    return torch.isfinite(x).all(dim=1).numpy()
-
-
-def _listed(ids: Ids) -> str:
-    more = f" and {len(ids) - _SHOWN:,} more" if len(ids) > _SHOWN else ""
-    return ", ".join(str(i) for i in ids[:_SHOWN]) + more

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from limpet.arguments import check_count, check_whole, require
+from limpet.arguments import check_count, require
 from limpet.errors import LimpetError, ManifestInvalid
 from limpet.format.names import escape_level
-from limpet.tables.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
-from limpet.tables.optimizers import FTRL, SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
+from limpet.tables.initializers import Initializer, Uniform
+from limpet.tables.optimizers import Optimizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_NAMES: dict[Any, str] = {dtype: name for name, dtype in _DTYPES.items()}
-_INITIALIZERS = (Constant, Uniform, Normal, TruncatedNormal)
-_OPTIMIZERS = (SGD, Adagrad, RowwiseAdagrad, Adam, FTRL)
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,11 @@ class Evict:
     every: int = 1000
 
     def __post_init__(self) -> None:
-        limits = {name: getattr(self, name) for name in ("max_rows", "unused_steps", "min_count")}
-        given = {name: value for name, value in limits.items() if value is not None}
+        limits = ("max_rows", "unused_steps", "min_count")
+        given = [name for name in limits if getattr(self, name) is not None]
         require("Evict", bool(given), "given max_rows, unused_steps, or min_count", "nothing")
-        for name, value in {**given, "every": self.every}.items():
-            object.__setattr__(self, name, check_count(f"{name} of Evict", value))
+        for name in (*given, "every"):
+            object.__setattr__(self, name, check_count(f"{name} of Evict", getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Table:
     _: KW_ONLY
     optimizer: Optimizer
     initializer: Initializer = field(default_factory=Uniform)
-    dtype: torch.dtype | str = torch.float32
+    dtype: Any = torch.float32  # a torch dtype, whatever was given
     seed: int = 0
     admit_after: int = 1
     evict: Evict | None = None
@@ -85,41 +82,32 @@ class Table:
         is_level = isinstance(name, str) and name.isprintable() and escape_level(name) == name
         require("The name of a table", is_level, 'a text without "/" and "~", not empty', name)
         dtype = _DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
-        require(f"dtype of {name}", dtype in _DTYPES.values(), "float32 or bfloat16", self.dtype)
-        is_known = isinstance(self.optimizer, _OPTIMIZERS)
-        require(f"optimizer of {name}", is_known, f"one of {_names(_OPTIMIZERS)}", self.optimizer)
-        is_known = isinstance(self.initializer, _INITIALIZERS)
-        kinds = f"one of {_names(_INITIALIZERS)}"
-        require(f"initializer of {name}", is_known, kinds, self.initializer)
-        is_known = self.evict is None or isinstance(self.evict, Evict)
-        require(f"evict of {name}", is_known, "Evict(...) or None", self.evict)
-        require(f"nan of {name}", self.nan in ("error", "skip"), '"error" or "skip"', self.nan)
-        seed = check_whole(f"seed of {name}", self.seed, "a whole number below 2**63", 0, 2**63 - 1)
-        for field_name, value in (
-            ("dim", check_count(f"dim of {name}", self.dim)),
-            ("dtype", dtype),
-            ("seed", seed),
-            ("admit_after", check_count(f"admit_after of {name}", self.admit_after)),
+        for key, is_valid, expected in (
+            ("dtype", dtype in _DTYPES.values(), "float32 or bfloat16"),
+            ("optimizer", isinstance(self.optimizer, Optimizer), "such as Adagrad(lr=0.05)"),
+            ("initializer", isinstance(self.initializer, Initializer), "such as Uniform(0.05)"),
+            ("evict", isinstance(self.evict, Evict | None), "Evict(...) or None"),
+            ("nan", self.nan in ("error", "skip"), '"error" or "skip"'),
         ):
-            object.__setattr__(self, field_name, value)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of the vectors."""
-        return _DTYPES[_NAMES[self.dtype]]
+            require(f"{key} of {name}", is_valid, expected, getattr(self, key))
+        object.__setattr__(self, "dtype", dtype)
+        for key, least in (("dim", 1), ("seed", 0), ("admit_after", 1)):
+            number = check_count(f"{key} of {name}", getattr(self, key), least)
+            object.__setattr__(self, key, number)
+        require(f"seed of {name}", self.seed < 2**63, "less than 2**63", self.seed)
 
     def initial(self, ids: NDArray[np.int64]) -> torch.Tensor:
         """Return the initial vectors of ids, ``[len(ids), dim]`` of the table's dtype."""
         key = xxh3_64_intdigest(self.name.encode(), seed=self.seed)
         vectors = torch.from_numpy(self.initializer.initial(ids, key, self.dim))
-        return vectors.to(self.torch_dtype)
+        return vectors.to(self.dtype)
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a version says of the table, as plain values."""
         return {
             "name": self.name,
             "dim": self.dim,
-            "dtype": _NAMES[self.dtype],
+            "dtype": str(self.dtype).removeprefix("torch."),
             "seed": self.seed,
             "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
             "optimizer": {"kind": type(self.optimizer).__name__, **asdict(self.optimizer)},
@@ -133,8 +121,8 @@ class Table:
         try:
             return cls(
                 **{name: saved[name] for name in ("name", "dim", "dtype", "seed", "admit_after")},
-                initializer=_from_plain(_INITIALIZERS, saved["initializer"]),
-                optimizer=_from_plain(_OPTIMIZERS, saved["optimizer"]),
+                initializer=_from_plain(Initializer, saved["initializer"]),
+                optimizer=_from_plain(Optimizer, saved["optimizer"]),
             )
         except (KeyError, TypeError, LimpetError) as e:
             what = "A version has a table that this release of Limpet does not know"
@@ -148,27 +136,21 @@ class Table:
         the optimizer that its slots do not depend on.
         """
         other = Table.from_plain(saved)
-        theirs, ours = other.to_plain(), self.to_plain()
-        fields = {name: (theirs[name], ours[name]) for name in ("name", "dim", "dtype", "seed")}
-        parts = ["initializer"]
-        kinds = type(other.optimizer), type(self.optimizer)
-        if kinds[0] is not kinds[1] or other.optimizer.slots(1) != self.optimizer.slots(1):
-            parts.append("optimizer")
-        for part in parts:
-            names = theirs[part].keys() & ours[part].keys() - {"lr"}
-            if theirs[part]["kind"] != ours[part]["kind"]:
-                names = {"kind"}
-            for name in sorted(names):
-                fields[f"{part}/{name}"] = (theirs[part][name], ours[part][name])
-        return {
-            key: f"{saved}, live {live}" for key, (saved, live) in fields.items() if saved != live
+        names = ("name", "dim", "dtype", "seed")
+        pairs: dict[str, Any] = {
+            name: (getattr(other, name), getattr(self, name)) for name in names
         }
+        for part in ("initializer", "optimizer"):
+            theirs, ours = getattr(other, part), getattr(self, part)
+            pairs[f"{part}/kind"] = type(theirs).__name__, type(ours).__name__
+            is_same = type(theirs) is type(ours)
+            if is_same and (part == "initializer" or theirs.slots(1) != ours.slots(1)):
+                pairs |= {f"{part}/{n}": (v, getattr(ours, n)) for n, v in vars(theirs).items()}
+        pairs.pop("optimizer/lr", None)
+        differing = {key: f"{a}, live {b}" for key, (a, b) in pairs.items() if a != b}
+        return {key: text.replace("torch.", "") for key, text in differing.items()}
 
 
-def _names(kinds: Iterable[type]) -> str:
-    return ", ".join(kind.__name__ for kind in kinds)
-
-
-def _from_plain(kinds: Iterable[type[Any]], saved: Mapping[str, Any]) -> Any:
+def _from_plain(kinds: Any, saved: Mapping[str, Any]) -> Any:
     fields = dict(saved)
-    return {kind.__name__: kind for kind in kinds}[fields.pop("kind")](**fields)
+    return {kind.__name__: kind for kind in get_args(kinds)}[fields.pop("kind")](**fields)
