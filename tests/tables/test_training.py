@@ -92,6 +92,7 @@ def test_each_record_counts_once(tmp_path, options, servers, workers):
     assert steps == 16 if "grads_to_wait" in options else steps >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"grads_to_wait": 3}], ids=str)
 def test_each_version_has_the_rows_of_the_records_that_its_queue_has_consumed(tmp_path, options):
     """Rows, queue, and step of a version are of one moment, though workers go on during saves."""
@@ -286,6 +287,7 @@ def same(a, b):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_synchronous_training_has_the_same_bits_for_any_number_of_workers_and_servers(tmp_path):
     """B 25: dense gradients are averaged, and those of rows summed, in the order of the data."""
     expected = run_model(tmp_path / "a", 1, 1, grads_to_wait=4)
@@ -295,6 +297,7 @@ def test_a_synchronous_training_has_the_same_bits_for_any_number_of_workers_and_
         assert same(run_model(folder, servers, workers, grads_to_wait=4), expected)
 
 
+@pytest.mark.slow
 def test_a_synchronous_training_has_the_same_bits_after_crashes(tmp_path):
     expected = run_model(tmp_path / "a", 1, 1, grads_to_wait=4)
     for crash_at, servers, workers in ((4, 2, 2), (8, 1, 3), (11, 3, 1)):

@@ -199,6 +199,10 @@ class TableServer:
         if self.dense is not None:
             self.dense.update(pushes, step, rates.groups)
 
+    def fill(self, name: str, ids: Ids, vectors: torch.Tensor, step: int) -> None:
+        """Set rows: see ``Servers.fill``."""
+        self.shards[name].fill(ids, vectors, step=step)
+
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of each table, and the number of pushes that are held."""
         return {

@@ -11,15 +11,17 @@ import torch
 from limpet.arguments import check_count, check_whole, require
 from limpet.errors import LimpetError
 from limpet.settings import read_settings
+from limpet.state.walk import find_instances
 from limpet.tables import dense as dense_parts
 from limpet.tables.client import Placement, TableClient
 from limpet.tables.coordinator import Asynchronous, Coordinator, Synchronous
 from limpet.tables.driver import Driver, Inbox
-from limpet.tables.hashing import BUCKETS
+from limpet.tables.hashing import BUCKETS, to_ids
 from limpet.tables.local import LocalEngine
 from limpet.tables.member import TableMember
 from limpet.tables.messages import Push, Rates
 from limpet.tables.server import TableServer
+from limpet.tables.shard import check_rows
 from limpet.tables.table import Table
 from limpet.tables.worker import Worker
 from limpet.tasks.queue import Queue
@@ -165,6 +167,16 @@ class Servers(TableMember):
     def fill(self, name: str, ids: Any, values: Any) -> None:
         """Set the rows of distinct ids (integers ``[n]``) to ``values`` (floats ``[n, dim]``), as
         new rows without slots. Raises ``LimpetError`` before anything changes."""
+        ids, vectors = check_rows(self.client.table(name), ids, values)
+        parts = self.client.split({name: (ids, vectors)})
+        step = self._coordinator.step
+        calls = {n: (name, *part[name], step) for n, part in enumerate(parts) if part}
+        self._engine.call("fill", calls)
+
+    def lookup(self, name: str, ids: Any) -> torch.Tensor:
+        """Return the vectors of ids (integers ``[n]``), ``[n, dim]`` of the table's dtype: rows, or
+        initial vectors. Nothing changes, and no gradients are collected."""
+        return self.client.pull(name, to_ids(ids).reshape(-1))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Return for each table the sums over the servers: rows, bytes of memory, candidates (ids
@@ -199,8 +211,9 @@ class Servers(TableMember):
         require("queue=", isinstance(queue, Queue), "a Queue", queue)
         require("ckpt=", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
         require("train", callable(train), "a function", train)
-        if ckpt.state.get("queue") is not queue and queue not in ckpt.state.values():
-            raise LimpetError("The state of the Checkpointer must have the queue")
+        for member in (self, queue):
+            if not any(found is member for found in find_instances(ckpt.state, type(member))):
+                raise LimpetError(f"The state of the Checkpointer must have the {member!r}")
         inbox = Inbox()
         self._coordinator.queue = queue
         self._begin_generation(ckpt.current_step)

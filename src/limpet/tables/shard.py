@@ -78,7 +78,7 @@ class TableShard:
         is_valid = tuple(grads.shape) == (len(ids), dim) and grads.dtype == torch.float32
         found = f"{grads.dtype} {list(grads.shape)}"
         require(f"The gradient of {name}", is_valid, f"float32 [{len(ids)}, {dim}]", found)
-        return self._finite("gradients", ids, grads, may_skip=self.table.nan == "skip")
+        return _finite(self.table, "gradients", ids, grads, may_skip=self.table.nan == "skip")
 
     def push(self, ids: Ids, grads: torch.Tensor, *, lr: float, step: int) -> None:
         """Update the rows of distinct ids (int64 ``[n]``) by their gradients (float32 ``[n, dim]``)
@@ -158,17 +158,7 @@ class TableShard:
         torch). Each is as a new row: initial slots, count 0, last step ``step``. ``admit_after``
         does not matter, eviction does. Raises ``LimpetError`` before anything changes if an id
         occurs twice, or a value is not finite in the table's dtype."""
-        name, dim = self.table.name, self.table.dim
-        ids = to_ids(ids).reshape(-1)
-        vectors = torch.as_tensor(values, device="cpu").detach()
-        is_valid = tuple(vectors.shape) == (len(ids), dim) and vectors.is_floating_point()
-        found = f"{vectors.dtype} {list(vectors.shape)}"
-        require(f"values of {name}", is_valid, f"floats [{len(ids)}, {dim}]", found)
-        vectors = vectors.to(self.table.dtype)
-        distinct, places = unique(ids)
-        if len(distinct) < len(ids):
-            raise LimpetError(f"ids of {name} has {distinct[np.bincount(places).argmax()]} twice")
-        self._finite("values", ids, vectors, may_skip=False)
+        ids, vectors = check_rows(self.table, ids, values)
         step = check_count("step", step, 0)
         with self.lock:
             self._wait()
@@ -181,18 +171,6 @@ class TableShard:
         """Wait while a cut has as many old rows as it may have."""
         with self.lock:
             self._wait()
-
-    def _finite(self, what: str, ids: Ids, x: torch.Tensor, *, may_skip: bool) -> Mask:
-        """Return for each row of x whether all its elements are finite."""
-        if bool(torch.isfinite(x.sum())):  # says it of all, and is cheap
-            return np.ones(len(x), np.bool_)
-        is_finite: Mask = torch.isfinite(x).all(dim=1).numpy()
-        bad = ids[~is_finite]
-        if len(bad) and not may_skip:
-            what = f"{what} of {self.table.name} are not finite, of {len(bad)} ids such as"
-            todo = 'Correct them, such as by a lower rate; nan="skip" drops such gradients'
-            raise LimpetError(f"{what} {', '.join(map(str, bad[:5]))}", todo=todo)
-        return is_finite
 
     def _wait(self) -> None:
         self.lock.wait_for(lambda: not self.must_wait)
@@ -262,3 +240,32 @@ class TableShard:
         rows.delete(numbers)
         if rows is self.rows:
             self._counts["evicted"] += len(numbers)
+
+
+def check_rows(table: Table, ids: Any, values: Any) -> tuple[Ids, torch.Tensor]:
+    """Return distinct ids, and finite vectors in the table's dtype. Raises ``LimpetError``."""
+    name, dim = table.name, table.dim
+    ids = to_ids(ids).reshape(-1)
+    vectors = torch.as_tensor(values, device="cpu").detach()
+    is_valid = tuple(vectors.shape) == (len(ids), dim) and vectors.is_floating_point()
+    found = f"{vectors.dtype} {list(vectors.shape)}"
+    require(f"values of {name}", is_valid, f"floats [{len(ids)}, {dim}]", found)
+    vectors = vectors.to(table.dtype)
+    distinct, places = unique(ids)
+    if len(distinct) < len(ids):
+        raise LimpetError(f"ids of {name} has {distinct[np.bincount(places).argmax()]} twice")
+    _finite(table, "values", ids, vectors, may_skip=False)
+    return ids, vectors
+
+
+def _finite(table: Table, what: str, ids: Ids, x: torch.Tensor, *, may_skip: bool) -> Mask:
+    """Return for each row of x whether all its elements are finite."""
+    if bool(torch.isfinite(x.sum())):  # says it of all, and is cheap
+        return np.ones(len(x), np.bool_)
+    is_finite: Mask = torch.isfinite(x).all(dim=1).numpy()
+    bad = ids[~is_finite]
+    if len(bad) and not may_skip:
+        what = f"{what} of {table.name} are not finite, of {len(bad)} ids such as"
+        todo = 'Correct them, such as by a lower rate; nan="skip" drops such gradients'
+        raise LimpetError(f"{what} {', '.join(map(str, bad[:5]))}", todo=todo)
+    return is_finite
