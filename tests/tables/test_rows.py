@@ -90,6 +90,12 @@ def test_no_memory_is_an_error_that_changes_nothing():
     assert len(array.view(10)) == 10
 
 
+def test_too_many_rows_are_refused_before_any_work():
+    rows = Rows({})
+    with pytest.raises(LimpetError, match=r"more than 2,147,483,647 rows on one server"):
+        rows.reserve(2**31)
+
+
 def test_a_row_that_is_used_again_is_as_new():
     """A new id never inherits a slot or count."""
     rows = some_rows([1, 2, 3])

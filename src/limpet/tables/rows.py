@@ -31,7 +31,7 @@ _TOUCHED = 2  # changed since the last committed version, and not part of the cu
 _IN_SAVE = 4  # changed since the last committed version, and part of the cut of a save
 _STORED = 8  # the last committed version or the cut of a save has the id: its deletion is recorded
 
-_NOT_IN_CUT, _UNCHANGED = -2, -1
+_MOST_ROWS = 2**31 - 1  # the index has their numbers as int32
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class Rows:
 
     def reserve(self, stop: int) -> None:
         """Make room for the rows below ``stop``. Raises ``LimpetError`` if there is no memory."""
+        if stop > _MOST_ROWS:
+            what = f"A table has more than {_MOST_ROWS:,} rows on one server"
+            raise LimpetError(what, todo="Use more servers")
         for array in (*self._arrays.values(), self._flags):
             array.reserve(stop)
 
@@ -219,8 +222,8 @@ class Cut:
 
     def __init__(self, rows: Rows, members: Mask, names: list[str], limit: int | None) -> None:
         self._rows, self.has_ended = rows, False
-        # of each row at the moment of the cut: the number of its copy, or one of two constants
-        self._state = np.where(members, np.int32(_UNCHANGED), np.int32(_NOT_IN_CUT))
+        self._members = members
+        self._copies = np.zeros(len(members), np.int32)  # of each row: 1 + that of its copy, or 0
         columns = {name: rows.columns[name] for name in names}
         self._old = {name: GrowableArray(c.dtype, c.width) for name, c in columns.items()}
         self._old_row = sum(array.row_bytes for array in self._old.values())
@@ -239,14 +242,14 @@ class Cut:
 
     def keep(self, rows: RowNumbers) -> None:
         """Copy distinct rows that are about to change, if the cut has them and no copy yet."""
-        rows = rows[rows < len(self._state)]
-        rows = rows[self._state[rows] == _UNCHANGED]
+        rows = rows[rows < len(self._members)]
+        rows = rows[self._members[rows] & (self._copies[rows] == 0)]
         start, stop = self._old_count, self._old_count + len(rows)
         for name, array in self._old.items():
             array.reserve(stop)
             source, out = self._rows.column(name), array.view(stop)[start:]
             torch.index_select(source, 0, torch.from_numpy(rows), out=out)
-        self._state[rows] = np.arange(start, stop)
+        self._copies[rows] = np.arange(start + 1, stop + 1)
         self._old_count = stop
 
     def read(self, name: str, first: int, stop: int, out: memoryview) -> None:
@@ -270,9 +273,9 @@ class Cut:
             self._indexed = self._old_count
         copies = self._old_index.find(ids, keys.numpy())
         rows = self._rows.find(ids)
-        rows[rows >= len(self._state)] = -1
-        is_current = rows >= 0
-        is_current[is_current] = self._state[rows[is_current]] == _UNCHANGED
+        is_current = (rows >= 0) & (rows < len(self._members))
+        there = rows[is_current]
+        is_current[is_current] = self._members[there] & (self._copies[there] == 0)
         found = old.new_empty((len(ids), *old.shape[1:]))
         current = self._rows.column(name)
         found[torch.from_numpy(is_current)] = current[torch.from_numpy(rows[is_current])]
@@ -293,7 +296,7 @@ class Cut:
     @cached_property
     def _order(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The rows in the order of their buckets, and the number of rows in each bucket."""
-        rows = np.flatnonzero(self._state != _NOT_IN_CUT).astype(np.int32)
+        rows = np.flatnonzero(self._members).astype(np.int32)
         ids = np.empty(len(rows), np.int64)
         self._gather("ids", rows, torch.from_numpy(ids))
         buckets = bucket_of(ids)
@@ -309,10 +312,10 @@ class Cut:
 
     def _gather_block(self, name: str, rows: NDArray[np.int32], out: torch.Tensor) -> None:
         torch.index_select(self._rows.column(name), 0, torch.from_numpy(rows), out=out)
-        copies = self._state[rows]
-        changed = np.flatnonzero(copies >= 0)
+        copies = self._copies[rows]
+        changed = np.flatnonzero(copies)
         old = self._old[name].view(self._old_count)
-        out[torch.from_numpy(changed)] = old[torch.from_numpy(copies[changed])]
+        out[torch.from_numpy(changed)] = old[torch.from_numpy(copies[changed] - 1)]
 
     def _check(self) -> None:
         if self.has_ended:
