@@ -9,8 +9,8 @@ from typing import Any
 PAGE = Path(__file__).parents[2] / "build" / "reference.md"
 
 PACKAGES = [
-    "limpet", "limpet.preemption", "limpet.evaluation", "limpet.tasks", "limpet.sinks",
-    "limpet.storage", "limpet.integrations.dcp", "limpet.testing",
+    "limpet", "limpet.preemption", "limpet.evaluation", "limpet.tables", "limpet.tasks",
+    "limpet.sinks", "limpet.storage", "limpet.integrations.dcp", "limpet.testing",
 ]  # fmt: skip
 
 TITLE = """# API reference

@@ -7,7 +7,7 @@ from tests.docs.reference import render
 from tests.docs.test_docs import ROOT
 
 DOCS = ROOT / "docs"
-MODULES = ["errors", "preemption", "sinks", "tasks"]
+MODULES = ["errors", "preemption", "sinks", "tables", "tasks"]
 """The public names that are modules; the reference has their names."""
 INDEX = (DOCS / "README.md").read_text()
 
