@@ -79,3 +79,12 @@ def test_contiguous_boxes_cover_the_range(shape, data):
     origin = (0,) * len(shape)
     flat = [array[b.slices(origin)].ravel() for b in parts]
     assert np.concatenate([np.empty(0, int), *flat]).tolist() == list(range(start, stop))
+
+
+def test_boxes_that_are_alone_have_chunks_of_their_own():
+    lengths = np.array([3 * SMALL_BOX_BYTES, 10, 20, 0, 30, 40], np.int64)
+    cuts = chunk_cuts(100, lengths, [False, False, True, True, False, False])
+    ends = np.cumsum(lengths) + 100
+    assert cuts.tolist() == [100, *ends[[0, 1, 2, 5]].tolist()]
+    cuts = chunk_cuts(100, lengths, [True] * 6)
+    assert cuts.tolist() == [100, *ends[[0, 1, 2, 4, 5]].tolist()]

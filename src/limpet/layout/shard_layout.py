@@ -159,14 +159,14 @@ def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
     return sorted(range(len(leaf_boxes)), key=sort_keys.__getitem__)
 
 
-def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:
+def chunk_cuts(header_length: int, box_lengths: Ints, is_alone: Sequence[bool] = ()) -> Ints:
     """Return the ends of a shard's chunks, the last of which is the file's length. The first chunk
     is the header. ``box_lengths`` are the bytes of the boxes in file order. Chunks of the data end:
 
     at every multiple of ``BLOCK_SIZE``, so that one thread can write and digest a block; around
-    each box of at least ``SMALL_BOX_BYTES``, so that it can be read alone; and between smaller
-    boxes, which share chunks of at most ``MAX_SHARED_CHUNK_BYTES``. Raises ``PlanError`` for an
-    empty header or a negative length.
+    each box of at least ``SMALL_BOX_BYTES``, or that ``is_alone``, so that it can be read alone;
+    and between smaller boxes, which share chunks of at most ``MAX_SHARED_CHUNK_BYTES``. Raises
+    ``PlanError`` for an empty header or a negative length.
     """
     box_lengths = np.asarray(box_lengths, dtype=np.int64)
     if header_length <= 0 or (box_lengths.size and box_lengths.min() < 0):
@@ -176,11 +176,11 @@ def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:
             found=f"a header of {header_length} bytes and a shortest box of"
             f" {box_lengths.min(initial=0)} bytes",
         )
-    box_lengths = box_lengths[box_lengths > 0]
+    is_large = (box_lengths >= SMALL_BOX_BYTES) | np.array(is_alone or [False], np.bool_)
+    is_large, box_lengths = is_large[box_lengths > 0], box_lengths[box_lengths > 0]
     ends = np.cumsum(box_lengths)
     starts = ends - box_lengths
     total = int(ends[-1]) if ends.size else 0
-    is_large = box_lengths >= SMALL_BOX_BYTES
     # A small box starts in one window and ends less than SMALL_BOX_BYTES after that window, so no
     # chunk exceeds MAX_SHARED_CHUNK_BYTES. This needs no loop over the boxes.
     window = starts // (MAX_SHARED_CHUNK_BYTES - SMALL_BOX_BYTES)

@@ -163,7 +163,8 @@ def make_image(
         lengths = np.array([*map(attrgetter("nbytes"), ordered)], dtype=np.int64)
         header = build_header(shard_layout.full_shard_entries(ordered))
         ends = np.cumsum(lengths) + len(header)
-        cuts = shard_layout.chunk_cuts(len(header), lengths)
+        is_held = [getattr(sources[i], "is_held", False) for i in order]
+        cuts = shard_layout.chunk_cuts(len(header), lengths, is_held)
         cuts.setflags(write=False)
         layout = _Layout(order, header, (ends - lengths).tolist(), ends.tolist(), cuts)
         if len(order) <= _MAX_CACHED_BOXES:

@@ -130,7 +130,8 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
     if any(np.array_equal(index.cuts - index.header, data_cuts) for index in base.indexes):
         return image
     lengths = np.array(image.box_ends) - np.array(image.box_starts)
-    large = np.flatnonzero(lengths >= shard_layout.SMALL_BOX_BYTES).tolist()
+    carried = {i for i, s in enumerate(image.sources) if getattr(s, "carried", None)}
+    large = sorted(carried.union(np.flatnonzero(lengths >= shard_layout.SMALL_BOX_BYTES).tolist()))
     base_boxes = base.find_boxes({image.leaf_boxes[i].key for i in large})
     keep = np.ones(len(image.cuts), bool)
     aligned_cuts = []

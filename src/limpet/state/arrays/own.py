@@ -21,6 +21,7 @@ class Source(ABC):
     ``dtype``: its name in ``limpet.types.DTYPES``; ``shape``: of the whole tensor. A save reads
     ranges in several threads, in any order, some of them twice. They must not change meanwhile.
     ``is_held``: not until the save ends. An asynchronous save then copies nothing when it begins.
+    It has chunks of its own, so that later versions can refer to it.
     ``carried``: a version has the same elements: its digest, the key, and their offsets in the
     leaf. A save that refers to it need not read them.
     """
