@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -50,6 +50,13 @@ class TableClient:
         self.placement, self._call = placement, call
         self.sender: Sender | None = None
         self._parts: dict[str, list[RowGradients]] = {}
+
+    def __deepcopy__(self, memo: object) -> TableClient:
+        return self  # a copy of a model looks up the same rows
+
+    def __reduce__(self) -> NoReturn:
+        todo = "save them with limpet.save(), and create Servers and modules in each process"
+        raise LimpetError(f"Tables cannot be pickled or copied: {todo}")
 
     def table(self, name: str) -> Table:
         """Return a table. Raises ``LimpetError`` if there is none of this name."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from threading import RLock
 from typing import Any, Literal, Self
 
 import torch
 
-from limpet.arguments import check_count, check_whole, require
+from limpet.arguments import check_count, check_whole, real, require
 from limpet.errors import LimpetError
 from limpet.settings import read_settings
 from limpet.state.walk import find_instances
@@ -65,9 +66,8 @@ class Servers(TableMember):
         grads_to_wait: int | None = None,
         seed: int = 0,
     ) -> None:
-        specs = list(specs)
-        is_valid = bool(specs) and all(isinstance(spec, Table) for spec in specs)
-        require("specs", is_valid, "a list of Table", specs)
+        is_valid = isinstance(specs, Sequence) and all(isinstance(spec, Table) for spec in specs)
+        require("specs", is_valid and bool(specs), "a list of Table", specs)
         names = [spec.name for spec in specs]
         for name in names:
             require("specs", names.count(name) == 1, "tables of different names", name)
@@ -108,6 +108,8 @@ class Servers(TableMember):
     def __repr__(self) -> str:
         return f"<Servers of {', '.join(self.specs)} on {self.count}>"
 
+    __reduce__ = TableClient.__reduce__
+
     def _prepare_dense(self, dense: Callable[[], Any] | None) -> None:
         self._lock = RLock()  # of the optimizer, which servers of this process share
         self.model: torch.nn.Module | None = None
@@ -140,6 +142,10 @@ class Servers(TableMember):
         self.client.placement = Placement([buckets.start for buckets in self.ranges])
 
     def _rates(self) -> Rates:
+        for name, rate in self.learning_rates.items():
+            self.client.table(name)
+            is_valid = (number := real(rate)) is not None and 0 <= number < inf
+            require(f"The learning rate of {name}", is_valid, "a number, 0 or more", rate)
         with self._lock:
             groups = [] if self.optimizer is None else self.optimizer.param_groups
             return Rates(dict(self.learning_rates), [float(group["lr"]) for group in groups])
