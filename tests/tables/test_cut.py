@@ -217,10 +217,14 @@ def test_a_view_copies_only_its_columns():
 
 
 def test_the_old_rows_are_limited():
-    """By default to a quarter of the bytes of all rows."""
+    """By default to a quarter of the bytes of all rows, but not to less than 4 MiB."""
     model = Model(0)
     model.push(np.arange(400))
     cut = model.rows.begin_cut(is_full=True)
+    row = cut._old_row
+    assert cut.old_bytes_limit == 4 << 20
+    model.rows.end_cut(cut)
+    cut = model.rows.begin_cut(is_full=True, old_bytes_limit=100 * row)
     model.push(np.arange(99))
     assert not model.rows.must_wait
     model.push(np.arange(101))

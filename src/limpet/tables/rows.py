@@ -171,7 +171,7 @@ class Rows:
         """Return a cut for a save: of all rows, or of those that changed since the last committed
         version. Only one is held at a time; ``end_cut`` ends it.
 
-        ``old_bytes_limit``: of the copies of rows; None: a quarter of the bytes of all rows.
+        ``old_bytes_limit``: of the copies of rows; None: a quarter of all rows, or 4 MiB.
         """
         with self.lock:
             if self._save is not None:
@@ -232,7 +232,8 @@ class Cut:
         self.count = int(np.count_nonzero(members))
         self.deleted: Ids = np.empty(0, np.int64)  # distinct, in the order of their buckets
         self.all_deleted: list[Ids] = []
-        self.old_bytes_limit = max(1, rows.count * self._old_row // 4 if limit is None else limit)
+        most = max(BLOCK_SIZE, rows.count * self._old_row // 4)
+        self.old_bytes_limit = most if limit is None else limit
         self.columns = rows.columns
 
     @property

@@ -196,6 +196,8 @@ class TableServer:
             if parts:
                 ids, gradients = merge_gradients(parts)
                 shard.push(ids, gradients, lr=rates.tables[name], step=step)
+            else:  # what it has does not depend on the number of servers
+                shard.evict(step)
         if self.dense is not None:
             self.dense.update(pushes, step, rates.groups)
 
