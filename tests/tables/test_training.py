@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from threading import Event, Lock
 
 import numpy as np
@@ -146,8 +147,8 @@ def test_records_count_once_over_crashes_on_other_numbers_of_servers(tmp_path, o
 
 def test_a_worker_that_hangs_is_replaced_and_its_step_never_happened(tmp_path):
     """B 37, B 40, B 53."""
-    now, hangs, go_on = [0.0], Event(), Event()
-    queue = limpet.tasks.Queue(lease_seconds=60.0, clock=lambda: now[0])
+    later, hangs, go_on = [0.0], Event(), Event()
+    queue = limpet.tasks.Queue(lease_seconds=60.0, clock=lambda: time.monotonic() + later[0])
     pushed = []
 
     def train(worker):
@@ -155,7 +156,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_step_never_happened(tmp_path):
             count_records(worker, records)
             if not hangs.is_set():
                 hangs.set()
-                now[0] += 1000.0  # no report for long
+                later[0] += 1000.0  # no report for long
                 go_on.wait(10)
                 pushed.append(worker.name)
                 assert not worker.step()
@@ -366,3 +367,46 @@ def test_mistakes_of_a_call_of_train(tmp_path):
             options = {"workers": 1, "queue": training.queue, "ckpt": training.ckpt} | bad
             with pytest.raises(LimpetError):
                 training.servers.train(train_counting, **options)
+
+
+def test_a_worker_that_leaves_out_a_step_gets_the_same_records_again(tmp_path):
+    def train(worker):
+        while (records := worker.next(10)) is not None:
+            assert worker.next(10) == records
+            count_records(worker, records)
+            worker.step()
+
+    for options in ({}, {"grads_to_wait": 3}):
+        training = Training(tmp_path / str(options), options=options).run(train)
+        assert seen(training.servers) == [1] * RECORDS
+
+
+def test_a_worker_that_hangs_in_a_round_is_replaced(tmp_path):
+    hangs, go_on = Event(), Event()
+
+    def train(worker):
+        while (records := worker.next(10)) is not None:
+            count_records(worker, records)
+            if worker.name == "worker 1":
+                hangs.set()
+                go_on.wait(10)
+            worker.step()
+        go_on.set()
+
+    queue = limpet.tasks.Queue(lease_seconds=0.3)
+    training = Training(tmp_path, queue=queue, options={"grads_to_wait": 3}).run(train, workers=2)
+    assert seen(training.servers) == [1] * RECORDS
+    assert hangs.is_set()
+
+
+def test_gradients_of_before_a_resume_are_not_applied(tmp_path):
+    servers = tables.Servers([counting_table()])
+    with limpet.Checkpointer(tmp_path, {"tables": servers}) as ckpt:
+        count_records(type("One", (), {"tables": servers}), [3])
+        servers.step()
+        ckpt.step()
+        ckpt.save()
+        count_records(type("One", (), {"tables": servers}), [3])
+        ckpt.resume()
+        servers.step()
+        assert seen(servers)[3] == 1

@@ -149,7 +149,9 @@ class Synchronous(Coordinator):
         self._next: Batch | None = None  # read, but of the next round
         self._round: dict[int, Batch] = {}
         self._open: deque[int] = deque()
-        self._at_work: dict[int, str] = {}
+        self.at_work: dict[int, str] = {}
+        """By number, the mini-batches of the round that workers have not committed."""
+
         self._committed: dict[int, tuple[str, int]] = {}
         self._numbers: dict[str, int] = {}
 
@@ -171,10 +173,11 @@ class Synchronous(Coordinator):
                 f"All workers must call next() with one batch size in synchronous mode, as"
                 f" {self._batch_size}; found {request.batch_size}"
             )
-        if not self._open:
+        held = [number for number, name in self.at_work.items() if name == request.worker]
+        if not (held or self._open):
             return Wait()
-        number = self._open.popleft()
-        self._at_work[number] = request.worker
+        number = held[0] if held else self._open.popleft()  # it has left out its step
+        self.at_work[number] = request.worker
         return self._round[number]
 
     def _begin_round(self, batch_size: int) -> bool:
@@ -219,9 +222,9 @@ class Synchronous(Coordinator):
             return Superseded()
         number, key = request.batch, (request.worker, request.number)
         if self._committed.get(number) != key:
-            if self._at_work.get(number) != request.worker:
+            if self.at_work.get(number) != request.worker:
                 return Stale(self.step)
-            del self._at_work[number]
+            del self.at_work[number]
             self._committed[number] = key
             self._numbers[request.worker] = request.number
         return Committed(Entry(request.number, self.epoch, self.step + 1, self.rates()))
@@ -244,8 +247,8 @@ class Synchronous(Coordinator):
 
     def lose(self, worker: str) -> tuple[int, Entry | None]:
         super().lose(worker)
-        returned = [number for number, name in self._at_work.items() if name == worker]
+        returned = [number for number, name in self.at_work.items() if name == worker]
         for number in returned:
-            del self._at_work[number]
+            del self.at_work[number]
         self._open = deque(sorted([*self._open, *returned]))
         return self._numbers.pop(worker, 0), None

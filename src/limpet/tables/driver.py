@@ -24,6 +24,8 @@ _LOOK_SECONDS = 0.2
 _PARKED_SECONDS = 10.0
 """How long a request for a mini-batch waits. The connection of a worker waits for a minute."""
 
+_HANGS = "it has not made a step within the lease_seconds of the queue"
+
 _MAX_LOSSES = 5
 """The losses of workers in a row, without a step between them, after which the training ends."""
 
@@ -44,6 +46,9 @@ class Engine(Protocol):
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]: ...
     def start_worker(self, name: str, generation: int) -> None: ...
     def stop_worker(self, name: str) -> None: ...
+    def join(self) -> None:
+        """Wait for a moment until the workers that were stopped have ended."""
+
     def find_losses(self) -> tuple[list[Ended], list[int]]:
         """Return the workers and the servers that are lost."""
 
@@ -94,12 +99,17 @@ class Driver:
         self._done = 0
         self._started = self._losses = 0
         self._is_stopping = False
+        self._asked: dict[str, float] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._parked: list[tuple[NextBatch, Future[Answer], float]] = []
 
     def run(self) -> None:
         """Train until all workers have returned, or ``ckpt.should_stop`` is True. Raises the error
         of a worker's function, and what ``ckpt.step`` raises."""
+        queue = self._coordinator.queue
+        queue.on_overdue = lambda worker: self._inbox.items.put(
+            Ended(worker.partition(" at ")[0], lost=_HANGS)  # of a connection, with its address
+        )
         try:
             looked = 0.0
             while True:
@@ -124,6 +134,11 @@ class Driver:
             self._end(ended)
         if lost_servers:
             self._restart(lost_servers)
+        if isinstance(self._coordinator, Synchronous):  # else the leases of the queue end
+            late = time.monotonic() - self._coordinator.queue.lease_seconds
+            for name in {*self._coordinator.at_work.values()}:
+                if self._asked[name] < late:
+                    self._end(Ended(name, lost=_HANGS))
         if self._ckpt._preemption.is_pending:
             self._ckpt._end_call()
         surplus = len(self._running) + self._done - self.workers
@@ -145,6 +160,7 @@ class Driver:
             self._end(item)
             return
         request, future = item
+        self._asked[request.worker] = time.monotonic()
         try:
             if self._is_stopping or request.worker not in self._running:
                 future.set_result(Superseded())
@@ -238,6 +254,7 @@ class Driver:
         self._inbox.close()
         for name in sorted(self._running):
             self._engine.stop_worker(name)
+        self._engine.join()
 
 
 def _average(found: list[dict[str, float]]) -> dict[str, float]:

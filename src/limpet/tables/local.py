@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, Thread
 from typing import Any
@@ -16,6 +17,8 @@ from limpet.tables.table import Table
 from limpet.tables.worker import Worker, WorkerStopped
 from limpet.tasks.queue import Queue
 from limpet.threads import start_thread
+
+_END_SECONDS = 5.0
 
 
 class _Turn:
@@ -66,7 +69,7 @@ class LocalEngine:
         """Prepare for workers that run ``train``. ``seed``: of synchronous rounds, or None."""
         self._train, self._tables, self._placement = train, tables, placement
         self._queue, self._inbox, self._seed = queue, inbox, seed
-        self._turn = _Turn(inbox)
+        self._turn, self._threads = _Turn(inbox), list[Thread]()
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         return {n: getattr(self._servers[n], method)(*each) for n, each in arguments.items()}
@@ -77,6 +80,7 @@ class LocalEngine:
         )
         if not start_thread(thread):
             raise LimpetError(f"Cannot start one more thread, for {name}")
+        self._threads.append(thread)
 
     def _run(self, name: str, generation: int) -> None:
         worker = Worker(
@@ -107,6 +111,13 @@ class LocalEngine:
         """Let a worker end at its next call. The records that it has leased go to others."""
         self._turn.end(name)
         self._queue.recover(name, "the training continues without it")
+
+    def join(self) -> None:
+        """Wait until the workers have ended, which may use the random generators; not for one that
+        hangs."""
+        until = time.monotonic() + _END_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def find_losses(self) -> tuple[list[Ended], list[int]]:
         return [], []

@@ -93,6 +93,8 @@ class TableMember(Streamed):
 
     def begin_save(self, key: str, base: SnapshotReader | None, group: Group) -> None:
         """Begin a cut on all servers, at one mark. Until ``end_staging``, nothing is applied."""
+        if self._cuts:  # Ctrl-C came where nobody could end the save before
+            self.end_save(None, None)
         with closing(group.collective("the cut of the tables")) as collective, collective:
             mark = self._make_mark() if self._make_mark else None
             mark = collective.broadcast(mark, Mark)

@@ -262,6 +262,7 @@ class Servers(TableMember):
                 self.scheduler.step()
 
     def restored(self, saved: Mapping[str, Any]) -> None:
+        self.client.take()  # gradients of before
         for name, table in saved.items():
             self.learning_rates[name] = table["optimizer"]["lr"]
             self._coordinator.step = table["step"]

@@ -62,7 +62,7 @@ class Queue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         seconds = inf if lease_seconds is None else lease_seconds
-        self._lease_seconds = check_seconds("lease_seconds=", seconds, may_be_infinite=True)
+        self.lease_seconds = check_seconds("lease_seconds=", seconds, may_be_infinite=True)
         attempts = check_count("attempts=", attempts)
         self._clock = clock
         self._changed = Condition(RLock())
@@ -174,7 +174,7 @@ class Queue:
         one, its last attempt counts as failed.
         """
         check_kind(kind)
-        seconds = self._lease_seconds if lease_seconds is None else lease_seconds
+        seconds = self.lease_seconds if lease_seconds is None else lease_seconds
         timeout = check_seconds("timeout=", timeout, may_be_zero=True)
         seconds = check_seconds("lease_seconds=", seconds, may_be_infinite=True)
         worker = f"thread {get_ident()}" if worker is None else worker
