@@ -4,8 +4,8 @@ Terms: a *table* has vectors of one length; a *row* is the vector of one id, wit
 state of the optimizer); a *bucket* is one of 4,096 sets of ids, by a hash of the id; a *shard* is
 the rows of a table on one server; a *push* is an update of rows by their gradients; a *cut* is the
 rows as they were at one moment.
-May import: the root modules, ``format``, ``layout``, ``ranks``, ``snapshot``, ``state``, ``tasks``,
-``training``, and ``tables``.
+May import: the root modules, ``format``, ``layout``, ``loading``, ``ranks``, ``run``, ``snapshot``,
+``state``, ``tasks``, ``training``, and ``tables``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from limpet.tables.servers import Servers as Servers
     from limpet.tables.table import Evict as Evict, Table as Table
+    from limpet.tables.view import View as View, open as open
     from limpet.tables.worker import Worker as Worker
 
 __all__, __getattr__, __dir__ = lazy_names(
@@ -43,6 +44,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "tables.optimizers": "FTRL SGD Adagrad Adam RowwiseAdagrad",
         "tables.servers": "Servers",
         "tables.table": "Evict Table",
+        "tables.view": "View open",
         "tables.worker": "Worker",
     },
 )

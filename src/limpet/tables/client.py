@@ -45,9 +45,17 @@ class TableClient:
     for each look-up, also if a module is used several times.
     """
 
-    def __init__(self, tables: Sequence[Table], placement: Placement, call: Call) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        placement: Placement,
+        call: Call,
+        *,
+        has_gradients: bool = True,
+    ) -> None:
         self.tables = {table.name: table for table in tables}
         self.placement, self._call = placement, call
+        self._has_gradients = has_gradients
         self.sender: Sender | None = None
         self._parts: dict[str, list[RowGradients]] = {}
 
@@ -86,7 +94,7 @@ class TableClient:
         distinct, inverse = unique(to_ids(ids).reshape(-1))
         device = ids.device if isinstance(ids, torch.Tensor) else None
         rows = self.pull(name, distinct).to(device)
-        if torch.is_grad_enabled():
+        if self._has_gradients and torch.is_grad_enabled():
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda leaf: self._collect(name, distinct, leaf)

@@ -25,6 +25,7 @@ from limpet.state.arrays import LocalBoxes
 from limpet.state.arrays.own import Source
 from limpet.tables.carried import CarriedSource
 from limpet.tables.hashing import BUCKETS, bucket_of
+from limpet.tables.index import unique
 from limpet.tables.rows import Column, Cut, Rows
 from limpet.tables.shard import TableShard
 from limpet.types import DTYPES, MIB, Box
@@ -255,10 +256,12 @@ class StoredSegment:
         memory = {name: np.empty((rows, width), np.uint8) for name, width in widths.items()}
         for start in range(first, stop, rows):
             count = min(rows, stop - start)
-            views = {name: array[:count] for name, array in memory.items()}
+            views: dict[str, NDArray[Any]] = {name: a[:count] for name, a in memory.items()}
             if "ids" in views:
                 views["ids"] = views["ids"].reshape(-1).view(np.int64)
             self.read(names, start, start + count, views)
+            if "ids" in views and len(unique(views["ids"])[0]) < count:
+                self._fail("distinct ids", "an id that occurs twice")
             yield count, views
 
     @staticmethod
@@ -275,10 +278,13 @@ def stored_segments(
     }
 
 
-def restore_rows(rows: Rows, segments: Sequence[StoredSegment], buckets: range) -> None:
-    """Fill an empty set of rows from the segments of a version: those of some buckets, and the
-    columns that ``rows`` has. The first segment is read into its memory, the others in blocks."""
-    names = [*rows.columns]
+def restore_rows(
+    rows: Rows, segments: Sequence[StoredSegment], buckets: range, names: Sequence[str] = ()
+) -> None:
+    """Fill an empty set of rows from the segments of a version: those of some buckets, and some
+    columns, by default all of ``rows``. The first segment is read into their memory, the others in
+    blocks."""
+    names = names or [*rows.columns]
     for n, segment in enumerate(segments):
         if n == 0:
             _adopt(rows, segment, names, buckets)
@@ -288,7 +294,7 @@ def restore_rows(rows: Rows, segments: Sequence[StoredSegment], buckets: range) 
                 rows.delete(found[found >= 0])
             for count, columns in segment.blocks(names, buckets):
                 with rows.lock:
-                    _put(rows, count, columns)
+                    put_rows(rows, count, columns)
     with rows.lock:
         rows.mark_stored()
 
@@ -297,21 +303,15 @@ def _adopt(rows: Rows, segment: StoredSegment, names: Sequence[str], buckets: ra
     first, stop = segment.range_of(segment.rows_per_bucket, buckets)
     with rows.lock:
         rows.reserve(stop - first)
-        into = {name: _as_array(rows.column(name, stop - first)) for name in names}
+        columns = ((name, rows.column(name, stop - first)) for name in names)
+        into = {n: (c if n == "ids" else c.view(torch.uint8)).numpy() for n, c in columns}
         segment.read(names, first, stop, into)
         into.clear()  # no view may live when the rows grow
         rows.adopt(stop - first)
 
 
-def _as_array(column: torch.Tensor) -> NDArray[Any]:
-    """Return the memory of a column as an array; NumPy has no bfloat16."""
-    array: NDArray[Any] = column.view(
-        torch.int16 if column.dtype == torch.bfloat16 else column.dtype
-    ).numpy()
-    return array
-
-
-def _put(rows: Rows, count: int, columns: Mapping[str, NDArray[Any]]) -> None:
+def put_rows(rows: Rows, count: int, columns: Mapping[str, NDArray[Any]]) -> None:
+    """Write a block of ``StoredSegment.blocks`` into rows, under their lock."""
     ids = columns["ids"]
     numbers = rows.find(ids)
     absent = numbers < 0

@@ -1,0 +1,481 @@
+"""Views of versions, against a dict of rows."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import limpet
+from limpet import tables
+from limpet.convert.copy import copy_snapshot
+from limpet.errors import (
+    DigestMismatch,
+    LimpetError,
+    ManifestInvalid,
+    MissingLeaf,
+    NotFound,
+)
+from limpet.loading.snapshot import reader_of
+from limpet.storage.memory import MemoryStore
+from limpet.tables.hashing import bucket_of
+from limpet.tables.segments import StoredSegment
+from limpet.tables.view import View
+from tests.forging import files_of, forge, store_of
+from tests.tables.trainings import WORDS, Training
+from tests.unreliable_stores import HookedStore
+
+URLS = tables.Table(
+    "urls",
+    3,
+    optimizer=tables.SGD(lr=1.0),
+    initializer=tables.Normal(),
+    dtype="bfloat16",
+    admit_after=2,
+)
+ADAM = replace(WORDS, optimizer=tables.Adam(lr=1.0))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def open_latest(training):
+    return tables.open(training.run.latest())
+
+
+def flip(store, key, at):
+    """Flip a bit of a file."""
+    data = bytearray(store._objects[key][0])
+    data[at] ^= 1
+    store._objects[key] = (bytes(data), store._objects[key][1])
+
+
+def shards_of(store, folder):
+    return [k for k in store._objects if k.startswith(f"{folder}/") and k.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_view_has_the_rows_of_its_version_and_follows_the_next_ones(count):
+    training = Training(MemoryStore(), WORDS, URLS, count=count, seed=count)
+    with training.saving(incremental=True):
+        training.change()
+        view = tables.open(training.save())
+        training.assert_equal(view, 1)
+        for step in range(2, 10):
+            training.change()
+            training.save()
+            if step % 3:  # it may miss a version
+                assert view.follow() is True
+                training.assert_equal(view, step)
+                assert view.follow() is False
+                training.assert_equal(view, step)
+    for step in range(1, 10):
+        version = training.run.open(training.run.find(step))
+        training.assert_equal(tables.open(version), step)
+    lists = view.snapshot.tree["tables"]["words"]["segments"]
+    assert len(lists) > 1, "there were no increments"
+
+
+def test_a_view_is_of_an_address_and_shows_its_version(tmp_path):
+    training = Training(str(tmp_path), WORDS)
+    with training.saving():
+        training.update("words", [1, 2])
+        training.save()
+        training.update("words", [3])
+        training.save()
+    view = tables.open(f"{tmp_path}@1")
+    training.assert_equal(view, 1)
+    assert view.snapshot.url.endswith("version_1")
+    assert view.follow() is True
+    training.assert_equal(view, 2)
+    assert view.snapshot.url.endswith("version_2")
+    training.assert_equal(tables.open(f"{tmp_path}@latest"), 2)
+
+
+def test_a_look_up_is_a_copy_of_one_row_for_each_id():
+    training = Training(MemoryStore(), WORDS)
+    with training.saving():
+        training.update("words", [5])
+        words = tables.open(training.save())["words"]
+    row = training.rows["words"][5]
+    for ids in ([5, 5], torch.tensor([5, 5]), np.full(2, 5, np.uint64)):
+        assert torch.equal(words.lookup(ids), row.expand(2, 4))
+    assert words.lookup([]).shape == (0, 4)
+    vectors = words.lookup([5])
+    vectors.zero_()
+    assert torch.equal(words.lookup([5])[0], row)
+    assert words.table == WORDS
+
+
+def test_a_table_may_be_empty():
+    training = Training(MemoryStore(), WORDS)
+    with training.saving(incremental=True):
+        view = tables.open(training.save())
+        training.assert_equal(view, 1)
+        training.update("words", [1, 2])
+        training.save()
+        assert view.follow()
+        training.assert_equal(view, 2)
+        training.evict("words", [1, 2])
+        training.save()
+        assert view.follow()
+        training.assert_equal(view, 3)
+
+
+class CountingStore(HookedStore):
+    """Counts the bytes of files that are read."""
+
+    nbytes = 0
+
+    def get_range(self, key, offset, length, into):
+        self.nbytes += length
+        super().get_range(key, offset, length, into)
+
+
+def test_slots_and_candidates_are_not_read():
+    store = CountingStore(MemoryStore())
+    training = Training(store, replace(ADAM, dim=64, admit_after=2))
+    ids = np.arange(10_000)
+    with training.saving(incremental=True):
+        training.servers.fill("words", ids, torch.ones(len(ids), 64))
+        training.update("words", (10**6 + ids).tolist())  # not admitted
+        training.save()
+        store.nbytes = 0
+        view = open_latest(training)
+        payload = len(ids) * (8 + 4 * 64)
+        small = 100_000
+        assert payload <= store.nbytes < payload + small < training.run.latest().nbytes / 2
+        assert view["words"].ids().tolist() == ids.tolist()
+        assert {*view._loaded.shards["words"].rows.columns}.isdisjoint({"slot/m", "slot/v"})
+        store.nbytes = 0
+        training.update("words", (10**6 + ids[:50]).tolist())
+        training.save()
+        assert view.follow()
+        assert view["words"].ids()[-50:].tolist() == (10**6 + ids[:50]).tolist()
+        assert store.nbytes < small
+
+
+def test_modules_use_a_view_and_collect_no_gradients():
+    training = Training(MemoryStore(), WORDS)
+    with training.saving():
+        training.update("words", [1, 2, 3], 2.0)
+        view = tables.open(training.save())
+    ids = torch.tensor([[1, 2, 2], [3, 4, 7]])
+    for make in (
+        lambda t: tables.EmbeddingBag(t, "words", mode="sum", padding_idx=7),
+        lambda t: tables.Embedding(t, "words"),
+    ):
+        found = make(view)(ids)
+        assert torch.equal(found, make(training.servers)(ids))
+        assert not found.requires_grad
+    linear = torch.nn.Linear(4, 1)
+    linear(tables.EmbeddingBag(view, "words")(ids)).sum().backward()
+    assert linear.weight.grad is not None
+    assert view.client.take() == {}
+
+
+def test_a_branch_and_a_full_version_are_read_completely():
+    training = Training(MemoryStore(), WORDS, URLS)
+    with training.saving(incremental=True):
+        training.change()
+        training.save()
+        for _ in range(3):
+            training.change()
+            training.save()
+        view = open_latest(training)
+    shard = view._loaded.shards["words"]
+    training.branch(2)
+    assert view.follow() is False, "the branch has no version yet"
+    training.assert_equal(view, 4)
+    other = Training(training.run.store, WORDS, URLS, seed=9)
+    other.step = 2
+    with other.saving(incremental=True):
+        other.change()
+        other.save()
+        assert view.follow() is True, "step 3 of branch 1 is newer than step 4 of branch 0"
+        other.assert_equal(view, 3)
+        assert view._loaded.shards["words"] is not shard
+        shard = view._loaded.shards["words"]
+        other.change()
+        other.save()
+    assert view.follow() is True
+    other.assert_equal(view, 4)
+    with other.saving(incremental=False):
+        other.change()
+        other.save()
+    assert view.follow() is True
+    other.assert_equal(view, 5)
+    assert view._loaded.shards["words"] is not shard
+
+
+def test_a_branch_from_the_same_base_does_not_mix_segments():
+    store = MemoryStore()
+    training = Training(store, WORDS)
+    with training.saving(incremental=True):
+        training.update("words", [1, 2, 3, 4, 5, 6, 7, 8])
+        base = training.save()
+        training.update("words", [9])
+        training.save()
+    view = open_latest(training)
+    training.branch(1)
+    other = Training(store, WORDS)
+    base.load({"tables": other.servers})
+    other.rows = {"words": dict(training.versions[1]["words"])}
+    other.waiting = {"words": dict.fromkeys(other.rows["words"], 1)}
+    other.step = 1
+    with other.saving(incremental=True):
+        other.update("words", [10])
+        other.save()
+    assert view.follow() is True
+    other.assert_equal(view, 2)
+    assert 9 not in view["words"].ids()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_damage_leaves_the_view_as_it_was(is_full):
+    store = MemoryStore()
+    training = Training(store, WORDS, URLS, count=2)
+    with training.saving(incremental=not is_full):
+        for _ in range(2):
+            training.change()
+            training.save()
+        view = open_latest(training)
+        training.change()
+        training.save()
+    good = dict(store._objects)
+    raised = 0
+    for key in shards_of(store, "version_3"):
+        for at in range(100, len(good[key][0]), 1993):
+            store._objects.clear()
+            store._objects.update(good)
+            flip(store, key, at)
+            try:
+                view.follow()
+            except DigestMismatch:
+                raised += 1
+                training.assert_equal(view, 2)
+            else:  # a byte that a view does not need, such as one of a count
+                training.assert_equal(view, 3)
+                view = tables.open(training.run.open(training.run.find(2)))
+    assert raised > 3
+    store._objects.update(good)
+    assert view.follow() is True
+    training.assert_equal(view, 3)
+
+
+def test_an_id_twice_in_a_segment_is_damage_that_is_found_before_anything_changes(monkeypatch):
+    training = Training(MemoryStore(), WORDS, URLS)
+    with training.saving(incremental=True):
+        training.change()
+        view = tables.open(training.save())
+        training.change()
+        training.save()
+
+        read = StoredSegment.read
+
+        def read_twice(segment, names, first, stop, into):
+            read(segment, names, first, stop, into)
+            into["ids"][:] = into["ids"][0]
+
+        monkeypatch.setattr(StoredSegment, "read", read_twice)
+        with pytest.raises(ManifestInvalid, match="occurs twice"):
+            view.follow()
+        monkeypatch.undo()
+        training.assert_equal(view, 1)
+        assert view.follow()
+        training.assert_equal(view, 2)
+
+
+def test_retention_has_deleted_the_version_of_the_view():
+    training = Training(MemoryStore(), WORDS, URLS)
+    with training.saving(keep=limpet.KeepLast(1)):
+        training.change()
+        view = tables.open(training.save())
+        for _ in range(2):
+            training.change()
+            training.save()
+    assert [v.step for v in training.run.line()] == [3]
+    training.assert_equal(view, 1)
+    assert view.follow() is True
+    training.assert_equal(view, 3)
+
+
+def test_a_version_that_is_deleted_while_it_is_read_is_replaced_by_the_newest():
+    store = HookedStore(MemoryStore())
+    training = Training(store, WORDS, URLS)
+    with training.saving(keep=limpet.KeepLast(1)):
+        training.change()
+        view = tables.open(training.save())
+        training.change()
+        training.save()
+        started = []
+
+        def before(method, key):
+            if method == "get_range" and key.startswith("version_2/") and not started:
+                started.append(key)
+                training.change()
+                training.save()
+                assert [v.step for v in training.run.line()] == [3]
+
+        store.before = before
+        assert view.follow() is True
+    assert started
+    training.assert_equal(view, 3)
+
+
+def test_a_run_that_is_gone_is_no_change():
+    store = MemoryStore()
+    training = Training(store, WORDS)
+    with training.saving():
+        training.update("words", [1])
+        view = tables.open(training.save())
+    store._objects.clear()
+    assert view.follow() is False
+    training.assert_equal(view, 1)
+
+
+def test_look_ups_in_another_thread_never_mix_versions():
+    a = replace(WORDS, initializer=tables.Constant(0.0))
+    training = Training(MemoryStore(), a, replace(a, name="urls"))
+    ids = np.arange(500)
+    changed, stop, failed, seen = threading.Condition(), threading.Event(), [], set()
+
+    def look_up(view):
+        last = 0.0
+        while not stop.is_set():
+            first, second = view["words"].lookup(ids), view["urls"].lookup(ids[::-1].copy())
+            again = view["words"].lookup(ids[:1])
+            values = [{*each.reshape(-1).tolist()} for each in (first, second, again)]
+            steps = [-values[n].pop() for n in range(3)]
+            if any(values) or not last <= steps[0] <= steps[1] <= steps[2]:
+                failed.append((steps, values))
+                stop.set()
+            with changed:
+                seen.add(steps[0])
+                changed.notify_all()
+            last = steps[2]
+
+    def save():
+        for name in ("words", "urls"):
+            training.update(name, ids.tolist())
+        training.save()
+
+    with training.saving(incremental=True):
+        for name in ("words", "urls"):  # other rows, so that versions have increments
+            training.servers.fill(name, np.arange(1000, 4000), torch.zeros(3000, 4))
+        save()
+        view = open_latest(training)
+        threads = [threading.Thread(target=look_up, args=(view,), daemon=True) for _ in "ab"]
+        for thread in threads:
+            thread.start()
+        shards = []
+        for n in range(9):
+            save()
+            assert view.follow() is True
+            shards.append(view._loaded.shards["words"])
+            with changed:
+                assert changed.wait_for(lambda n=n: failed or n + 2 in seen, 10)
+            assert not failed, failed[0]
+    assert 1 < len({*shards}) < 5, "some versions are full, and most are not"
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert not failed, failed[0]
+
+
+def test_a_copy_with_another_name_is_opened_but_not_followed(tmp_path):
+    training = Training(MemoryStore(), WORDS, URLS, count=2)
+    with training.saving(incremental=True):
+        for _ in range(3):
+            training.change()
+            training.save()
+    from limpet.snapshot.location import locate
+
+    copy_snapshot(reader_of(training.run.latest()), locate(str(tmp_path / "best")))
+    view = tables.open(tmp_path / "best")
+    training.assert_equal(view, 3)
+    with pytest.raises(LimpetError, match=r"^The snapshot that follow\(\) continues"):
+        view.follow()
+
+
+def test_a_view_of_some_buckets():
+    training = Training(MemoryStore(), WORDS, count=3)
+    with training.saving(incremental=True):
+        training.change()
+        training.save()
+        ranges = [range(1000), range(1000, 1001), range(1001, 4096)]
+        views = [View(reader_of(training.run.latest()), buckets) for buckets in ranges]
+        training.change()
+        training.save()
+    assert all(view.follow() for view in views)
+    parts = [view["words"].ids() for view in views]
+    assert sorted(np.concatenate(parts).tolist()) == sorted(training.rows["words"])
+    for part, buckets in zip(parts, ranges):
+        assert {*bucket_of(part).tolist()} <= {*buckets}
+
+
+def test_bad_arguments():
+    training = Training(MemoryStore(), WORDS, URLS)
+    with training.saving():
+        view = tables.open(training.save())
+    with pytest.raises(
+        LimpetError, match=r"^There is no table 'word'; the tables are 'words', 'urls'."
+    ):
+        view["word"]
+    with pytest.raises(LimpetError, match=r"^There is no table 'word'"):
+        tables.EmbeddingBag(view, "word")
+    for ids in ([0.5], torch.ones(2), np.array([True])):
+        with pytest.raises(LimpetError, match=r"^ids must be an array of integers"):
+            view["words"].lookup(ids)
+    store = MemoryStore()
+    limpet.save(store, {"n": 1})
+    with pytest.raises(MissingLeaf, match="no tables"):
+        tables.open(store)
+    with pytest.raises(NotFound):
+        tables.open(store.at("x"))
+
+
+def forged(training, change):
+    """The newest version, with a changed tree of the table ``words``."""
+    files = files_of(training.run.store)
+
+    def manifest(content):
+        change(content["tree"]["dict"]["tables"]["dict"]["words"]["dict"])
+
+    return store_of(forge(files, manifest, folder=f"version_{training.step}"))
+
+
+def test_a_newer_kind_of_optimizer_does_not_matter():
+    training = Training(MemoryStore(), ADAM)
+    with training.saving():
+        training.servers.fill("words", [1, 2], torch.ones(2, 4))
+        training.save()
+
+    def change(words):
+        words["optimizer"]["dict"] = {"kind": "Muon", "beta": 3}
+
+    view = tables.open(limpet.Run(forged(training, change)).latest())
+    assert torch.equal(view["words"].lookup([2, 1]), torch.ones(2, 4))
+    assert view["words"].table == replace(WORDS, optimizer=tables.SGD(0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("dtype", "float8", "float8"),
+        ("initializer", {"dict": {"kind": "Sobol"}}, "Sobol"),
+        ("rows", 3, "2"),
+        ("dim", 5, "4"),
+    ],
+)
+def test_what_this_release_does_not_know_is_refused(name, value, found):
+    training = Training(MemoryStore(), WORDS)
+    with training.saving():
+        training.update("words", [1, 2])
+        training.save()
+    store = forged(training, lambda words: words.update({name: value}))
+    with pytest.raises(ManifestInvalid, match=found):
+        tables.open(limpet.Run(store).latest())
