@@ -423,7 +423,7 @@ def test_a_look_up_at_a_cut_shows_the_vectors_of_then():
     assert not torch.equal(shard.look_up(ids), then)
 
 
-@pytest.mark.parametrize("change", ["push", "fill", "delete", "evict"])
+@pytest.mark.parametrize("change", ["fill", "delete"])
 def test_a_change_waits_while_a_cut_has_too_many_old_rows(change):
     shard = a_shard(evict=tables.Evict(unused_steps=1, every=2))
     push(shard, range(100))
@@ -431,10 +431,8 @@ def test_a_change_waits_while_a_cut_has_too_many_old_rows(change):
     push(shard, [1])
     assert shard.must_wait
     act = {
-        "push": lambda: push(shard, [2]),
         "fill": lambda: shard.fill([2], np.ones((1, 4))),
         "delete": lambda: shard.delete([2]),
-        "evict": lambda: shard.evict(10),
     }[change]
     thread = threading.Thread(target=act)
     thread.start()

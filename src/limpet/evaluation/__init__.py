@@ -7,6 +7,15 @@ May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``
 ``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, and ``tasks``.
 """
 
-from limpet.evaluation.options import Selection, Workers
+from typing import TYPE_CHECKING
 
-__all__ = ["Selection", "Workers"]
+from limpet.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from limpet.evaluation.options import Selection as Selection
+    from limpet.evaluation.options import Workers as Workers
+    from limpet.evaluation.worker import TaskEvaluator as TaskEvaluator
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__, {"evaluation.options": "Selection Workers", "evaluation.worker": "TaskEvaluator"}
+)

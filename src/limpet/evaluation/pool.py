@@ -34,9 +34,6 @@ from limpet.tasks.remote import TaskServer, parse_address
 _MAX_RESTARTS = 5
 """The number of times in a row that a worker is started again although no task was completed."""
 
-_TASKS = 64
-"""About how many tasks the data is cut into, whatever the workers: so are the results."""
-
 _TEND_SECONDS = 0.5
 """Seconds after which the evaluator looks whether its workers are alive."""
 
@@ -201,9 +198,7 @@ class WorkerPool:
         """Return the metrics of a version. Raises ``WorkerError`` if it has no score,
         ``WorkerLost`` if no worker stays alive, and ``LimpetError`` if a worker has other data."""
         work = replace(self._work, url=url, digest=digest)
-        batch = work.batch_size or 1
-        task_size = max(1, -(-self._records // (_TASKS * batch))) * batch
-        results = self._run(work, url, self._records, task_size)
+        results = self._run(work, url, self._records, work.task_size)
         other = {result["records"] for result in results} - {self._records}
         if other:
             raise LimpetError(

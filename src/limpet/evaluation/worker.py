@@ -26,6 +26,7 @@ from typing import Any, Literal
 from limpet.errors import LeaseLost, LimpetError, NotFound, TaskError, Unavailable
 from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import MetricStates, State, compute
+from limpet.generators import kept_generators
 from limpet.lazy_torch import torch_or_none
 from limpet.loading.load import load_snapshot
 from limpet.loading.snapshot import Snapshot
@@ -44,6 +45,9 @@ MAX_UNAVAILABLE = 10
 
 _CONNECT_SECONDS, _RETRY_SECONDS = 60.0, 0.5
 """For how long a worker tries to connect to an evaluator, and how often."""
+
+_TASKS = 64
+"""About how many tasks the data is cut into, whatever the workers: so are the results."""
 
 _WAIT_SECONDS = 60.0
 """Seconds for which a worker waits for a task before it asks again."""
@@ -70,6 +74,12 @@ class Work:
     def encode(self) -> str:
         """Return the text for the worker. JSON of the standard library keeps NaN and surrogates."""
         return json.dumps(asdict(self))
+
+    @property
+    def task_size(self) -> int:
+        """The number of records in each task."""
+        batch = self.batch_size or 1
+        return max(1, -(-self.records // (_TASKS * batch))) * batch
 
     @classmethod
     def decode(cls, text: str) -> Work:
@@ -190,6 +200,36 @@ class Worker:
                 break
             self._evaluate(batch_size, start, min(start + step, self._records))
         return compute(states, self._templates)
+
+
+class TaskEvaluator(Worker):
+    """Does the tasks of a ``TrainingEvaluation`` with ``queue=`` in a worker of the training::
+
+        evaluator = limpet.evaluation.TaskEvaluator(evaluate)
+        queue.evaluation.evaluate_one(evaluator)  # before each mini-batch
+
+    ``evaluate(records)`` gets the numbers of the records of a batch, and returns a dict of metrics,
+    as for ``limpet.Evaluation``. The random numbers of the training do not change.
+    """
+
+    def __init__(self, evaluate: Callable[[list[int]], Any]) -> None:
+        super().__init__({"evaluate": self._call, "collate": list})
+        self.evaluate = evaluate
+
+    def __call__(self, task: EvaluationTask) -> dict[str, Any]:
+        """Return the result of a task. Raises ``LimpetError`` with the records if that fails."""
+        work = Work.decode(task.data)
+        self._records, self._data = work.records, range(work.records)
+        try:
+            with kept_generators():
+                if work.kind == "merge":
+                    return {"metrics": self._merge(work.batch_size, work.states)}
+                return {"state": self._evaluate(work.batch_size, task.start, task.stop)}
+        except Exception as e:
+            raise LimpetError(f"records {task.start} to {task.stop - 1}: {describe(e)}") from e
+
+    def _call(self, model: object, records: list[int]) -> Any:
+        return self.evaluate(records)
 
 
 def _renew(task: EvaluationTask, seconds: float | None) -> None:

@@ -57,6 +57,7 @@ class TableClient:
         self.placement, self._call = placement, call
         self._has_gradients = has_gradients
         self.sender: Sender | None = None
+        self.cut = ""  # the cut of an evaluation, if the rows are those of then
         self._parts: dict[str, list[RowGradients]] = {}
 
     def __deepcopy__(self, memo: object) -> TableClient:
@@ -74,10 +75,10 @@ class TableClient:
         return self.tables[name]
 
     def pull(self, name: str, ids: Ids) -> torch.Tensor:
-        """Return the current rows of ids, one for each, also if some are equal."""
+        """Return the rows of ids, one for each, also if some are equal."""
         table = self.table(name)
         parts = dict(self.placement.split(ids))
-        arguments = {n: (self.sender, {name: ids[part]}) for n, part in parts.items()}
+        arguments = {n: (self.sender, {name: ids[part]}, self.cut) for n, part in parts.items()}
         found = self._call("pull", arguments)
         if self.placement.servers == 1:
             pulled: torch.Tensor = found[0][name]

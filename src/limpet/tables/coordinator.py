@@ -76,6 +76,10 @@ class Coordinator(ABC):
     def commit(self, request: Commit) -> Answer:
         """Commit a push that all servers hold, and the records that it consumes, or refuse it."""
 
+    def next_batch(self, request: NextBatch) -> Answer:
+        """Return an open mini-batch of the round to a worker."""
+        return Finished()  # it asks only once all records are consumed
+
     def lose(self, worker: str) -> tuple[int, Entry | None]:
         """Declare a worker lost. Return what ``TableServer.lose`` needs; call ``forget`` once all
         servers know it."""
@@ -163,11 +167,12 @@ class Synchronous(Coordinator):
         self._numbers[worker] = 0
 
     def next_batch(self, request: NextBatch) -> Answer:
-        """Return an open mini-batch of the round to a worker."""
         if not self.is_current(request):
             return Superseded()
+        if not self._round and self.queue.finished("training"):
+            return Finished()
         if not self._round and not self._begin_round(request.batch_size):
-            return Finished() if self.queue.finished("training") else Wait()
+            return Wait()
         if request.batch_size != self._batch_size:
             raise LimpetError(
                 f"All workers must call next() with one batch size in synchronous mode, as"

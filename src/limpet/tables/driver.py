@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from limpet import events
 from limpet.errors import LimpetError
 from limpet.tables.coordinator import Answer, Coordinator, Synchronous
-from limpet.tables.messages import Commit, Committed, NextBatch, Superseded, Wait
+from limpet.tables.messages import Commit, Committed, Finished, NextBatch, Superseded, Wait
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.training_evaluation import TrainingEvaluation
 
 _LOOK_SECONDS = 0.2
 """How often the loop looks for what nobody reports, such as a lost process."""
@@ -88,6 +89,7 @@ class Driver:
         inbox: Inbox,
         ckpt: Checkpointer,
         *,
+        evaluation: TrainingEvaluation | None,
         workers: int,
         after_step: Callable[[], object],
         roll_back: Callable[[list[int]], None],
@@ -95,6 +97,7 @@ class Driver:
         self.workers = workers
         self._coordinator, self._engine, self._inbox = coordinator, engine, inbox
         self._ckpt, self._after_step, self._roll_back = ckpt, after_step, roll_back
+        self._evaluation = evaluation
         self._running: set[str] = set()
         self._done = 0
         self._started = self._losses = 0
@@ -113,10 +116,16 @@ class Driver:
         try:
             looked = 0.0
             while True:
+                if self._evaluation is not None and not self._is_stopping:
+                    self._evaluation.step()  # between two commits
+                    self._is_stopping = self._ckpt.should_stop
                 if time.monotonic() - looked > _LOOK_SECONDS:
                     looked = time.monotonic()
                     self._look()
-                if not self._running and (self._done or self._is_stopping):
+                if not self._running and (self._done or self._is_over):
+                    if not self._is_evaluated:
+                        what = "All workers have returned before the evaluation was complete: call"
+                        raise LimpetError(f"{what} worker.next() until it returns None")
                     self._engine.call("mark", self._to_all((self._coordinator.mark(),)))
                     return
                 try:
@@ -126,6 +135,16 @@ class Driver:
                 self._handle(item)
         finally:
             self._stop()
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Let the evaluation of the last step begin, if it is due, and return if it is complete."""
+        return self._evaluation is None or self._evaluation.finish()
+
+    @property
+    def _is_over(self) -> bool:
+        """True if the training has stopped, and workers have nothing more to evaluate."""
+        return self._is_stopping and self._is_evaluated
 
     def _look(self) -> None:
         """Start what is missing, and leave if the process will be stopped."""
@@ -145,7 +164,7 @@ class Driver:
         for name in sorted(self._running)[: max(surplus, 0)]:
             self._lose(name)
         # a worker that has returned is not started again: there was nothing left for it
-        while len(self._running) + self._done < self.workers and not self._is_stopping:
+        while len(self._running) + self._done < self.workers and not self._is_over:
             self._started += 1
             name = f"worker {self._started}"
             self._running.add(name)
@@ -159,13 +178,19 @@ class Driver:
         if isinstance(item, Ended):
             self._end(item)
             return
-        request, future = item
+        (request, future), evaluation = item, self._evaluation
         self._asked[request.worker] = time.monotonic()
         try:
-            if self._is_stopping or request.worker not in self._running:
+            if self._is_over or request.worker not in self._running:
                 future.set_result(Superseded())
+            elif isinstance(request, Commit) and evaluation and not request.evaluates:
+                raise LimpetError("With evaluation=, worker.next() needs evaluate=")
+            elif self._is_stopping:
+                future.set_result(Wait())
             elif isinstance(request, NextBatch):
                 self._hand_out(request, future)
+            elif evaluation and evaluation.is_pausing:
+                future.set_result(Wait())
             else:
                 answer = self._coordinator.commit(request)
                 if isinstance(answer, Committed):
@@ -180,10 +205,10 @@ class Driver:
             raise
 
     def _hand_out(self, request: NextBatch, future: Future[Answer]) -> None:
-        if not isinstance(self._coordinator, Synchronous):
-            raise LimpetError("A worker asked for a mini-batch of a round without grads_to_wait=")
         answer = self._coordinator.next_batch(request)
-        if isinstance(answer, Wait):
+        if isinstance(answer, Finished) and not self._is_evaluated:
+            answer = Wait()
+        if isinstance(answer, Wait) and self._evaluation is None:
             self._parked.append((request, future, time.monotonic()))
         else:
             future.set_result(answer)
@@ -218,7 +243,7 @@ class Driver:
             return
         if ended.error is not None:
             raise ended.error
-        if ended.lost and not self._is_stopping:
+        if ended.lost and not self._is_over:
             self._losses += 1
             error = LimpetError(f"{ended.worker} was lost: {ended.lost}")
             if self._losses > _MAX_LOSSES:
@@ -248,10 +273,14 @@ class Driver:
         for _, future, _ in self._parked:
             future.set_result(Superseded())
         self._parked, self._metrics = [], {}
+        if self._evaluation is not None:
+            self._evaluation.restart()
         self._roll_back(servers)
 
     def _stop(self) -> None:
         self._inbox.close()
+        if self._evaluation is not None:
+            self._evaluation.abandon("the training ended")
         for name in sorted(self._running):
             self._engine.stop_worker(name)
         self._engine.join()

@@ -11,7 +11,7 @@ from limpet.errors import LimpetError
 from limpet.tables.client import Placement
 from limpet.tables.coordinator import Answer
 from limpet.tables.driver import Ended, Inbox
-from limpet.tables.messages import Batch, Commit, NextBatch
+from limpet.tables.messages import Commit, NextBatch
 from limpet.tables.server import TableServer
 from limpet.tables.table import Table
 from limpet.tables.worker import Worker, WorkerStopped
@@ -33,8 +33,7 @@ class _Turn:
             return self._inbox.ask(request)
         self.end(request.worker)
         answer = self._inbox.ask(request)
-        if isinstance(answer, Batch):
-            self.begin(request.worker)
+        self.begin(request.worker)  # also without a mini-batch: it evaluates
         return answer
 
     def begin(self, worker: str) -> None:

@@ -79,7 +79,7 @@ class Push(NamedTuple):
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
     """A push that all servers hold, and the records that it consumes. ``batch``: the number of the
-    mini-batch, if rounds are synchronous."""
+    mini-batch, if rounds are synchronous. ``evaluates``: the worker does evaluation tasks."""
 
     generation: int
     worker: str
@@ -87,10 +87,12 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     reports: list[Report]
     batch: int = -1
     metrics: dict[str, float] = {}
+    evaluates: bool = False
 
 
 class NextBatch(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for its next mini-batch of a synchronous round."""
+    """A worker asks for its next mini-batch of a synchronous round; or, once all records are
+    consumed, whether the evaluation is complete."""
 
     generation: int
     worker: str
@@ -120,11 +122,11 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wait(msgspec.Struct, frozen=True, tag=True):
-    """There is no mini-batch now: ask again."""
+    """There is no mini-batch now, or nothing is committed during an evaluation: ask again."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """All records are consumed."""
+    """All records are consumed, and the evaluation is complete."""
 
 
 class Superseded(msgspec.Struct, frozen=True, tag=True):

@@ -236,6 +236,10 @@ class Cut:
         self.old_bytes_limit = most if limit is None else limit
         self.columns = rows.columns
 
+    def end(self) -> None:
+        """End a cut of ``begin_view``."""
+        self._rows.end_cut(self)
+
     @property
     def old_bytes(self) -> int:
         """The bytes of the copies of rows that changed since."""

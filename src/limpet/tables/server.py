@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from limpet.errors import LimpetError
 from limpet.tables.dense import DensePart
 from limpet.tables.gradients import merge_gradients
 from limpet.tables.messages import Entry, Ids, Ledger, Mark, Push, Rates, Sender
+from limpet.tables.rows import Cut
 from limpet.tables.shard import TableShard
 from limpet.tables.table import Table
 
@@ -44,46 +46,58 @@ class TableServer:
         """By worker, the number of its last push that was applied."""
 
         self._committed: list[tuple[str, Entry]] = []
-        """Commits whose pushes are not applied: their epoch has not begun, or old rows have reached
-        their limit."""
+        """Commits whose pushes are not applied, because their epoch has not begun."""
 
         self._lost: set[str] = set()
+        self._held: dict[str, tuple[dict[str, Cut], dict[str, torch.Tensor]]] = {}
+        """By name, the cuts that are held for evaluations: of each table, and the dense values."""
 
     # -- messages of workers ---------------------------------------------------------------------
 
-    def pull(self, sender: Sender | None, wanted: Mapping[str, Ids]) -> dict[str, torch.Tensor]:
-        """Return the rows of ids by table. Without a ``sender``, nothing is confirmed."""
+    def pull(
+        self, sender: Sender | None, wanted: Mapping[str, Ids], cut: str = ""
+    ) -> dict[str, torch.Tensor]:
+        """Return the rows of ids by table, as they are, or were at a ``cut`` that is held. Without
+        a ``sender``, nothing is confirmed."""
         if sender is not None:
             self._confirm(sender)
-        return {name: self.shards[name].look_up(ids) for name, ids in wanted.items()}
+        cuts, _ = self._at(cut) if cut else ({}, None)
+        return {n: self.shards[n].look_up(ids, cut=cuts.get(n)) for n, ids in wanted.items()}
 
     def pull_dense(
-        self, sender: Sender | None, version: int
+        self, sender: Sender | None, version: int, cut: str = ""
     ) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the version of the dense part, and its parameters and buffers unless the caller
-        has this ``version``."""
+        has this ``version``; or those at a ``cut`` that is held."""
         if sender is not None:
             self._confirm(sender)
         if self.dense is None:
             return 0, {}
         with self._lock:
+            if cut:
+                return 0, self._at(cut)[1]
             same = self.dense.version == version
             return self.dense.version, {} if same else self.dense.values()
 
-    def push(self, sender: Sender, number: int, push: Push) -> None:
+    def _at(self, cut: str) -> tuple[dict[str, Cut], dict[str, torch.Tensor]]:
+        if (held := self._held.get(cut)) is None:
+            raise LimpetError("The cut of an evaluation was released")
+        return held
+
+    def push(self, sender: Sender, number: int, push: Push) -> bool:
         """Hold a push until its commit is known. What its worker has pushed before, and has not
-        committed, was refused."""
+        committed, was refused. Returns False while old rows are at their limit: send it again."""
         self.check(push)
-        while self._must_wait():  # a save is slow
-            for shard in self.shards.values():
-                shard.wait()
         with self._lock:
             self._confirm(sender)
+            if any(shard.must_wait for shard in self.shards.values()):
+                return False
             pending = self._pending.setdefault(sender.worker, {})
             if number > max(self._applied.get(sender.worker, 0), *pending, 0):
                 for refused in [n for n in pending if n > sender.committed]:
                     del pending[refused]
                 pending[number] = push
+            return True
 
     def _confirm(self, sender: Sender) -> None:
         with self._lock:
@@ -92,14 +106,12 @@ class TableServer:
             if sender.entry is not None:
                 self._commit(sender.worker, sender.entry)
 
-    def _must_wait(self) -> bool:
-        return any(shard.must_wait for shard in self.shards.values())
-
     # -- messages of the coordinator -------------------------------------------------------------
 
     def restart(self, generation: int, epoch: int, ledger: Ledger) -> None:
         """Forget all pushes, and continue as if all of the ledger were applied."""
         with self._lock:
+            self.release(*self._held)
             self.generation, self.epoch = generation, epoch
             self._pending, self._committed, self._lost = {}, [], set()
             self._applied = {worker: entry.number for worker, entry in ledger.items()}
@@ -112,7 +124,7 @@ class TableServer:
             if mark.generation != self.generation:
                 raise StaleMessage
             if mark.epoch > self.epoch:
-                self._apply_committed(may_wait=True)
+                self._apply_committed()
                 for worker, entry in mark.ledger.items():
                     self._apply(worker, entry)
                 if self.dense is not None:
@@ -126,6 +138,22 @@ class TableServer:
         """Begin the epoch of a mark, without a cut."""
         with self.at_mark(mark):
             pass
+
+    def hold(self, mark: Mark) -> None:
+        """Begin the epoch of a mark, and hold its cut, whose name is the epoch: ``pull`` reads it
+        until ``release``."""
+        with self.at_mark(mark):
+            if mark.epoch > self.epoch:
+                cuts = {n: shard.rows.begin_view("values") for n, shard in self.shards.items()}
+                dense = {} if self.dense is None else self.dense.values()
+                self._held[str(mark.epoch)] = cuts, dense
+
+    def release(self, *cuts: str) -> None:
+        """End cuts that are held. One that is not is no error."""
+        with self._lock:
+            for name in self._held.keys() & cuts:
+                for cut in self._held.pop(name)[0].values():
+                    cut.end()
 
     def lose(self, generation: int, worker: str, committed: int, entry: Entry | None) -> None:
         """Declare a worker lost: what it has not ``committed`` never happened. ``entry``: as in a
@@ -164,11 +192,11 @@ class TableServer:
                 self._committed.append((worker, entry))
             self._apply_committed()
 
-    def _apply_committed(self, *, may_wait: bool = False) -> None:
-        """Apply the commits of the current epoch. A message of a worker does not wait for a slow
-        save or evaluation: its commit, which stays in the list, does."""
+    def _apply_committed(self) -> None:
+        """Apply the commits of the current epoch. They do not wait while old rows are at their
+        limit: each worker has at most one, as its next push is refused then."""
         for worker, entry in [*self._committed]:
-            if entry.epoch <= self.epoch and (may_wait or not self._must_wait()):
+            if entry.epoch <= self.epoch:
                 self._committed.remove((worker, entry))
                 self._apply(worker, entry)
 
@@ -187,6 +215,8 @@ class TableServer:
 
     def update(self, push: Push, step: int, rates: Rates) -> None:
         """Apply a push that was checked, in a training without workers."""
+        for shard in self.shards.values():
+            shard.wait()
         with self._lock:
             self._update([push], step, rates)
 

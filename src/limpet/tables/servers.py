@@ -28,6 +28,7 @@ from limpet.tables.worker import Worker
 from limpet.tasks.queue import Queue
 from limpet.tracebacks import short_tracebacks
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.training_evaluation import TrainingEvaluation
 
 
 @short_tracebacks
@@ -206,17 +207,24 @@ class Servers(TableMember):
         workers: int,
         queue: Queue,
         ckpt: Checkpointer,
+        evaluation: TrainingEvaluation | None = None,
     ) -> None:
         """Run ``train(worker)`` in each of ``workers`` until the training tasks of ``queue`` are
         consumed, or ``ckpt.should_stop`` is True. Each step calls ``ckpt.step``.
 
-        ``train`` is called again in place of a worker that is lost. Raises the error of ``train``,
-        which ends all workers, and what ``ckpt.step`` raises.
+        ``train`` is called again in place of a worker that is lost. ``evaluation``: with the same
+        queue; its tasks are done by the workers, also those of the last step. Raises the error of
+        ``train``, which ends all workers, and what ``ckpt.step`` and ``evaluation.step`` raise.
         """
         workers = check_count("workers=", workers)
         require("queue=", isinstance(queue, Queue), "a Queue", queue)
         require("ckpt=", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
         require("train", callable(train), "a function", train)
+        if evaluation is not None:
+            is_valid = isinstance(evaluation, TrainingEvaluation) and evaluation.queue is queue
+            expected = "a TrainingEvaluation with this queue="
+            require("evaluation=", is_valid, expected, evaluation)
+            evaluation.servers = self
         for member in (self, queue):
             if not any(found is member for found in find_instances(ckpt.state, type(member))):
                 raise LimpetError(f"The state of the Checkpointer must have the {member!r}")
@@ -236,6 +244,7 @@ class Servers(TableMember):
             self._engine,
             inbox,
             ckpt,
+            evaluation=evaluation,
             workers=workers,
             after_step=self._after_step,
             roll_back=lambda servers: None,
@@ -244,6 +253,22 @@ class Servers(TableMember):
             self._driver.run()
         finally:
             self._driver = None
+
+    def hold(self) -> str:
+        """Hold the rows and dense values of now for an evaluation, and return the name of the cut;
+        ``release`` ends it."""
+        mark = self._coordinator.mark()
+        cut = str(mark.epoch)
+        try:
+            self._engine.call("hold", dict.fromkeys(range(self.count), (mark,)))
+        except BaseException:
+            self.release(cut)
+            raise
+        return cut
+
+    def release(self, cut: str) -> None:
+        """End a cut of ``hold``."""
+        self._engine.call("release", dict.fromkeys(range(self.count), (cut,)))
 
     def resize_workers(self, workers: int) -> None:
         """Change the number of workers of ``train`` while it runs, from any thread."""

@@ -84,14 +84,13 @@ class TableShard:
         """Update the rows of distinct ids (int64 ``[n]``) by their gradients (float32 ``[n, dim]``)
         with the learning rate ``lr``; ``step`` is the number of the update.
 
-        Waits while a cut has as many old rows as it may have. Raises ``LimpetError`` before
-        anything changes if a gradient is not finite, unless the table has ``nan="skip"``.
+        Does not wait for a cut: see ``must_wait``. Raises ``LimpetError`` before anything changes
+        if a gradient is not finite, unless the table has ``nan="skip"``.
         """
         rate = real(lr)
         require("lr", rate is not None and 0 <= rate < np.inf, "a number, 0 or more", lr)
         grads, is_finite = grads.detach(), self.check(ids, grads)
         with self.lock:
-            self._wait()
             if not is_finite.all():
                 ids, grads = ids[is_finite], grads[torch.from_numpy(is_finite)]
                 self._counts["refused"] += int(np.count_nonzero(~is_finite))
@@ -177,7 +176,7 @@ class TableShard:
 
     @property
     def must_wait(self) -> bool:
-        """True while a cut has as many old rows as it may have: an update would wait."""
+        """True while a cut has as many old rows as it may have: updates must wait."""
         return any(rows.must_wait for rows in self._parts)
 
     def delete(self, ids: Any) -> int:
@@ -198,7 +197,6 @@ class TableShard:
     def evict(self, step: int) -> None:
         """Evict what the table's ``Evict`` says after update ``step``; ``push`` does it itself."""
         with self.lock:
-            self._wait()
             self._evict_unused(step)
             self._evict_most()
 

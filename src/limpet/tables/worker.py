@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from limpet.errors import LeaseLost, LimpetError
+from limpet.evaluation.worker import TaskEvaluator, Work
 from limpet.generators import STEP, seed_generators
 from limpet.tables.client import Call, Placement, TableClient
 from limpet.tables.coordinator import Answer
@@ -23,11 +27,13 @@ from limpet.tables.messages import (
     Sender,
     Stale,
     Superseded,
+    Wait,
 )
 from limpet.tables.server import StaleMessage
 from limpet.tables.table import Table
 from limpet.tasks.batches import Key, TaskBatches
-from limpet.tasks.task import Report, TrainingSide
+from limpet.tasks.task import EvaluationTask, Report, TrainingSide
+from limpet.training.training_evaluation import evaluating
 
 Ask = Callable[[Commit | NextBatch], Answer]
 """Asks the coordinator."""
@@ -35,6 +41,9 @@ Ask = Callable[[Commit | NextBatch], Answer]
 Keys = list[Key]
 
 _LEASE_SECONDS = 600.0
+
+_WAIT_SECONDS, _RENEW_SECONDS = 0.005, 10.0
+"""How long a worker waits if it must, and has nothing to evaluate; how often it renews leases."""
 
 
 class WorkerStopped(BaseException):
@@ -86,6 +95,8 @@ class Worker:
         self._keys: Keys | None = None
         self._batch = -1
         self._metrics: dict[str, float] = {}
+        self._evaluator: TaskEvaluator | None = None
+        self._renewed = 0.0
         self._confirm(None)
 
     def __repr__(self) -> str:
@@ -107,17 +118,33 @@ class Worker:
                 todo="Create both with one function",
             )
 
-    def next(self, batch_size: int) -> Keys | None:
+    def next(
+        self, batch_size: int, *, evaluate: Callable[[list[int]], Any] | None = None
+    ) -> Keys | None:
         """Return the numbers of the next ``batch_size`` records, or None once all are consumed.
 
         Of a data set with a name, each is a pair with the name. A batch may be smaller. After a
         step that was refused, the same records come again.
+
+        ``evaluate(records)`` returns a dict of metrics for a list of records of ``evaluation=`` of
+        ``train``, as for ``limpet.Evaluation``. Meanwhile, rows and the model of ``dense`` are
+        those of the step that is evaluated. It is called before the mini-batch, and when this
+        worker would wait.
         """
         self.tables.take()  # what no step has pushed
+        if evaluate is not None:
+            self._evaluator = self._evaluator or TaskEvaluator(evaluate)
+            self._evaluator.evaluate = evaluate
+        self._evaluate_one()
         if self._seed is None:
             keys = self._next_leased(batch_size)
         else:
             keys = self._next_of_round(batch_size, self._seed)
+        while keys is None and self._evaluator is not None:  # others train, or evaluate
+            request = NextBatch(self._generation, self.name, batch_size)
+            if isinstance(self._request(request), Finished):
+                break
+            self._evaluate_or_wait()
         if keys is None or self._model is not None:
             self._pull_dense()  # also lets the servers apply the last push
         return keys
@@ -133,6 +160,7 @@ class Worker:
         while (keys := next(self._reader, None)) is None:
             if self._queue.finished("training"):
                 return None
+            self._evaluate_one()
             self._reader = iter(self._batches)  # waits for a moment if there is no task
         self._keys = keys
         return self._keys
@@ -146,6 +174,34 @@ class Worker:
                 return answer.keys
             if isinstance(answer, Finished):
                 return None
+            self._evaluate_or_wait()
+
+    def _evaluate_or_wait(self) -> None:
+        """Do something else for a moment, which may last for long: keep the leases."""
+        if self._batches is not None and time.monotonic() - self._renewed > _RENEW_SECONDS:
+            self._renewed = time.monotonic()
+            with suppress(LeaseLost):  # the next commit is told
+                self._batches.renew()
+        if not self._evaluate_one():
+            time.sleep(_WAIT_SECONDS)
+
+    def _evaluate_one(self) -> bool:
+        """Do an evaluation task if there is one; return whether there was."""
+        if self._evaluator is None:
+            return False
+        do = partial(self._evaluate, self._evaluator)
+        return bool(self._queue.evaluation.evaluate_one(do, self._leased_by))
+
+    def _evaluate(self, evaluator: TaskEvaluator, task: EvaluationTask) -> dict[str, Any]:
+        """Do a task with the rows and the dense values of its cut, or current ones."""
+        self.tables.cut = Work.decode(task.data).url
+        try:
+            self._pull_dense()
+            with evaluating(self._model):
+                return evaluator(task)
+        finally:
+            self.tables.cut = ""
+            self._pull_dense()
 
     def step(self, metrics: Mapping[str, float] | None = None) -> bool:
         """Push the gradients of the rows and of the dense parameters, and commit them together with
@@ -157,8 +213,13 @@ class Worker:
         self._number += 1
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         pushes = self._take_push()
-        arguments = {n: (self._sender, self._number, push) for n, push in enumerate(pushes)}
-        self._call("push", arguments)
+        left = {n: (self._sender, self._number, push) for n, push in enumerate(pushes)}
+        while True:
+            held = self._call("push", left)
+            left = {n: arguments for n, arguments in left.items() if not held[n]}
+            if not left:  # all servers hold it
+                break
+            self._evaluate_or_wait()
         try:
             if self._batches is not None:
                 self._batches.consumed()
@@ -201,8 +262,10 @@ class Worker:
             list(reports),
             batch=self._batch,
             metrics=self._metrics,
+            evaluates=self._evaluator is not None,
         )
-        answer = self._request(request)
+        while isinstance(answer := self._request(request), Wait):
+            self._evaluate_or_wait()
         if isinstance(answer, Stale):
             if answer.has_lost_records:
                 self._forget_records()
@@ -224,7 +287,8 @@ class Worker:
         return answer
 
     def _pull_dense(self) -> None:
-        arguments = {n: (self._sender, version) for n, version in enumerate(self._versions)}
+        cut = self.tables.cut  # which has version 0: a later call gets what is current
+        arguments = {n: (self._sender, version, cut) for n, version in enumerate(self._versions)}
         own = {} if self._model is None else named_tensors(self._model)
         for number, (version, values) in self._call("pull_dense", arguments).items():
             self._versions[number] = version

@@ -78,6 +78,11 @@ class TaskBatches:
         """The job and the epoch of each of these batches."""
         return [(batch[0][0].job, batch[0][0].epoch) for batch in self._pending]
 
+    def renew(self) -> None:
+        """Start the time of all leases anew. Raises ``LeaseLost`` if one is over."""
+        for task in self._held() if self._lease_seconds < inf else ():
+            task.renew()
+
     def close(self) -> None:
         """Return what was read, and no step has consumed, to the queue."""
         self._idle_passes = 0
@@ -95,9 +100,7 @@ class TaskBatches:
                 f"A step consumes more batches than were yielded, {to_repr(batches)}, not 1 to"
                 f" {len(self._pending)}; after a resume, begin a new pass"
             )
-        if self._lease_seconds < inf:  # first: nothing may be raised once the records count
-            for task in self._held():
-                task.renew()
+        self.renew()  # first: nothing may be raised once the records count
         consumed = [self._pending[i] for i in range(batches)]
         counts: dict[TrainingTask, int] = {}
         for task, start, stop in (part for batch in consumed for part in batch):

@@ -136,6 +136,11 @@ class Queue:
                 raise TaskError(f"The queue has no job with the name {name!r}", job=name)
             return Job(self, self._jobs.by_name[name])
 
+    def jobs(self) -> list[Job]:
+        """Return all jobs but for those that nobody waits for any more."""
+        with self._entered():
+            return [Job(self, table) for table in self._jobs.by_name.values()]
+
     def finished(self, kind: Kind) -> bool:
         """Return True if no task of this kind is open or leased.
 

@@ -4,5 +4,5 @@ Terms: the *cadence* decides when a save is due. In an evaluation inside the tra
 one batch on each rank, and a *share* is what one rank has evaluated.
 May import: the root modules, ``format``, ``storage``, ``data``, ``sinks``, ``layout``, ``ranks``,
 ``state``, ``snapshot``, ``saving``, ``loading``, ``convert``, ``evaluation``, ``notices``, ``run``,
-``tiers``, and ``training``.
+``tasks``, ``tiers``, and ``training``.
 """

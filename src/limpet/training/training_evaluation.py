@@ -1,40 +1,43 @@
-"""``TrainingEvaluation``: evaluation inside the training loop, by the ranks that train.
+"""``TrainingEvaluation``: evaluation inside the training, by the ranks or the workers that train.
 
 Rank r of k evaluates the batches r, r + k, and so on. Ranks make the same steps, so that is as even
 as a queue, without a message per batch. All evaluate equally many, because ``forward()`` may be a
-collective.
+collective. Workers that have a queue take tasks of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import msgspec
 
 from limpet import events
 from limpet.arguments import require, whole
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, NotFound
 from limpet.evaluation.metric_states import MetricStates, State, compute
-from limpet.evaluation.worker import count_records, describe, read_batches
+from limpet.evaluation.worker import Work, count_records, describe, read_batches
+from limpet.format.names import Version, random_id
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.generators import kept_generators
 from limpet.lazy_torch import torch_or_none
 from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
-from limpet.ranks.group import all_reduce, broadcast_from_first
+from limpet.ranks.group import Group, all_reduce, broadcast_from_first
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import Never, OnPreemption, SavePolicy
 from limpet.run.records import check_job_name
+from limpet.snapshot import pins
+from limpet.tasks.queue import Queue
 from limpet.training.cadence import Cadence
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saver import version_of
 
-_FIELD = "evaluated"
-"""The field of the training metadata of a version: by name, the numbers of steps and of epochs at
-which the last completed evaluation began."""
+_FIELD, _BEGUN = "evaluated", "evaluation_begun"
+"""The fields of the training metadata of a version: by name, the numbers of steps and of epochs at
+which the last completed evaluation began, and the last one of the version of its step."""
 
 Steps = tuple[int, int]
 
@@ -90,50 +93,75 @@ class TrainingEvaluation:
     evaluation in progress, and evaluates the last step. After an exception,
     such as ``Preempted``, nothing is recorded. The event ``training_evaluated`` reports each end.
 
+    With ``queue=``, workers evaluate, which have ``model`` and ``evaluate`` (here None): those of
+    ``Servers.train(..., evaluation=...)``, or any with a ``limpet.evaluation.TaskEvaluator``.
+    ``data`` may be a number of records, and ``step`` does not wait. Of ``Servers``, ``on="cut"``
+    evaluates the rows and dense values of a step while the training goes on, and ``"paused"`` while
+    it waits; both save the step, and are exact. Without them, there is only ``"current"``, and
+    ``finish`` completes what is in progress.
+
     Raises ``LimpetError`` for an invalid argument.
     """
 
     def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         ckpt: Checkpointer,
-        model: Any,
-        evaluate: Callable[[Any, Any], Any],
+        model: Any = None,
+        evaluate: Callable[[Any, Any], Any] | None = None,
         *,
         data: Any,
         every: SavePolicy,
-        on: Literal["current", "paused"] = "paused",
+        on: Literal["current", "paused", "cut"] = "paused",
         keep: bool = False,
         counts: bool = False,
         batch_size: int | None = 32,
         collate: Callable[[list[Any]], Any] | None = None,
         name: str = "validation",
+        queue: Queue | None = None,
     ) -> None:
         require("ckpt", isinstance(ckpt, Checkpointer), "a Checkpointer", ckpt)
         is_policy = isinstance(every, SavePolicy) and not isinstance(every, Never | OnPreemption)
         is_policy = is_policy and not every.on_exception
         require("every=", is_policy, "a policy such as limpet.EverySteps(500)", every)
-        require("on=", on in ("current", "paused"), '"current" or "paused"', on)
-        is_batch_size = batch_size is None or whole(batch_size, 1) is not None
+        require("on=", on in ("current", "paused", "cut"), '"current", "paused", or "cut"', on)
+        is_possible = on != "cut" or queue is not None
+        require("on=", is_possible, '"current" or "paused" without queue=', on)
+        is_batch_size = whole(batch_size, 1) is not None or (batch_size is None and queue is None)
         require("batch_size=", is_batch_size, "1 or more, or None", batch_size)
         require("keep=", not keep or on == "current", 'False, except with on="current"', keep)
         expected = 'False, except with on="current": exact metrics always count'
         require("counts=", not counts or on == "current", expected, counts)
-        require("evaluate=", callable(evaluate), "a function", evaluate)
-        records = count_records(data)
+        records = None
+        if queue is None:
+            require("evaluate=", callable(evaluate), "a function", evaluate)
+        else:
+            is_valid = isinstance(queue, Queue) and ckpt._group.size == 1
+            require("queue=", is_valid, "a Queue, in a training with one rank", queue)
+            found = (model, evaluate, collate)
+            what = "model, evaluate, and collate with queue="
+            require(what, found == (None, None, None), "None: the workers have them", found)
+            records = whole(data, 1)
+        records = records or count_records(data)
         self.name = check_job_name(name)
         self.newest: Score | None = None
         """The result of the newest evaluation, or None."""
 
-        self._ckpt, self._every, self._is_paused, self._keep = ckpt, every, on == "paused", keep
-        self._counts = bool(counts)
+        self.queue = queue
+        self.servers: Any = None
+        """What can ``hold`` a cut and ``release`` it: set by ``Servers.train``."""
+
+        self._ckpt, self._every, self._on, self._keep = ckpt, every, on, keep
+        self._is_exact, self._counts = on != "current", bool(counts)
         self._spec = EvaluationSpec(model, evaluate, data, records, whole(batch_size), collate)
         self._group = ckpt._group
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._agreed: frozenset[str] = frozenset()
         self._cadence: Cadence | None = None
-        self._share: Share | None = None
+        self._share: Share | QueueShare | None = None
+        self._held = ExitStack()  # what an evaluation by workers needs until it ends
         self._number, self._seen_step, self._state = 0, 0, "new"
         self._began = (0, 0)
+        self._version = Version(0, 0)
 
     def __repr__(self) -> str:
         return f"<TrainingEvaluation {self.name} of {self._ckpt.run.url}>"
@@ -163,6 +191,16 @@ class TrainingEvaluation:
         if self._share is not None:
             self._advance(self._share, step, may_end=is_new)
 
+    @property
+    def is_pausing(self) -> bool:
+        """True while the training must not go on."""
+        return self._share is not None and self._on == "paused"
+
+    def restart(self) -> None:
+        """Abandon what is in progress, and begin again from the version of the next resume."""
+        self.abandon("the training returns to a version")
+        self._cadence, self._agreed = None, frozenset()
+
     def _start(self) -> Cadence:
         """Read which evaluation was the last one, at the first step, or after another resume."""
         ckpt = self._ckpt
@@ -172,8 +210,11 @@ class TrainingEvaluation:
             self._cadence = Cadence(self._every, self._group, ckpt._step_counter)
             self._agreement = make_agreement(self._group, f"evaluation {self.name}")
         else:
-            self._abandon("the training has resumed from an earlier version")
-        spec, how = self._spec, (self._every, self._is_paused, self._counts)
+            self.abandon("the training has resumed from an earlier version")
+        for job in () if self.queue is None else self.queue.jobs():  # of an earlier process
+            if job.kind == "evaluation" and job.name.startswith(f"{self.name} at step "):
+                job.cancel()
+        spec, how = self._spec, (self._every, self._on, self._counts)
         self._began = self._read_last(
             f"{spec.records} records in batches of {spec.batch_size}, {how}"
         )
@@ -186,22 +227,49 @@ class TrainingEvaluation:
             self._cadence.restart()
         self._number, self._agreed = self._number + 1, frozenset()
         self._began = step, self._ckpt._step_counter.progress.epoch
-        self._share = Share(self._spec, self._group.rank, self._group.size, step)
+        if self.queue is None:
+            self._share = Share(self._spec, self._group.rank, self._group.size, step)
+            return
+        cut = self._hold(step) if self._is_exact else ""
+        self._share = QueueShare(self._spec, self.queue, self.name, step, cut, self._held)
 
-    def _advance(self, share: Share, step: int, may_end: bool) -> None:
-        """Evaluate one batch, or all if the training is paused. ``may_end`` is False between the
-        mini-batches of a step, where the state belongs to no step."""
+    def _hold(self, step: int) -> str:
+        """Save this step unless it is, and return the cut that the servers hold: no commit comes in
+        between. Later versions say that this evaluation began."""
+        ckpt, saver = self._ckpt, self._ckpt._saver
+        if self.servers is None:
+            what = f'The evaluation {self.name} with queue= and on="{self._on}" needs Servers'
+            raise LimpetError(f'{what}: give it to their train(), or use on="current"')
+        is_saved, newest = saver.saved_step == step, saver.writer.newest
+        version = version_of(newest) if newest and is_saved else Version(step, ckpt._branch)
+        self._held.enter_context(pins.hold_pin(ckpt.run.location(version), random_id(), version))
+        if saver.begun_step != step:
+            saver.wait_before_save(step)
+            ckpt._start_save("request")
+        cut: str = self.servers.hold()
+        self._held.callback(self.servers.release, cut)
+        self._complete(self._began, _BEGUN)
+        self._version = version
+        return cut
+
+    def _advance(self, share: Share | QueueShare, step: int, may_end: bool) -> None:
+        """Evaluate one batch, or all if the training is paused; or look what workers have done.
+        ``may_end`` is False between the mini-batches of a step, where the state belongs to none."""
+        is_paused = self._on == "paused" and self.queue is None
+        may_end = may_end or self.servers is not None
         abandon = f"abandon {self._number}"
         while not share.is_complete and abandon not in self._agreed:
             share.evaluate_next(step)
-            must_leave = self._is_paused and self._ckpt._preemption.is_pending
+            must_leave = is_paused and self._ckpt._preemption.is_pending
             if share.error is not None or must_leave:
                 self._propose(abandon)
-            if not self._is_paused:
+            if not is_paused:
                 break
             self._agreed |= self._agreement.step()
         if may_end and (share.is_complete or abandon in self._agreed):
-            self._end(share)
+            self._share = None
+            with self._held:
+                self._end(share)
 
     def _propose(self, abandon: str) -> None:
         """Let all ranks stop after the same batch: the model may communicate in each."""
@@ -210,16 +278,10 @@ class TrainingEvaluation:
         else:
             self._agreement.propose(abandon)
 
-    def _end(self, share: Share) -> None:
-        self._share, steps = None, (share.first_step, share.last_step)
-        merged = all_reduce(
-            self._group,
-            f"the evaluation {self.name} of step {share.first_step}",
-            share.result,
-            ShareResult,
-            lambda results: merge_shares(results, share.templates),
-            Merged,
-        )
+    def _end(self, share: Share | QueueShare) -> None:
+        last_step = share.first_step if self._is_exact else share.last_step
+        steps = share.first_step, last_step
+        merged = share.merge(self._group, f"the evaluation {self.name} of step {share.first_step}")
         if merged.error:
             self._report("FAILED", steps, cause=merged.error)
             raise LimpetError(
@@ -232,12 +294,12 @@ class TrainingEvaluation:
         if merged.metrics is None:
             self._report("ABANDONED", steps, cause="the process will be stopped")
             return
-        if self._is_paused:
+        if self._is_exact:
             version = self._record_exact(merged.metrics)
         else:
             version = self._record_inexact(merged.metrics, steps)
         saver, cause = self._ckpt._saver, ""
-        if self._is_paused or self._counts:
+        if self._is_exact or self._counts:
             saver.evaluated_metrics.update(merged.metrics)
         else:
             saver.inexact_metrics.update(merged.metrics)
@@ -246,12 +308,12 @@ class TrainingEvaluation:
                 cause += " version is the best nor when to stop; with counts=True, it does"
         self.newest = Score(
             version=version,
-            is_exact=self._is_paused,
+            is_exact=self._is_exact,
             first_step=share.first_step,
-            last_step=share.last_step,
+            last_step=last_step,
             metrics=merged.metrics,
         )
-        self._report("DONE" if self._is_paused else "INEXACT", steps, merged.metrics, cause)
+        self._report("DONE" if self._is_exact else "INEXACT", steps, merged.metrics, cause)
 
     def _report(
         self,
@@ -282,13 +344,14 @@ class TrainingEvaluation:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._state = "closed"
         try:
-            if error is None:
+            if error is None and self.queue is None:
                 self._finish()
         except BaseException as e:
             error = e
             raise
         finally:
-            self._abandon(f"the training ended with {type(error).__name__}")
+            how = "" if error is None else f" with {type(error).__name__}"
+            self.abandon(f"the training ended{how}")
             self._agreement.close()
 
     def _finish(self) -> None:
@@ -296,22 +359,40 @@ class TrainingEvaluation:
         # there may have been no step: after a resume from the last version
         step, cadence = self._ckpt.current_step, self._start()
         self._drain(step)
-        if step == self._began[0] or self._ckpt._preemption.is_leaving:
-            return
-        operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due
-        # no step follows on which the ranks could agree
-        if self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool):
-            if self._is_paused:  # it is saved in any case, so also if the evaluation fails
+        if self._is_last_due(step, cadence):
+            if self._is_exact:  # it is saved in any case, so also if the evaluation fails
                 self._ckpt.save()
             self._begin(step)
             self._drain(step)
+
+    def finish(self) -> bool:
+        """With ``queue=``: complete what is in progress, and evaluate the last step if it is due,
+        while workers do the tasks. Returns whether that is done; call it again until then. Raises
+        as ``step``."""
+        step, cadence = self._ckpt.current_step, self._start()
+        if self._ckpt._preemption.is_leaving:
+            self.abandon("the process will be stopped")
+        if self._share is not None:
+            self._advance(self._share, step, may_end=True)
+        if self._share is None and self._is_last_due(step, cadence):
+            self._begin(step)
+        return self._share is None
+
+    def _is_last_due(self, step: int, cadence: Cadence) -> bool:
+        if step == self._began[0] or self._ckpt._preemption.is_leaving:
+            return False
+        # no step follows on which the ranks could agree
+        operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due
+        return self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool)
 
     def _drain(self, step: int) -> None:
         while (share := self._share) is not None:
             self._agreed |= self._agreement.step()
             self._advance(share, step, may_end=True)
 
-    def _abandon(self, cause: str) -> None:
+    def abandon(self, cause: str) -> None:
+        """End the evaluation in progress, if there is one, without a record."""
+        self._held.close()
         if (share := self._share) is not None:
             self._share = None
             self._report("ABANDONED", (share.first_step, share.last_step), cause=cause)
@@ -341,25 +422,38 @@ class TrainingEvaluation:
         ckpt, newest = self._ckpt, self._ckpt._saver.writer.newest
         if newest is None:
             return 0, 0
-        version, stored = version_of(newest), read_training_metadata(newest).get(_FIELD)
-        last = stored.get(self.name) if isinstance(stored, dict) else None
-        if not isinstance(last, list) or len(last) != 2 or not all(type(n) is int for n in last):
-            last = [0, 0]
+        version, metadata = version_of(newest), read_training_metadata(newest)
+        last, begun = self._steps(metadata, _FIELD), self._steps(metadata, _BEGUN)
+        if begun[0] > last[0]:
+            with suppress(NotFound):  # deleted since
+                found = ckpt.run.evaluations(begun[0]).get(self.name)
+                last = begun if found is not None and found.state == "DONE" else last
         # records about this version may be newer than it: the training ended before the next one
         evaluations = ckpt.run.catalog.evaluations.read(version, newest.digest)
         recorded = [version.step for r in evaluations.of(Evaluation) if r.name == self.name]
         inexact = evaluations.of(InexactEvaluation)
         recorded += [r.first_step for r in inexact if r.name == self.name]
-        begun = max((step for step in recorded if step <= version.step), default=0)
-        return (begun, ckpt._step_counter.progress.epoch) if begun > last[0] else (last[0], last[1])
+        newer = max((step for step in recorded if step <= version.step), default=0)
+        return (newer, ckpt._step_counter.progress.epoch) if newer > last[0] else last
+
+    def _steps(self, metadata: Mapping[str, Any], key: str) -> Steps:
+        stored = metadata.get(key)
+        last = stored.get(self.name) if isinstance(stored, dict) else None
+        if not isinstance(last, list) or len(last) != 2 or not all(type(n) is int for n in last):
+            return 0, 0
+        return last[0], last[1]
 
     def _record_exact(self, metrics: Mapping[str, float]) -> str:
-        """Record the metrics of the current step with its version, and save that first if there is
-        none. Early stopping sees them at once. Return the version. All ranks call this."""
-        ckpt = self._ckpt
-        snapshot = reader_of(ckpt.save())
+        """Record the metrics of a step with its version, which is saved first if there is none.
+        Early stopping sees them at once. Return the version. All ranks call this."""
+        ckpt, step = self._ckpt, self._began[0]
+        if self.queue is None:
+            snapshot = reader_of(ckpt.save())
+        else:
+            if ckpt._saver.saved_step < step:
+                ckpt._saver.wait_on_all_ranks("the record of an evaluation")
+            snapshot = reader_of(ckpt.run.open(self._version))
         ckpt._saver.add_metrics(snapshot, metrics, self.name)
-        step = ckpt._step_counter.progress.step
         ckpt._early_stop.observe(metrics, step, ckpt._agreement, False)
         self._complete(self._began)
         return str(version_of(snapshot))
@@ -399,11 +493,11 @@ class TrainingEvaluation:
             ckpt._early_stop.observe(metrics, steps[1], ckpt._agreement, False)
         return version
 
-    def _complete(self, began: Steps) -> None:
+    def _complete(self, began: Steps, key: str = _FIELD) -> None:
         """Let the versions that are saved from now on say that this evaluation is complete."""
         saver = self._ckpt._saver
-        earlier = saver.evaluated.get(_FIELD, {})
-        saver.evaluated = {_FIELD: {**earlier, self.name: [*began]}}
+        earlier = saver.evaluated.get(key, {})
+        saver.evaluated = {**saver.evaluated, key: {**earlier, self.name: [*began]}}
 
 
 # -- the share of one rank -----------------------------------------------------------------------
@@ -414,7 +508,7 @@ class EvaluationSpec:
     """What is evaluated, as in ``TrainingEvaluation``. ``records``: their number in ``data``."""
 
     model: Any
-    evaluate: Callable[[Any, Any], Any]
+    evaluate: Any
     data: Any
     records: int
     batch_size: int | None
@@ -483,6 +577,58 @@ class Share:
         is_whole = self.error is None and self.is_complete
         state = self._states.to_plain() if is_whole else {}
         return ShareResult(state, self._error_text, self.is_complete)
+
+    def merge(self, group: Group, operation: str) -> Merged:
+        """Return the result of all ranks, which all call this."""
+
+        def combine(results: list[ShareResult]) -> Merged:
+            return merge_shares(results, self.templates)
+
+        return all_reduce(group, operation, self.result, ShareResult, combine, Merged)
+
+
+class QueueShare:
+    """An evaluation by workers, as tasks of a queue. Its jobs are canceled when ``held`` ends."""
+
+    def __init__(
+        self, spec: EvaluationSpec, queue: Queue, name: str, step: int, cut: str, held: ExitStack
+    ) -> None:
+        self.first_step = self.last_step = step
+        self.error: Exception | None = None
+        self._queue, self._held, self._merged = queue, held, Merged(None, "")
+        self._name = f"{name} at step {step}"
+        self._work = Work("evaluate", {}, spec.batch_size, url=cut, records=spec.records)
+        self._add(self._work, spec.records)
+
+    def _add(self, work: Work, records: int) -> None:
+        name = f"{self._name}: {work.kind}"
+        size, data = work.task_size, {work.encode(): records}
+        self._job = self._queue.add("evaluation", data, task_size=size, name=name)
+        self._held.callback(self._job.cancel)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._merged.metrics is not None or self.error is not None
+
+    def evaluate_next(self, step: int) -> None:
+        """Look whether the workers have done all tasks. One that has the metrics merges them."""
+        self.last_step = step
+        if not self._job.has_ended():
+            return
+        try:
+            results = self._job.results()
+            states = [result["state"] for result in results if "state" in result]
+            if any(state["states"] for state in states):
+                self._add(replace(self._work, kind="merge", states=states), 1)
+            else:
+                metrics = compute(states, {}) if states else results[0]["metrics"]
+                self._merged = Merged(metrics, "")
+        except LimpetError as e:
+            self.error = e
+            self._merged = Merged(None, str(e.fields.get("cause") or describe(e)))
+
+    def merge(self, group: Group, operation: str) -> Merged:
+        return self._merged
 
 
 class Merged(msgspec.Struct, frozen=True):
