@@ -18,7 +18,7 @@ ON_A_DEVICE = ("device",)
 TOPICS = (
     "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "journeys",
     "incremental", "step", "growth", "distributed", "s3", "s3_peers", "hdfs",
-    "shared_reads", "memory_tier", "memory_resume", "local_tier", "evaluation",
+    "shared_reads", "memory_tier", "memory_resume", "local_tier", "evaluation", "tables",
 )  # fmt: skip
 
 

@@ -87,6 +87,9 @@ class PeakMemory:
         if self._sampler:
             self._sampler.join()
 
+    def resident_bytes(self) -> int:
+        return _status("VmRSS") - self._start
+
     def peak_bytes(self) -> int:
         return _status("VmHWM") - self._start + self._private
 
