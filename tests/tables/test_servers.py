@@ -158,6 +158,26 @@ def batch(random):
     return bags, mode, weights, ids, torch.tensor(random.integers(-2, 3, (len(bags), 1)))
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_bags_of_one_id_equal_those_of_torch(mode, padding):
+    servers = tables.Servers([tables.Table("words", DIM, optimizer=tables.SGD(lr=1.0))])
+    start = torch.randn(8, DIM)
+    servers.fill("words", torch.arange(8), start)
+    expected = torch.nn.EmbeddingBag(8, DIM, mode=mode, padding_idx=padding, _weight=start.clone())
+    module = tables.EmbeddingBag(servers, "words", mode=mode, padding_idx=padding)
+    ids = torch.tensor([[5], [PADDING], [5], [0], [7]])
+    found, wanted = module(ids), expected(ids)
+    assert torch.equal(found, wanted)
+    gradient = torch.randint(-4, 5, found.shape).float()
+    for vectors in (found, wanted):
+        vectors.backward(gradient)
+    servers.step()
+    assert torch.equal(servers.lookup("words", torch.arange(8)), start - expected.weight.grad)
+    with pytest.raises(ValueError, match="offsets"):
+        module(ids, torch.tensor([0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_training_equals_one_of_a_dict_of_parameters(kind, dtype):

@@ -29,9 +29,7 @@ class _LookUp(torch.nn.Module):
         row of zeros for the padding, which is no id of the table."""
         if self.padding_idx is None and ids.numel():
             return *self._client.look_up(self.name, ids), None
-        is_id = torch.ones_like(ids, dtype=torch.bool)
-        if self.padding_idx is not None:
-            is_id = ids != self.padding_idx
+        is_id = ids != (self.padding_idx or 0)  # without a padding, there are no ids
         rows, numbers = self._client.look_up(self.name, ids[is_id])
         all_numbers = torch.full_like(ids, len(rows), dtype=torch.int64)
         all_numbers[is_id] = numbers
@@ -82,6 +80,8 @@ class EmbeddingBag(_LookUp):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, numbers, padding = self._look_up(ids)
+        if numbers.shape[1:] == (1,) and offsets is None and per_sample_weights is None:
+            return functional.embedding(numbers[:, 0], rows)  # its backward pass is faster
         return functional.embedding_bag(
             numbers,
             rows,
