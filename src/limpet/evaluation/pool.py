@@ -22,7 +22,7 @@ from limpet.errors import JobFailed, LimpetError
 from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import State, compute
 from limpet.evaluation.options import Workers
-from limpet.evaluation.ray_engine import RayCluster
+from limpet.evaluation.ray_engine import RayWorkers
 from limpet.evaluation.worker import Work, Worker, describe, resolve
 from limpet.snapshot.location import Url
 from limpet.storage.local.store import LocalStore
@@ -157,7 +157,7 @@ class WorkerPool:
                 load=workers.load,
                 task=workers.task,
             )
-        self._cluster = None if workers.ray is None else RayCluster(workers.ray, device)
+        self._ray = None if workers.ray is None else RayWorkers(workers.ray, device)
         if workers.listen is not None:
             parse_address(workers.listen)
         self.queue = Queue(
@@ -182,8 +182,8 @@ class WorkerPool:
             if self._workers.listen is not None:
                 own = parse_address(self._server.listen(*parse_address(self._workers.listen)))
                 events.emit("evaluation_listens", address=f"{own[0]}:{own[1]}")
-            if self._cluster is not None:
-                self._ray_address = self._server.listen(self._cluster.own_host())
+            if self._ray is not None:
+                self._ray_address = self._server.listen(self._ray.cluster.own_host())
             for number in range(self._workers.count):
                 name = f"worker-{number}"
                 self._places.append(_Place(name, self._make(name), monotonic()))
@@ -297,7 +297,7 @@ class WorkerPool:
             return None
         self._overdue.discard(place.name)
         seconds = f"{self._workers.start:g} s" if is_late else "the time of its task"
-        ray = "; Ray may lack what a worker asks for: see `ray status`" if self._cluster else ""
+        ray = "; Ray may lack what a worker asks for: see `ray status`" if self._ray else ""
         return WorkerLost(
             f"Worker {place.name} was killed",
             expected=f"an answer within {seconds}",
@@ -306,8 +306,8 @@ class WorkerPool:
         )
 
     def _make(self, name: str) -> WorkerProcess:
-        if self._cluster is not None:
-            process: WorkerProcess = self._cluster.start_actor(self._ray_address, name)
+        if self._ray is not None:
+            process: WorkerProcess = self._ray.start_actor(self._ray_address, name)
         else:
             process = LocalProcess(name, self._server)
         self._processes[name] = process

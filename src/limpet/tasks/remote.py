@@ -118,6 +118,16 @@ class Renew(wire.Message, frozen=True):
     seconds: float | None
 
 
+class Call(wire.Message, frozen=True):
+    """Call the function ``on_call`` of the owner. The answer is a ``Returned``."""
+
+    payload: bytes
+
+
+class Returned(wire.Message, frozen=True):
+    payload: bytes
+
+
 class Leased(wire.Message, frozen=True):
     kind: str
     id: int
@@ -136,9 +146,10 @@ class Reply(wire.Message, frozen=True):
     value: bool
 
 
-Request = Hello | Get | Finished | Consumed | Done | Failed | Released | Renew
+Request = Hello | Get | Finished | Consumed | Done | Failed | Released | Renew | Call
 MESSAGES = wire.Messages(
-    msgspec.msgpack.Decoder(Request | Leased | Reply | wire.Refused), max_bytes=MAX_RESULT + MIB
+    msgspec.msgpack.Decoder(Request | Leased | Reply | Returned | wire.Refused),
+    max_bytes=MAX_RESULT + MIB,
 )
 
 _TASK = "id", "attempt", "job", "data", "start", "stop", "epoch", "position"
@@ -182,12 +193,18 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
     because the worker died or closed it, its tasks return to the queue at once. A worker that hangs
     keeps its connection: its leases end after their time. If its host is gone, the connection ends
     after about 30 s. ``describe_end`` gets the name of a worker whose connection has ended, and
-    returns how the worker has ended, for the errors of jobs.
+    returns how the worker has ended, for the errors of jobs. ``on_call`` gets the name of a worker
+    and the bytes of its ``RemoteQueue.call``, and returns the answer within half a minute.
     """
 
-    def __init__(self, queue: Queue, describe_end: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        describe_end: Callable[[str], str] | None = None,
+        on_call: Callable[[str, bytes], bytes] | None = None,
+    ) -> None:
         require("queue", isinstance(queue, Queue), "a Queue", queue)
-        self._queue, self._describe_end = queue, describe_end
+        self._queue, self._describe_end, self._on_call = queue, describe_end, on_call
         self._connections = wire.Connections("limpet-task")
         self.workers: set[str] = set()
         """The names of the workers that are connected, and have made a request."""
@@ -323,6 +340,10 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
                 value = queue.report_released(report)
             case Renew(report, seconds):
                 queue.renew(report, seconds)
+            case Call(payload):
+                if self._on_call is None:
+                    raise TaskError("The owner of this task queue answers no calls")
+                return Returned(self._on_call(worker, payload))
         return Reply(value)
 
 
@@ -347,7 +368,9 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         self._channel = connection
         self._process = os.getpid()
         self._lock = Lock()
-        self._is_closed = False
+        self.is_closed = False
+        """True once the connection has ended, for whatever reason."""
+
         self.training = TrainingSide(self)
         self.evaluation = EvaluationSide(self)
         self.prediction = PredictionSide(self)
@@ -429,9 +452,14 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
             seconds = check_seconds("seconds=", seconds)
         self._ask(Renew(report, seconds))
 
+    def call(self, payload: bytes) -> bytes:
+        """Return what ``on_call`` of the ``TaskServer`` returns for these bytes."""
+        answer = self._request(Call(payload))
+        return answer.payload if isinstance(answer, Returned) else b""
+
     def close(self) -> None:
         """End the connection, and a request in progress. Tasks return to the queue."""
-        self._is_closed = True
+        self.is_closed = True
         self._channel.interrupt()
         self._channel.close()
 
@@ -444,18 +472,18 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         answer = self._request(request)
         return isinstance(answer, Reply) and answer.value
 
-    def _request(self, request: Request) -> Leased | Reply:
+    def _request(self, request: Request) -> Leased | Reply | Returned:
         """Send a request, and return its answer, or raise the owner's error. Without an answer, the
         connection ends: half a message may be under way."""
         if os.getpid() != self._process:  # another thread may have had the lock at the fork
             raise self._lost("this process was forked from the one that has connected")
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise self._lost("it was closed")
             try:
                 self._channel.renew()
                 self._channel.send(request)
-                answer = self._channel.receive(Leased, Reply, wire.Refused)
+                answer = self._channel.receive(Leased, Reply, Returned, wire.Refused)
             except BaseException as e:
                 self.close()
                 if isinstance(e, LimpetError) and not isinstance(e, Denied):
