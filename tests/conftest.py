@@ -75,6 +75,7 @@ def _freeze():
 
 LONGEST = (
     "tests/evaluation/test_ray.py",
+    "tests/tables/test_ray.py",
     "tests/ranks/test_survivors.py",
     "tests/examples/",
     "tests/zoo/",

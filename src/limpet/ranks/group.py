@@ -227,6 +227,12 @@ class Group(AbstractContextManager["Group", None]):
         ):
             collective.gather(True, bool)
 
+    def declare_ended(self, rank: int) -> None:
+        """Let the operations that wait for a rank fail now: its process has surely ended."""
+        with suppress(RankFailed):  # this group was closed before
+            if self.kv is not None:
+                self.kv.declare_ended(rank)
+
     def twin(self) -> Group:
         """Return a group of the same ranks, whose operations another thread begins. All ranks call
         this in the same order from the training thread."""

@@ -336,6 +336,10 @@ class KVClient:
             self._call(partial(read, ranks[at : at + 4 * MAX_BATCH_KEYS]))
         return [heartbeats.get(r) for r in ranks]
 
+    def declare_ended(self, rank: int) -> None:
+        """Let no rank wait for one whose process has surely ended."""
+        self._call(lambda: self._store.set(f"heartbeat/{rank}", CLOSED_HEARTBEAT))
+
     def _send_heartbeat(self) -> None:
         if self._unjoined_ranks:
             self._answer_joins()

@@ -28,6 +28,11 @@ class Streamed(ABC):
         """The other members of the state that belong to this one, such as a model on servers."""
         return {}
 
+    def join(self, key: str, run: Any) -> Group | None:
+        """Return the group in which other processes save and restore their parts of this member,
+        which is ``key`` in the state of a training of ``run``, a ``Run``. None: there are none."""
+        return None
+
     @abstractmethod
     def begin_save(self, key: str, base: Any, group: Group) -> None:
         """Begin a save under ``key``, on all ranks of the group. All that can fail is within a

@@ -5,7 +5,7 @@ state of the optimizer); a *bucket* is one of 4,096 sets of ids, by a hash of th
 the rows of a table on one server; a *push* is an update of rows by their gradients; a *cut* is the
 rows as they were at one moment.
 May import: the root modules, ``format``, ``layout``, ``loading``, ``ranks``, ``run``, ``snapshot``,
-``state``, ``tasks``, ``evaluation``, ``training``, and ``tables``.
+``state``, ``storage``, ``tasks``, ``evaluation``, ``training``, and ``tables``.
 """
 
 from __future__ import annotations

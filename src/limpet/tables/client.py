@@ -16,14 +16,20 @@ from limpet.tables.messages import Ids, RowGradients, Sender
 from limpet.tables.table import Table
 
 Call = Callable[[str, Mapping[int, tuple[Any, ...]]], dict[int, Any]]
-"""Calls a method of some servers, each with arguments of its own, and returns what they return."""
+"""Calls a method of some servers, each with arguments of its own, and returns what they return.
+It raises what they raise, and ``ServersLost``."""
+
+
+class ServersLost(LimpetError):
+    """Servers did not answer, because their processes have ended; the field ``servers`` has their
+    numbers."""
 
 
 class Placement:
     """Which server has which rows: ``first_buckets`` of the servers, whose ranges are in order."""
 
     def __init__(self, first_buckets: Sequence[int]) -> None:
-        self.servers = len(first_buckets)
+        self.first_buckets, self.servers = first_buckets, len(first_buckets)
         self._firsts = np.array(first_buckets)
 
     def split(self, ids: Ids) -> Iterator[tuple[int, Any]]:

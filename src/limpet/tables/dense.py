@@ -73,6 +73,10 @@ class DensePart:
             tensors = {**self._parameters, **self._buffers}
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
+    def restart(self) -> None:
+        """Take the buffers of any step: an earlier one was restored."""
+        self._step = 0
+
     def set_rates(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates):
             group["lr"] = rate

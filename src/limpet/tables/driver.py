@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 from limpet import events
-from limpet.errors import LimpetError
+from limpet.errors import CommitError, LimpetError
+from limpet.tables.client import Call, ServersLost, TableClient
 from limpet.tables.coordinator import Answer, Coordinator, Synchronous
 from limpet.tables.messages import Commit, Committed, Finished, NextBatch, Superseded, Wait
+from limpet.tasks.queue import Queue
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.training_evaluation import TrainingEvaluation
 
@@ -28,7 +31,7 @@ _PARKED_SECONDS = 10.0
 _HANGS = "it has not made a step within the lease_seconds of the queue"
 
 _MAX_LOSSES = 5
-"""The losses of workers in a row, without a step between them, after which the training ends."""
+"""The losses in a row, without a step between them, after which the training ends."""
 
 
 class Ended(NamedTuple):
@@ -40,20 +43,17 @@ class Ended(NamedTuple):
 
 
 class Engine(Protocol):
-    """Where servers and workers run: threads of this process, or actors of Ray."""
+    """Where servers and workers run: threads of this process, or actors of Ray. It puts what
+    workers ask, and how they have ended, into the inbox. ``lost``: the numbers of lost servers."""
 
     servers: int
+    lost: set[int]
+    call: Call
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]: ...
     def start_worker(self, name: str, generation: int) -> None: ...
     def stop_worker(self, name: str) -> None: ...
     def join(self) -> None:
         """Wait for a moment until the workers that were stopped have ended."""
-
-    def find_losses(self) -> tuple[list[Ended], list[int]]:
-        """Return the workers and the servers that are lost."""
-
-    def replace_server(self, number: int) -> None: ...
 
 
 class Inbox:
@@ -61,21 +61,35 @@ class Inbox:
 
     def __init__(self) -> None:
         self.items: SimpleQueue[tuple[Commit | NextBatch, Future[Answer]] | Ended] = SimpleQueue()
-        self._is_closed = False
+        self._lock, self._is_closed = Lock(), False
 
-    def ask(self, request: Commit | NextBatch) -> Answer:
-        """Return the answer of the loop; if that has ended, ``Superseded``."""
+    def put(self, request: Commit | NextBatch) -> Future[Answer]:
+        """Return the answer of the loop; if that ends, it is ``Superseded``."""
         future: Future[Answer] = Future()
-        self.items.put((request, future))
-        while True:
-            try:
-                return future.result(1.0)
-            except TimeoutError:
-                if self._is_closed:
-                    return Superseded()
+        with self._lock:
+            if self._is_closed:
+                future.set_result(Superseded())
+            else:
+                self.items.put((request, future))
+        return future
 
     def close(self) -> None:
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
+            while not self.items.empty():
+                if not isinstance(item := self.items.get(), Ended):
+                    item[1].set_result(Superseded())
+
+
+class Work(NamedTuple):
+    """What workers need. ``seed``: of synchronous rounds, or None; ``options``: of their actors."""
+
+    train: Callable[[Any], object]
+    client: TableClient
+    queue: Queue
+    inbox: Inbox
+    seed: int | None
+    options: Mapping[str, Any]
 
 
 class Driver:
@@ -92,7 +106,7 @@ class Driver:
         evaluation: TrainingEvaluation | None,
         workers: int,
         after_step: Callable[[], object],
-        roll_back: Callable[[list[int]], None],
+        roll_back: Callable[[], None],
     ) -> None:
         self.workers = workers
         self._coordinator, self._engine, self._inbox = coordinator, engine, inbox
@@ -101,7 +115,7 @@ class Driver:
         self._running: set[str] = set()
         self._done = 0
         self._started = self._losses = 0
-        self._is_stopping = False
+        self._is_stopping, self._looked = False, 0.0
         self._asked: dict[str, float] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._parked: list[tuple[NextBatch, Future[Answer], float]] = []
@@ -114,27 +128,41 @@ class Driver:
             Ended(worker.partition(" at ")[0], lost=_HANGS)  # of a connection, with its address
         )
         try:
-            looked = 0.0
-            while True:
-                if self._evaluation is not None and not self._is_stopping:
-                    self._evaluation.step()  # between two commits
-                    self._is_stopping = self._ckpt.should_stop
-                if time.monotonic() - looked > _LOOK_SECONDS:
-                    looked = time.monotonic()
-                    self._look()
-                if not self._running and (self._done or self._is_over):
-                    if not self._is_evaluated:
-                        what = "All workers have returned before the evaluation was complete: call"
-                        raise LimpetError(f"{what} worker.next() until it returns None")
-                    self._engine.call("mark", self._to_all((self._coordinator.mark(),)))
-                    return
-                try:
-                    item = self._inbox.items.get(timeout=_LOOK_SECONDS)
-                except Empty:
-                    continue
-                self._handle(item)
+            while not self._advance():
+                pass
         finally:
-            self._stop()
+            self._inbox.close()
+            if self._evaluation is not None:
+                self._evaluation.abandon("the training ended")
+            self._stop_workers()
+            self._engine.join()
+
+    def _advance(self) -> bool:
+        """Do what comes next, and return True at the end."""
+        try:
+            if self._engine.lost:
+                self._restart()
+            if self._evaluation is not None and not self._is_stopping:
+                self._evaluation.step()  # between two commits
+                self._is_stopping = self._ckpt.should_stop
+            if time.monotonic() - self._looked > _LOOK_SECONDS:
+                self._looked = time.monotonic()
+                self._look()
+            if not self._running and (self._done or self._is_over):
+                if not self._is_evaluated:
+                    what = "All workers have returned before the evaluation was complete: call"
+                    raise LimpetError(f"{what} worker.next() until it returns None")
+                self._engine.call("mark", self._to_all((self._coordinator.mark(),)))
+                return True
+            self._handle(self._inbox.items.get(timeout=_LOOK_SECONDS))
+        except (Empty, ServersLost):
+            pass
+        except CommitError as e:  # a save has failed, maybe because of a lost server
+            if e.fields.get("lost") and (rank := e.fields.get("rank")):
+                self._engine.lost.add(rank - 1)
+            if not self._engine.lost:
+                raise
+        return False
 
     @property
     def _is_evaluated(self) -> bool:
@@ -148,11 +176,6 @@ class Driver:
 
     def _look(self) -> None:
         """Start what is missing, and leave if the process will be stopped."""
-        lost_workers, lost_servers = self._engine.find_losses()
-        for ended in lost_workers:
-            self._end(ended)
-        if lost_servers:
-            self._restart(lost_servers)
         if isinstance(self._coordinator, Synchronous):  # else the leases of the queue end
             late = time.monotonic() - self._coordinator.queue.lease_seconds
             for name in {*self._coordinator.at_work.values()}:
@@ -199,7 +222,7 @@ class Driver:
                 if isinstance(answer, Committed):
                     self._losses = 0
                     self._count(answer)
-        except LimpetError as e:
+        except BaseException as e:
             if not future.done():
                 future.set_exception(e)
             raise
@@ -244,12 +267,12 @@ class Driver:
         if ended.error is not None:
             raise ended.error
         if ended.lost and not self._is_over:
+            self._lose(ended.worker)  # raises if it has ended because a server is lost
             self._losses += 1
             error = LimpetError(f"{ended.worker} was lost: {ended.lost}")
             if self._losses > _MAX_LOSSES:
                 raise error
             events.emit("worker_lost", worker=ended.worker, error=error)
-            self._lose(ended.worker)
             return
         self._done += 1
         self._lose(ended.worker)
@@ -264,26 +287,27 @@ class Driver:
         coordinator.forget(name)
         self._engine.stop_worker(name)
 
-    def _restart(self, servers: list[int]) -> None:
-        """Return to the newest version, under a new generation."""
+    def _restart(self) -> None:
+        """Return to the newest version, under a new generation, after servers are lost."""
+        self._losses += 1
+        names = ", ".join(f"server {number}" for number in sorted(self._engine.lost))
+        error = LimpetError(f"{names} of the tables was lost")
+        if self._losses > _MAX_LOSSES:
+            raise error
+        events.emit("server_lost", run=self._ckpt.run.url, servers=names, error=error)
+        self._stop_workers()
+        self._done, self._metrics, self._is_stopping = 0, {}, False
+        if self._evaluation is not None:
+            self._evaluation.restart()
+        self._roll_back()
+
+    def _stop_workers(self) -> None:
         for name in sorted(self._running):
             self._engine.stop_worker(name)
         self._running.clear()
-        self._done = 0
         for _, future, _ in self._parked:
             future.set_result(Superseded())
-        self._parked, self._metrics = [], {}
-        if self._evaluation is not None:
-            self._evaluation.restart()
-        self._roll_back(servers)
-
-    def _stop(self) -> None:
-        self._inbox.close()
-        if self._evaluation is not None:
-            self._evaluation.abandon("the training ended")
-        for name in sorted(self._running):
-            self._engine.stop_worker(name)
-        self._engine.join()
+        self._parked = []
 
 
 def _average(found: list[dict[str, float]]) -> dict[str, float]:

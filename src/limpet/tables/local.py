@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock, Thread
 from typing import Any
 
 from limpet.errors import LimpetError
-from limpet.tables.client import Placement
 from limpet.tables.coordinator import Answer
-from limpet.tables.driver import Ended, Inbox
+from limpet.tables.driver import Ended, Inbox, Work
 from limpet.tables.messages import Commit, NextBatch
 from limpet.tables.server import TableServer
-from limpet.tables.table import Table
 from limpet.tables.worker import Worker, WorkerStopped
-from limpet.tasks.queue import Queue
 from limpet.threads import start_thread
 
 _END_SECONDS = 5.0
@@ -30,9 +27,9 @@ class _Turn:
 
     def ask(self, request: Commit | NextBatch) -> Answer:
         if isinstance(request, Commit):
-            return self._inbox.ask(request)
+            return self._inbox.put(request).result()
         self.end(request.worker)
-        answer = self._inbox.ask(request)
+        answer = self._inbox.put(request).result()
         self.begin(request.worker)  # also without a mini-batch: it evaluates
         return answer
 
@@ -53,22 +50,11 @@ class LocalEngine:
 
     def __init__(self, servers: Sequence[TableServer]) -> None:
         self.servers = len(servers)
+        self.lost: set[int] = set()  # none: they are in this process
         self._servers = servers
 
-    def prepare(
-        self,
-        train: Callable[[Worker], object],
-        tables: Sequence[Table],
-        placement: Placement,
-        *,
-        queue: Queue,
-        inbox: Inbox,
-        seed: int | None,
-    ) -> None:
-        """Prepare for workers that run ``train``. ``seed``: of synchronous rounds, or None."""
-        self._train, self._tables, self._placement = train, tables, placement
-        self._queue, self._inbox, self._seed = queue, inbox, seed
-        self._turn, self._threads = _Turn(inbox), list[Thread]()
+    def prepare(self, work: Work) -> None:
+        self._work, self._turn, self._threads = work, _Turn(work.inbox), list[Thread]()
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         return {n: getattr(self._servers[n], method)(*each) for n, each in arguments.items()}
@@ -82,21 +68,22 @@ class LocalEngine:
         self._threads.append(thread)
 
     def _run(self, name: str, generation: int) -> None:
+        work, client = self._work, self._work.client
         worker = Worker(
             name,
-            self._tables,
-            self._placement,
+            [*client.tables.values()],
+            client.placement,
             call=self.call,
-            ask=self._inbox.ask if self._seed is None else self._turn.ask,
-            queue=self._queue,
+            ask=self._turn.ask,
+            queue=work.queue,
             generation=generation,
-            seed=self._seed,
+            seed=work.seed,
             leased_by=name,
         )
         try:
-            if self._seed is not None:
+            if work.seed is not None:
                 self._turn.begin(name)  # the function may use random numbers before its first batch
-            self._train(worker)
+            work.train(worker)
             ended = Ended(name)
         except WorkerStopped:
             ended = Ended(name, lost="it was stopped")
@@ -104,12 +91,12 @@ class LocalEngine:
             ended = Ended(name, error=e)
         self._turn.end(name)
         worker.close()
-        self._inbox.items.put(ended)
+        work.inbox.items.put(ended)
 
     def stop_worker(self, name: str) -> None:
         """Let a worker end at its next call. The records that it has leased go to others."""
         self._turn.end(name)
-        self._queue.recover(name, "the training continues without it")
+        self._work.queue.recover(name, "the training continues without it")
 
     def join(self) -> None:
         """Wait until the workers have ended, which may use the random generators; not for one that
@@ -118,8 +105,5 @@ class LocalEngine:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def find_losses(self) -> tuple[list[Ended], list[int]]:
-        return [], []
-
-    def replace_server(self, number: int) -> None:
-        raise NotImplementedError  # no server of this process can be lost
+    def close(self) -> None:
+        """The servers end with their owner."""

@@ -27,6 +27,7 @@ from limpet.tables.segments import (
     StoredSegment,
     balanced_ranges,
     carried_segment,
+    equal_ranges,
     new_segment,
     restore_rows,
     rows_of,
@@ -75,9 +76,7 @@ class TableMember(Streamed):
         self.tables = [*self.specs]
         self.servers, self._first, self.count = servers, first, count
         self._make_mark = make_mark
-        self.ranges = [
-            range(BUCKETS * n // count, BUCKETS * (n + 1) // count) for n in range(count)
-        ]
+        self.ranges = equal_ranges(count)
         self._base = ""
         """The digest of the version that has all rows that do not count as changed."""
 
@@ -260,7 +259,7 @@ class TableMember(Streamed):
             }
             for name, sets in stored.items()
         }
-        self.restored(saved)
+        self.restored(saved, snapshot)
 
     def _segment(self, segment: StoredSegment) -> Segment:
         def lengths(counts: NDArray[np.int64]) -> list[int]:
@@ -268,7 +267,7 @@ class TableMember(Streamed):
 
         return Segment(lengths(segment.rows_per_bucket), lengths(segment.deleted_per_bucket))
 
-    def restored(self, saved: Mapping[str, Any]) -> None:
+    def restored(self, saved: Mapping[str, Any], snapshot: SnapshotReader) -> None:
         """Take over what else a version says of the tables, after a restore."""
 
 
@@ -286,7 +285,7 @@ def _weights(
 
 
 def saved_tables(reader: SnapshotReader, key: str) -> dict[str, Any]:
-    """Return the trees of the tables below ``key``, with a ``LeafView`` for each leaf."""
+    """Return the tree below ``key``, such as of the tables, with a ``LeafView`` for each leaf."""
     node = reader.manifest.tree
     for _, child, found in tree.children(node, ""):
         if found == key:

@@ -325,6 +325,11 @@ def put_rows(rows: Rows, count: int, columns: Mapping[str, NDArray[Any]]) -> Non
             rows.column(name).index_copy_(0, into, block.reshape(shape))
 
 
+def equal_ranges(count: int) -> list[range]:
+    """Return ``count`` ranges with about equally many buckets."""
+    return [range(BUCKETS * n // count, BUCKETS * (n + 1) // count) for n in range(count)]
+
+
 def balanced_ranges(weights: NDArray[Any], count: int) -> list[range]:
     """Return ``count`` ranges of buckets, none empty, of about equal sums of ``weights``."""
     ends = np.cumsum(weights + weights.sum() / BUCKETS / 1000 + 1e-9)

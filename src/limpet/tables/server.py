@@ -115,6 +115,8 @@ class TableServer:
             self.generation, self.epoch = generation, epoch
             self._pending, self._committed, self._lost = {}, [], set()
             self._applied = {worker: entry.number for worker, entry in ledger.items()}
+            if self.dense is not None:
+                self.dense.restart()
 
     @contextmanager
     def at_mark(self, mark: Mark) -> Iterator[None]:

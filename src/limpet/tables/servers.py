@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from threading import RLock
 from typing import Any, Literal, Self
@@ -11,16 +12,20 @@ import torch
 
 from limpet.arguments import check_count, check_whole, real, require
 from limpet.errors import LimpetError
+from limpet.ranks.group import Group
+from limpet.run.run import Run
 from limpet.settings import read_settings
+from limpet.snapshot.reader import SnapshotReader
 from limpet.state.walk import find_instances
 from limpet.tables import dense as dense_parts
-from limpet.tables.client import Placement, TableClient
+from limpet.tables.client import Placement, ServersLost, TableClient
 from limpet.tables.coordinator import Asynchronous, Coordinator, Synchronous
-from limpet.tables.driver import Driver, Inbox
+from limpet.tables.driver import Driver, Inbox, Work
 from limpet.tables.hashing import BUCKETS, to_ids
 from limpet.tables.local import LocalEngine
-from limpet.tables.member import TableMember
+from limpet.tables.member import TableMember, saved_tables
 from limpet.tables.messages import Push, Rates
+from limpet.tables.segments import equal_ranges
 from limpet.tables.server import TableServer
 from limpet.tables.shard import check_rows
 from limpet.tables.table import Table
@@ -44,8 +49,10 @@ class Servers(TableMember):
     With several workers, ``train`` runs a function in each of them.
 
     ``specs``: the tables, of different names. ``count``: the number of servers, each of which has
-    the rows of a part of the buckets. ``dense``: a function that returns the model and the
-    optimizer of its parameters, and maybe a learning-rate scheduler; it is called once, here.
+    the rows of a part of the buckets. ``engine="ray"``: each server is an actor of a Ray cluster,
+    and so are the workers. ``ray``: options of the servers, such as ``{"memory": 8 << 30}``; they
+    end with ``close``. ``dense``: a function that returns the model and the optimizer of its
+    parameters, and maybe a learning-rate scheduler; it is called once, here.
     ``staleness=k``: a worker's step is refused if others have made more than k steps since it was
     answered; with ``scale_by_staleness``, its learning rates are divided by that number.
     ``grads_to_wait=g``: a step consists of g consecutive mini-batches, with the average of the
@@ -55,12 +62,13 @@ class Servers(TableMember):
     Raises ``LimpetError`` for invalid arguments.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         specs: Sequence[Table],
         count: int = 1,
         *,
-        engine: Literal["local"] = "local",
+        engine: Literal["local", "ray"] = "local",
+        ray: Mapping[str, Any] | None = None,
         dense: Callable[[], Any] | None = None,
         staleness: int | None = None,
         scale_by_staleness: bool = False,
@@ -73,8 +81,9 @@ class Servers(TableMember):
         for name in names:
             require("specs", names.count(name) == 1, "tables of different names", name)
         count = check_whole("count", count, f"a number of servers, 1 to {BUCKETS}", 1, BUCKETS)
-        require("engine=", engine == "local", '"local"', engine)
-        if read_settings().launched_world_size > 1:
+        require("engine=", engine in ("local", "ray"), '"local" or "ray"', engine)
+        require("ray=", engine == "ray" or ray is None, 'None without engine="ray"', ray)
+        if engine == "local" and read_settings().launched_world_size > 1:
             raise LimpetError(
                 'engine="local" has the tables in one process, but torchrun has started several:'
                 " start one process, and give it workers"
@@ -96,12 +105,17 @@ class Servers(TableMember):
         self._prepare_dense(dense)
         super().__init__(
             specs,
-            self._make_servers(specs, count),
+            self._make_servers(specs, count) if engine == "local" else [],
             first=0,
             count=count,
             make_mark=self._coordinator.mark,
         )
-        self._engine = LocalEngine(self.servers)
+        self._engine: Any = LocalEngine(self.servers)
+        if engine == "ray":
+            from limpet.tables.ray_engine import RayEngine
+
+            members = {"model": self.model, "optimizer": self.optimizer} if dense else {}
+            self._engine = RayEngine(specs, count, members, ray or {})
         self.client = TableClient(specs, Placement([0]), self._engine.call)
         self._place()
         self._driver: Driver | None = None
@@ -129,15 +143,11 @@ class Servers(TableMember):
             self.optimizer.step()  # of nothing: a scheduler warns if it steps before the first one
 
     def _make_servers(self, specs: Sequence[Table], count: int) -> list[TableServer]:
-        servers = []
-        names = None if self.model is None else dense_parts.distribute(self.model, count)
-        for n in range(count):
-            part = None
-            if self.model is not None and self.optimizer is not None and names is not None:
-                part = dense_parts.DensePart(self.model, self.optimizer, names[n], self._lock)
-            buckets = range(BUCKETS * n // count, BUCKETS * (n + 1) // count)
-            servers.append(TableServer(specs, buckets, part))
-        return servers
+        parts: list[dense_parts.DensePart | None] = [None] * count
+        if self.model is not None and self.optimizer is not None:
+            own, names = (self.model, self.optimizer), dense_parts.distribute(self.model, count)
+            parts = [dense_parts.DensePart(*own, each, self._lock) for each in names]
+        return [TableServer(specs, *each) for each in zip(equal_ranges(count), parts, strict=True)]
 
     def _place(self) -> None:
         self.client.placement = Placement([buckets.start for buckets in self.ranges])
@@ -153,9 +163,10 @@ class Servers(TableMember):
 
     @property
     def members(self) -> dict[str, Any]:
-        """What else a state with these servers has: the dense model, its optimizer, and its
-        scheduler, if there are."""
-        found = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        """What else a state with these servers has in this process: the scheduler, and the dense
+        model and its optimizer unless servers have them, if there are."""
+        found = {"model": self.model, "optimizer": self.optimizer} if self.servers else {}
+        found["scheduler"] = self.scheduler
         return {name: value for name, value in found.items() if value is not None}
 
     # -- one process -----------------------------------------------------------------------------
@@ -165,10 +176,8 @@ class Servers(TableMember):
         them. Raises ``LimpetError`` for gradients that are not finite: then, nothing is applied."""
         rates, step = self._rates(), self._coordinator.step + 1
         pushes = [Push(rows, {}, {}) for rows in self.client.split(self.client.take())]
-        for server, push in zip(self.servers, pushes):
-            server.check(push)
-        for server, push in zip(self.servers, pushes):
-            server.update(push, step, rates)
+        self._engine.call("check", {n: (push,) for n, push in enumerate(pushes)})
+        self._engine.call("update", {n: (push, step, rates) for n, push in enumerate(pushes)})
         self._coordinator.step = step
 
     def fill(self, name: str, ids: Any, values: Any) -> None:
@@ -208,11 +217,14 @@ class Servers(TableMember):
         queue: Queue,
         ckpt: Checkpointer,
         evaluation: TrainingEvaluation | None = None,
+        ray: Mapping[str, Any] | None = None,
     ) -> None:
         """Run ``train(worker)`` in each of ``workers`` until the training tasks of ``queue`` are
         consumed, or ``ckpt.should_stop`` is True. Each step calls ``ckpt.step``.
 
-        ``train`` is called again in place of a worker that is lost. ``evaluation``: with the same
+        ``train`` is called again in place of a worker that is lost. If a server on Ray is lost, all
+        return to the newest version, and continue; a run that has none gets one at the beginning.
+        ``ray``: options of the actors of workers. ``evaluation``: with the same
         queue; its tasks are done by the workers, also those of the last step. Raises the error of
         ``train``, which ends all workers, and what ``ckpt.step`` and ``evaluation.step`` raise.
         """
@@ -231,14 +243,9 @@ class Servers(TableMember):
         inbox = Inbox()
         self._coordinator.queue = queue
         self._begin_generation(ckpt.current_step)
-        self._engine.prepare(
-            train,
-            [*self.specs.values()],
-            self.client.placement,
-            queue=queue,
-            inbox=inbox,
-            seed=self._seed,
-        )
+        if not (self.servers or ckpt._is_never or ckpt._saver.newest_step is not None):
+            ckpt.save()
+        self._engine.prepare(Work(train, self.client, queue, inbox, self._seed, ray or {}))
         self._driver = Driver(
             self._coordinator,
             self._engine,
@@ -247,12 +254,24 @@ class Servers(TableMember):
             evaluation=evaluation,
             workers=workers,
             after_step=self._after_step,
-            roll_back=lambda servers: None,
+            roll_back=lambda: self._roll_back(ckpt),
         )
         try:
             self._driver.run()
         finally:
             self._driver = None
+
+    def _roll_back(self, ckpt: Checkpointer) -> None:
+        """Return to the newest version, with other servers in place of those that are lost."""
+        has_ended = False
+        while not has_ended:
+            with suppress(LimpetError):  # the save in flight fails, which is an event
+                ckpt.wait()
+                has_ended = True
+        ckpt._join_members()
+        if ckpt.resume() is None:
+            raise LimpetError(f"A server was lost, and {ckpt.run.url} has no version to return to")
+        self._begin_generation(ckpt.current_step)
 
     def hold(self) -> str:
         """Hold the rows and dense values of now for an evaluation, and return the name of the cut;
@@ -268,7 +287,8 @@ class Servers(TableMember):
 
     def release(self, cut: str) -> None:
         """End a cut of ``hold``."""
-        self._engine.call("release", dict.fromkeys(range(self.count), (cut,)))
+        with suppress(ServersLost):  # then, another generation begins
+            self._engine.call("release", dict.fromkeys(range(self.count), (cut,)))
 
     def resize_workers(self, workers: int) -> None:
         """Change the number of workers of ``train`` while it runs, from any thread."""
@@ -278,24 +298,32 @@ class Servers(TableMember):
 
     def _begin_generation(self, step: int) -> None:
         self._coordinator.restart(step)
-        for server in self.servers:
-            server.restart(self._coordinator.generation, self._coordinator.epoch, {})
+        arguments: Any = self._coordinator.generation, self._coordinator.epoch, {}
+        self._engine.call("restart", dict.fromkeys(range(self.count), arguments))
 
     def _after_step(self) -> None:
         if self.scheduler is not None:
             with self._lock:
                 self.scheduler.step()
 
-    def restored(self, saved: Mapping[str, Any]) -> None:
+    def join(self, key: str, run: Run) -> Group | None:
+        return None if self.servers else self._engine.join_group(key, run)
+
+    def restored(self, saved: Mapping[str, Any], snapshot: SnapshotReader) -> None:
         self.client.take()  # gradients of before
         for name, table in saved.items():
             self.learning_rates[name] = table["optimizer"]["lr"]
             self._coordinator.step = table["step"]
             self._coordinator.batches_done = table["batches"]
+        if self.optimizer is not None and not self.servers:  # they have restored the model
+            groups = saved_tables(snapshot, "optimizer")["groups"]
+            for group, other in zip(self.optimizer.param_groups, groups, strict=True):
+                group["lr"] = other["lr"]
         self._place()
 
     def close(self) -> None:
         """Release the servers."""
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ import torch
 from limpet.errors import LeaseLost, LimpetError
 from limpet.evaluation.worker import TaskEvaluator, Work
 from limpet.generators import STEP, seed_generators
-from limpet.tables.client import Call, Placement, TableClient
+from limpet.tables.client import Call, Placement, ServersLost, TableClient
 from limpet.tables.coordinator import Answer
 from limpet.tables.dense import named_tensors
 from limpet.tables.messages import (
@@ -78,8 +78,8 @@ class Worker:
         def call_servers(method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
             try:
                 return call(method, arguments)
-            except StaleMessage as e:
-                raise WorkerStopped from e
+            except (StaleMessage, ServersLost) as e:
+                raise WorkerStopped(str(e)) from e
 
         self.name, self._call = name, call_servers
         self.tables = TableClient(tables, placement, call_servers)

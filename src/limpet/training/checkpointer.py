@@ -26,6 +26,7 @@ from limpet.run.save_request import RequestWatcher
 from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.location import Url
 from limpet.state.flatten import flatten
+from limpet.state.streamed import Streamed
 from limpet.storage.throttle import store_statistics
 from limpet.threads import no_op
 from limpet.tiers.tiers import Tier, Tiers
@@ -168,6 +169,7 @@ class Checkpointer:
         if self._all_ranks.members:
             check_members(self._all_ranks, options)
         self._make_parts(options)
+        self._join_members()
         take_over(self._ending)
 
     def _make_parts(self, options: Options) -> None:
@@ -230,6 +232,15 @@ class Checkpointer:
         self._end_lines: Callable[[], object] = no_op
         if not options.quiet:
             self._end_lines = finalize(self, default_terminal.open(self.run.url))
+
+    def _join_members(self) -> None:
+        """Save and resume with the processes that have parts of a member of the state."""
+        for key, member in self.state.items():
+            group = member.join(key, self.run) if isinstance(member, Streamed) else None
+            if group is not None:
+                if self._group.size > 1 or self._all_ranks.address not in ("", group.address):
+                    raise LimpetError(f"{key!r} in the state needs a training of one process")
+                self._all_ranks = self._saver.writer.group = group
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self._step_counter.progress.step}>"
@@ -684,6 +695,7 @@ class Checkpointer:
         self._step_counter.attach(state)
         self._savepoint.attach(state)
         self.state, self._state_function = state, None
+        self._join_members()
         self._cadence.restart()
         self._script_options = state_check.read_options(self.state)
 

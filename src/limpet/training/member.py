@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from limpet import events
-from limpet.buffers import shared_pool
+from limpet.buffers import BufferPool, shared_pool
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError
 from limpet.format.names import Version
@@ -29,6 +29,7 @@ from limpet.run.writer import VersionWriter
 from limpet.saving.commit import VersionMetadata
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state.streamed import find_streamed
 from limpet.tiers.ladder import Ladder
 from limpet.tiers.tiers import Tiers
 from limpet.training.options import Options, check_state
@@ -70,7 +71,8 @@ class Member:
     ``run``: the URL or store of the run. ``state``: as for ``limpet.save``. The keys of all ranks
     form one tree, so a key that several ranks have must have equal values, or be a ``Boxed`` part
     or a ``PerRank`` value on each. Saves read the state, and resumes write it, within ``poll`` or
-    ``run``; nothing else may change it meanwhile. If a version is damaged for one rank, all ranks
+    ``run``; nothing else may change it meanwhile, except a ``Streamed`` member and what it lets
+    change. If a version is damaged for one rank, all ranks
     fall back to an older one.
 
     Raises ``LimpetError`` for an invalid argument.
@@ -83,6 +85,9 @@ class Member:
         self._group, self._has_ended = group, False
         # of the training's versions, it refers to the same one as the training, if to any
         self._writer = VersionWriter(self._run.catalog, group, KeepPolicy(), incremental=True)
+        # a streamed member changes once the others are staged, and so may they
+        self._stages = bool(find_streamed(self.state))
+        self._pool = BufferPool(1 << 50) if self._stages else shared_pool()
 
     def __repr__(self) -> str:
         return f"<Member {self._group.rank} of {self._run.url}>"
@@ -139,7 +144,7 @@ class Member:
         writer, metadata = self._writer, VersionMetadata(version.step, version.branch)
         location = writer.locate(version)
         try:
-            job = writer.begin(location, self.state, metadata, shared_pool(), stage_now=False)
+            job = writer.begin(location, self.state, metadata, self._pool, stage_now=self._stages)
             if not isinstance(job, SnapshotReader):
                 writer.newest = writer.commit(job)
         except BaseException as e:

@@ -1,0 +1,280 @@
+"""The engine on a Ray cluster: servers and workers are actors.
+
+A worker calls the servers as actors, and asks the coordinator through the task server of the
+driver. The servers save and restore as members of the driver's group. Ray repeats no call, and
+restarts no actor: after a loss, the driver starts another one.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from limpet.arguments import require
+from limpet.errors import LimpetError
+from limpet.ranks.group import Group
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.tables.client import Placement, ServersLost
+from limpet.tables.coordinator import Answer
+from limpet.tables.dense import DensePart, distribute, keep_part
+from limpet.tables.driver import Ended, Work
+from limpet.tables.member import TableMember
+from limpet.tables.messages import Commit, Ids, NextBatch
+from limpet.tables.segments import equal_ranges
+from limpet.tables.server import StaleMessage, TableServer
+from limpet.tables.table import Table
+from limpet.tables.worker import Worker, WorkerStopped
+from limpet.tasks.ray_cluster import RayCluster, add_path, check_options, describe, own_path
+from limpet.tasks.remote import RemoteQueue, TaskServer
+from limpet.training.member import Member
+
+_REQUEST = msgspec.msgpack.Decoder(Commit | NextBatch)
+_ANSWER = msgspec.msgpack.Decoder(Answer)
+
+_ANSWER_SECONDS = 20.0
+"""How long a request waits for the driver, which may be at a save. Then the worker asks on."""
+
+_CALLS = 64
+"""The calls that a server executes at once. Pushes wait for a slow save, which calls nothing."""
+
+
+class _Message:
+    """A value for another process, which gets the value. Its arrays are not copied there."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffers, file = list[pickle.PickleBuffer](), io.BytesIO()
+        pickler = pickle.Pickler(file, 5, buffer_callback=buffers.append)
+        own: dict[Any, Any] = {torch.Tensor: _send, np.ndarray: _send_ids}
+        pickler.dispatch_table = {**copyreg.dispatch_table, **own}
+        pickler.dump(self._value)
+        return partial(pickle.loads, file.getvalue(), buffers=buffers), ()
+
+
+def _send(tensor: torch.Tensor) -> tuple[Any, ...]:
+    flat = tensor.detach().reshape(-1).contiguous()
+    raw: Any = flat.view(torch.uint8).numpy() if len(flat) else b""
+    return _receive, (pickle.PickleBuffer(raw), tensor.dtype, tensor.shape)
+
+
+def _send_ids(ids: Ids) -> tuple[Any, ...]:
+    return torch.Tensor.numpy, (torch.from_numpy(ids),)
+
+
+def _receive(buffer: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor in the memory that Ray has received. It can be written, though Ray says
+    otherwise: nobody else has it."""
+    if not len(raw := np.frombuffer(buffer, np.uint8)):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    interface = raw.__array_interface__
+    interface["data"] = interface["data"][0], False
+    owner = SimpleNamespace(raw=raw, __array_interface__=interface)
+    return torch.from_numpy(np.asarray(owner)).view(dtype).reshape(shape)
+
+
+def call_servers(
+    ray: Any, actors: Sequence[Any], method: str, arguments: Mapping[int, tuple[Any, ...]]
+) -> dict[int, Any]:
+    """A ``Call``."""
+    calls = {n: actors[n].call.remote(method, _Message(each)) for n, each in arguments.items()}
+    found, lost = {}, dict[int, str]()
+    for number, call in calls.items():
+        try:
+            found[number] = ray.get(call)
+        except ray.exceptions.RayActorError as e:
+            lost[number] = describe(e)
+        except ray.exceptions.RayTaskError as e:
+            if isinstance(e.cause, LimpetError | StaleMessage):
+                raise e.cause from e
+            raise
+    if lost:
+        raise ServersLost(f"Servers of the tables are lost: {lost}", servers=tuple(lost))
+    return found
+
+
+class LimpetTableServer(TableServer):
+    """A server in a process of its own, and its part of the training's state."""
+
+    def __init__(self, path: list[str], setup: bytes, number: int) -> None:
+        add_path(path)
+        tables, self._count, dense = pickle.loads(setup)
+        self._number, self._state, part = number, dense, None
+        if dense:
+            names = distribute(dense["model"], self._count)[number]
+            keep_part(**dense, names=names)
+            part = DensePart(**dense, names=names)
+        super().__init__(tables, equal_ranges(self._count)[number], part)
+        self._tables = TableMember(tables, [self], first=number, count=self._count, make_mark=None)
+        self._group: Group | None = None
+        self._serving = Lock()
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        return _Message(getattr(self, method)(*arguments))
+
+    def join(self, address: str, name: str, run: str, key: str) -> None:
+        """Join the group of the driver, in place of an earlier one."""
+        if self._group is not None:
+            self._group.close()
+        with self._serving:  # what the earlier group did has ended
+            rank, count = self._number + 1, self._count
+            self._group = Group.join(address, rank, count + 1, members=count, name=name)
+            self._member = Member(run, {**self._state, key: self._tables}, group=self._group)
+
+    def serve(self) -> None:
+        """Take part in saves and resumes until the driver leaves the group, or a rank is lost."""
+        with self._serving:
+            self._member.run()
+
+
+class LimpetTableWorker:
+    """A worker in a process of its own."""
+
+    def work(
+        self, path: list[str], setup: bytes, call: Any, placement: Placement, name: str, number: int
+    ) -> str:
+        """Call the function of the user. Return why it has stopped early, or "". ``number``: of
+        the generation."""
+        add_path(path)
+        train, tables, seed, address = pickle.loads(setup)
+        with RemoteQueue.connect(address, name) as queue:
+
+            def ask(request: Commit | NextBatch) -> Answer:
+                payload = msgspec.msgpack.encode(request)
+                while not (answer := queue.call(payload)):
+                    payload = b""
+                found: Answer = _ANSWER.decode(answer)
+                return found
+
+            more = {"call": call, "ask": ask, "queue": queue, "generation": number, "seed": seed}
+            try:
+                train(Worker(name, tables, placement, **more))
+            except WorkerStopped as e:
+                return f"it was stopped. {e}"
+            except LimpetError as e:
+                if not queue.is_closed:
+                    raise
+                return describe(e)
+        return ""
+
+
+class RayEngine:
+    """Runs servers and workers as actors, which end with this process."""
+
+    def __init__(
+        self, tables: Sequence[Table], count: int, dense: Any, options: Mapping[str, Any]
+    ) -> None:
+        check_options("ray=", options)
+        self._cluster = RayCluster('engine="ray"')
+        self._ray = ray = self._cluster.ray
+        self._class = self._cluster.actor_class(LimpetTableServer, options, max_concurrency=_CALLS)
+        self._setup = ray.put(ray.cloudpickle.dumps(([*tables], count, dense)))
+        self.servers, self.lost = count, set[int]()
+        self._actors = [self._start_server(number) for number in range(count)]
+        self._workers: dict[str, Any] = {}
+        self._waiting: dict[str, Future[Answer]] = {}
+        self._group: Group | None = None
+        self._joined = 0
+
+    def _start_server(self, number: int) -> Any:
+        return self._class.remote(own_path(), self._setup, number)
+
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        try:
+            return call_servers(self._ray, self._actors, method, arguments)
+        except ServersLost as e:
+            self.lost.update(e.fields["servers"])
+            raise
+
+    def join_group(self, key: str, run: Run) -> Group:
+        """Join the servers in a group that saves and resumes ``run``, in whose state they have a
+        ``key``; first, replace those that are lost."""
+        is_shared = not isinstance(run.store, MemoryStore)
+        require("run", is_shared, "the URL of a store that other processes can open", run.store)
+        address = f"{self._cluster.own_host()}:0"
+        if self._group is not None:
+            address = self._group.address
+            self._group.close()
+        while self.lost:
+            number = self.lost.pop()
+            self._ray.kill(self._actors[number])
+            self._actors[number] = self._start_server(number)
+        self._joined += 1
+        count, name = self.servers, f"tables {self._joined}"
+        self._group = group = Group.join(address, 0, count + 1, members=count, name=name)
+        self.call("join", dict.fromkeys(range(count), (group.address, name, run.url, key)))
+        for number, actor in enumerate(self._actors):
+            ended = partial(self._end_server, number, actor, group)
+            actor.serve.remote().future().add_done_callback(ended)
+        return group
+
+    def _end_server(self, number: int, actor: Any, group: Group, future: Future[Any]) -> None:
+        """Note a lost server. The driver knows of any other end, such as of the training."""
+        is_lost = isinstance(future.exception(), self._ray.exceptions.RayActorError)
+        if is_lost and self._actors[number] is actor:
+            self.lost.add(number)
+            group.declare_ended(number + 1)
+
+    def prepare(self, work: Work) -> None:
+        self._class_of_workers = self._cluster.actor_class(LimpetTableWorker, work.options)
+        self._work, tables = work, [*work.client.tables.values()]
+        self._tasks = TaskServer(work.queue, on_call=self._answer)
+        setup = work.train, tables, work.seed, self._tasks.listen(self._cluster.own_host())
+        self._work_setup = self._ray.put(self._ray.cloudpickle.dumps(setup))
+
+    def _answer(self, worker: str, payload: bytes) -> bytes:
+        """Return the answer of the driver to a request, or b"": then the worker asks on."""
+        future = self._waiting.pop(worker, None)
+        if payload or future is None:
+            future = self._work.inbox.put(_REQUEST.decode(payload))
+        try:
+            return msgspec.msgpack.encode(future.result(_ANSWER_SECONDS))
+        except TimeoutError:
+            self._waiting[worker] = future
+            return b""
+
+    def start_worker(self, name: str, generation: int) -> None:
+        actor = self._workers[name] = self._class_of_workers.remote()
+        call, placement = (
+            partial(call_servers, self._ray, self._actors),
+            self._work.client.placement,
+        )
+        setup = own_path(), self._work_setup, call, placement
+        work = actor.work.remote(*setup, name, generation)
+        work.future().add_done_callback(partial(self._end_worker, name))
+
+    def _end_worker(self, name: str, future: Future[str]) -> None:
+        error: Any = future.exception()
+        if isinstance(error, self._ray.exceptions.RayTaskError):
+            is_error = isinstance(error.cause, BaseException)  # or a text, if it has no pickle
+            ended = Ended(name, error=error.cause if is_error else error)
+        else:
+            ended = Ended(name, lost=describe(error) if error else future.result())
+        self._work.inbox.items.put(ended)
+
+    def stop_worker(self, name: str) -> None:
+        """End a worker. The records that it has leased go to others."""
+        self._ray.kill(self._workers.pop(name))
+
+    def join(self) -> None:
+        self._tasks.close()
+
+    def close(self) -> None:
+        """End the servers."""
+        if self._group is not None:
+            self._group.close()
+        for actor in self._actors if self._ray.is_initialized() else ():
+            self._ray.kill(actor)

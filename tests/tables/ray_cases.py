@@ -1,0 +1,205 @@
+"""Trainings with servers and workers on Ray, which are killed. ``test_ray.py`` runs this file."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import limpet
+from limpet import tables
+from limpet.errors import LimpetError
+from limpet.tasks import Queue
+from tests.tables import ray_driver
+from tests.tables.ray_driver import RAY, Train, servers_alive
+from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _no_servers_are_left(cluster):
+    yield
+    wait_until(lambda: not servers_alive(), 30)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The rows and the model of an undisturbed training in one process."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("expected")
+    ray_driver.run(folder / "run", Train(folder), servers=1, workers=1, engine="local")
+    return content(folder / "run")
+
+
+def content(url):
+    """All of the newest version that does not depend on the number of servers, by name."""
+    version = limpet.load(f"{url}@latest")
+    rows = {}
+    for _, segment in sorted(version["tables"]["words"]["segments"].items(), key=segment_number):
+        for gone in segment["deleted"].tolist():
+            rows.pop(gone, None)
+        columns = [segment[name] for name in ("values", "counts", "last_steps")]
+        columns += [segment["slots"][name] for name in sorted(segment["slots"])]
+        values = zip(*(column.tolist() for column in columns), strict=True)
+        rows.update(zip(segment["ids"].tolist(), values, strict=True))
+    found = {"rows": rows, "queue": version["queue"]}
+    for key in ("scheduler", "model", "optimizer"):
+        if key in version:
+            found[key] = plain(version[key])
+    return found
+
+
+def segment_number(item):
+    return int(item[0].partition(".")[0])
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {
+            key: sorted(each) if key == "params" else plain(each)
+            for key, each in sorted(value.items(), key=lambda item: str(item[0]))
+        }
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def check_versions(url):
+    """All versions are intact, and the incremental ones carry segments."""
+    snapshots = limpet.Run(url).snapshots()
+    assert all(snapshot.verify().ok for snapshot in snapshots)
+    return snapshots
+
+
+def test_a_training_on_ray_has_the_bits_of_one_in_one_process(tmp_path, expected):
+    steps = ray_driver.run(tmp_path / "run", Train(tmp_path), servers=2, workers=3)
+    assert steps == 2 * -(-ray_driver.RECORDS // ray_driver.BATCH // 3)
+    assert content(tmp_path / "run") == expected
+    versions = check_versions(tmp_path / "run")
+    segments = [{*limpet.load(v.url)["tables"]["words"]["segments"]} for v in versions]
+    carried = [a & b for a, b in itertools.pairwise(segments)]
+    assert any(carried), "incremental versions carry the segments of earlier ones"
+    last = versions[-1]
+    assert last.metadata["metrics"]["loss"] > 0
+    code = [sys.executable, "-m", "limpet", "verify", str(tmp_path / "run")]
+    subprocess.run(code, check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_a_worker_and_servers_are_killed_and_nothing_changes(tmp_path, expected):
+    """The loss of a server leads back to the newest version; a worker is replaced."""
+    found = []
+    kills = {20: ("worker",), 100: ("server",)}
+    with limpet.events.attach(lambda name, fields: found.append(name)):
+        ray_driver.run(tmp_path / "run", Train(tmp_path, kills), servers=2, workers=2)
+    assert content(tmp_path / "run") == expected
+    assert found.count("server_lost") == found.count("resumed") == 1
+    check_versions(tmp_path / "run")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def drive(url, servers, workers, record, number):
+    arguments = [str(url), str(servers), str(workers), str(record), str(int(number))]
+    command = [sys.executable, "-m", "tests.tables.ray_driver", *arguments]
+    return subprocess.run(
+        command,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_driver_is_preempted_and_killed_and_others_continue(tmp_path, expected):
+    """Each on another number of servers and workers, the last one in one process."""
+    url = tmp_path / "run"
+    done = drive(url, 2, 1, 50, signal.SIGTERM)
+    assert done.returncode == 75, done.stderr
+    reasons = [snapshot.metadata["reason"] for snapshot in limpet.Run(url).snapshots()]
+    assert reasons.count("preemption") == 1
+    assert reasons[-1] == "preemption"
+    done = drive(url, 3, 2, 130, signal.SIGKILL)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until(lambda: not servers_alive(), 30)
+    ray_driver.run(url, Train(tmp_path), servers=1, workers=1, engine="local")
+    assert content(url) == expected
+    check_versions(url)
+
+
+COUNTS = tables.Table("counts", 1, optimizer=tables.SGD(lr=1.0), initializer=tables.Constant(0.0))
+
+
+class Count:
+    """Adds 1 to the row of each record. Kills this worker and a server, once each."""
+
+    def __init__(self, folder, kills=()):
+        self.train = Train(folder, kills)
+
+    def __call__(self, worker):
+        bag = tables.Embedding(worker.tables, "counts")
+        while (records := worker.next(4)) is not None:
+            bag(torch.tensor(records)).sum().neg().backward()
+            for record in records:
+                if record in self.train.kills:
+                    self.train.kill(record, *self.train.kills[record])
+            worker.step()
+
+
+def count(url, train, *, then=lambda servers: None):
+    queue = Queue()
+    queue.add("training", 200, task_size=4, epochs=2, name="train")
+    with tables.Servers([COUNTS], 2, engine="ray", ray=RAY) as servers:
+        state = {"tables": servers, "queue": queue}
+        with limpet.Checkpointer(url, state, save=limpet.EverySteps(9)) as ckpt:
+            then(servers)
+            servers.train(train, workers=2, queue=queue, ckpt=ckpt, ray=RAY)
+            return ckpt.current_step, servers.statistics()["counts"]["rows"]
+
+
+def test_asynchronous_records_count_once_and_the_number_of_workers_changes(tmp_path):
+    def resize(servers):
+        def wait():
+            wait_until((tmp_path / "killed-150").exists, 60)
+            servers.resize_workers(3)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    kills = {30: ("worker",), 90: ("server",), 150: ("worker",)}
+    found = count(tmp_path / "run", Count(tmp_path, kills), then=resize)
+    assert found == (100, 200)
+    rows = {
+        number: value[0][0]
+        for number, value in ((i, v) for i, v in content_of_counts(tmp_path / "run").items())
+    }
+    assert rows == dict.fromkeys(range(200), 2.0)
+    check_versions(tmp_path / "run")
+
+
+def content_of_counts(url):
+    segments = limpet.load(f"{url}@latest")["tables"]["counts"]["segments"]
+    return {
+        number: (value,)
+        for _, segment in sorted(segments.items(), key=segment_number)
+        for number, value in zip(segment["ids"].tolist(), segment["values"].tolist(), strict=True)
+    }
+
+
+def fail(worker):
+    raise KeyError("a mistake of the user")
+
+
+def test_errors_reach_the_driver(tmp_path):
+    with pytest.raises(KeyError, match="a mistake of the user"):
+        count(tmp_path / "run", fail)
+    with (
+        tables.Servers([COUNTS], engine="ray", ray=RAY) as servers,
+        pytest.raises(LimpetError, match="run must be the URL of a store that other"),
+    ):
+        limpet.Checkpointer("memory://a", {"tables": servers})
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
