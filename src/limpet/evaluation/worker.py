@@ -203,10 +203,8 @@ class Worker:
 
 
 class TaskEvaluator(Worker):
-    """Does the tasks of a ``TrainingEvaluation`` with ``queue=`` in a worker of the training::
-
-        evaluator = limpet.evaluation.TaskEvaluator(evaluate)
-        queue.evaluation.evaluate_one(evaluator)  # before each mini-batch
+    """Does the tasks of a ``TrainingEvaluation`` with ``queue=`` in a worker of the training: pass
+    it to ``queue.evaluation.evaluate_one`` before each mini-batch.
 
     ``evaluate(records)`` gets the numbers of the records of a batch, and returns a dict of metrics,
     as for ``limpet.Evaluation``. The random numbers of the training do not change.

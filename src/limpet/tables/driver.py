@@ -298,7 +298,7 @@ class Driver:
         self._stop_workers()
         self._done, self._metrics, self._is_stopping = 0, {}, False
         if self._evaluation is not None:
-            self._evaluation.restart()
+            self._evaluation.abandon("the training returns to a version")
         self._roll_back()
 
     def _stop_workers(self) -> None:

@@ -19,7 +19,7 @@ from limpet.arguments import require, whole
 from limpet.errors import LimpetError, NotFound
 from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.evaluation.worker import Work, count_records, describe, read_batches
-from limpet.format.names import Version, random_id
+from limpet.format.names import MAX_STEP, Version, random_id
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.generators import kept_generators
 from limpet.lazy_torch import torch_or_none
@@ -161,7 +161,6 @@ class TrainingEvaluation:
         self._held = ExitStack()  # what an evaluation by workers needs until it ends
         self._number, self._seen_step, self._state = 0, 0, "new"
         self._began = (0, 0)
-        self._version = Version(0, 0)
 
     def __repr__(self) -> str:
         return f"<TrainingEvaluation {self.name} of {self._ckpt.run.url}>"
@@ -195,11 +194,6 @@ class TrainingEvaluation:
     def is_pausing(self) -> bool:
         """True while the training must not go on."""
         return self._share is not None and self._on == "paused"
-
-    def restart(self) -> None:
-        """Abandon what is in progress, and begin again from the version of the next resume."""
-        self.abandon("the training returns to a version")
-        self._cadence, self._agreed = None, frozenset()
 
     def _start(self) -> Cadence:
         """Read which evaluation was the last one, at the first step, or after another resume."""
@@ -249,7 +243,6 @@ class TrainingEvaluation:
         cut: str = self.servers.hold()
         self._held.callback(self.servers.release, cut)
         self._complete(self._began, _BEGUN)
-        self._version = version
         return cut
 
     def _advance(self, share: Share | QueueShare, step: int, may_end: bool) -> None:
@@ -350,8 +343,7 @@ class TrainingEvaluation:
             error = e
             raise
         finally:
-            how = "" if error is None else f" with {type(error).__name__}"
-            self.abandon(f"the training ended{how}")
+            self.abandon(f"the training ended with {type(error).__name__}")
             self._agreement.close()
 
     def _finish(self) -> None:
@@ -369,9 +361,10 @@ class TrainingEvaluation:
         """With ``queue=``: complete what is in progress, and evaluate the last step if it is due,
         while workers do the tasks. Returns whether that is done; call it again until then. Raises
         as ``step``."""
-        step, cadence = self._ckpt.current_step, self._start()
         if self._ckpt._preemption.is_leaving:
             self.abandon("the process will be stopped")
+            return True
+        step, cadence = self._ckpt.current_step, self._start()
         if self._share is not None:
             self._advance(self._share, step, may_end=True)
         if self._share is None and self._is_last_due(step, cadence):
@@ -391,8 +384,10 @@ class TrainingEvaluation:
             self._advance(share, step, may_end=True)
 
     def abandon(self, cause: str) -> None:
-        """End the evaluation in progress, if there is one, without a record."""
+        """End the evaluation in progress, if there is one, without a record. It begins again at the
+        next step, or after a resume."""
         self._held.close()
+        self._seen_step = MAX_STEP
         if (share := self._share) is not None:
             self._share = None
             self._report("ABANDONED", (share.first_step, share.last_step), cause=cause)
@@ -452,7 +447,7 @@ class TrainingEvaluation:
         else:
             if ckpt._saver.saved_step < step:
                 ckpt._saver.wait_on_all_ranks("the record of an evaluation")
-            snapshot = reader_of(ckpt.run.open(self._version))
+            snapshot = reader_of(ckpt.run.open(ckpt.run.find(step)))
         ckpt._saver.add_metrics(snapshot, metrics, self.name)
         ckpt._early_stop.observe(metrics, step, ckpt._agreement, False)
         self._complete(self._began)
