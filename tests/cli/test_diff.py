@@ -46,7 +46,8 @@ def test_json_keys_are_stable(run):
     ]  # fmt: skip
     assert report["a"]["step"] == 20
     weights = next(c for c in report["changed"] if c["key"] == "weights")
-    assert list(weights) == ["key", "what", "a", "b", "elements", "differing", "largest"]
+    names = ["key", "what", "a", "b", "elements", "differing", "largest", "differing_slots"]
+    assert list(weights) == names
     assert (weights["what"], weights["elements"], weights["differing"]) == ("bytes", 1000, 1000)
     assert weights["largest"] > 0
     step = next(c for c in report["changed"] if c["key"] == "progress/step")

@@ -36,7 +36,7 @@ def test_json_keys_are_stable(run):
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
         "metrics", "note", "config", "evaluations", "statistics", "shards",
         "bytes", "referred_bytes", "bases", "chain", "intact", "problem",
-        "bytes_checked", "leaves", "values", "collapsed",
+        "bytes_checked", "leaves", "tables", "values", "collapsed",
     ]  # fmt: skip
     weights = next(leaf for leaf in report["leaves"] if leaf["key"] == "weights")
     assert weights["boxes"][0].pop("at") > 0

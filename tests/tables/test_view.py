@@ -397,7 +397,7 @@ def test_a_copy_with_another_name_is_opened_but_not_followed(tmp_path):
     copy_snapshot(reader_of(training.run.latest()), locate(str(tmp_path / "best")))
     view = tables.open(tmp_path / "best")
     training.assert_equal(view, 3)
-    with pytest.raises(LimpetError, match=r"^The snapshot that follow\(\) continues"):
+    with pytest.raises(ManifestInvalid, match="a folder with the name version_STEP"):
         view.follow()
 
 

@@ -39,9 +39,9 @@ class TreeRow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements of a leaf; 0 for every other row."""
+        """Bytes of the elements of a leaf, or of all leaves of a table; 0 for every other row."""
         if self.dtype is None or self.shape is None or not self.is_leaf:
-            return 0
+            return self.node["bytes"] if self.kind == "table" else 0
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
@@ -59,9 +59,21 @@ def format_short(value: Any) -> str:
     return _short_repr.repr(value)
 
 
-def iter_tree_rows(snapshot: SnapshotReader) -> Iterator[TreeRow]:
-    """Yield all rows below the root, in the order of the tree."""
-    return (row for row in _walk(snapshot, snapshot.manifest.tree, "", -1) if row.depth >= 0)
+def iter_tree_rows(snapshot: SnapshotReader, *, by_table: bool = False) -> Iterator[TreeRow]:
+    """Yield all rows below the root, in the order of the tree. ``by_table``: an embedding table is
+    one, of the kind ``table``, whose ``node`` has its rows, dim, dtype, segments, and bytes."""
+    above, tables = "", snapshot.read_metadata("tables") if by_table else None
+    for row in _walk(snapshot, snapshot.manifest.tree, "", -1):
+        fields = row.node["dict"] if row.kind == "dict" and row.key in (tables or ()) else {}
+        if {"rows", "dim", "dtype", "segments"} <= fields.keys():
+            above = f"{row.key}/"
+            inside = (spec for key, spec in snapshot.leaves.items() if key.startswith(above))
+            node = {name: fields[name] for name in ("rows", "dim", "dtype")}
+            node["segments"] = len(fields["segments"]["dict"])
+            node["bytes"] = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in inside)
+            yield TreeRow(row.key, row.depth, "table", node)
+        elif row.depth >= 0 and not (above and row.key.startswith(above)):
+            yield row
 
 
 def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:

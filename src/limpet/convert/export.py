@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from limpet.run.run import Run
 from limpet.saving.image import Image
 from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state.arrays.own import Source
 from limpet.storage.store import Store
 from limpet.text import format_list
 from limpet.threads import no_op
@@ -93,12 +94,13 @@ class ExportResult:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to export: its ``name`` in the file, and the ``key`` of the leaf with its bytes."""
+    """A tensor to export: its ``name`` in the file, and the ``key`` of the leaf or a ``source``."""
 
     name: str
     key: str
     dtype: str
     shape: tuple[int, ...]
+    source: Source | None = None
 
     @property
     def nbytes(self) -> int:
@@ -226,9 +228,11 @@ def prepare_export(
     root: str | None = None,
     keys: Sequence[str] = (),
     max_shard_size: float = MAX_SHARD_SIZE,
+    merged: Mapping[str, Source] = {},
 ) -> PreparedExport:
-    """Check and plan an export before anything is written. Raises ``MissingLeaf`` if nothing is
-    selected, and ``Unsupported``, which names everything that the format cannot represent."""
+    """Check and plan an export before anything is written. ``merged``: sources, by key, in place of
+    the leaves of a part, but not for ``torch``. Raises ``MissingLeaf`` if nothing is selected, and
+    ``Unsupported``, which names everything that the format cannot represent."""
     require("to=", to in SUFFIXES, " or ".join(map(repr, SUFFIXES)), to)
     most = real(max_shard_size) or 0
     expected = "a number of bytes, 1 or more, such as 5e9"
@@ -247,6 +251,13 @@ def prepare_export(
         torch, sizes = (name or "model.pt", state), [*state.tensors.values()]
     else:
         tensors, left_out = _select_tensors(snapshot, node, root, keys, prefix)
+        above = {key: key.rpartition("/")[0] + "/" for key in merged}
+        sources = [
+            OutputTensor(_tensor_name(key, root), key, each.dtype, each.shape, each)
+            for key, each in merged.items()
+            if any(tensor.key.startswith(above[key]) for tensor in tensors)
+        ]
+        tensors = [t for t in tensors if not t.key.startswith(tuple(above.values()))] + sources
         sizes = [tensor.nbytes for tensor in tensors]
         files = (
             plan_hf_files(tensors, most)
@@ -598,7 +609,10 @@ def write_files(
         for file in files:
             lengths = np.array([tensor.nbytes for tensor in file.tensors], np.int64)
             ends, cuts = np.cumsum(lengths) + len(file.head), chunk_cuts(len(file.head), lengths)
-            leaves = [windows.OrderedLeaf(t.key, t.dtype, t.shape, t.nbytes) for t in file.tensors]
+            leaves = [
+                windows.OrderedLeaf(t.key, t.dtype, t.shape, t.nbytes, source=t.source)
+                for t in file.tensors
+            ]
             leaves = windows.group_leaves(snapshot, leaves, locations)
             if store.traits.part_size or store.traits.ordered:
                 leaves = [leaf._replace(tile_ends=()) for leaf in leaves]

@@ -35,6 +35,7 @@ from limpet.saving.image import Image
 from limpet.settings import read_settings
 from limpet.snapshot.chunks import Target, execute_read_plan
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state.arrays.own import Source
 from limpet.storage.store import Store, Upload
 from limpet.threads import Workers, in_parallel
 from limpet.types import ALIGNMENT, BLOCK_SIZE, DTYPES, MIB, Advance
@@ -70,7 +71,8 @@ class LeafLocations:
 
 class OrderedLeaf(NamedTuple):
     """A leaf, in the order of all new files. ``group``: the number of the first leaf that shares
-    chunks with it; ``tile_ends``: where its tiles end, in bytes, except the last."""
+    chunks with it; ``tile_ends``: where its tiles end, in bytes, except the last. ``source``: read
+    this by one thread instead."""
 
     key: str
     dtype: str
@@ -78,6 +80,7 @@ class OrderedLeaf(NamedTuple):
     nbytes: int
     group: int = 0
     tile_ends: tuple[int, ...] = ()
+    source: Source | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -119,8 +122,8 @@ def group_leaves(
     snapshot: SnapshotReader, leaves: list[OrderedLeaf], locations: LeafLocations
 ) -> list[OrderedLeaf]:
     """Return the leaves, which are in order, with their groups and tiles."""
-    if sum(leaf.nbytes for leaf in leaves) <= WINDOW_BYTES:
-        return leaves  # all of them are in one window
+    if sum(leaf.nbytes for leaf in leaves) <= WINDOW_BYTES or any(leaf.source for leaf in leaves):
+        return leaves  # all of them are in one window, or some in no chunk
     indexes = snapshot.indexes()
 
     def old_chunk(leaf: OrderedLeaf) -> tuple[int, int]:
@@ -302,6 +305,9 @@ def make_reader(
         requests, targets = [], []
         for number, start, stop, at in spans:
             leaf = leaves[number]
+            if leaf.source is not None:
+                leaf.source.read_into(start, buffer.view[at : at + stop - start])
+                continue
             size = DTYPES[leaf.dtype].itemsize
             # opaque elements of the same size preserve every bit pattern of every dtype
             opaque = f"V{size}"
@@ -310,7 +316,7 @@ def make_reader(
                 requests.append(ReadRequest(leaf.key, box))
                 targets.append(Target(opaque, box.sizes, into, buffer.address + at))
                 at += box.numel * size
-        rows = [locations.rows[key] for key in {leaves[span.leaf].key for span in spans}]
+        rows = [slice(0), *(locations.rows[key] for key in {request.key for request in requests})]
         shards = sorted_unique(np.concatenate([locations.shard[r] for r in rows])).tolist()
         used = [indexes[s] for s in shards]
         plan = make_read_plan(used, requests, snapshot.checked_headers)

@@ -15,7 +15,7 @@ class _LookUp(torch.nn.Module):
     def __init__(self, tables: Any, name: str, padding_idx: int | None) -> None:
         super().__init__()
         client = getattr(tables, "client", tables)
-        expected = "the Servers, or the tables of a Worker"
+        expected = "the Servers, the tables of a Worker, or a View"
         require("tables", isinstance(client, TableClient), expected, tables)
         self._client = client
         self.name, self.padding_idx = name, padding_idx

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,23 +53,25 @@ def rows_of(shard: TableShard, name: str) -> Rows | None:
 # -- saving ----------------------------------------------------------------------------------------
 
 
-class _Column(Source):
-    """A column of the rows of a cut."""
+class CutColumn(Source):
+    """A column of the rows of a cut, whose ``read`` this calls."""
 
     is_held = True
 
-    def __init__(self, cut: Cut, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, read: Callable[..., None], name: str, dtype: str, shape: tuple[int, ...]
+    ) -> None:
         self.dtype, self.shape = dtype, shape
-        self._cut, self._name = cut, name
+        self._read = partial(read, name)
 
     def read_into(self, start: int, view: memoryview) -> None:
         row = self.nbytes // self.shape[0]
         first, stop = start // row, -(-(start + len(view)) // row)
         if (stop - first) * row == len(view):
-            self._cut.read(self._name, first, stop, view)
+            self._read(first, stop, view)
             return
         whole = memoryview(bytearray((stop - first) * row))
-        self._cut.read(self._name, first, stop, whole)
+        self._read(first, stop, whole)
         view[:] = whole[start - first * row :][: len(view)]
 
 
@@ -104,7 +107,7 @@ def new_segment(
         tail = () if column.width is None else (column.width,)
 
         def make(part: Part, name: str = name, dtype: str = dtype, tail: Any = tail) -> Source:
-            return _Column(part.cut, name, dtype, (segment.rows[part.number], *tail))
+            return CutColumn(part.cut.read, name, dtype, (segment.rows[part.number], *tail))
 
         leaf = _leaf(dtype, (starts[-1], *tail), starts, parts, make)
         set_name, _, slot = name.partition("/")
@@ -251,7 +254,7 @@ class StoredSegment:
         """Yield the number of rows of each block of some buckets, and their columns, as bytes but
         for ids, in memory that the next block uses again."""
         first, stop = self.range_of(self.rows_per_bucket, buckets)
-        widths = {name: self._row_bytes(self.columns[name]) for name in names}
+        widths = {name: self.row_bytes(self.columns[name]) for name in names}
         rows = max(1, min(stop - first, _READ_BYTES // max(widths.values())))
         memory = {name: np.empty((rows, width), np.uint8) for name, width in widths.items()}
         for start in range(first, stop, rows):
@@ -265,7 +268,7 @@ class StoredSegment:
             yield count, views
 
     @staticmethod
-    def _row_bytes(leaf: LeafView) -> int:
+    def row_bytes(leaf: LeafView) -> int:
         return DTYPES[leaf.dtype].itemsize * int(np.prod(leaf.shape[1:], dtype=int))
 
 

@@ -5,32 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from limpet.arguments import require
 from limpet.errors import ManifestInvalid, MissingLeaf, NotFound
-from limpet.format.names import parse_version
 from limpet.loading.snapshot import Snapshot
 from limpet.run.address import open_reader
 from limpet.run.lineage import find_latest
 from limpet.run.run import Run
 from limpet.snapshot.location import Url
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state.arrays.own import Source
+from limpet.tables import segments
 from limpet.tables.client import Placement, TableClient
 from limpet.tables.hashing import BUCKETS, to_ids
 from limpet.tables.index import Ids
 from limpet.tables.member import saved_tables
 from limpet.tables.optimizers import SGD
-from limpet.tables.segments import StoredSegment, put_rows, restore_rows, stored_segments
+from limpet.tables.rows import Column, Rows
+from limpet.tables.segments import StoredSegment
 from limpet.tables.shard import TableShard
 from limpet.tables.table import Table
 from limpet.tracebacks import short_tracebacks
 
 _ALL, _COLUMNS = range(BUCKETS), ("ids", "values")
 _BLOCK = 1 << 16  # rows that are looked up at once
+_COMPARED = 64 << 20  # bytes of a version that are compared at once
+_AGE = attrgetter("version.branch", "version.step")
 _TRIES = 10  # versions that may be deleted in a row while they are read
 
 
@@ -48,15 +54,15 @@ class StoredTable(NamedTuple):
         # nothing is updated here: the optimizer may be one of a newer release
         return Table.from_plain({**self.tree, "optimizer": {"kind": "SGD", "lr": 0.0}})
 
-    def segments(self, first: int = 0) -> list[StoredSegment]:
-        trees = dict([*self.tree["segments"].items()][first:])
-        return [*stored_segments(self.reader, f"{self.key}/segments", trees).values()]
+    def segments(self, first: int = 0, name: str = "segments") -> list[StoredSegment]:
+        trees = dict([*self.tree.get(name, {}).items()][first:])
+        return [*segments.stored_segments(self.reader, f"{self.key}/{name}", trees).values()]
 
     def read(self, buckets: range = _ALL, columns: Sequence[str] = _COLUMNS) -> TableShard:
         """Read the rows of some buckets into memory, without slots."""
         table = replace(self.table, optimizer=SGD(0.0), admit_after=1)
         shard = TableShard(table, buckets.start, buckets.stop)
-        restore_rows(shard.rows, self.segments(), buckets, columns)
+        segments.restore_rows(shard.rows, self.segments(), buckets, columns)
         if buckets == _ALL and shard.rows.count != self.tree["rows"]:
             what = f"The segments of {self.key} in {self.reader.url} have another number of rows"
             raise ManifestInvalid(what, expected=self.tree["rows"], found=shard.rows.count)
@@ -64,22 +70,21 @@ class StoredTable(NamedTuple):
 
 
 def stored_tables(reader: SnapshotReader) -> dict[str, StoredTable]:
-    """Return the tables of a version by name. Raises ``MissingLeaf`` if it has none."""
+    """Return the tables of a version by name."""
     keys = reader.read_metadata("tables") or []
     found = {
         name: StoredTable(reader, f"{member}/{name}", tree)
         for member in dict.fromkeys(key.rpartition("/")[0] for key in keys)
         for name, tree in saved_tables(reader, member).items()
     }
-    if not found or len(found) < len(keys):
-        raise MissingLeaf(f"{reader.url} has {'two tables of one name' if found else 'no tables'}")
+    if len(found) < max(1, len(keys)):
+        raise MissingLeaf(f"{reader.url} has no tables, or two of one name")
     return found
 
 
 def sorted_ids(shard: TableShard) -> Ids:
     with shard.lock:
-        ids: Ids = shard.rows.column("ids").numpy()[shard.rows.live()]
-    ids.sort()
+        ids: Ids = np.sort(shard.rows.column("ids").numpy()[shard.rows.live()])
     return ids
 
 
@@ -109,12 +114,11 @@ class View:
 
     def __init__(self, reader: SnapshotReader, buckets: range = _ALL) -> None:
         self._buckets, self._changing, self._run = buckets, Lock(), Run(reader.location.store)
-        self._loaded = self._load(reader, stored_tables(reader))
         self.client = TableClient([], Placement([0]), self._call, has_gradients=False)
-        self.client.tables = {name: each.table for name, each in self._loaded.stored.items()}
+        self._load(reader, stored_tables(reader))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._loaded.stored)
+        return iter(self.client.tables)
 
     def __getitem__(self, name: str) -> TableView:
         """Return a table. Raises ``LimpetError`` if there is none of this name."""
@@ -135,44 +139,42 @@ class View:
         shards, wanted = self._loaded.shards, arguments[0][1]
         return {0: {name: shards[name].look_up(ids) for name, ids in wanted.items()}}
 
-    def _load(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> _Loaded:
-        with reader.pin_while_reading():
-            return _Loaded(reader, stored, {n: t.read(self._buckets) for n, t in stored.items()})
-
     def follow(self) -> bool:
         """Change to the newest intact version of the run, if that is a newer one: return True then.
 
         Only changed rows are read, and are in memory twice until all of them are written. A version
         that does not continue this one, such as a full one, is read completely into new memory.
-        Look-ups of other threads go on; they wait while rows are written, so that none gets rows
-        of an older version than one before it. Raises ``FormatError`` for damage, and
-        ``StoreError``; the view does not change then.
+        Look-ups of other threads go on; they wait while rows are written, so that none gets rows of
+        an older version than one before it. Raises ``FormatError`` for damage, and ``StoreError``;
+        the view does not change then.
         """
         with self._changing:
-            reader, catalog = self._loaded.reader, self._run.catalog
-            is_version = parse_version(reader.location.folder) is not None
-            require("The snapshot that follow() continues", is_version, "of a run", reader.url)
+            _ = self._loaded.reader.version  # raises if it is none of a run
             for _ in range(_TRIES):
                 with suppress(NotFound):  # deleted meanwhile: there is a newer one
-                    return self._change_to(find_latest(catalog) or reader)
-            return self._change_to(find_latest(catalog) or reader)
+                    return self._change_to(find_latest(self._run.catalog))
+            return self._change_to(find_latest(self._run.catalog))
 
-    def _change_to(self, reader: SnapshotReader) -> bool:
-        now, new = self._loaded.reader, reader.version
-        if now.digest == reader.digest or (new.branch, new.step) < (
-            now.version.branch,
-            now.version.step,
-        ):
+    def _change_to(self, reader: SnapshotReader | None) -> bool:
+        now, known = self._loaded.reader, self._loaded.stored
+        if reader is None or reader.digest == now.digest or _AGE(reader) < _AGE(now):
             return False
         stored = stored_tables(reader)
-        known = {name: [*each.tree["segments"]] for name, each in self._loaded.stored.items()}
-        found = {name: [*each.tree["segments"]] for name, each in stored.items()}
-        if known == {name: names[: len(known.get(name, ()))] for name, names in found.items()}:
+        lists = [{n: [*t.tree["segments"]] for n, t in each.items()} for each in (known, stored)]
+        if lists[0] == {n: names[: len(lists[0].get(n, ()))] for n, names in lists[1].items()}:
             self._add(reader, stored)
         else:
-            self._loaded = self._load(reader, stored)
-        self.client.tables = {name: each.table for name, each in stored.items()}
+            self._load(reader, stored)
         return True
+
+    def _load(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
+        with reader.pin_while_reading():
+            shards = {name: each.read(self._buckets) for name, each in stored.items()}
+        self._set(reader, stored, shards)
+
+    def _set(self, *loaded: Any) -> None:
+        self._loaded = _Loaded(*loaded)
+        self.client.tables = {name: each.table for name, each in self._loaded.stored.items()}
 
     def _add(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
         """Read all new segments, and only then write them, with all look-ups locked out."""
@@ -193,10 +195,10 @@ class View:
             for shard, deleted, blocks in added:
                 shard.delete(deleted)
                 for count, block in blocks:
-                    put_rows(shard.rows, count, block)
+                    segments.put_rows(shard.rows, count, block)
             for shard in shards.values():
                 shard.rows.mark_stored()
-            self._loaded = _Loaded(reader, stored, shards)
+            self._set(reader, stored, shards)
 
 
 class TableView:
@@ -205,14 +207,14 @@ class TableView:
     def __init__(self, view: View, name: str) -> None:
         self._view, self._name = view, name
 
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._view._loaded.shards[self._name].rows.count
+
     @property
     def table(self) -> Table:
         """What the version says of the table; SGD in place of an optimizer that is unknown."""
         return self._view.client.table(self._name)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return self._view._loaded.shards[self._name].rows.count
 
     def lookup(self, ids: Any) -> torch.Tensor:
         """Return the vectors of ids (integers ``[n]``), ``[n, dim]``: those of rows, or initial
@@ -232,3 +234,72 @@ class TableView:
             for start in range(0, len(ids), _BLOCK):
                 values[start : start + _BLOCK] = self.lookup(ids[start : start + _BLOCK])
         return ids, values
+
+
+# -- for commands ----------------------------------------------------------------------------------
+
+
+def merged_tables(reader: SnapshotReader) -> dict[str, Source]:
+    """Return ``KEY/ids``, in ascending order, and ``KEY/values`` of each table of a version, to be
+    read by one thread. The ids and values of one table at a time are in memory."""
+    memory: dict[str, tuple[TableShard, Ids]] = {}
+    sources: dict[str, Source] = {}
+
+    def read(stored: StoredTable, name: str, first: int, stop: int, out: memoryview) -> None:
+        if stored.key not in memory:
+            memory.clear()
+            shard = stored.read()
+            memory[stored.key] = shard, sorted_ids(shard)
+        shard, ids = memory[stored.key]
+        part = ids[first:stop]
+        rows = torch.from_numpy(part) if name == "ids" else shard.look_up(part)
+        out[:] = rows.view(-1).view(torch.uint8).numpy().data
+
+    for each in stored_tables(reader).values():
+        count, dim, dtype = (each.tree[name] for name in ("rows", "dim", "dtype"))
+        column = partial(segments.CutColumn, partial(read, each))
+        sources[f"{each.key}/ids"] = column("ids", "int64", (count,))
+        sources[f"{each.key}/values"] = column("values", dtype, (count, dim))
+    return sources
+
+
+def compare_tables(
+    a: SnapshotReader, b: SnapshotReader, keys: Sequence[str]
+) -> Iterator[tuple[str, str, int, int, int, int, int]]:
+    """Yield for the rows or candidates of each table, if they differ, the numbers of ids that only
+    one has, of the others, of those with other values, and with other slots, counts, or steps."""
+    tables = [{each.key: each for each in stored_tables(r).values()} for r in (a, b)]
+    for key in keys:
+        for name, aspect in zip(segments.SETS, ("rows", "candidates"), strict=True):
+            lists = [[*each[key].tree.get(name, {})] for each in tables]
+            if lists[0] != lists[1]:  # else, both have the same segments
+                x, y, both, *other = _compare([each[key].segments(0, name) for each in tables])
+                if x or y or any(other):
+                    yield key, aspect, x, y, both, other[0], other[1]
+
+
+def _compare(pair: Sequence[list[StoredSegment]]) -> list[int]:
+    """Compare rows by id, some buckets at a time."""
+    leaves = [each[0].columns if each else {} for each in pair]
+    x, y = ({n: (leaf.dtype, leaf.shape[1:]) for n, leaf in each.items()} for each in leaves)
+    shared = [name for name in x if x[name] == y.get(name) and name != "ids"]
+    widths = {name: StoredSegment.row_bytes(leaves[0][name]) for name in shared}
+    columns = {name: Column(torch.uint8, width, None) for name, width in widths.items()}
+    weights = np.sum([each.rows_per_bucket for part in pair for each in part], axis=0)
+    parts = 1 + int(weights.sum() * sum(widths.values())) // _COMPARED
+    counts = np.zeros(5, np.int64)
+    for buckets in segments.balanced_ranges(weights, min(BUCKETS, parts)):
+        a, b = Rows(columns), Rows(columns)
+        for rows, stored in zip((a, b), pair, strict=True):
+            segments.restore_rows(rows, stored, buckets, ["ids", *shared])
+        live = a.live()
+        found = b.find(a.column("ids").numpy()[live])
+        mine, other = (torch.from_numpy(n[found >= 0]) for n in (live, found))
+        is_other = [[x.get("values") != y.get("values")], [x != y]]
+        changed = torch.tensor(is_other, device="cpu").repeat(1, len(mine))
+        for name in shared:
+            differs = a.column(name)[mine] != b.column(name)[other]
+            changed[int(name != "values")] |= differs.any(1) if differs.ndim > 1 else differs
+        only = a.count - len(mine), b.count - len(mine)
+        counts += [*only, len(mine), *changed.sum(1).tolist()]
+    return counts.tolist()

@@ -2,6 +2,6 @@
 
 Terms: as in ``cli``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
-``snapshot``, ``saving``, ``loading``, ``run``, ``convert``, ``notices``, ``tasks``, ``tiers``,
-``evaluation``, ``training``, and ``cli``.
+``snapshot``, ``saving``, ``loading``, ``run``, ``convert``, ``notices``, ``tables``, ``tasks``,
+``tiers``, ``evaluation``, ``training``, and ``cli``.
 """

@@ -17,6 +17,7 @@ from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_s
 from limpet.format import tree
 from limpet.format.config import compare_configs, describe_change
 from limpet.format.names import join_key
+from limpet.layout.select import make_key_filter, match_all
 from limpet.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, format_size
@@ -26,7 +27,9 @@ from limpet.types import DTYPES
 @dataclass(frozen=True, slots=True)
 class Change:
     """A difference at one key of both. ``aspect``: kind, dtype, shape, name, metadata, value, or
-    bytes, of whose ``elements`` ``differing`` differ, by at most ``max_difference``."""
+    bytes, of whose ``elements`` ``differing`` differ, by at most ``max_difference``. Or rows (or
+    candidates) of a table: only one has ``a`` or ``b``; of the others, some differ in values, some
+    in slots or counts."""
 
     key: str
     aspect: str
@@ -34,6 +37,7 @@ class Change:
     b: Any = None
     elements: int | None = None
     differing: int | None = None
+    differing_slots: int | None = None
     max_difference: float | None = None
 
 
@@ -77,8 +81,15 @@ def compare_snapshots(
     a: SnapshotReader, b: SnapshotReader, keys: Sequence[str] = (), *, quiet: bool = True
 ) -> Differences:
     """Return the differences of two snapshots, of all keys or those that match ``keys``."""
-    rows_a = {r.key: r for r in filter_rows(iter_tree_rows(a), keys)}
-    rows_b = {r.key: r for r in filter_rows(iter_tree_rows(b), keys)}
+    is_selected = make_key_filter([*keys]) if keys else match_all
+    in_b = b.read_metadata("tables") or ()
+    tables = [key for key in a.read_metadata("tables") or () if key in in_b and is_selected(key)]
+    parts = ("segments", "candidates", "first_buckets")  # how the rows are stored
+    stored = tuple(f"{key}/{part}" for key in tables for part in parts)
+    rows_a, rows_b = (
+        {r.key: r for r in filter_rows(iter_tree_rows(each), keys) if not r.key.startswith(stored)}
+        for each in (a, b)
+    )
     differences = Differences(
         only_a=_topmost_keys([k for k in rows_a if k not in rows_b]),
         only_b=_topmost_keys([k for k in rows_b if k not in rows_a]),
@@ -96,6 +107,10 @@ def compare_snapshots(
         elif row.kind == "value":
             differences.equal_count += 1
     _compare_leaves(a, b, pairs, differences, quiet)
+    if tables:
+        from limpet.tables.view import compare_tables  # imports torch
+
+        differences.changes += [Change(*found) for found in compare_tables(a, b, tables)]
     order = {key: i for i, key in enumerate(rows_a)}
     differences.changes.sort(key=lambda c: order.get(c.key, 0))
     return differences
@@ -205,6 +220,7 @@ def _build_document(
                 "elements": c.elements,
                 "differing": c.differing,
                 "largest": c.max_difference,
+                "differing_slots": c.differing_slots,
             }
             for c in differences.changes
         ],
@@ -245,6 +261,10 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
 
 
 def _format_change(change: Change) -> str:
+    if change.differing_slots is not None:
+        found = f"{change.aspect}: {change.a:,} only in A, {change.b:,} only in B"
+        slots = f"{change.differing_slots:,} in slots or counts"
+        return f"{found}, {change.differing:,} of {change.elements:,} differ, {slots}"
     if change.aspect == "bytes":
         count = (
             "all"

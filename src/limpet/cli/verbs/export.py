@@ -69,10 +69,18 @@ def command(
 
     If SNAPSHOT is a run, its newest version is exported. Every byte is checked. No existing file is
     overwritten, and a failed export leaves no file behind. DIR may also be the name of the file,
-    such as out/llama.safetensors.
+    such as out/llama.safetensors. An embedding table becomes KEY/ids, ascending, and KEY/values,
+    without slots, which are in memory for one table at a time.
     """
     opened = resolve_newest(snapshot, quiet=as_json)
-    prepared = prepare_export(opened, to, kind, root=root, keys=keys, max_shard_size=max_shard_size)
+    merged = {}
+    if opened.read_metadata("tables") and kind != "torch":
+        from limpet.tables.view import merged_tables  # imports torch
+
+        merged = merged_tables(opened)
+    prepared = prepare_export(
+        opened, to, kind, root=root, keys=keys, max_shard_size=max_shard_size, merged=merged
+    )
     refuse_address(prepared.location.url)
     began = perf_counter()
     with progress_bar("exporting", prepared.nbytes, quiet=as_json) as advance:

@@ -37,10 +37,10 @@ def command(
     """Show the origin of SNAPSHOT, and its tree of leaves and values.
 
     If SNAPSHOT is a run, its newest version is shown. Only the manifest is read, and with --layout
-    the indexes.
+    the indexes. An embedding table is one line without --layout and --keys.
     """  # fmt: skip
     opened = resolve_newest(snapshot, quiet=as_json)
-    rows = list(filter_rows(iter_tree_rows(opened), keys))
+    rows = list(filter_rows(iter_tree_rows(opened, by_table=not (keys or layout)), keys))
     if keys and not rows:
         raise MissingLeaf(
             f"Nothing in {opened.url} matches",
@@ -110,8 +110,9 @@ def _build_document(
         "leaves": [
             _build_leaf_document(r, layouts)
             for r in rows
-            if r.kind != "value" and r.kind not in CONTAINER_KINDS
+            if r.kind not in ("value", "table", *CONTAINER_KINDS)
         ],
+        "tables": [{"key": r.key, **r.node} for r in rows if r.kind == "table"],
         "values": [{"key": r.key, "value": r.value()} for r in rows if r.kind == "value"],
         "collapsed": collapsed,
     }
@@ -209,6 +210,10 @@ def _table_lines(
             yield name, f"{_container_name(row)}, {count}", size, "" if row.depth else "bold"
         elif row.kind == "value":
             yield name, format_short(row.value()), "", "cyan"
+        elif row.kind == "table":
+            rows_, dim, dtype, segments, nbytes = row.node.values()
+            text = f"table, {rows_:,} rows of {dim} {dtype}, {format_count(segments, 'segment')}"
+            yield name, text, format_size(nbytes), ""
         else:
             yield name, _describe_leaf(row), format_size(row.nbytes) if row.is_leaf else "", ""
         for number, box in () if layouts is None else layouts.get(row.key, ()):
