@@ -226,8 +226,7 @@ def test_an_error_that_goes_away_is_tried_again():
 
 
 @pytest.mark.parametrize("options", [{}, {"grads_to_wait": 2}], ids=str)
-@pytest.mark.parametrize("save", [1000, 3])
-def test_one_worker_evaluates_while_old_rows_are_at_their_limit(monkeypatch, options, save):
+def test_one_worker_evaluates_while_old_rows_are_at_their_limit(monkeypatch, options):
     """A push waits for the evaluation, which only its worker can do; a save does not wait."""
     begin_view = partialmethod(rows.Rows.begin_view, old_bytes_limit=1)
     monkeypatch.setattr(rows.Rows, "begin_view", begin_view)
@@ -238,10 +237,10 @@ def test_one_worker_evaluates_while_old_rows_are_at_their_limit(monkeypatch, opt
         waits.append(any(shard.must_wait for shard in shards))
 
     training = Training(
-        store, workers=1, hook=hook, options=options, save=limpet.EverySteps(save)
+        store, workers=1, hook=hook, options=options, save=limpet.EverySteps(3)
     )  # fmt: skip
     training.servers.fill("seen", range(RECORDS), torch.zeros(RECORDS, 1))
-    training(every=4)
+    training(every=12)
     assert any(waits)
     for step, metrics in recorded(store).items():
         assert metrics == pytest.approx({"seen": saved(store, step), "weight": step})
@@ -373,6 +372,27 @@ def test_an_evaluation_changes_no_bit_of_a_synchronous_training(tmp_path, monkey
 
     monkeypatch.setattr(tables.Servers, "train", train_and_evaluate)
     assert same(run_model(tmp_path / "b", 2, 3, grads_to_wait=4), expected)
+
+
+def test_one_process_without_workers_evaluates_its_rows():
+    store, servers = MemoryStore(), tables.Servers([counting_table()])
+    module, state = tables.Embedding(servers, "seen"), {"tables": servers}
+
+    def evaluate(model, ids):
+        return {"seen": (model(ids).sum(), len(ids) / RECORDS)}
+
+    with (
+        limpet.Checkpointer(store, state, save=limpet.Never(), quiet=True) as ckpt,
+        limpet.TrainingEvaluation(
+            ckpt, module, evaluate, data=range(RECORDS), every=limpet.EverySteps(4)
+        ) as evaluation,
+    ):
+        for step in ckpt.steps(9):
+            evaluation.step()
+            module(torch.tensor([step])).sum().neg().backward()
+            servers.step()
+            ckpt.step()
+    assert recorded(store) == {step: {"seen": pytest.approx(step)} for step in (4, 8, 9)}
 
 
 # -- a queue without tables ------------------------------------------------------------------------
