@@ -168,12 +168,12 @@ def measure_memory(folder: str, rows: int) -> dict[str, float]:
     module = tables.EmbeddingBag(servers, "words", mode="sum")
     update(servers, module, np.arange(_FEATURES))
     limpet.save(Path(folder) / "tiny", {"tables": servers})  # imports what a save needs
-    ratios, block = [], 8 * 1024 * _FEATURES // 4
+    ratios, block = [], 256 * _FEATURES
     rows -= rows % block
     with resource_usage.PeakMemory() as memory:
         for stop in range(block, rows + 1, block):
             update(servers, module, np.arange(stop - block, stop))
-            if stop >= rows // 10:  # before, the temporaries of a push count for much
+            if stop >= rows // 4:  # before, 30 MiB of libraries and temporaries count for much
                 ratios.append(memory.peak_bytes() / (stop * row_bytes("Adagrad")))
         start = memory.resident_bytes()
     held = start / (rows * row_bytes("Adagrad"))
@@ -232,7 +232,8 @@ def measure_increments(folder: str, rows: int, rounds: int) -> dict[str, list[fl
     from limpet import tables
 
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {"bytes": [], "small": [], "large": [], "publication": []}
+    found: dict[str, list[float]] = {"bytes": [], "small": [], "large": []}
+    found |= {"opening": [], "publication": []}
     inputs = batches(rows, rounds + 1)
     with contextlib.ExitStack() as stack:
         trainings = {}
@@ -246,9 +247,7 @@ def measure_increments(folder: str, rows: int, rounds: int) -> dict[str, list[fl
             trainings[name] = servers, module, ckpt
             ckpt.step()
             ckpt.save()
-        views = {}
-        if hasattr(tables, "open"):
-            views = {name: tables.open(f"{folder}/{name}@latest") for name in trainings}
+        views: dict[str, Any] = {}
         for number, numbers in enumerate(inputs):
             for name in [*trainings][:: 1 - 2 * (number % 2)]:
                 servers, module, ckpt = trainings[name]
@@ -258,14 +257,18 @@ def measure_increments(folder: str, rows: int, rounds: int) -> dict[str, list[fl
                 snapshot = ckpt.save()
                 seconds = time.perf_counter() - start
                 changed = len(np.unique(numbers))
-                if number:
+                start = time.perf_counter()
+                if number == 0:
+                    views[name] = tables.open(f"{folder}/{name}@latest")
+                    what, count = "opening", servers.statistics()["words"]["rows"]
+                else:
                     found[name].append(seconds)
                     found["bytes"].append(snapshot.nbytes / changed / row_bytes("Adagrad"))
-                if name in views:
                     start = time.perf_counter()
                     views[name].follow()
-                    seconds = time.perf_counter() - start
-                    found["publication"].append(changed * (8 + 4 * _DIM) / seconds / 1e9)
+                    what, count = "publication", changed
+                seconds = time.perf_counter() - start
+                found[what].append(count * (8 + 4 * _DIM) / seconds / 1e9)
     return found
 
 
@@ -450,7 +453,11 @@ def _storage(options: Options) -> Section:
     runs = [measure("measure_memory", rows=2 * rows) for _ in range(1 if quick else 2)]
     peaks = {name: [run[name] for run in runs if run] for name in ("growing", "held", "saving")}
     beyond = [run["beyond"] for run in runs if run]
-    add("memory / payload, most while growing", peaks["growing"], most=1.15)
+    add(
+        "memory / payload, most while 3/4 of the rows are added",
+        peaks["growing"],
+        most=1.15,
+    )
     add("memory / payload, afterward", peaks["held"], most=1.15)
     add("memory / payload during a save", peaks["saving"])
     add("memory beyond 1.25 payloads during a save", beyond, most=256, unit="MiB", digits=0)
@@ -470,10 +477,11 @@ def _storage(options: Options) -> Section:
     ratios = [b / a for a, b in zip(small, large, strict=True)]
     add("increment: time, table 4 x as large", ratios, most=1.2)
     add("increment of the smaller table", [1000 * s for s in small], unit="ms", digits=0)
-    if found.get("publication"):
-        add("publication of an increment (ids, values)", found["publication"], unit="GB/s")
-    else:
-        section.missing.append("publication: View.follow")
+    for name, what in {
+        "opening": "tables.open",
+        "publication": "View.follow, an increment",
+    }.items():
+        add(f"{what}: ids and values", found.get(name, []), unit="GB/s")
 
     for name, ratios in measure("measure_reads", rows=rows).items():
         what = f"bytes that a server reads / those of its rows, {name} servers"
