@@ -29,6 +29,7 @@ from limpet.tables.hashing import BUCKETS, bucket_of
 from limpet.tables.index import unique
 from limpet.tables.rows import Column, Cut, Rows
 from limpet.tables.shard import TableShard
+from limpet.threads import in_parallel
 from limpet.types import DTYPES, MIB, Box
 
 _READ_BYTES = 64 * MIB
@@ -140,12 +141,9 @@ def _leaf(
     make: Callable[[Part], Source],
 ) -> LocalBoxes:
     """Return an array of which this process has some parts."""
-    boxes = []
-    for part in parts:
-        source = make(part)
-        if source.shape[0] or not shape[0]:
-            box = Box((starts[part.number], *[0] * (len(shape) - 1)), source.shape)
-            boxes.append((box, source))
+    made, tail = [(starts[part.number], make(part)) for part in parts], [0] * (len(shape) - 1)
+    found = [(first, source) for first, source in made if source.shape[0] or not shape[0]]
+    boxes = [(Box((first, *tail), source.shape), source) for first, source in found]
     return LocalBoxes(shape, boxes, dtype)
 
 
@@ -241,8 +239,7 @@ class StoredSegment:
                 self._fail(f"{name} of {part.nbytes} bytes", f"{list(leaf.shape)} {leaf.dtype}")
             box = Box((first, *[0] * (len(sizes) - 1)), sizes)
             requests.append(ReadRequest(leaf.key, box))
-            address = part.__array_interface__["data"][0]
-            targets.append(Target(leaf.dtype, sizes, part, address))
+            targets.append(Target(leaf.dtype, sizes, part, part.__array_interface__["data"][0]))
         if requests:
             self.reader.read(requests, targets, check_headers=False)
         if "ids" in names:
@@ -308,9 +305,11 @@ def _adopt(rows: Rows, segment: StoredSegment, names: Sequence[str], buckets: ra
         rows.reserve(stop - first)
         columns = ((name, rows.column(name, stop - first)) for name in names)
         into = {n: (c if n == "ids" else c.view(torch.uint8)).numpy() for n, c in columns}
-        segment.read(names, first, stop, into)
+        segment.read(["ids"], first, stop, into)
+        others = partial(segment.read, [n for n in names if n != "ids"], first, stop, into)
+        # the index is made while the other columns are read
+        in_parallel([others, partial(rows.adopt, stop - first)], lambda work: work(), threads=2)
         into.clear()  # no view may live when the rows grow
-        rows.adopt(stop - first)
 
 
 def put_rows(rows: Rows, count: int, columns: Mapping[str, NDArray[Any]]) -> None:
