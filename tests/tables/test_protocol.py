@@ -3,6 +3,7 @@
 Messages between two parties arrive in any order, but a worker sends the next one after the answer.
 """
 
+import functools
 import itertools
 import random
 from collections import Counter
@@ -16,6 +17,7 @@ from limpet import tables
 from limpet.tables.coordinator import Asynchronous
 from limpet.tables.hashing import bucket_of
 from limpet.tables.messages import Commit, Committed, Push, Rates, Sender, Stale
+from limpet.tables.rows import Rows
 from limpet.tables.server import StaleMessage, TableServer
 
 WORDS = tables.Table(
@@ -45,7 +47,7 @@ class Model:
         self.coordinator = Asynchronous(lambda: RATES, staleness)
         self.coordinator.queue = SimpleNamespace(report_consumed=consumed_once)
         self.workers, self.lost, self.network, self.cuts = {}, [], [], []
-        self.untold = {}
+        self.untold, self.held, self.refused = {}, [], 0
         self.expected = {}
         for server in self.servers:
             server.restart(0, 0, {})
@@ -65,14 +67,18 @@ class Model:
     def push(self, server, sender, number):
         gradient = torch.tensor([[-1.0]])
         rows = {"words": (np.array([self.ids[server]]), gradient)}
-        self.servers[server].push(sender, number, Push(rows, {}, {}))
+        return self.servers[server].push(sender, number, Push(rows, {}, {}))
 
     def deliver(self, message):
         kind, server, arguments, worker = message
         try:
             if kind == "push":
-                self.push(server, *arguments)
-                if worker is not None and worker.phase == "wait" and arguments[1] == worker.number:
+                if not self.push(server, *arguments):
+                    self.refused += 1
+                    self.network.append(message)
+                elif (
+                    worker is not None and worker.phase == "wait" and arguments[1] == worker.number
+                ):
                     worker.acknowledged.add(server)
             elif kind == "pull":
                 self.servers[server].pull(*arguments)
@@ -96,6 +102,13 @@ class Model:
     def mark_one(self):
         mark, left = self.cuts[0]
         server = left.pop(self.random.randrange(len(left)))
+        if self.random.random() < 0.5:
+            self.servers[server].hold(mark)
+            self.servers[server].hold(mark)  # it comes twice
+            self.held.append((server, mark.epoch))
+            if not left:
+                self.cuts.pop(0)
+            return
         with self.servers[server].at_mark(mark):
             value = self.servers[server].pull(None, {"words": np.array([self.ids[server]])})
             assert float(value["words"][0, 0]) == self.expected[mark.epoch][0]
@@ -103,6 +116,16 @@ class Model:
             pass
         if not left:
             self.cuts.pop(0)
+
+    def evaluate_one(self):
+        """Read a cut that is held, and maybe release it."""
+        server, epoch = held = self.random.choice(self.held)
+        wanted = {"words": np.array([self.ids[server]])}
+        value = self.servers[server].pull(None, wanted, str(epoch))
+        assert float(value["words"][0, 0]) == self.expected[epoch][0]
+        if self.random.random() < 0.3:
+            self.servers[server].release(str(epoch))
+            self.held.remove(held)
 
     def act(self, worker):
         if worker.phase == "push":
@@ -143,6 +166,8 @@ class Model:
     def run(self, actions):
         for _ in range(actions):
             chance = self.random.random()
+            if self.held and self.random.random() < 0.1:
+                self.evaluate_one()
             if chance < 0.45 and self.network:
                 message = self.network.pop(self.random.randrange(len(self.network)))
                 self.deliver(message)
@@ -157,6 +182,8 @@ class Model:
                 self.cut()
             elif len(self.workers) > 1:
                 self.lose()
+        while self.held:
+            self.evaluate_one()
         while self.network:
             self.deliver(self.network.pop())
         while self.cuts:
@@ -164,15 +191,27 @@ class Model:
         self.cut()
         while self.cuts:
             self.mark_one()
+        while self.held:
+            self.evaluate_one()
         return self.coordinator
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_each_cut_is_the_ledger_on_every_server(seed):
-    """Each push adds 1 to a row of each server: so at a mark, each row is the number of commits."""
+    """Each push adds 1 to a row of each server: so at a mark, each row is the number of commits,
+    and stays so at a cut that is held."""
     model = Model(seed)
     coordinator = model.run(800)
     assert coordinator.step > 1
+    assert not any(server.shards["words"].rows._cuts for server in model.servers)
+
+
+def test_no_push_is_held_while_old_rows_are_at_their_limit(monkeypatch):
+    begin_view = functools.partialmethod(Rows.begin_view, old_bytes_limit=1)
+    monkeypatch.setattr(Rows, "begin_view", begin_view)
+    models = [Model(seed) for seed in range(10)]
+    assert sum(model.run(800).step for model in models) > 100
+    assert sum(model.refused for model in models) > 100
 
 
 @pytest.mark.parametrize("seed", range(20))
