@@ -123,7 +123,7 @@ def saved(store, step):
 @pytest.mark.parametrize("options", [{}, {"grads_to_wait": 2}], ids=str)
 @pytest.mark.parametrize("on", ["cut", "paused"])
 def test_exact_metrics_are_those_of_the_version_of_the_step(on, options):
-    """B 45, B 47, B 48."""
+    """B 45, B 48."""
     store = MemoryStore()
     with ends() as ended:
         training = Training(store, options=options)(on=on, every=7)
@@ -399,7 +399,7 @@ def test_one_process_without_workers_evaluates_its_rows():
 
 
 def test_workers_of_a_queue_without_tables_evaluate_too():
-    """B 49: also after the last training task."""
+    """Also after the last training task."""
     store, queue, model = MemoryStore(), limpet.tasks.Queue(), torch.nn.Linear(1, 1)
     state = {"model": model, "queue": queue, "progress": limpet.Progress()}
     evaluator = TaskEvaluator(lambda records: {"records": (len(records), 1 / len(records))})
@@ -419,6 +419,43 @@ def test_workers_of_a_queue_without_tables_evaluate_too():
     found = inexact(store)
     assert [(first, last) for _, first, last, _ in found] == [(3, 7), (7, 7)]
     assert all(metrics == {"records": pytest.approx(20 / 0.8)} for *_, metrics in found)
+
+
+def test_a_result_after_the_end_of_its_evaluation_does_not_count():
+    """B 47."""
+    queue = limpet.tasks.Queue()
+    with (
+        limpet.Checkpointer(MemoryStore(), {"queue": queue}, quiet=True) as ckpt,
+        limpet.TrainingEvaluation(
+            ckpt, data=5, every=limpet.EverySteps(1), queue=queue, on="current"
+        ) as evaluation,
+    ):
+        ckpt.step()
+        evaluation.step()
+        task = queue.evaluation.get()
+        evaluation.abandon("for a test")
+        assert not task.done(TaskEvaluator(lambda records: {"n": (1, 1)})(task))
+        evaluation.step()
+        assert queue.evaluation.get().attempt > task.attempt, "it begins again"
+    assert not inexact(ckpt.run.store)
+
+
+@pytest.mark.parametrize("result", [5, {"loss": 1.0}, {"state": 5}, {"state": {}}], ids=str)
+def test_results_of_something_else_are_an_error(result):
+    queue = limpet.tasks.Queue()
+    with (
+        limpet.Checkpointer(MemoryStore(), {"queue": queue}, quiet=True) as ckpt,
+        limpet.TrainingEvaluation(
+            ckpt, data=5, every=limpet.EverySteps(1), queue=queue, on="current"
+        ) as evaluation,
+    ):
+        ckpt.step()
+        evaluation.step()
+        assert queue.evaluation.evaluate_one(lambda task: result)
+        with pytest.raises(LimpetError, match="step 1 failed"):
+            evaluation.finish()
+        assert evaluation.finish()
+        assert not queue.jobs()
 
 
 @pytest.mark.parametrize("on", ["cut", "paused"])
@@ -533,6 +570,7 @@ def evaluate_view(view, records):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_separate_job_evaluates_versions_with_their_rows(tmp_path, workers):
+    """B 49."""
     training = Training(tmp_path, save=limpet.EverySteps(15))
     with training.ckpt:
         training.ckpt.resume()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ class Worker:
         self._keys: Keys | None = None
         self._batch = -1
         self._metrics: dict[str, float] = {}
-        self._evaluator: TaskEvaluator | None = None
+        self._evaluator: Any = None
         self._renewed = 0.0
         self._confirm(None)
 
@@ -187,18 +186,16 @@ class Worker:
 
     def _evaluate_one(self) -> bool:
         """Do an evaluation task if there is one; return whether there was."""
-        if self._evaluator is None:
-            return False
-        do = partial(self._evaluate, self._evaluator)
-        return bool(self._queue.evaluation.evaluate_one(do, self._leased_by))
+        side, worker = self._queue.evaluation, self._leased_by
+        return self._evaluator is not None and side.evaluate_one(self._evaluate, worker)
 
-    def _evaluate(self, evaluator: TaskEvaluator, task: EvaluationTask) -> dict[str, Any]:
+    def _evaluate(self, task: EvaluationTask) -> Any:
         """Do a task with the rows and the dense values of its cut, or current ones."""
         self.tables.cut = Work.decode(task.data).url
         try:
             self._pull_dense()
             with evaluating(self._model):
-                return evaluator(task)
+                return self._evaluator(task)
         finally:
             self.tables.cut = ""
             self._pull_dense()
@@ -214,12 +211,11 @@ class Worker:
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         pushes = self._take_push()
         left = {n: (self._sender, self._number, push) for n, push in enumerate(pushes)}
-        while True:
+        while left:
             held = self._call("push", left)
             left = {n: arguments for n, arguments in left.items() if not held[n]}
-            if not left:  # all servers hold it
-                break
-            self._evaluate_or_wait()
+            if left:
+                self._evaluate_or_wait()
         try:
             if self._batches is not None:
                 self._batches.consumed()

@@ -618,9 +618,9 @@ class QueueShare:
             else:
                 metrics = compute(states, {}) if states else results[0]["metrics"]
                 self._merged = Merged(metrics, "")
-        except LimpetError as e:
+        except (LimpetError, LookupError, TypeError) as e:  # or not of a TaskEvaluator
             self.error = e
-            self._merged = Merged(None, str(e.fields.get("cause") or describe(e)))
+            self._merged = Merged(None, getattr(e, "fields", {}).get("cause") or describe(e))
 
     def merge(self, group: Group, operation: str) -> Merged:
         return self._merged
