@@ -1,7 +1,9 @@
 """Commands that meet embedding tables."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ from safetensors.torch import load_file
 import limpet
 from limpet import tables
 from limpet.cli.exit_codes import DIFFERS
+from limpet.convert import windows
+from limpet.errors import MissingLeaf
+from limpet.tables.view import StoredTable
 from tests.cli.invoke import run_cli
 from tests.tables.trainings import Training
 
@@ -114,7 +119,8 @@ def test_export_of_a_part(training, tmp_path):
     assert sum(len(part) for part in parts) == 4
 
 
-def test_export_with_a_model(tmp_path):
+def test_export_with_a_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 1 << 20)
     servers = tables.Servers([WORDS], 2)
     servers.fill("words", np.arange(100_000), torch.arange(100_000.0)[:, None].expand(-1, 4))
     model = torch.nn.Linear(3000, 1000)
@@ -128,6 +134,22 @@ def test_export_with_a_model(tmp_path):
     assert torch.equal(found["model/weight"], model.weight)
     assert torch.equal(found["tables/words/ids"], torch.arange(100_000))
     assert torch.equal(found["tables/words/values"][:, 3], torch.arange(100_000.0))
+
+
+def test_export_has_one_table_at_a_time_in_memory(training, tmp_path, monkeypatch):
+    alive, counts, read = weakref.WeakSet(), [], StoredTable.read
+
+    def count_and_read(stored):
+        gc.collect()
+        counts.append(len(alive))
+        shard = read(stored)
+        alive.add(shard)
+        return shard
+
+    monkeypatch.setattr(StoredTable, "read", count_and_read)
+    export(training, tmp_path / "out")
+    assert len(counts) > 1
+    assert not any(counts)
 
 
 def test_export_of_an_empty_table(tmp_path):
@@ -172,6 +194,24 @@ def test_rows_in_other_segments_of_other_servers_are_identical(training, tmp_pat
     assert result.code == DIFFERS
     [change] = result.json["changed"]
     assert (change["differing"], change["differing_slots"]) == (0, 1)
+
+
+def test_two_tables_of_one_name(tmp_path):
+    state = {"a": tables.Servers([WORDS]), "b/c": tables.Servers([WORDS], 2)}
+    state["a"].fill("words", [1], torch.ones(1, 4))
+    limpet.save(str(tmp_path / "v"), state)
+    state["b/c"].fill("words", [2, 3], torch.ones(2, 4))
+    limpet.save(str(tmp_path / "w"), state)
+    changed = run_cli("diff", tmp_path / "v", tmp_path / "w", "--json").json["changed"]
+    assert [(c["key"], c["b"]) for c in changed if c["what"] == "rows"] == [("b~1c/words", 2)]
+    assert len(run_cli("show", tmp_path / "w", "--json").json["tables"]) == 2
+    to = tmp_path / "out.safetensors"
+    assert run_cli("export", tmp_path / "w", "--to", "safetensors", to).code == 0
+    found = load_file(to)
+    assert found["a/words/ids"].tolist() == [1]
+    assert found["b/c/words/ids"].tolist() == [2, 3]
+    with pytest.raises(MissingLeaf, match="two of one name"):
+        tables.open(str(tmp_path / "w"))
 
 
 def test_diff_of_candidates_and_of_another_dim(tmp_path):

@@ -35,7 +35,7 @@ from limpet.tracebacks import short_tracebacks
 
 _ALL, _COLUMNS = range(BUCKETS), ("ids", "values")
 _BLOCK = 1 << 16  # rows that are looked up at once
-_COMPARED = 64 << 20  # bytes of a version that are compared at once
+_COMPARED = 64 << 20  # bytes of rows that are compared at once
 _AGE = attrgetter("version.branch", "version.step")
 _TRIES = 10  # versions that may be deleted in a row while they are read
 
@@ -58,11 +58,11 @@ class StoredTable(NamedTuple):
         trees = dict([*self.tree.get(name, {}).items()][first:])
         return [*segments.stored_segments(self.reader, f"{self.key}/{name}", trees).values()]
 
-    def read(self, buckets: range = _ALL, columns: Sequence[str] = _COLUMNS) -> TableShard:
+    def read(self, buckets: range = _ALL) -> TableShard:
         """Read the rows of some buckets into memory, without slots."""
         table = replace(self.table, optimizer=SGD(0.0), admit_after=1)
         shard = TableShard(table, buckets.start, buckets.stop)
-        segments.restore_rows(shard.rows, self.segments(), buckets, columns)
+        segments.restore_rows(shard.rows, self.segments(), buckets, _COLUMNS)
         if buckets == _ALL and shard.rows.count != self.tree["rows"]:
             what = f"The segments of {self.key} in {self.reader.url} have another number of rows"
             raise ManifestInvalid(what, expected=self.tree["rows"], found=shard.rows.count)
@@ -70,14 +70,19 @@ class StoredTable(NamedTuple):
 
 
 def stored_tables(reader: SnapshotReader) -> dict[str, StoredTable]:
-    """Return the tables of a version by name."""
+    """Return the tables of a version by key."""
     keys = reader.read_metadata("tables") or []
-    found = {
-        name: StoredTable(reader, f"{member}/{name}", tree)
+    return {
+        f"{member}/{name}": StoredTable(reader, f"{member}/{name}", tree)
         for member in dict.fromkeys(key.rpartition("/")[0] for key in keys)
         for name, tree in saved_tables(reader, member).items()
     }
-    if len(found) < max(1, len(keys)):
+
+
+def _by_name(reader: SnapshotReader) -> dict[str, StoredTable]:
+    tables = stored_tables(reader)
+    found = {key.rpartition("/")[2]: table for key, table in tables.items()}
+    if len(found) < max(1, len(tables)):
         raise MissingLeaf(f"{reader.url} has no tables, or two of one name")
     return found
 
@@ -115,7 +120,7 @@ class View:
     def __init__(self, reader: SnapshotReader, buckets: range = _ALL) -> None:
         self._buckets, self._changing, self._run = buckets, Lock(), Run(reader.location.store)
         self.client = TableClient([], Placement([0]), self._call, has_gradients=False)
-        self._load(reader, stored_tables(reader))
+        self._load(reader, _by_name(reader))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.client.tables)
@@ -159,7 +164,7 @@ class View:
         now, known = self._loaded.reader, self._loaded.stored
         if reader is None or reader.digest == now.digest or _AGE(reader) < _AGE(now):
             return False
-        stored = stored_tables(reader)
+        stored = _by_name(reader)
         lists = [{n: [*t.tree["segments"]] for n, t in each.items()} for each in (known, stored)]
         if lists[0] == {n: names[: len(lists[0].get(n, ()))] for n, names in lists[1].items()}:
             self._add(reader, stored)
@@ -170,11 +175,8 @@ class View:
     def _load(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
         with reader.pin_while_reading():
             shards = {name: each.read(self._buckets) for name, each in stored.items()}
-        self._set(reader, stored, shards)
-
-    def _set(self, *loaded: Any) -> None:
-        self._loaded = _Loaded(*loaded)
-        self.client.tables = {name: each.table for name, each in self._loaded.stored.items()}
+        self._loaded = _Loaded(reader, stored, shards)
+        self.client.tables = {name: each.table for name, each in stored.items()}
 
     def _add(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
         """Read all new segments, and only then write them, with all look-ups locked out."""
@@ -198,7 +200,7 @@ class View:
                     segments.put_rows(shard.rows, count, block)
             for shard in shards.values():
                 shard.rows.mark_stored()
-            self._set(reader, stored, shards)
+            self._loaded = _Loaded(reader, stored, shards)
 
 
 class TableView:
@@ -214,7 +216,7 @@ class TableView:
     @property
     def table(self) -> Table:
         """What the version says of the table; SGD in place of an optimizer that is unknown."""
-        return self._view.client.table(self._name)
+        return self._view._loaded.stored[self._name].table
 
     def lookup(self, ids: Any) -> torch.Tensor:
         """Return the vectors of ids (integers ``[n]``), ``[n, dim]``: those of rows, or initial
@@ -255,11 +257,11 @@ def merged_tables(reader: SnapshotReader) -> dict[str, Source]:
         rows = torch.from_numpy(part) if name == "ids" else shard.look_up(part)
         out[:] = rows.view(-1).view(torch.uint8).numpy().data
 
-    for each in stored_tables(reader).values():
+    for key, each in stored_tables(reader).items():
         count, dim, dtype = (each.tree[name] for name in ("rows", "dim", "dtype"))
         column = partial(segments.CutColumn, partial(read, each))
-        sources[f"{each.key}/ids"] = column("ids", "int64", (count,))
-        sources[f"{each.key}/values"] = column("values", dtype, (count, dim))
+        sources[f"{key}/ids"] = column("ids", "int64", (count,))
+        sources[f"{key}/values"] = column("values", dtype, (count, dim))
     return sources
 
 
@@ -268,7 +270,7 @@ def compare_tables(
 ) -> Iterator[tuple[str, str, int, int, int, int, int]]:
     """Yield for the rows or candidates of each table, if they differ, the numbers of ids that only
     one has, of the others, of those with other values, and with other slots, counts, or steps."""
-    tables = [{each.key: each for each in stored_tables(r).values()} for r in (a, b)]
+    tables = stored_tables(a), stored_tables(b)
     for key in keys:
         for name, aspect in zip(segments.SETS, ("rows", "candidates"), strict=True):
             lists = [[*each[key].tree.get(name, {})] for each in tables]

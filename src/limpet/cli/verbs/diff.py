@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(slots=True)
 class Differences:
-    """The differences between two snapshots; ``bytes_read``: bytes read from each of them."""
+    """The differences between two snapshots; ``bytes_read``: of each, but for rows of tables."""
 
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
