@@ -9,7 +9,7 @@ from limpet.loading.snapshot import Snapshot
 from limpet.state.arrays import LocalBoxes
 from limpet.state.arrays.own import Source
 from limpet.state.streamed import Streamed
-from limpet.tables.carried import CarriedSource
+from limpet.tables.segments import CarriedSource
 from limpet.types import Box
 
 WIDTH = 4

@@ -101,7 +101,7 @@ class CountingStore(HookedStore):
 
     def wait(self, method, key):
         if method == "write_at":
-            assert self.open_.wait(60)
+            assert self.open_.wait(10)
 
     def get_range(self, key, offset, length, into):
         self.read += length if key.endswith(".safetensors") else 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from limpet.errors import LimpetError
 from limpet.format.tree import child_keys
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
@@ -69,7 +70,10 @@ def find_streamed(state: Any) -> Members:
     if type(state) is not dict or not any(isinstance(v, Streamed) for v in state.values()):
         return {}
     keyed = zip(child_keys([*state], ""), state.values(), strict=True)
-    return dict(sorted((key, value) for key, value in keyed if isinstance(value, Streamed)))
+    found = dict(sorted((key, value) for key, value in keyed if isinstance(value, Streamed)))
+    if len({*map(id, found.values())}) < len(found):
+        raise LimpetError(f"The state has one object as {' and '.join(found)}: leave one out")
+    return found
 
 
 @contextmanager

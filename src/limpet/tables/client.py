@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from limpet.errors import LimpetError
-from limpet.tables.gradients import merge_gradients
 from limpet.tables.hashing import bucket_of, to_ids
 from limpet.tables.index import unique
-from limpet.tables.messages import Ids, RowGradients, Sender
+from limpet.tables.messages import Ids, RowGradients, Sender, merge_gradients
 from limpet.tables.table import Table
 
 Call = Callable[[str, Mapping[int, tuple[Any, ...]]], dict[int, Any]]

@@ -56,6 +56,10 @@ class _CutPlan(msgspec.Struct, frozen=True):
     servers: list[dict[str, dict[str, tuple[int, int, int]]]]
 
 
+_Stored = Mapping[tuple[str, str], Mapping[str, StoredSegment]]
+"""The segments of a version by table and set, and by name."""
+
+
 class TableMember(Streamed):
     """The ``servers`` of this process, the first of which has the number ``first``, of ``count``.
 
@@ -80,20 +84,22 @@ class TableMember(Streamed):
         self._base = ""
         """The digest of the version that has all rows that do not count as changed."""
 
-        self._stored: dict[str, dict[str, dict[str, Segment]]] = {}
-        """By table, set, and name: the segments of that version."""
+        self._stored: dict[tuple[str, str], dict[str, Segment]] = {}
+        """By table and set: the segments of that version by name."""
 
-        self._saving: dict[str, dict[str, dict[str, Segment]]] = {}
+        self._saving: dict[tuple[str, str], dict[str, Segment]] = {}
         self._tree: dict[str, Any] = {}
         self._cuts: list[tuple[Rows, Cut]] = []
-        self._marked = ExitStack()
+        self._marked, self._begun = ExitStack(), 0
 
     # -- saving ----------------------------------------------------------------------------------
 
     def begin_save(self, key: str, base: SnapshotReader | None, group: Group) -> None:
         """Begin a cut on all servers, at one mark. Until ``end_staging``, nothing is applied."""
-        if self._cuts:  # Ctrl-C came where nobody could end the save before
+        if self._cuts:  # another save runs, or Ctrl-C came where nobody could end it
             self.end_save(None, None)
+            self._begun += 1
+        self._begun += 1
         with closing(group.collective("the cut of the tables")) as collective, collective:
             mark = self._make_mark() if self._make_mark else None
             mark = collective.broadcast(mark, Mark)
@@ -131,11 +137,11 @@ class TableMember(Streamed):
         is_usable = base is not None and all(counts.base for counts in found if counts.servers)
         full = []
         for name in self.specs:
-            increments = [*self._stored.get(name, {}).get("segments", {}).values()][1:]
+            increments = [*self._stored.get((name, "segments"), {}).values()][1:]
             added = sum(sum(segment.rows) + sum(segment.deleted) for segment in increments)
             added += sum(sum(server[name]["segments"][1:]) for server in servers)
             rows = sum(server[name]["segments"][0] for server in servers)
-            if not is_usable or name not in self._stored or 2 * added > rows:
+            if not is_usable or (name, "segments") not in self._stored or 2 * added > rows:
                 full.append(name)
         return _CutPlan(token_hex(4), full, servers)
 
@@ -172,7 +178,7 @@ class TableMember(Streamed):
         is_full = name in plan.full
         numbered = [*enumerate(self.servers, self._first)]
         for set_name in counts[0] if counts else ():
-            stored = {} if is_full else self._stored[name][set_name]
+            stored = {} if is_full else self._stored.get((name, set_name), {})
             segments = {
                 old: carried_segment(
                     carried[name][set_name][old],
@@ -195,7 +201,7 @@ class TableMember(Streamed):
                     columns = cuts[0][name][set_name].columns
                     segments[new_name] = new_segment(columns, new, parts)
             table[set_name] = segments
-            self._saving.setdefault(name, {})[set_name] = saving
+            self._saving[name, set_name] = saving
         return table
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,13 +212,15 @@ class TableMember(Streamed):
 
     def end_save(self, digest: str | None, error: BaseException | None) -> None:
         self._marked.close()
+        is_alone, self._begun = self._begun == 1, self._begun - 1
         cuts, self._cuts, self._tree = self._cuts, [], {}
         for rows, cut in cuts:
             with rows.lock:
-                rows.end_cut(cut, is_committed=digest is not None)
-        if digest is not None:
-            self._base, self._stored = digest, self._saving
-        elif isinstance(error, FormatError | NotFound):
+                rows.end_cut(cut, is_committed=digest is not None and is_alone)
+        stored, self._saving = self._saving, {}
+        if digest is not None and is_alone:
+            self._base, self._stored = digest, stored
+        elif not is_alone or isinstance(error, FormatError | NotFound):
             self._base = ""  # the base may be damaged: the next save is full
 
     # -- loading ---------------------------------------------------------------------------------
@@ -230,36 +238,42 @@ class TableMember(Streamed):
     def restore(self, snapshot: SnapshotReader, key: str) -> None:
         """Read the rows of all servers of this process, each those of its buckets. The ranges are
         those of the version, if as many servers have saved it."""
+        self._saving = {}
+        for server in self.servers:
+            server.replace(server.buckets, None)
         saved = saved_tables(snapshot, key)
         stored = {
-            name: {
-                set_name: stored_segments(snapshot, f"{key}/{name}/{set_name}", table[set_name])
-                for set_name in SETS
-                if set_name in table
-            }
+            (name, set_name): stored_segments(snapshot, f"{key}/{name}/{set_name}", table[set_name])
             for name, table in saved.items()
+            for set_name in SETS
+            if set_name in table
         }
         firsts = next(iter(saved.values()))["first_buckets"]
         if len(firsts) == self.count:
             self.ranges = [range(a, b) for a, b in zip(firsts, [*firsts[1:], BUCKETS])]
         else:
             self.ranges = balanced_ranges(_weights(self.specs, stored), self.count)
-        for number, server in enumerate(self.servers, self._first):
-            server.buckets = buckets = self.ranges[number]
-            for name, table in self.specs.items():
-                shard = server.shards[name] = TableShard(table, buckets.start, buckets.stop)
-                for set_name, segments in stored[name].items():
-                    if (rows := rows_of(shard, set_name)) is not None:
-                        restore_rows(rows, [*segments.values()], buckets)
+        ranges = self.ranges[self._first :][: len(self.servers)]
+        restored = [self._restore(buckets, stored) for buckets in ranges]
+        for server, buckets, shards in zip(self.servers, ranges, restored):
+            server.replace(buckets, shards)
         self._base = snapshot.digest if len(firsts) == self.count else ""
         self._stored = {
-            name: {
-                set_name: {each: self._segment(segment) for each, segment in segments.items()}
-                for set_name, segments in sets.items()
-            }
-            for name, sets in stored.items()
+            key: {name: self._segment(segment) for name, segment in segments.items()}
+            for key, segments in stored.items()
         }
         self.restored(saved, snapshot)
+
+    def _restore(self, buckets: range, stored: _Stored) -> dict[str, TableShard]:
+        """Return the shards of some buckets, read from a version."""
+        shards = {
+            name: TableShard(table, buckets.start, buckets.stop)
+            for name, table in self.specs.items()
+        }
+        for (name, set_name), segments in stored.items():
+            if (rows := rows_of(shards[name], set_name)) is not None:
+                restore_rows(rows, [*segments.values()], buckets)
+        return shards
 
     def _segment(self, segment: StoredSegment) -> Segment:
         def lengths(counts: NDArray[np.int64]) -> list[int]:
@@ -271,16 +285,14 @@ class TableMember(Streamed):
         """Take over what else a version says of the tables, after a restore."""
 
 
-def _weights(
-    specs: Mapping[str, Table], stored: Mapping[str, Mapping[str, Mapping[str, StoredSegment]]]
-) -> NDArray[np.float64]:
+def _weights(specs: Mapping[str, Table], stored: _Stored) -> NDArray[np.float64]:
     """Return about how many bytes the rows of each bucket have."""
     weights = np.zeros(BUCKETS)
-    for name, table in specs.items():
-        row = table.dim * (1 + sum(width for width, _ in table.optimizer.slots(1).values()))
-        for segments in stored[name].values():
-            for segment in segments.values():
-                weights += row * segment.rows_per_bucket
+    for (name, set_name), segments in stored.items():
+        slots = specs[name].optimizer.slots(1).values()
+        row = specs[name].dim * (1 + sum(width for width, _ in slots))
+        for segment in segments.values() if set_name == "segments" else ():
+            weights += row * segment.rows_per_bucket
     return weights
 
 

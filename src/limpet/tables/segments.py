@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from limpet.buffers import BufferPool
 from limpet.errors import ManifestInvalid
 from limpet.format.names import join_key
-from limpet.layout.read_plan import ReadRequest
-from limpet.snapshot.chunks import Target
+from limpet.layout.read_plan import ReadRequest, make_read_plan
+from limpet.snapshot.chunks import Target, execute_read_plan
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import LocalBoxes
 from limpet.state.arrays.own import Source
-from limpet.tables.carried import CarriedSource
 from limpet.tables.hashing import BUCKETS, bucket_of
 from limpet.tables.index import unique
 from limpet.tables.rows import Column, Cut, Rows
 from limpet.tables.shard import TableShard
-from limpet.threads import in_parallel
-from limpet.types import DTYPES, MIB, Box
+from limpet.threads import Workers, in_parallel
+from limpet.types import BLOCK_SIZE, DTYPES, MIB, Box
 
 _READ_BYTES = 64 * MIB
 """The bytes of the widest column of a later segment that are read at once."""
@@ -74,6 +74,34 @@ class CutColumn(Source):
         whole = memoryview(bytearray((stop - first) * row))
         self._read(first, stop, whole)
         view[:] = whole[start - first * row :][: len(view)]
+
+
+class CarriedSource(CutColumn):
+    """Rows ``first_row`` to ``stop_row`` of a leaf of the base of a save.
+
+    A save that refers to the base does not read it if the rows are a box of the same leaf, at the
+    same place, and the base has that box, too. Otherwise, the rows are read and checked.
+    """
+
+    def __init__(self, leaf: LeafView, first_row: int, stop_row: int) -> None:
+        shape = (stop_row - first_row, *leaf.shape[1:])
+        super().__init__(self._read_leaf, leaf._source_key, leaf.dtype, shape)
+        self._reader, self._first_row = leaf._reader, first_row
+        offsets = (first_row, *[0] * (len(shape) - 1))
+        self.carried = self._reader.digest, leaf._source_key, offsets
+
+    def _read_leaf(self, key: str, first: int, stop: int, view: memoryview) -> None:
+        sizes = (stop - first, *self.shape[1:])
+        box = Box((self._first_row + first, *[0] * (len(sizes) - 1)), sizes)
+        rows = np.frombuffer(view, np.uint8)
+        target = Target(self.dtype, sizes, rows, rows.__array_interface__["data"][0])
+        reader = self._reader
+        with reader.not_found_if_deleted():
+            indexes = reader.indexes()
+            plan = make_read_plan(indexes, [ReadRequest(key, box)], None)
+            # buffers of its own: the threads of the save may wait while they have all of theirs
+            workers = Workers(BufferPool(2 * BLOCK_SIZE), 1, check_time=reader.location.check_time)
+            execute_read_plan(reader.location, plan, indexes, [target], workers)
 
 
 class _Computed(Source):

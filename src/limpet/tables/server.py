@@ -16,8 +16,7 @@ import torch
 
 from limpet.errors import LimpetError
 from limpet.tables.dense import DensePart
-from limpet.tables.gradients import merge_gradients
-from limpet.tables.messages import Entry, Ids, Ledger, Mark, Push, Rates, Sender
+from limpet.tables.messages import Entry, Ids, Ledger, Mark, Push, Rates, Sender, merge_gradients
 from limpet.tables.rows import Cut
 from limpet.tables.shard import TableShard
 from limpet.tables.table import Table
@@ -34,8 +33,8 @@ class TableServer:
     def __init__(
         self, tables: Sequence[Table], buckets: range, dense: DensePart | None = None
     ) -> None:
-        self.buckets = buckets
-        self.shards = {t.name: TableShard(t, buckets.start, buckets.stop) for t in tables}
+        shards = {t.name: TableShard(t, buckets.start, buckets.stop) for t in tables}
+        self.replace(buckets, shards)
         self.dense = dense
         self.generation = self.epoch = 0
         self._lock = RLock()
@@ -51,6 +50,18 @@ class TableServer:
         self._lost: set[str] = set()
         self._held: dict[str, tuple[dict[str, Cut], dict[str, torch.Tensor]]] = {}
         """By name, the cuts that are held for evaluations: of each table, and the dense values."""
+
+    def replace(self, buckets: range, shards: dict[str, TableShard] | None) -> None:
+        """Have other rows. None: a restore begins, and has failed if it does not end."""
+        self.buckets, self._shards = buckets, shards
+
+    @property
+    def shards(self) -> dict[str, TableShard]:
+        """The shards by table. Raises ``LimpetError`` if a restore of them has failed."""
+        if self._shards is None:
+            todo = "restore an intact version, or create the Servers again"
+            raise LimpetError(f"The tables are not valid, because their restore failed: {todo}")
+        return self._shards
 
     # -- messages of workers ---------------------------------------------------------------------
 

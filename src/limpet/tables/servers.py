@@ -199,11 +199,9 @@ class Servers(TableMember):
         that are not yet admitted), and since the start, rows admitted and evicted, and gradients
         refused (not finite) and dropped (not admitted)."""
         found = self._engine.call("statistics", dict.fromkeys(range(self.count), ()))
+        servers = [each["tables"] for each in found.values()]
         return {
-            name: {
-                key: sum(each["tables"][name][key] for each in found.values())
-                for key in found[0]["tables"][name]
-            }
+            name: {key: sum(each[name][key] for each in servers) for key in servers[0][name]}
             for name in self.specs
         }
 

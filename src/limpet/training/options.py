@@ -23,7 +23,7 @@ from limpet.run.writer import check_incremental
 from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unwritable
 from limpet.state.modules import EXTRA_STATE
-from limpet.state.streamed import find_streamed
+from limpet.state.streamed import Streamed, find_streamed
 from limpet.state.walk import check_replaceable
 from limpet.storage.local.store import LocalStore
 from limpet.text import MAX_SHOWN, format_list, to_repr, with_article
@@ -155,8 +155,9 @@ def check_state(state: Any) -> Any:
             )
     for key, member in find_streamed(state).items():
         for name, value in member.members.items():
-            if state.get(name, value) is not value:
-                raise LimpetError(f"{name!r} in the state must be left out: {key!r} brings its own")
+            for n, other in state.items():
+                if (n == name) is not (other is value):
+                    raise LimpetError(f"{n!r} in the state must be left out: {key!r} brings it")
         state = {**state, **member.members}
     return state
 
@@ -167,6 +168,8 @@ def check_streamed(state: Any, options: Options) -> bool:
     used = "tiers=" if options.tiers else "overlap=True" if options.overlap else None
     used = "OnException" if options.save.on_exception else used
     members = find_streamed(state)
+    for key in find_members(state, Streamed).keys() - members.keys():
+        raise LimpetError(f'{key!r} must be at the top level of the state: {{"tables": servers}}')
     for key in members if used else ():
         raise LimpetError(f"{used} cannot be combined with {key!r} in the state: no copy has it")
     return bool(members)
