@@ -50,9 +50,11 @@ class Training:
     were consumed, and the dense weight is the number of steps. ``hook`` is called by each call of
     the evaluation; ``during`` has their cuts, and the steps of the training then."""
 
-    def __init__(self, store, *, servers=2, workers=2, options=None, hook=no_op, **more):
+    def __init__(
+        self, store, *, servers=2, workers=2, options=None, hook=no_op, queue=None, **more
+    ):
         self.workers, self.hook, self.during = workers, hook, []
-        self.queue = limpet.tasks.Queue()
+        self.queue = limpet.tasks.Queue() if queue is None else queue
         add_records(self.queue, RECORDS)
         self.servers = tables.Servers(
             [counting_table()], servers, dense=make_dense, **(options or {})
@@ -245,6 +247,23 @@ def test_one_worker_evaluates_while_old_rows_are_at_their_limit(monkeypatch, opt
     for step, metrics in recorded(store).items():
         assert metrics == pytest.approx({"seen": saved(store, step), "weight": step})
     assert seen(training.servers, RECORDS) == [1] * RECORDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"grads_to_wait": 1}], ids=str)
+def test_a_worker_that_waits_for_an_evaluation_does_not_hang(monkeypatch, options):
+    begin_view = partialmethod(rows.Rows.begin_view, old_bytes_limit=1)
+    monkeypatch.setattr(rows.Rows, "begin_view", begin_view)
+    names, queue = set(), limpet.tasks.Queue(lease_seconds=0.5)
+
+    def hook(worker):
+        names.add(worker.name)
+        threading.Event().wait(0.1)
+
+    training = Training(MemoryStore(), workers=1, hook=hook, options=options, queue=queue)
+    training.servers.fill("seen", range(RECORDS), torch.zeros(RECORDS, 1))
+    training(every=30)
+    assert names == {"worker 1"}
 
 
 def test_a_resume_does_not_repeat_a_recorded_evaluation():

@@ -176,6 +176,8 @@ class Driver:
 
     def _look(self) -> None:
         """Start what is missing, and leave if the process will be stopped."""
+        if self._evaluation is not None and self._evaluation.is_running:
+            self._asked = dict.fromkeys(self._asked, time.monotonic())  # workers may wait for it
         if isinstance(self._coordinator, Synchronous):  # else the leases of the queue end
             late = time.monotonic() - self._coordinator.queue.lease_seconds
             for name in {*self._coordinator.at_work.values()}:
@@ -212,7 +214,7 @@ class Driver:
                 future.set_result(Wait())
             elif isinstance(request, NextBatch):
                 self._hand_out(request, future)
-            elif evaluation and evaluation.is_pausing:
+            elif evaluation and evaluation.is_running and evaluation.on == "paused":
                 future.set_result(Wait())
             else:
                 answer = self._coordinator.commit(request)

@@ -150,7 +150,7 @@ class TrainingEvaluation:
         self.servers: Any = None
         """What can ``hold`` a cut and ``release`` it: set by ``Servers.train``."""
 
-        self._ckpt, self._every, self._on, self._keep = ckpt, every, on, keep
+        self._ckpt, self._every, self.on, self._keep = ckpt, every, on, keep
         self._is_exact, self._counts = on != "current", bool(counts)
         self._spec = EvaluationSpec(model, evaluate, data, records, whole(batch_size), collate)
         self._group = ckpt._group
@@ -191,9 +191,9 @@ class TrainingEvaluation:
             self._advance(self._share, step, may_end=is_new)
 
     @property
-    def is_pausing(self) -> bool:
-        """True while the training must not go on."""
-        return self._share is not None and self._on == "paused"
+    def is_running(self) -> bool:
+        """True while an evaluation is in progress; the training waits for it if ``on="paused"``."""
+        return self._share is not None
 
     def _start(self) -> Cadence:
         """Read which evaluation was the last one, at the first step, or after another resume."""
@@ -208,7 +208,7 @@ class TrainingEvaluation:
         for job in () if self.queue is None else self.queue.jobs():  # of an earlier process
             if job.kind == "evaluation" and job.name.startswith(f"{self.name} at step "):
                 job.cancel()
-        spec, how = self._spec, (self._every, self._on, self._counts)
+        spec, how = self._spec, (self._every, self.on, self._counts)
         self._began = self._read_last(
             f"{spec.records} records in batches of {spec.batch_size}, {how}"
         )
@@ -232,7 +232,7 @@ class TrainingEvaluation:
         between. Later versions say that this evaluation began."""
         ckpt, saver = self._ckpt, self._ckpt._saver
         if self.servers is None:
-            what = f'The evaluation {self.name} with queue= and on="{self._on}" needs Servers'
+            what = f'The evaluation {self.name} with queue= and on="{self.on}" needs Servers'
             raise LimpetError(f'{what}: give it to their train(), or use on="current"')
         is_saved, newest = saver.saved_step == step, saver.writer.newest
         version = version_of(newest) if newest and is_saved else Version(step, ckpt._branch)
@@ -248,7 +248,7 @@ class TrainingEvaluation:
     def _advance(self, share: Share | QueueShare, step: int, may_end: bool) -> None:
         """Evaluate one batch, or all if the training is paused; or look what workers have done.
         ``may_end`` is False between the mini-batches of a step, where the state belongs to none."""
-        is_paused = self._on == "paused" and self.queue is None
+        is_paused = self.on == "paused" and self.queue is None
         may_end = may_end or self.servers is not None
         abandon = f"abandon {self._number}"
         while not share.is_complete and abandon not in self._agreed:
