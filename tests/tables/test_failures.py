@@ -220,6 +220,22 @@ def test_a_truncated_and_a_missing_shard():
         assert not differing(live(training.servers), found[4])
 
 
+def test_shards_of_another_version_and_shards_that_no_version_names():
+    """EDL does not test: unequal versions, an extra shard."""
+    store, found = trained()
+    old, new = shard_of(store, "version_5"), shard_of(store, "version_6")
+    store.put_if_absent("version_6/shard-00000-of-00001.abcdef.safetensors.tmp", b"x")
+    store.put_if_absent("version_6/shard-00001-of-00002.abcdef012345.safetensors", b"extra")
+    with Training(store, save=limpet.Never()) as training:
+        assert training.resumed.step == 6
+        assert not differing(live(training.servers), found[6])
+    store.delete(new)
+    store.put_if_absent(new, store.get(old, 1 << 30))
+    with pytest.warns(SkippedVersion), Training(store, save=limpet.Never()) as training:
+        assert training.resumed.step == 5
+        assert not differing(live(training.servers), found[5])
+
+
 def test_a_deleted_base_makes_a_resume_fall_back():
     store, found = trained()
     delete_version(store, 2)

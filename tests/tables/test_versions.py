@@ -308,3 +308,22 @@ def test_a_push_does_not_wait_for_a_save_of_a_small_table():
             push(servers, ids)
             push(servers, [2, 3, 4])
         store.open_.set()
+
+
+def test_filled_rows_are_evicted_when_they_would_be_without_a_resume():
+    """They have no gradient, and came after the eviction of their step."""
+    evict = tables.Evict(min_count=2, every=4)
+    table = tables.Table("words", 4, optimizer=tables.SGD(1.0), evict=evict)
+    servers = tables.Servers([table], 2)
+    for _ in range(4):
+        push(servers, range(20))
+    servers.fill("words", range(100, 110), torch.ones(10, 4))
+    other = tables.Servers([table], 3)
+    store = MemoryStore()
+    limpet.save(store, {"tables": servers})
+    limpet.load(store, into={"tables": other})
+    for rows in (30, 30, 30, 20):
+        for each in (servers, other):
+            push(each, range(20))
+        assert not differing(live(servers), live(other))
+        assert len(live(other)["words"][0]) == rows

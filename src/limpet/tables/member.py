@@ -30,7 +30,7 @@ from limpet.tables.segments import (
     equal_ranges,
     new_segment,
     restore_rows,
-    rows_of,
+    sets_of,
     stored_segments,
 )
 from limpet.tables.server import TableServer
@@ -121,8 +121,7 @@ class TableMember(Streamed):
             {
                 name: {
                     set_name: (rows.count, rows.count_touched(), rows.count_deleted())
-                    for set_name in SETS
-                    if (rows := rows_of(shard, set_name)) is not None
+                    for set_name, rows in sets_of(shard).items()
                 }
                 for name, shard in server.shards.items()
             }
@@ -149,11 +148,10 @@ class TableMember(Streamed):
         cuts: dict[str, dict[str, Cut]] = {}
         for name, shard in server.shards.items():
             with shard.lock:
-                for set_name in SETS:
-                    if (rows := rows_of(shard, set_name)) is not None:
-                        cut = rows.begin_cut(is_full=name in plan.full)
-                        self._cuts.append((rows, cut))
-                        cuts.setdefault(name, {})[set_name] = cut
+                for set_name, rows in sets_of(shard).items():
+                    cut = rows.begin_cut(is_full=name in plan.full)
+                    self._cuts.append((rows, cut))
+                    cuts.setdefault(name, {})[set_name] = cut
         return cuts
 
     def _table(
@@ -256,6 +254,8 @@ class TableMember(Streamed):
         ranges = self.ranges[self._first :][: len(self.servers)]
         restored = [self._restore(buckets, stored) for buckets in ranges]
         for server, buckets, shards in zip(self.servers, ranges, restored):
+            for name, shard in shards.items():
+                shard.evicted_step = saved[name]["step"]  # a fill may have been later
             server.replace(buckets, shards)
         self._base = snapshot.digest if len(firsts) == self.count else ""
         self._stored = {
@@ -266,12 +266,10 @@ class TableMember(Streamed):
 
     def _restore(self, buckets: range, stored: _Stored) -> dict[str, TableShard]:
         """Return the shards of some buckets, read from a version."""
-        shards = {
-            name: TableShard(table, buckets.start, buckets.stop)
-            for name, table in self.specs.items()
-        }
+        first, stop = buckets.start, buckets.stop
+        shards = {name: TableShard(table, first, stop) for name, table in self.specs.items()}
         for (name, set_name), segments in stored.items():
-            if (rows := rows_of(shards[name], set_name)) is not None:
+            if (rows := sets_of(shards[name]).get(set_name)) is not None:
                 restore_rows(rows, [*segments.values()], buckets)
         return shards
 

@@ -47,8 +47,8 @@ class Segment:
     deleted: Sequence[int]
 
 
-def rows_of(shard: TableShard, name: str) -> Rows | None:
-    return shard.rows if name == "segments" else shard.candidates
+def sets_of(shard: TableShard) -> dict[str, Rows]:
+    return {n: rows for n, rows in zip(SETS, (shard.rows, shard.candidates)) if rows is not None}
 
 
 # -- saving ----------------------------------------------------------------------------------------

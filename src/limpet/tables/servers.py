@@ -98,18 +98,13 @@ class Servers(TableMember):
         else:
             is_alone = staleness is None and not scale_by_staleness
             require("staleness=", is_alone, "None with grads_to_wait=", staleness)
-            self._coordinator = Synchronous(
-                self._rates, check_count("grads_to_wait=", grads_to_wait)
-            )
+            grads_to_wait = check_count("grads_to_wait=", grads_to_wait)
+            self._coordinator = Synchronous(self._rates, grads_to_wait)
         self._seed = seed if grads_to_wait is not None else None
         self._prepare_dense(dense)
-        super().__init__(
-            specs,
-            self._make_servers(specs, count) if engine == "local" else [],
-            first=0,
-            count=count,
-            make_mark=self._coordinator.mark,
-        )
+        servers = self._make_servers(specs, count) if engine == "local" else []
+        mark = self._coordinator.mark
+        super().__init__(specs, servers, first=0, count=count, make_mark=mark)
         self._engine: Any = LocalEngine(self.servers)
         if engine == "ray":
             from limpet.tables.ray_engine import RayEngine

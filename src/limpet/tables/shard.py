@@ -38,7 +38,7 @@ class TableShard:
         self.candidates = Rows({}, lock=self.lock) if table.admit_after > 1 else None
         self._parts = [self.rows] if self.candidates is None else [self.rows, self.candidates]
         self._counts = dict.fromkeys(("admitted", "evicted", "refused", "dropped"), 0)
-        self._evicted_step = 0
+        self.evicted_step = 0
 
     def look_up(self, ids: Ids, *, cut: Cut | None = None) -> torch.Tensor:
         """Return the vectors of ids (int64 ``[n]``), ``[n, dim]`` of the table's dtype: of rows, or
@@ -204,9 +204,9 @@ class TableShard:
         """Evict as after the last multiple of ``every``, unless that was done: the result does not
         depend on whether there was an update at just that step."""
         evict = self.table.evict
-        if evict is None or step // evict.every * evict.every <= self._evicted_step:
+        if evict is None or step // evict.every * evict.every <= self.evicted_step:
             return
-        self._evicted_step = step = step // evict.every * evict.every
+        self.evicted_step = step = step // evict.every * evict.every
         for rows in self._parts:
             live = rows.live()
             last_steps = rows.column("last_steps").numpy()[live]
