@@ -27,11 +27,12 @@ def make_model():
 
 
 def servers_alive():
-    """The process ids of the servers on Ray, oldest first."""
-    found = []
+    """The process ids of the servers on the cluster of this test, oldest first."""
+    found, own = [], f"TEST_FOLDER={os.environ['TEST_FOLDER']}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ray::LimpetTableServer" in (path / "cmdline").read_bytes():
+            is_server = b"ray::LimpetTableServer" in (path / "cmdline").read_bytes()
+            if is_server and own in (path / "environ").read_bytes().split(b"\0"):
                 found.append(int(path.name))
         except OSError:
             pass

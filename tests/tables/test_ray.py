@@ -25,7 +25,7 @@ def test_the_cases_pass_in_a_process_of_their_own():
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -183,7 +183,7 @@ class WorkerPool:
                 own = parse_address(self._server.listen(*parse_address(self._workers.listen)))
                 events.emit("evaluation_listens", address=f"{own[0]}:{own[1]}")
             if self._ray is not None:
-                self._ray_address = self._server.listen(self._ray.cluster.own_host())
+                self._ray_address = self._server.listen(self._ray.host)
             for number in range(self._workers.count):
                 name = f"worker-{number}"
                 self._places.append(_Place(name, self._make(name), monotonic()))

@@ -11,7 +11,7 @@ from typing import Any
 
 from limpet.errors import LimpetError
 from limpet.evaluation.worker import work_for
-from limpet.tasks.ray_cluster import RayCluster, add_path, check_options, describe, own_path
+from limpet.tasks import ray_cluster
 from limpet.tasks.remote import RemoteQueue
 
 
@@ -19,7 +19,7 @@ class RayActor:
     """The actor: a worker in a process that Ray has started."""
 
     def work(self, address: str, name: str, path: list[str]) -> None:
-        add_path(path)
+        ray_cluster.add_path(path)
         with RemoteQueue.connect(address, name) as queue:
             work_for(queue)
 
@@ -40,7 +40,7 @@ class RayProcess:
                 return None
             ray.get(self._work)
         except (ray.exceptions.RayError, ConnectionError, LimpetError) as e:
-            return describe(e)
+            return ray_cluster.describe(e)
         return "it has left"
 
     def kill(self) -> None:
@@ -53,12 +53,15 @@ class RayWorkers:
     ``options`` of the actors."""
 
     def __init__(self, options: Mapping[str, Any], device: str | None) -> None:
-        check_options("ray= of Workers", options)
-        self.cluster = RayCluster("Workers(ray=...)")
+        ray_cluster.check_options("ray= of Workers", options)
+        self._ray = ray_cluster.connect("Workers(ray=...)")
         gpus = {"num_gpus": 1} if str(device).startswith("cuda") else {}
-        self._class = self.cluster.actor_class(RayActor, {**gpus, **options})
+        self._class = ray_cluster.actor_class(self._ray, RayActor, {**gpus, **options})
+        self.host = str(self._ray.util.get_node_ip_address())
 
     def start_actor(self, address: str, name: str) -> RayProcess:
         """Ask Ray for an actor that connects to the address of a queue."""
         actor = self._class.remote()
-        return RayProcess(self.cluster.ray, actor, actor.work.remote(address, name, own_path()))
+        return RayProcess(
+            self._ray, actor, actor.work.remote(address, name, ray_cluster.own_path())
+        )

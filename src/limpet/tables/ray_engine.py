@@ -36,7 +36,7 @@ from limpet.tables.segments import equal_ranges
 from limpet.tables.server import StaleMessage, TableServer
 from limpet.tables.table import Table
 from limpet.tables.worker import Worker, WorkerStopped
-from limpet.tasks.ray_cluster import RayCluster, add_path, check_options, describe, own_path
+from limpet.tasks import ray_cluster
 from limpet.tasks.remote import RemoteQueue, TaskServer
 from limpet.training.member import Member
 
@@ -76,8 +76,7 @@ def _send_ids(ids: Ids) -> tuple[Any, ...]:
 
 
 def _receive(buffer: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Return a tensor in the memory that Ray has received. It can be written, though Ray says
-    otherwise: nobody else has it."""
+    # in the memory that Ray has received, which can be written: nobody else has it
     if not len(raw := np.frombuffer(buffer, np.uint8)):
         return torch.empty(shape, dtype=dtype, device="cpu")
     interface = raw.__array_interface__
@@ -96,7 +95,7 @@ def call_servers(
         try:
             found[number] = ray.get(call)
         except ray.exceptions.RayActorError as e:
-            lost[number] = describe(e)
+            lost[number] = ray_cluster.describe(e)
         except ray.exceptions.RayTaskError as e:
             if isinstance(e.cause, LimpetError | StaleMessage):
                 raise e.cause from e
@@ -110,7 +109,7 @@ class LimpetTableServer(TableServer):
     """A server in a process of its own, and its part of the training's state."""
 
     def __init__(self, path: list[str], setup: bytes, number: int) -> None:
-        add_path(path)
+        ray_cluster.add_path(path)
         tables, self._count, dense = pickle.loads(setup)
         self._number, self._state, part = number, dense, None
         if dense:
@@ -148,7 +147,7 @@ class LimpetTableWorker:
     ) -> str:
         """Call the function of the user. Return why it has stopped early, or "". ``number``: of
         the generation."""
-        add_path(path)
+        ray_cluster.add_path(path)
         train, tables, seed, address = pickle.loads(setup)
         with RemoteQueue.connect(address, name) as queue:
 
@@ -167,7 +166,7 @@ class LimpetTableWorker:
             except LimpetError as e:
                 if not queue.is_closed:
                     raise
-                return describe(e)
+                return ray_cluster.describe(e)
         return ""
 
 
@@ -177,10 +176,11 @@ class RayEngine:
     def __init__(
         self, tables: Sequence[Table], count: int, dense: Any, options: Mapping[str, Any]
     ) -> None:
-        check_options("ray=", options)
-        self._cluster = RayCluster('engine="ray"')
-        self._ray = ray = self._cluster.ray
-        self._class = self._cluster.actor_class(LimpetTableServer, options, max_concurrency=_CALLS)
+        ray_cluster.check_options("ray=", options)
+        self._ray = ray = ray_cluster.connect('engine="ray"')
+        own = {"max_concurrency": _CALLS}
+        self._class = ray_cluster.actor_class(ray, LimpetTableServer, options, **own)
+        self._host = str(ray.util.get_node_ip_address())
         self._setup = ray.put(ray.cloudpickle.dumps(([*tables], count, dense)))
         self.servers, self.lost = count, set[int]()
         self._actors = [self._start_server(number) for number in range(count)]
@@ -190,7 +190,7 @@ class RayEngine:
         self._joined = 0
 
     def _start_server(self, number: int) -> Any:
-        return self._class.remote(own_path(), self._setup, number)
+        return self._class.remote(ray_cluster.own_path(), self._setup, number)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         try:
@@ -204,7 +204,7 @@ class RayEngine:
         ``key``; first, replace those that are lost."""
         is_shared = not isinstance(run.store, MemoryStore)
         require("run", is_shared, "the URL of a store that other processes can open", run.store)
-        address = f"{self._cluster.own_host()}:0"
+        address = f"{self._host}:0"
         if self._group is not None:
             address = self._group.address
             self._group.close()
@@ -229,10 +229,11 @@ class RayEngine:
             group.declare_ended(number + 1)
 
     def prepare(self, work: Work) -> None:
-        self._class_of_workers = self._cluster.actor_class(LimpetTableWorker, work.options)
+        ray_cluster.check_options("ray=", work.options)
+        self._class_of_workers = ray_cluster.actor_class(self._ray, LimpetTableWorker, work.options)
         self._work, tables = work, [*work.client.tables.values()]
         self._tasks = TaskServer(work.queue, on_call=self._answer)
-        setup = work.train, tables, work.seed, self._tasks.listen(self._cluster.own_host())
+        setup = work.train, tables, work.seed, self._tasks.listen(self._host)
         self._work_setup = self._ray.put(self._ray.cloudpickle.dumps(setup))
 
     def _answer(self, worker: str, payload: bytes) -> bytes:
@@ -248,11 +249,8 @@ class RayEngine:
 
     def start_worker(self, name: str, generation: int) -> None:
         actor = self._workers[name] = self._class_of_workers.remote()
-        call, placement = (
-            partial(call_servers, self._ray, self._actors),
-            self._work.client.placement,
-        )
-        setup = own_path(), self._work_setup, call, placement
+        call = partial(call_servers, self._ray, self._actors)
+        setup = ray_cluster.own_path(), self._work_setup, call, self._work.client.placement
         work = actor.work.remote(*setup, name, generation)
         work.future().add_done_callback(partial(self._end_worker, name))
 
@@ -262,7 +260,7 @@ class RayEngine:
             is_error = isinstance(error.cause, BaseException)  # or a text, if it has no pickle
             ended = Ended(name, error=error.cause if is_error else error)
         else:
-            ended = Ended(name, lost=describe(error) if error else future.result())
+            ended = Ended(name, lost=ray_cluster.describe(error) if error else future.result())
         self._work.inbox.items.put(ended)
 
     def stop_worker(self, name: str) -> None:

@@ -35,27 +35,15 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     require(name, not unknown, f"some of {', '.join(_OPTIONS)}", unknown)
 
 
-class RayCluster:
-    """The Ray cluster that the program is connected to, or the one that Ray finds. Raises
-    ``LimpetError`` without Ray or a cluster. ``user``: what needs it, for the error."""
-
-    def __init__(self, user: str) -> None:
-        self.ray = _connect(user)
-
-    def own_host(self) -> str:
-        """Return the IP address of this machine in the cluster."""
-        return str(self.ray.util.get_node_ip_address())
-
-    def actor_class(self, kind: type, options: Mapping[str, Any], **own: Any) -> Any:
-        """Return a class of actors, which Ray does not restart: the engines start another one.
-        Raises ``LimpetError`` for options that Ray refuses."""
-        own |= {"max_restarts": 0, "max_task_retries": 0}
-        try:
-            return self.ray.remote(**{"num_cpus": 1, **options, **own})(kind)
-        except (TypeError, ValueError) as e:
-            raise LimpetError(
-                f"Ray refuses ray={to_repr(dict(options))[:200]}", found=describe(e)
-            ) from e
+def actor_class(ray: Any, kind: type, options: Mapping[str, Any], **own: Any) -> Any:
+    """Return a class of actors, which Ray does not restart: the engines start another one. Raises
+    ``LimpetError`` for options that Ray refuses."""
+    own |= {"max_restarts": 0, "max_task_retries": 0}
+    try:
+        return ray.remote(**{"num_cpus": 1, **options, **own})(kind)
+    except (TypeError, ValueError) as e:
+        what = f"Ray refuses ray={to_repr(dict(options))[:200]}"
+        raise LimpetError(what, found=describe(e)) from e
 
 
 def own_path() -> list[str]:
@@ -72,8 +60,9 @@ def describe(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_CAUSE]
 
 
-def _connect(user: str) -> Any:
-    """Import ray, connect to a cluster that exists unless the program has, and return ray."""
+def connect(user: str) -> Any:
+    """Import ray, connect to a cluster that exists unless the program has, and return ray. Raises
+    ``LimpetError`` without Ray or a cluster. ``user``: what needs it."""
     try:
         import ray
     except ImportError as e:

@@ -119,12 +119,8 @@ class Renew(wire.Message, frozen=True):
 
 
 class Call(wire.Message, frozen=True):
-    """Call the function ``on_call`` of the owner. The answer is a ``Returned``."""
+    """Call the function ``on_call`` of the owner."""
 
-    payload: bytes
-
-
-class Returned(wire.Message, frozen=True):
     payload: bytes
 
 
@@ -141,15 +137,15 @@ class Leased(wire.Message, frozen=True):
 
 
 class Reply(wire.Message, frozen=True):
-    """The answer to a request: yes or no."""
+    """The answer to a request: yes or no, or what ``on_call`` returns."""
 
     value: bool
+    payload: bytes = b""
 
 
 Request = Hello | Get | Finished | Consumed | Done | Failed | Released | Renew | Call
 MESSAGES = wire.Messages(
-    msgspec.msgpack.Decoder(Request | Leased | Reply | Returned | wire.Refused),
-    max_bytes=MAX_RESULT + MIB,
+    msgspec.msgpack.Decoder(Request | Leased | Reply | wire.Refused), max_bytes=MAX_RESULT + MIB
 )
 
 _TASK = "id", "attempt", "job", "data", "start", "stop", "epoch", "position"
@@ -343,7 +339,7 @@ class TaskServer(AbstractContextManager["TaskServer", None]):
             case Call(payload):
                 if self._on_call is None:
                     raise TaskError("The owner of this task queue answers no calls")
-                return Returned(self._on_call(worker, payload))
+                return Reply(True, self._on_call(worker, payload))
         return Reply(value)
 
 
@@ -455,7 +451,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
     def call(self, payload: bytes) -> bytes:
         """Return what ``on_call`` of the ``TaskServer`` returns for these bytes."""
         answer = self._request(Call(payload))
-        return answer.payload if isinstance(answer, Returned) else b""
+        return answer.payload if isinstance(answer, Reply) else b""
 
     def close(self) -> None:
         """End the connection, and a request in progress. Tasks return to the queue."""
@@ -472,7 +468,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
         answer = self._request(request)
         return isinstance(answer, Reply) and answer.value
 
-    def _request(self, request: Request) -> Leased | Reply | Returned:
+    def _request(self, request: Request) -> Leased | Reply:
         """Send a request, and return its answer, or raise the owner's error. Without an answer, the
         connection ends: half a message may be under way."""
         if os.getpid() != self._process:  # another thread may have had the lock at the fork
@@ -483,7 +479,7 @@ class RemoteQueue(AbstractContextManager["RemoteQueue", None]):
             try:
                 self._channel.renew()
                 self._channel.send(request)
-                answer = self._channel.receive(Leased, Reply, Returned, wire.Refused)
+                answer = self._channel.receive(Leased, Reply, wire.Refused)
             except BaseException as e:
                 self.close()
                 if isinstance(e, LimpetError) and not isinstance(e, Denied):
