@@ -120,7 +120,7 @@ def test_after_a_failed_save_the_next_one_has_all_that_changed(when):
 def test_after_a_full_disk_the_next_version_has_all_that_changed(tmp_path):
     fs = FaultFs()
     with Training(LocalStore(str(tmp_path), fs=fs), on_error="warn", incremental=7) as training:
-        for at in range(1, 200, 3):
+        for at in range(1, 200, 5):
             training.step()
             fs.faults, fs.fired = [Fault(at=fs.counts.total() + at, error=errno.ENOSPC)], []
             training.step()
