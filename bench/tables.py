@@ -9,6 +9,7 @@ processor times, so computation is judged by these.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -49,12 +50,14 @@ def ids_of(numbers: Array) -> Array:
     return ids
 
 
-def make_servers(optimizer: str, rows: int, *, dim: int = _DIM, count: int = 1) -> Any:
+def make_servers(
+    optimizer: str, rows: int, *, dim: int = _DIM, count: int = 1, engine: Any = "local"
+) -> Any:
     """Return servers of a table "words" with the rows of the first ``rows`` numbers."""
     from limpet import tables
 
     words = tables.Table("words", dim, optimizer=getattr(tables, optimizer)(lr=0.01))
-    servers = tables.Servers([words], count)
+    servers = tables.Servers([words], count, engine=engine)
     add_rows(servers, 0, rows, dim)
     return servers
 
@@ -372,6 +375,38 @@ def measure_growth(folder: str, sizes: list[int]) -> dict[str, list[float]]:
     return found
 
 
+def measure_ray(folder: str, rows: int, rounds: int) -> dict[str, dict[str, Seconds]]:
+    """Return the times of pulls of the distinct ids of a batch from a server on Ray, and of calls
+    of a bare actor with the same argument that returns an array of the same bytes."""
+    import ray
+    import torch
+
+    torch.set_num_threads(1)
+    ray.init(
+        num_cpus=2, object_store_memory=256 * _MIB, include_dashboard=False, log_to_driver=False,
+        logging_level="ERROR", _temp_dir=f"{folder}/ray",
+    )  # fmt: skip
+
+    class Bare:
+        vectors = np.ones((_EXAMPLES * _FEATURES, _DIM), np.float32)
+
+        def get(self, ids: Array) -> Array:
+            return self.vectors[: len(ids)]
+
+    bare: Any = ray.remote(num_cpus=0)(Bare).remote()
+    servers = make_servers("Adagrad", rows, engine="ray")
+    found = _in_turn(
+        {
+            "bare": lambda ids: ray.get(bare.get.remote(ids)).sum(),
+            "table": lambda ids: servers.lookup("words", ids).sum(),
+        },
+        [np.unique(ids_of(each)) for each in batches(rows, rounds + 1)],
+    )
+    servers.close()
+    ray.shutdown()
+    return {"pull": found}
+
+
 # -- the report ------------------------------------------------------------------------------------
 
 
@@ -440,7 +475,7 @@ def _storage(options: Options) -> Section:
         folder.mkdir(exist_ok=True)
         call = f"bench.tables:{function}"
         try:
-            return fresh_process.call(call, _MOST_SECONDS, folder=str(folder), **arguments)
+            return fresh_process.call(call, _MOST_SECONDS, **{"folder": str(folder)} | arguments)
         except fresh_process.MeasurementFailed as failure:
             section.missing.append(f"{function}: {failure}")
             return {}
@@ -492,7 +527,15 @@ def _storage(options: Options) -> Section:
         times = [1000 * seconds for seconds in found.get(name, [])]
         add(f"push {label}, median", times, unit="ms", digits=0)
         add(f"push {label}, largest", [max(times)] if times else [], unit="ms", digits=0)
-    section.missing.append("a pull through Ray: tables have no engine for Ray yet")
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
+        # the paths of Ray's sockets have at most 107 characters
+        found = measure("measure_ray", folder=short, rows=rows // 2, rounds=4 if quick else 20)
+    if found:
+        times = found["pull"]
+        pairs = zip(times["table"]["wall"], times["bare"]["wall"], strict=True)
+        add("pull through Ray: time / a bare call", [a / b for a, b in pairs], most=1.5)
+        pulls = [1000 * seconds for seconds in times["table"]["wall"]]
+        add("pull through Ray", pulls, unit="ms", digits=0)
     return section
 
 
