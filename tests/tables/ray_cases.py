@@ -180,6 +180,47 @@ def test_asynchronous_records_count_once_and_the_number_of_workers_changes(tmp_p
     check_versions(tmp_path / "run")
 
 
+class Evaluate(Count):
+    """The sum of all rows, by an evaluation that kills a worker and a server, once each."""
+
+    def __call__(self, worker):
+        bag = tables.Embedding(worker.tables, "counts")
+
+        def evaluate(records):
+            if records[0] in self.train.kills:
+                self.train.kill(f"evaluation {records[0]}", *self.train.kills[records[0]])
+            return {"seen": (bag(torch.tensor(records)).sum(), len(records) / 200)}
+
+        while (records := worker.next(4, evaluate=evaluate)) is not None:
+            bag(torch.tensor(records)).sum().neg().backward()
+            worker.step()
+
+
+def test_workers_evaluate_a_step_exactly_whoever_is_killed(tmp_path):
+    queue, run = Queue(), limpet.Run(tmp_path / "run")
+    queue.add("training", 200, task_size=4, epochs=2, name="train")
+    train = Evaluate(tmp_path, {24: ("worker",), 96: ("server",)})
+    with tables.Servers([COUNTS], 2, engine="ray", ray=RAY) as servers:
+        state = {"tables": servers, "queue": queue}
+        with (
+            limpet.Checkpointer(run.url, state, save=limpet.EverySteps(9)) as ckpt,
+            limpet.TrainingEvaluation(
+                ckpt, data=200, batch_size=8, every=limpet.EverySteps(20), queue=queue, on="cut"
+            ) as evaluation,
+        ):
+            servers.train(
+                train, workers=2, queue=queue, ckpt=ckpt, evaluation=evaluation, ray=RAY
+            )  # fmt: skip
+        assert servers.statistics()["counts"]["rows"] == 200
+    assert {path.name for path in tmp_path.glob("killed-*")} == {
+        "killed-evaluation 24", "killed-evaluation 96"
+    }  # fmt: skip
+    found = {s.step: run.metrics(s.step)["seen"] for s in run.snapshots() if run.metrics(s.step)}
+    assert len(found) > 3
+    assert found == {step: pytest.approx(4 * step) for step in found}
+    assert max(found) == 100
+
+
 def fail(worker):
     raise KeyError("a mistake of the user")
 
