@@ -232,3 +232,24 @@ def test_errors_reach_the_driver(tmp_path):
 
     with pytest.raises(KeyError, match="a mistake of the user"):
         count(tmp_path / "run", fail, then=use_memory)
+
+
+def test_gradients_that_are_not_finite_are_an_error_of_the_worker(tmp_path):
+    with pytest.raises(LimpetError, match="not finite"):
+        count(tmp_path / "run", push_nan)
+
+
+def push_nan(worker):
+    bag = tables.Embedding(worker.tables, "counts")
+    records = worker.next(4)
+    (bag(torch.tensor(records)) * torch.nan).sum().backward()
+    worker.step()
+
+
+def test_servers_that_do_not_fit_into_the_cluster_are_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIMPET_STUCK", "2")
+    with (
+        tables.Servers([COUNTS], 2, engine="ray", ray={"resources": {"unknown": 1}}) as servers,
+        pytest.raises(LimpetError, match=r"not started 2 of 2 servers.*`ray status`"),
+    ):
+        limpet.Checkpointer(tmp_path / "run", {"tables": servers})

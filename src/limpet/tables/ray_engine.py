@@ -25,6 +25,7 @@ from limpet.arguments import require
 from limpet.errors import LimpetError
 from limpet.ranks.group import Group
 from limpet.run.run import Run
+from limpet.settings import read_settings
 from limpet.storage.memory import MemoryStore
 from limpet.tables.client import Placement, ServersLost
 from limpet.tables.coordinator import Answer
@@ -47,7 +48,7 @@ _ANSWER_SECONDS = 20.0
 """How long a request waits for the driver, which may be at a save. Then the worker asks on."""
 
 _CALLS = 64
-"""The calls that a server executes at once. Pushes wait for a slow save, which calls nothing."""
+"""The calls that a server executes at once, besides ``serve``."""
 
 
 class _Message:
@@ -208,10 +209,11 @@ class RayEngine:
         if self._group is not None:
             address = self._group.address
             self._group.close()
-        while self.lost:
-            number = self.lost.pop()
-            self._ray.kill(self._actors[number])
-            self._actors[number] = self._start_server(number)
+        for number in sorted(self.lost):
+            old, self._actors[number] = self._actors[number], self._start_server(number)
+            self._ray.kill(old)
+            self.lost.discard(number)  # last: `_end_server` may have noted the old one until now
+        self._await_start(read_settings().stuck)
         self._joined += 1
         count, name = self.servers, f"tables {self._joined}"
         self._group = group = Group.join(address, 0, count + 1, members=count, name=name)
@@ -220,6 +222,17 @@ class RayEngine:
             ended = partial(self._end_server, number, actor, group)
             actor.serve.remote().future().add_done_callback(ended)
         return group
+
+    def _await_start(self, seconds: float) -> None:
+        ready = [actor.__ray_ready__.remote() for actor in self._actors]
+        waiting = self._ray.wait(ready, num_returns=len(ready), timeout=seconds)[1]
+        if waiting:
+            raise LimpetError(
+                f"Ray has not started {len(waiting)} of {len(ready)} servers of the tables",
+                expected=f"a process for each within {seconds:g} s (LIMPET_STUCK)",
+                found="none: the cluster may lack what they ask for",
+                todo="Look at `ray status`, and add machines, or ask for less with ray=",
+            )
 
     def _end_server(self, number: int, actor: Any, group: Group, future: Future[Any]) -> None:
         """Note a lost server. The driver knows of any other end, such as of the training."""
