@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from limpet import tables
-from limpet.tables.coordinator import Asynchronous
+from limpet.tables.coordinator import Coordinator
 from limpet.tables.hashing import bucket_of
-from limpet.tables.messages import Commit, Committed, Push, Rates, Sender, Stale
+from limpet.tables.messages import Commit, Entry, Push, Rates, Refused, Sender
 from limpet.tables.rows import Rows
 from limpet.tables.server import StaleMessage, TableServer
 
@@ -44,7 +44,7 @@ class Model:
         self.ids = [
             int(ids[(buckets >= a) & (buckets < b)][0]) for a, b in itertools.pairwise(bounds)
         ]
-        self.coordinator = Asynchronous(lambda: RATES, staleness)
+        self.coordinator = Coordinator(lambda: RATES, staleness)
         self.coordinator.queue = SimpleNamespace(report_consumed=consumed_once)
         self.workers, self.lost, self.network, self.cuts = {}, [], [], []
         self.untold, self.held, self.refused = {}, [], 0
@@ -138,10 +138,10 @@ class Model:
             answer = self.coordinator.commit(request)
             if self.random.random() < 0.2:
                 again = self.coordinator.commit(request)
-                assert isinstance(answer, Stale) or again == answer
-                answer = again if isinstance(again, Committed) else answer
-            if isinstance(answer, Committed):
-                worker.committed, worker.entry = worker.number, answer.entry
+                assert isinstance(answer, Refused) or again == answer
+                answer = again if isinstance(again, Entry) else answer
+            if isinstance(answer, Entry):
+                worker.committed, worker.entry = worker.number, answer
             worker.number, worker.phase = worker.number + 1, "pull"
         elif worker.phase == "pull":
             for server in range(len(self.servers)):

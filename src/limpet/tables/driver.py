@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from limpet import events
 from limpet.errors import CommitError, LimpetError
 from limpet.tables.client import Call, ServersLost, TableClient
-from limpet.tables.coordinator import Answer, Coordinator, Synchronous
-from limpet.tables.messages import Commit, Committed, Finished, NextBatch, Superseded, Wait
+from limpet.tables.coordinator import Coordinator, Synchronous
+from limpet.tables.messages import Answer, Commit, Entry, NextBatch
 from limpet.tasks.queue import Queue
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.training_evaluation import TrainingEvaluation
@@ -64,11 +64,11 @@ class Inbox:
         self._lock, self._is_closed = Lock(), False
 
     def put(self, request: Commit | NextBatch) -> Future[Answer]:
-        """Return the answer of the loop; if that ends, it is ``Superseded``."""
+        """Return the answer of the loop; if that ends, it is ``"stopped"``."""
         future: Future[Answer] = Future()
         with self._lock:
             if self._is_closed:
-                future.set_result(Superseded())
+                future.set_result("stopped")
             else:
                 self.items.put((request, future))
         return future
@@ -78,7 +78,7 @@ class Inbox:
             self._is_closed = True
             while not self.items.empty():
                 if not isinstance(item := self.items.get(), Ended):
-                    item[1].set_result(Superseded())
+                    item[1].set_result("stopped")
 
 
 class Work(NamedTuple):
@@ -197,7 +197,7 @@ class Driver:
             self._engine.start_worker(name, self._coordinator.generation)
         for parked in [p for p in self._parked if time.monotonic() - p[2] > _PARKED_SECONDS]:
             self._parked.remove(parked)
-            parked[1].set_result(Wait())
+            parked[1].set_result("wait")
 
     def _handle(self, item: tuple[Commit | NextBatch, Future[Answer]] | Ended) -> None:
         if isinstance(item, Ended):
@@ -207,21 +207,21 @@ class Driver:
         self._asked[request.worker] = time.monotonic()
         try:
             if self._is_over or request.worker not in self._running:
-                future.set_result(Superseded())
+                future.set_result("stopped")
             elif isinstance(request, Commit) and evaluation and not request.evaluates:
                 raise LimpetError("With evaluation=, worker.next() needs evaluate=")
             elif self._is_stopping:
-                future.set_result(Wait())
+                future.set_result("wait")
             elif isinstance(request, NextBatch):
                 self._hand_out(request, future)
             elif evaluation and evaluation.is_running and evaluation.on == "paused":
-                future.set_result(Wait())
+                future.set_result("wait")
             else:
                 answer = self._coordinator.commit(request)
-                if isinstance(answer, Committed):
+                if isinstance(answer, Entry):
                     self._metrics[request.batch] = request.metrics
                 future.set_result(answer)
-                if isinstance(answer, Committed):
+                if isinstance(answer, Entry):
                     self._losses = 0
                     self._count(answer)
         except BaseException as e:
@@ -231,21 +231,21 @@ class Driver:
 
     def _hand_out(self, request: NextBatch, future: Future[Answer]) -> None:
         answer = self._coordinator.next_batch(request)
-        if isinstance(answer, Finished) and not self._is_evaluated:
-            answer = Wait()
-        if isinstance(answer, Wait) and self._evaluation is None:
+        if answer == "finished" and not self._is_evaluated:
+            answer = "wait"
+        if answer == "wait" and self._evaluation is None:
             self._parked.append((request, future, time.monotonic()))
         else:
             future.set_result(answer)
 
-    def _count(self, answer: Committed) -> None:
+    def _count(self, entry: Entry) -> None:
         """Count a step: each commit, or each complete round."""
         coordinator = self._coordinator
         if isinstance(coordinator, Synchronous):
             pushes = coordinator.complete_round
             if pushes is None:
                 return
-            arguments = (coordinator.generation, pushes, coordinator.step + 1, answer.entry.rates)
+            arguments = (coordinator.generation, pushes, coordinator.step + 1, entry.rates)
             self._engine.call("apply_round", self._to_all(arguments))
             coordinator.finish_round()
         elif coordinator.step <= self._ckpt.current_step:
@@ -308,7 +308,7 @@ class Driver:
             self._engine.stop_worker(name)
         self._running.clear()
         for _, future, _ in self._parked:
-            future.set_result(Superseded())
+            future.set_result("stopped")
         self._parked = []
 
 

@@ -8,9 +8,8 @@ from threading import Lock, Thread
 from typing import Any
 
 from limpet.errors import LimpetError
-from limpet.tables.coordinator import Answer
 from limpet.tables.driver import Ended, Inbox, Work
-from limpet.tables.messages import Commit, NextBatch
+from limpet.tables.messages import Answer, Commit, NextBatch
 from limpet.tables.server import TableServer
 from limpet.tables.worker import Worker, WorkerStopped
 from limpet.threads import start_thread

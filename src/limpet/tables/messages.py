@@ -10,7 +10,7 @@ by *epochs*. Everything belongs to one *generation*: after a lost server, all re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ class Rates(msgspec.Struct, frozen=True):
     groups: list[float] = []
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, tag=True):
     """The newest commit of a worker: the number of its push, the epoch of cuts in which it was
     committed, the step that it is, and the rates. Number 0: it has committed nothing."""
 
@@ -119,11 +119,7 @@ class NextBatch(msgspec.Struct, frozen=True, tag=True):
 # -- the answers of the coordinator ----------------------------------------------------------------
 
 
-class Committed(msgspec.Struct, frozen=True, tag=True):
-    entry: Entry
-
-
-class Stale(msgspec.Struct, frozen=True, tag=True):
+class Refused(msgspec.Struct, frozen=True, tag=True):
     """A commit is refused: others have committed too much since the coordinator last answered this
     worker, or have its records now (``has_lost_records``). ``step``: the current one."""
 
@@ -138,13 +134,6 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     keys: list[Key]
 
 
-class Wait(msgspec.Struct, frozen=True, tag=True):
-    """There is no mini-batch now, or nothing is committed during an evaluation: ask again."""
-
-
-class Finished(msgspec.Struct, frozen=True, tag=True):
-    """All records are consumed, and the evaluation is complete."""
-
-
-class Superseded(msgspec.Struct, frozen=True, tag=True):
-    """The worker is of an older generation, or counts as lost: it must stop what it does."""
+Answer = Entry | Refused | Batch | Literal["wait", "finished", "stopped"]
+"""To a commit: its entry. ``"wait"``: there is nothing now, ask again. ``"finished"``: all records
+are consumed. ``"stopped"``: the worker is of an older generation, or counts as lost."""

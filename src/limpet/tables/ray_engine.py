@@ -28,11 +28,10 @@ from limpet.run.run import Run
 from limpet.settings import read_settings
 from limpet.storage.memory import MemoryStore
 from limpet.tables.client import Placement, ServersLost
-from limpet.tables.coordinator import Answer
 from limpet.tables.dense import DensePart, distribute, keep_part
 from limpet.tables.driver import Ended, Work
 from limpet.tables.member import TableMember
-from limpet.tables.messages import Commit, Ids, NextBatch
+from limpet.tables.messages import Answer, Commit, Ids, NextBatch
 from limpet.tables.segments import equal_ranges
 from limpet.tables.server import StaleMessage, TableServer
 from limpet.tables.table import Table

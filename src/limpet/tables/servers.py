@@ -19,7 +19,7 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.state.walk import find_instances
 from limpet.tables import dense as dense_parts
 from limpet.tables.client import Placement, ServersLost, TableClient
-from limpet.tables.coordinator import Asynchronous, Coordinator, Synchronous
+from limpet.tables.coordinator import Coordinator, Synchronous
 from limpet.tables.driver import Driver, Inbox, Work
 from limpet.tables.hashing import BUCKETS, to_ids
 from limpet.tables.local import LocalEngine
@@ -94,7 +94,7 @@ class Servers(TableMember):
         self._coordinator: Coordinator
         if grads_to_wait is None:
             staleness = None if staleness is None else check_count("staleness=", staleness, 0)
-            self._coordinator = Asynchronous(self._rates, staleness, bool(scale_by_staleness))
+            self._coordinator = Coordinator(self._rates, staleness, bool(scale_by_staleness))
         else:
             is_alone = staleness is None and not scale_by_staleness
             require("staleness=", is_alone, "None with grads_to_wait=", staleness)

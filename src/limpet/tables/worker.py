@@ -13,21 +13,8 @@ from limpet.errors import LeaseLost, LimpetError
 from limpet.evaluation.worker import TaskEvaluator, Work
 from limpet.generators import STEP, seed_generators
 from limpet.tables.client import Call, Placement, ServersLost, TableClient
-from limpet.tables.coordinator import Answer
 from limpet.tables.dense import named_tensors
-from limpet.tables.messages import (
-    Batch,
-    Commit,
-    Committed,
-    Entry,
-    Finished,
-    NextBatch,
-    Push,
-    Sender,
-    Stale,
-    Superseded,
-    Wait,
-)
+from limpet.tables.messages import Answer, Batch, Commit, Entry, NextBatch, Push, Refused, Sender
 from limpet.tables.server import StaleMessage
 from limpet.tables.table import Table
 from limpet.tasks.batches import Key, TaskBatches
@@ -141,7 +128,7 @@ class Worker:
             keys = self._next_of_round(batch_size, self._seed)
         while keys is None and self._evaluator is not None:  # others train, or evaluate
             request = NextBatch(self._generation, self.name, batch_size)
-            if isinstance(self._request(request), Finished):
+            if self._request(request) == "finished":
                 break
             self._evaluate_or_wait()
         if keys is None or self._model is not None:
@@ -171,7 +158,7 @@ class Worker:
                 self._batch = answer.number
                 seed_generators(seed, STEP, answer.number)
                 return answer.keys
-            if isinstance(answer, Finished):
+            if answer == "finished":
                 return None
             self._evaluate_or_wait()
 
@@ -260,15 +247,15 @@ class Worker:
             metrics=self._metrics,
             evaluates=self._evaluator is not None,
         )
-        while isinstance(answer := self._request(request), Wait):
+        while (answer := self._request(request)) == "wait":
             self._evaluate_or_wait()
-        if isinstance(answer, Stale):
+        if isinstance(answer, Refused):
             if answer.has_lost_records:
                 self._forget_records()
             raise _Refused
-        if isinstance(answer, Committed):
+        if isinstance(answer, Entry):
             self._committed = self._number
-            self._confirm(answer.entry)
+            self._confirm(answer)
 
     def _confirm(self, entry: Entry | None) -> None:
         """Let the next messages to servers carry a commit; in a round, the driver applies it."""
@@ -278,7 +265,7 @@ class Worker:
 
     def _request(self, request: Commit | NextBatch) -> Answer:
         answer = self._ask(request)
-        if isinstance(answer, Superseded):
+        if answer == "stopped":
             raise WorkerStopped
         return answer
 
