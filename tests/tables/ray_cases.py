@@ -226,17 +226,18 @@ def fail(worker):
 
 
 def test_errors_reach_the_driver(tmp_path):
-    def use_memory(servers):
+    queue = Queue()
+    queue.add("training", 200, task_size=4, name="train")
+    with tables.Servers([COUNTS], engine="ray", ray=RAY) as servers:
+        state = {"tables": servers, "queue": queue}
         with pytest.raises(LimpetError, match="run must be the URL of a store that other"):
-            limpet.Checkpointer("memory://a", {"tables": servers})
-
-    with pytest.raises(KeyError, match="a mistake of the user"):
-        count(tmp_path / "run", fail, then=use_memory)
-
-
-def test_gradients_that_are_not_finite_are_an_error_of_the_worker(tmp_path):
-    with pytest.raises(LimpetError, match="not finite"):
-        count(tmp_path / "run", push_nan)
+            limpet.Checkpointer("memory://a", state)
+        with limpet.Checkpointer(tmp_path / "run", state) as ckpt:
+            options = {"workers": 1, "queue": queue, "ckpt": ckpt, "ray": RAY}
+            with pytest.raises(KeyError, match="a mistake of the user"):
+                servers.train(fail, **options)
+            with pytest.raises(LimpetError, match="not finite"):
+                servers.train(push_nan, **options)
 
 
 def push_nan(worker):
