@@ -228,3 +228,29 @@ def test_without_epochs_a_cut_contains_more_than_its_ledger(monkeypatch):
     with pytest.raises(AssertionError):
         for seed in range(60):
             Model(seed).run(800)
+
+
+def test_the_rates_of_a_push_are_divided_by_the_steps_of_others_since():
+    """B 29."""
+    coordinator = Coordinator(lambda: Rates({"words": 0.6}, [0.3]), scaled=True)
+    coordinator.queue = SimpleNamespace(report_consumed=consumed_once)
+    coordinator.join("a")
+    coordinator.join("b")
+    for number in (1, 2, 3):
+        entry = coordinator.commit(Commit(0, "a", number, []))
+        assert entry.rates == Rates({"words": 0.6}, [0.3])
+    entry = coordinator.commit(Commit(0, "b", 1, []))
+    assert entry.step == 4
+    assert entry.rates == Rates({"words": 0.6 / 3}, [0.3 / 3])
+
+
+def test_a_push_that_is_too_stale_is_refused_with_the_current_step():
+    """B 25: then, its worker is up to date."""
+    coordinator = Coordinator(lambda: RATES, staleness=1)
+    coordinator.queue = SimpleNamespace(report_consumed=consumed_once)
+    for worker in "ab":
+        coordinator.join(worker)
+    for number in (1, 2):
+        coordinator.commit(Commit(0, "a", number, []))
+    assert coordinator.commit(Commit(0, "b", 1, [])) == Refused(step=2)
+    assert coordinator.commit(Commit(0, "b", 2, [])).step == 3

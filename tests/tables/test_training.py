@@ -410,3 +410,33 @@ def test_gradients_of_before_a_resume_are_not_applied(tmp_path):
         ckpt.resume()
         servers.step()
         assert seen(servers)[3] == 1
+
+
+def test_the_model_of_the_driver_is_the_first_one_and_is_pulled_when_it_has_changed(tmp_path):
+    """B 21, B 22, B 23: servers have the model from the beginning, and nobody pushes one."""
+    pulled = []
+
+    def train(worker):
+        model = Model(worker.tables)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(worker.name.split()[1]))
+        worker.dense(model)
+        pulled.append({name: t.clone() for name, t in model.state_dict().items()})
+        while worker.next(100) is not None:
+            worker.step()
+
+    words = tables.Table("words", 4, optimizer=tables.SGD(lr=1.0))
+    servers = tables.Servers([words], 2, dense=make_dense)
+    queue = limpet.tasks.Queue()
+    queue.add("training", 300, task_size=100, name="data")
+    state = {"tables": servers, "queue": queue}
+    with limpet.Checkpointer(tmp_path, state, save=limpet.Never()) as ckpt:
+        servers.train(train, workers=2, queue=queue, ckpt=ckpt)
+    first = make_dense()[0].state_dict()
+    for found in pulled:
+        assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
+    server = servers.servers[0]
+    version, values = server.pull_dense(None, 0)
+    assert values
+    assert server.pull_dense(None, version) == (version, {})
