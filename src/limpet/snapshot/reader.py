@@ -26,7 +26,7 @@ from limpet.snapshot.location import (
     versions_in,
 )
 from limpet.snapshot.verify import CheckedChunks, Report, verify
-from limpet.threads import gc_paused, look_up_each, no_op
+from limpet.threads import Workers, gc_paused, look_up_each, no_op
 
 
 def open_snapshot(url: Url) -> SnapshotReader:
@@ -242,6 +242,7 @@ class SnapshotReader:
         advance: Callable[[], object] = no_op,
         *,
         check_headers: bool = True,
+        workers: Workers | None = None,
     ) -> None:
         """Read boxes, check them, copy each into its target, and check the header of each own
         shard, once, unless ``check_headers`` is False. Raises ``FormatError`` or ``StoreError``."""
@@ -249,7 +250,7 @@ class SnapshotReader:
         checked = self.checked_headers if check_headers else None
         plan = gc_paused(make_read_plan)(indexes, requests, checked)
         with self.not_found_if_deleted():
-            workers = read_workers(self.location, advance)
+            workers = workers or read_workers(self.location, advance)
             execute_read_plan(self.location, plan, indexes, targets, workers)
         self.checked_headers.update(plan.headers)
 

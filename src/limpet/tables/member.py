@@ -21,30 +21,30 @@ from limpet.tables.hashing import BUCKETS
 from limpet.tables.messages import Mark
 from limpet.tables.rows import Cut, Rows
 from limpet.tables.segments import (
-    SETS,
-    Part,
     Segment,
     StoredSegment,
     balanced_ranges,
-    carried_segment,
     equal_ranges,
-    new_segment,
+    ranges_from,
     restore_rows,
-    sets_of,
+    segment_tree,
     stored_segments,
 )
 from limpet.tables.server import TableServer
-from limpet.tables.shard import TableShard
+from limpet.tables.shard import SETS, TableShard
 from limpet.tables.table import Table
 
+_Counts = dict[str, tuple[int, int, int]]
+"""What a server has, by ``TABLE/SET``: the number of rows, of those changed since the last version,
+and of the ids deleted since."""
 
-class _Counts(msgspec.Struct, frozen=True):
-    """What a process has: for each of its servers, by table and set of rows, the number of rows, of
-    those changed since the last version, and of the ids deleted since. ``base``: the digest of the
-    version with which its rows were committed or restored."""
+
+class _Process(msgspec.Struct, frozen=True):
+    """The counts of each server of a process. ``base``: the digest of the version with which its
+    rows were committed or restored, if that is the base of the save, or empty."""
 
     base: str
-    servers: list[dict[str, dict[str, tuple[int, int, int]]]]
+    servers: list[_Counts]
 
 
 class _CutPlan(msgspec.Struct, frozen=True):
@@ -53,11 +53,11 @@ class _CutPlan(msgspec.Struct, frozen=True):
 
     suffix: str
     full: list[str]
-    servers: list[dict[str, dict[str, tuple[int, int, int]]]]
+    servers: list[_Counts]
 
 
-_Stored = Mapping[tuple[str, str], Mapping[str, StoredSegment]]
-"""The segments of a version by table and set, and by name."""
+_Stored = Mapping[str, Mapping[str, StoredSegment]]
+"""The segments of a version by ``TABLE/SET``, and by name."""
 
 
 class TableMember(Streamed):
@@ -84,12 +84,12 @@ class TableMember(Streamed):
         self._base = ""
         """The digest of the version that has all rows that do not count as changed."""
 
-        self._stored: dict[tuple[str, str], dict[str, Segment]] = {}
-        """By table and set: the segments of that version by name."""
+        self._stored: dict[str, dict[str, Segment]] = {}
+        """By ``TABLE/SET``: the segments of that version by name."""
 
-        self._saving: dict[tuple[str, str], dict[str, Segment]] = {}
+        self._saving: dict[str, dict[str, Segment]] = {}
         self._tree: dict[str, Any] = {}
-        self._cuts: list[tuple[Rows, Cut]] = []
+        self._cuts: list[dict[str, Cut]] = []
         self._marked, self._begun = ExitStack(), 0
 
     # -- saving ----------------------------------------------------------------------------------
@@ -101,105 +101,79 @@ class TableMember(Streamed):
             self._begun += 1
         self._begun += 1
         with closing(group.collective("the cut of the tables")) as collective, collective:
-            mark = self._make_mark() if self._make_mark else None
-            mark = collective.broadcast(mark, Mark)
+            mark = collective.broadcast(self._make_mark() if self._make_mark else None, Mark)
             for server in self.servers:
                 self._marked.enter_context(server.at_mark(mark))
-            found = collective.gather(self._count(base), _Counts)
+            found = collective.gather(self._count(base), _Process)
             plan = None if found is None else self._plan(found, base)
             plan = collective.broadcast(plan, _CutPlan)
-        parts = [self._begin_cuts(server, plan) for server in self.servers]
-        carried: dict[str, Any] = {}
-        if base is not None and parts and len(plan.full) < len(self.specs):
-            carried = saved_tables(base, key)
+        for server in self.servers:
+            self._cuts.append({})
+            for name, shard in server.shards.items():
+                with shard.lock:
+                    for key_below, rows in sets_of({name: shard}).items():
+                        self._cuts[-1][key_below] = rows.begin_cut(is_full=name in plan.full)
+        saved: dict[str, Any] = {}
+        if base is not None and self.servers and len(plan.full) < len(self.specs):
+            saved = saved_tables(base, key)
         self._saving = {}
-        made = {name: self._table(name, mark, plan, parts, carried) for name in self.specs}
-        self._tree = made if parts else {}
+        made = {name: self._table(name, mark, plan, saved.get(name, {})) for name in self.specs}
+        self._tree = made if self.servers else {}
 
-    def _count(self, base: SnapshotReader | None) -> _Counts:
+    def _count(self, base: SnapshotReader | None) -> _Process:
         counts = [
             {
-                name: {
-                    set_name: (rows.count, rows.count_touched(), rows.count_deleted())
-                    for set_name, rows in sets_of(shard).items()
-                }
-                for name, shard in server.shards.items()
+                key: (rows.count, rows.count_touched(), rows.count_deleted())
+                for key, rows in sets_of(server.shards).items()
             }
             for server in self.servers
         ]
-        return _Counts("" if base is None or base.digest != self._base else base.digest, counts)
+        return _Process(
+            self._base if base is not None and base.digest == self._base else "", counts
+        )
 
-    def _plan(self, found: Sequence[_Counts], base: SnapshotReader | None) -> _CutPlan:
+    def _plan(self, found: Sequence[_Process], base: SnapshotReader | None) -> _CutPlan:
         """Decide on rank 0 which tables are written in full: without a usable base, or when the
         increments have more than half as many rows as the table."""
-        servers = [server for counts in found for server in counts.servers]
-        is_usable = base is not None and all(counts.base for counts in found if counts.servers)
+        servers = [server for process in found for server in process.servers]
+        is_usable = base is not None and all(each.base for each in found if each.servers)
         full = []
         for name in self.specs:
-            increments = [*self._stored.get((name, "segments"), {}).values()][1:]
-            added = sum(sum(segment.rows) + sum(segment.deleted) for segment in increments)
-            added += sum(sum(server[name]["segments"][1:]) for server in servers)
-            rows = sum(server[name]["segments"][0] for server in servers)
-            if not is_usable or (name, "segments") not in self._stored or 2 * added > rows:
+            stored = [*self._stored.get(f"{name}/segments", {}).values()]
+            counts = [server[f"{name}/segments"] for server in servers]
+            added = sum(sum(segment.rows) + sum(segment.deleted) for segment in stored[1:])
+            added += sum(touched + deleted for _, touched, deleted in counts)
+            if not is_usable or not stored or 2 * added > sum(rows for rows, _, _ in counts):
                 full.append(name)
         return _CutPlan(token_hex(4), full, servers)
 
-    def _begin_cuts(self, server: TableServer, plan: _CutPlan) -> dict[str, dict[str, Cut]]:
-        cuts: dict[str, dict[str, Cut]] = {}
-        for name, shard in server.shards.items():
-            with shard.lock:
-                for set_name, rows in sets_of(shard).items():
-                    cut = rows.begin_cut(is_full=name in plan.full)
-                    self._cuts.append((rows, cut))
-                    cuts.setdefault(name, {})[set_name] = cut
-        return cuts
-
-    def _table(
-        self,
-        name: str,
-        mark: Mark,
-        plan: _CutPlan,
-        cuts: Sequence[Mapping[str, Mapping[str, Cut]]],
-        carried: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def _table(self, name: str, mark: Mark, plan: _CutPlan, saved: Mapping[str, Any]) -> Any:
         """Return the tree of a table, and remember its segments for the next save."""
-        plain = self.specs[name].to_plain()
+        plain, is_full = self.specs[name].to_plain(), name in plan.full
         plain["optimizer"]["lr"] = mark.rates.tables[name]
-        counts = [server[name] for server in plan.servers]
         table = {
             **plain,
-            "rows": sum(each["segments"][0] for each in counts),
+            "rows": sum(counts[f"{name}/segments"][0] for counts in plan.servers),
             "step": mark.step,
             "batches": mark.batches,
             "first_buckets": [buckets.start for buckets in self.ranges],
         }
-        is_full = name in plan.full
-        numbered = [*enumerate(self.servers, self._first)]
-        for set_name in counts[0] if counts else ():
-            stored = {} if is_full else self._stored.get((name, set_name), {})
-            segments = {
-                old: carried_segment(
-                    carried[name][set_name][old],
-                    segment,
-                    [(number, server.buckets) for number, server in numbered],
-                )
-                for old, segment in (stored if cuts else {}).items()
-            }
-            rows, touched, deleted = zip(*(each[set_name] for each in counts), strict=True)
-            new = Segment(rows if is_full else touched, [0] * len(rows) if is_full else deleted)
-            saving = dict(stored)
-            if is_full or sum(new.rows) + sum(new.deleted):
-                new_name = f"{len(stored)}.{plan.suffix}"
-                saving[new_name] = new
-                parts = [
-                    Part(number, each[name][set_name], server.buckets)
-                    for (number, server), each in zip(numbered, cuts, strict=True)
-                ]
-                if parts:
-                    columns = cuts[0][name][set_name].columns
-                    segments[new_name] = new_segment(columns, new, parts)
-            table[set_name] = segments
-            self._saving[name, set_name] = saving
+        for set_name in SETS:
+            key = f"{name}/{set_name}"
+            counts = [counts[key] for counts in plan.servers if key in counts]
+            if not counts:
+                continue
+            stored = {} if is_full else self._stored.get(key, {})
+            rows, touched, deleted = zip(*counts, strict=True)
+            new = Segment(rows, [0] * len(rows)) if is_full else Segment(touched, deleted)
+            is_new = is_full or any(touched) or any(deleted)
+            added = {f"{len(stored)}.{plan.suffix}": new} if is_new else {}
+            self._saving[key] = {**stored, **added}
+            cuts = [each[key] for each in self._cuts]
+            table[set_name] = {}
+            for n, segment in self._saving[key].items() if cuts else ():
+                old = saved[set_name][n] if n in stored else None
+                table[set_name][n] = segment_tree(segment, self.ranges, self._first, cuts, old)
         return table
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,9 +186,8 @@ class TableMember(Streamed):
         self._marked.close()
         is_alone, self._begun = self._begun == 1, self._begun - 1
         cuts, self._cuts, self._tree = self._cuts, [], {}
-        for rows, cut in cuts:
-            with rows.lock:
-                rows.end_cut(cut, is_committed=digest is not None and is_alone)
+        for cut in [cut for each in cuts for cut in each.values()]:
+            cut.end(is_committed=digest is not None and is_alone)
         stored, self._saving = self._saving, {}
         if digest is not None and is_alone:
             self._base, self._stored = digest, stored
@@ -241,16 +214,15 @@ class TableMember(Streamed):
             server.replace(server.buckets, None)
         saved = saved_tables(snapshot, key)
         stored = {
-            (name, set_name): stored_segments(snapshot, f"{key}/{name}/{set_name}", table[set_name])
+            f"{name}/{n}": stored_segments(snapshot, f"{key}/{name}/{n}", table.get(n, {}))
             for name, table in saved.items()
-            for set_name in SETS
-            if set_name in table
+            for n in SETS
         }
         firsts = next(iter(saved.values()))["first_buckets"]
         if len(firsts) == self.count:
-            self.ranges = [range(a, b) for a, b in zip(firsts, [*firsts[1:], BUCKETS])]
+            self.ranges = ranges_from(firsts)
         else:
-            self.ranges = balanced_ranges(_weights(self.specs, stored), self.count)
+            self.ranges = balanced_ranges(self._weights(stored), self.count)
         ranges = self.ranges[self._first :][: len(self.servers)]
         restored = [self._restore(buckets, stored) for buckets in ranges]
         for server, buckets, shards in zip(self.servers, ranges, restored):
@@ -258,8 +230,15 @@ class TableMember(Streamed):
                 shard.evicted_step = saved[name]["step"]  # a fill may have been later
             server.replace(buckets, shards)
         self._base = snapshot.digest if len(firsts) == self.count else ""
+        starts = [buckets.start for buckets in self.ranges]
         self._stored = {
-            key: {name: self._segment(segment) for name, segment in segments.items()}
+            key: {
+                name: Segment(
+                    np.add.reduceat(segment.rows_per_bucket, starts).tolist(),
+                    np.add.reduceat(segment.deleted_per_bucket, starts).tolist(),
+                )
+                for name, segment in segments.items()
+            }
             for key, segments in stored.items()
         }
         self.restored(saved, snapshot)
@@ -268,39 +247,31 @@ class TableMember(Streamed):
         """Return the shards of some buckets, read from a version."""
         first, stop = buckets.start, buckets.stop
         shards = {name: TableShard(table, first, stop) for name, table in self.specs.items()}
-        for (name, set_name), segments in stored.items():
-            if (rows := sets_of(shards[name]).get(set_name)) is not None:
-                restore_rows(rows, [*segments.values()], buckets)
+        for key, rows in sets_of(shards).items():
+            restore_rows(rows, [*stored[key].values()], buckets)
         return shards
 
-    def _segment(self, segment: StoredSegment) -> Segment:
-        def lengths(counts: NDArray[np.int64]) -> list[int]:
-            return [int(counts[buckets.start : buckets.stop].sum()) for buckets in self.ranges]
-
-        return Segment(lengths(segment.rows_per_bucket), lengths(segment.deleted_per_bucket))
+    def _weights(self, stored: _Stored) -> NDArray[np.float64]:
+        """Return about how many bytes the rows of each bucket have."""
+        weights = np.zeros(BUCKETS)
+        for name, table in self.specs.items():
+            widths = [width for width, _ in table.optimizer.slots(1).values()]
+            for segment in stored[f"{name}/segments"].values():
+                weights += table.dim * (1 + sum(widths)) * segment.rows_per_bucket
+        return weights
 
     def restored(self, saved: Mapping[str, Any], snapshot: SnapshotReader) -> None:
         """Take over what else a version says of the tables, after a restore."""
 
 
-def _weights(specs: Mapping[str, Table], stored: _Stored) -> NDArray[np.float64]:
-    """Return about how many bytes the rows of each bucket have."""
-    weights = np.zeros(BUCKETS)
-    for (name, set_name), segments in stored.items():
-        slots = specs[name].optimizer.slots(1).values()
-        row = specs[name].dim * (1 + sum(width for width, _ in slots))
-        for segment in segments.values() if set_name == "segments" else ():
-            weights += row * segment.rows_per_bucket
-    return weights
+def sets_of(shards: Mapping[str, TableShard]) -> dict[str, Rows]:
+    """Return the sets of rows of shards, by ``TABLE/SET``."""
+    return {f"{n}/{key}": rows for n, shard in shards.items() for key, rows in shard.sets.items()}
 
 
-def saved_tables(reader: SnapshotReader, key: str) -> dict[str, Any]:
+def saved_tables(reader: SnapshotReader, key: str) -> Any:
     """Return the tree below ``key``, such as of the tables, with a ``LeafView`` for each leaf."""
-    node = reader.manifest.tree
-    for _, child, found in tree.children(node, ""):
+    for _, node, found in tree.children(reader.manifest.tree, ""):
         if found == key:
-            tables: dict[str, Any] = tree.decode(
-                child, key, lambda leaf, at: LeafView(reader, at, leaf)
-            )
-            return tables
+            return tree.decode(node, key, lambda leaf, at: LeafView(reader, at, leaf))
     raise MissingLeaf(f"{reader.url} has no tables under {key!r}", leaf=key)

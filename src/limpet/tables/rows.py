@@ -8,7 +8,7 @@ that the cut is read while the rows change.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +31,7 @@ _TOUCHED = 2  # changed since the last committed version, and not part of the cu
 _IN_SAVE = 4  # changed since the last committed version, and part of the cut of a save
 _STORED = 8  # the last committed version or the cut of a save has the id: its deletion is recorded
 
+_PER_BUCKET = ("rows_per_bucket", "deleted_per_bucket")
 _MOST_ROWS = 2**31 - 1  # the index has their numbers as int32
 
 
@@ -56,7 +57,7 @@ class Rows:
     def __init__(
         self, columns: Mapping[str, Column], *, lock: threading.Condition | None = None
     ) -> None:
-        self.lock = threading.Condition() if lock is None else lock
+        self.lock = lock or threading.Condition()
         self.columns = {
             "ids": Column(torch.int64, initial=None),
             **columns,
@@ -153,7 +154,7 @@ class Rows:
 
     def count_deleted(self) -> int:
         """Return the number of distinct ids that were deleted since then."""
-        return len(np.unique(np.concatenate([*self._deleted, np.empty(0, np.int64)])))
+        return len(_distinct(self._deleted))
 
     def mark_stored(self) -> None:
         """Let all rows count as those of the last committed version."""
@@ -180,13 +181,12 @@ class Rows:
             members = (flags & (_LIVE if is_full else _TOUCHED)) > 0
             self._save = cut = Cut(self, members, [*self.columns], old_bytes_limit)
             self._cuts.append(cut)
-            touched = flags & _TOUCHED
-            flags ^= touched | touched * (_IN_SAVE // _TOUCHED)
+            flags += flags & _TOUCHED  # which become _IN_SAVE: no row is both here
             flags |= members * np.uint8(_STORED)
             del flags  # before the lock is released
             cut.all_deleted, self._deleted = self._deleted, []
         if not is_full:
-            cut.deleted = np.unique(np.concatenate([*cut.all_deleted, np.empty(0, np.int64)]))
+            cut.deleted = _distinct(cut.all_deleted)
             cut.deleted = cut.deleted[np.argsort(bucket_of(cut.deleted), kind="stable")]
         return cut
 
@@ -195,9 +195,8 @@ class Rows:
         ``end_cut`` ends it. Several may be held, also during a save."""
         with self.lock:
             members = (self._all_flags() & _LIVE) > 0
-            cut = Cut(self, members, ["ids", *names], old_bytes_limit)
-            self._cuts.append(cut)
-            return cut
+            self._cuts.append(Cut(self, members, ["ids", *names], old_bytes_limit))
+            return self._cuts[-1]
 
     def end_cut(self, cut: Cut, *, is_committed: bool = False) -> None:
         """End a cut. If a version with it is not surely committed, its rows and deletions count
@@ -210,7 +209,7 @@ class Rows:
                 in_save = flags & _IN_SAVE
                 flags ^= in_save
                 if not is_committed:
-                    flags |= in_save // (_IN_SAVE // _TOUCHED)
+                    flags |= in_save >> 1  # _TOUCHED again
                     self._deleted = cut.all_deleted + self._deleted
                 del flags  # before the lock is released
             self.lock.notify_all()
@@ -224,8 +223,8 @@ class Cut:
         self._rows, self.has_ended = rows, False
         self._members = members
         self._copies = np.zeros(len(members), np.int32)  # of each row: 1 + that of its copy, or 0
-        columns = {name: rows.columns[name] for name in names}
-        self._old = {name: GrowableArray(c.dtype, c.width) for name, c in columns.items()}
+        columns = [rows.columns[name] for name in names]
+        self._old = {n: GrowableArray(c.dtype, c.width) for n, c in zip(names, columns)}
         self._old_row = sum(array.row_bytes for array in self._old.values())
         self._old_count = 0
         self._old_index, self._indexed = IdIndex(), 0  # of the first copies
@@ -234,11 +233,17 @@ class Cut:
         self.all_deleted: list[Ids] = []
         most = max(BLOCK_SIZE, rows.count * self._old_row // 4)
         self.old_bytes_limit = most if limit is None else limit
-        self.columns = rows.columns
 
-    def end(self) -> None:
-        """End a cut of ``begin_view``."""
-        self._rows.end_cut(self)
+    def end(self, *, is_committed: bool = False) -> None:
+        """See ``Rows.end_cut``."""
+        self._rows.end_cut(self, is_committed=is_committed)
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and the shape of an element of everything that ``read`` reads."""
+        empty = {name: array.view(0) for name, array in self._old.items()}
+        kinds = {n: (str(x.dtype)[6:], tuple(x.shape[1:])) for n, x in empty.items()}
+        return kinds | {"deleted": ("int64", ())} | dict.fromkeys(_PER_BUCKET, ("int32", ()))
 
     @property
     def old_bytes(self) -> int:
@@ -258,8 +263,11 @@ class Cut:
         self._old_count = stop
 
     def read(self, name: str, first: int, stop: int, out: memoryview) -> None:
-        """Write the entries ``first`` to ``stop`` of a column into ``out``, which has their size.
-        Several threads may read at once."""
+        """Write the entries ``first`` to ``stop`` of a column, of ``deleted``, or of the counts per
+        bucket into ``out``, which has their size. Several threads may read at once."""
+        if name in ("deleted", *_PER_BUCKET):
+            out[:] = getattr(self, name)[first:stop].view(np.uint8).data
+            return
         rows = self._order[0][first:stop]
         self._gather(name, rows, self._old[name].view(len(rows), out))
 
@@ -296,7 +304,7 @@ class Cut:
     @property
     def deleted_per_bucket(self) -> NDArray[np.int32]:
         """The number of deleted ids in each bucket, int32 ``[4096]``."""
-        return np.bincount(bucket_of(self.deleted), minlength=BUCKETS).astype(np.int32)
+        return _count_buckets(bucket_of(self.deleted))
 
     @cached_property
     def _order(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -306,7 +314,7 @@ class Cut:
         self._gather("ids", rows, torch.from_numpy(ids))
         buckets = bucket_of(ids)
         order = rows[np.argsort(buckets, kind="stable")]
-        return order, np.bincount(buckets, minlength=BUCKETS).astype(np.int32)
+        return order, _count_buckets(buckets)
 
     def _gather(self, name: str, rows: NDArray[np.int32], out: torch.Tensor) -> None:
         step = max(1, BLOCK_SIZE // self._old[name].row_bytes)
@@ -325,3 +333,11 @@ class Cut:
     def _check(self) -> None:
         if self.has_ended:
             raise LimpetError("The cut of a table was read after its end")
+
+
+def _distinct(parts: Sequence[Ids]) -> Ids:
+    return np.unique(np.concatenate([*parts, np.empty(0, np.int64)]))
+
+
+def _count_buckets(buckets: NDArray[np.uint16]) -> NDArray[np.int32]:
+    return np.bincount(buckets, minlength=BUCKETS).astype(np.int32)

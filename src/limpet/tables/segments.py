@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,64 +20,60 @@ from numpy.typing import NDArray
 from limpet.buffers import BufferPool
 from limpet.errors import ManifestInvalid
 from limpet.format.names import join_key
-from limpet.layout.read_plan import ReadRequest, make_read_plan
-from limpet.snapshot.chunks import Target, execute_read_plan
+from limpet.layout.read_plan import ReadRequest
+from limpet.snapshot.chunks import Target
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import LocalBoxes
 from limpet.state.arrays.own import Source
 from limpet.tables.hashing import BUCKETS, bucket_of
 from limpet.tables.index import unique
-from limpet.tables.rows import Column, Cut, Rows
-from limpet.tables.shard import TableShard
+from limpet.tables.rows import Cut, Rows
 from limpet.threads import Workers, in_parallel
 from limpet.types import BLOCK_SIZE, DTYPES, MIB, Box
 
 _READ_BYTES = 64 * MIB
 """The bytes of the widest column of a later segment that are read at once."""
 
-SETS = ("segments", "candidates")
-"""The two sets of rows of a table: those with vectors, and the counts of ids not yet admitted."""
-
 
 @dataclass(frozen=True)
 class Segment:
-    """How many rows and deleted ids each part of a stored segment has."""
+    """How many rows and deleted ids each server's part of a stored segment has."""
 
     rows: Sequence[int]
     deleted: Sequence[int]
 
 
-def sets_of(shard: TableShard) -> dict[str, Rows]:
-    return {n: rows for n, rows in zip(SETS, (shard.rows, shard.candidates)) if rows is not None}
+def leaves_of(saved: Mapping[str, Any]) -> dict[str, LeafView]:
+    """Return the leaves of a segment's tree by the name of their column: slots as ``slot/NAME``."""
+    slots = {f"slot/{name}": leaf for name, leaf in saved["slots"].items()}
+    return {name: leaf for name, leaf in saved.items() if name != "slots"} | slots
 
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
-class CutColumn(Source):
-    """A column of the rows of a cut, whose ``read`` this calls."""
+class RowsSource(Source):
+    """Rows from ``first`` on of a column that ``read(first, stop, out)`` reads."""
 
     is_held = True
 
     def __init__(
-        self, read: Callable[..., None], name: str, dtype: str, shape: tuple[int, ...]
+        self, read: Callable[[int, int, memoryview], object], first: int, dtype: str, shape: Any
     ) -> None:
-        self.dtype, self.shape = dtype, shape
-        self._read = partial(read, name)
+        self._read, self._first, self.dtype, self.shape = read, first, dtype, shape
 
     def read_into(self, start: int, view: memoryview) -> None:
         row = self.nbytes // self.shape[0]
         first, stop = start // row, -(-(start + len(view)) // row)
-        if (stop - first) * row == len(view):
-            self._read(first, stop, view)
-            return
-        whole = memoryview(bytearray((stop - first) * row))
-        self._read(first, stop, whole)
-        view[:] = whole[start - first * row :][: len(view)]
+        is_whole = (stop - first) * row == len(view)
+        out = view if is_whole else memoryview(bytearray((stop - first) * row))
+        self._read(self._first + first, self._first + stop, out)
+        if not is_whole:
+            view[:] = out[start - first * row :][: len(view)]
 
 
-class CarriedSource(CutColumn):
+class CarriedSource(RowsSource):
     """Rows ``first_row`` to ``stop_row`` of a leaf of the base of a save.
 
     A save that refers to the base does not read it if the rows are a box of the same leaf, at the
@@ -84,119 +81,57 @@ class CarriedSource(CutColumn):
     """
 
     def __init__(self, leaf: LeafView, first_row: int, stop_row: int) -> None:
-        shape = (stop_row - first_row, *leaf.shape[1:])
-        super().__init__(self._read_leaf, leaf._source_key, leaf.dtype, shape)
-        self._reader, self._first_row = leaf._reader, first_row
-        offsets = (first_row, *[0] * (len(shape) - 1))
-        self.carried = self._reader.digest, leaf._source_key, offsets
+        box = _rows_box(leaf.shape, first_row, stop_row)
+        super().__init__(partial(self._read_leaf, leaf), first_row, leaf.dtype, box.sizes)
+        self.carried = leaf._reader.digest, leaf._source_key, box.offsets
 
-    def _read_leaf(self, key: str, first: int, stop: int, view: memoryview) -> None:
-        sizes = (stop - first, *self.shape[1:])
-        box = Box((self._first_row + first, *[0] * (len(sizes) - 1)), sizes)
-        rows = np.frombuffer(view, np.uint8)
-        target = Target(self.dtype, sizes, rows, rows.__array_interface__["data"][0])
-        reader = self._reader
-        with reader.not_found_if_deleted():
-            indexes = reader.indexes()
-            plan = make_read_plan(indexes, [ReadRequest(key, box)], None)
-            # buffers of its own: the threads of the save may wait while they have all of theirs
-            workers = Workers(BufferPool(2 * BLOCK_SIZE), 1, check_time=reader.location.check_time)
-            execute_read_plan(reader.location, plan, indexes, [target], workers)
+    @staticmethod
+    def _read_leaf(leaf: LeafView, first: int, stop: int, out: memoryview) -> None:
+        reader = leaf._reader
+        request, target = _request(leaf, first, stop, np.frombuffer(out, np.uint8))
+        # buffers of its own: the threads of the save may wait while they have all of theirs
+        workers = Workers(BufferPool(2 * BLOCK_SIZE), 1, check_time=reader.location.check_time)
+        reader.read([request], [target], check_headers=False, workers=workers)
 
 
-class _Computed(Source):
-    """A small array that is computed when it is written, such as the rows per bucket."""
-
-    is_held = True
-
-    def __init__(self, make: Callable[[], NDArray[Any]], dtype: str, length: int) -> None:
-        self.dtype, self.shape, self._make = dtype, (length,), make
-
-    def read_into(self, start: int, view: memoryview) -> None:
-        view[:] = self._make().view(np.uint8)[start : start + len(view)].data
+def _rows_box(shape: tuple[int, ...], first: int, stop: int) -> Box:
+    return Box((first, *[0] * (len(shape) - 1)), (stop - first, *shape[1:]))
 
 
-@dataclass(frozen=True)
-class Part:
-    """The part of one server of a segment that is written: the cut of its rows, and its buckets."""
-
-    number: int
-    cut: Cut
-    buckets: range
+def _request(
+    leaf: LeafView, first: int, stop: int, into: NDArray[Any]
+) -> tuple[ReadRequest, Target]:
+    box, address = _rows_box(leaf.shape, first, stop), into.__array_interface__["data"][0]
+    return ReadRequest(leaf._source_key, box), Target(leaf.dtype, box.sizes, into, address)
 
 
-def new_segment(
-    columns: Mapping[str, Column], segment: Segment, parts: Sequence[Part]
+def segment_tree(
+    segment: Segment,
+    ranges: Sequence[range],
+    first_server: int,
+    cuts: Sequence[Cut],
+    saved: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the tree of a segment to write."""
+    """Return the tree of a segment, of which this process has the parts of the servers that have
+    ``cuts``: a new one, or one that the base has (``saved``, with a ``LeafView`` per leaf)."""
+    leaves = {} if saved is None else leaves_of(saved)
+    kinds = {name: (leaf.dtype, leaf.shape[1:]) for name, leaf in leaves.items()}
     tree: dict[str, Any] = {"slots": {}}
-    starts = np.cumsum([0, *segment.rows]).tolist()
-    for name, column in columns.items():
-        dtype = str(column.dtype).removeprefix("torch.")
-        tail = () if column.width is None else (column.width,)
-
-        def make(part: Part, name: str = name, dtype: str = dtype, tail: Any = tail) -> Source:
-            return CutColumn(part.cut.read, name, dtype, (segment.rows[part.number], *tail))
-
-        leaf = _leaf(dtype, (starts[-1], *tail), starts, parts, make)
-        set_name, _, slot = name.partition("/")
-        (tree["slots"] if slot else tree)[slot or set_name] = leaf
-    starts = np.cumsum([0, *segment.deleted]).tolist()
-    tree["deleted"] = _leaf(
-        "int64",
-        (starts[-1],),
-        starts,
-        parts,
-        lambda part: _Computed(lambda: part.cut.deleted, "int64", segment.deleted[part.number]),
-    )
-    for name in ("rows_per_bucket", "deleted_per_bucket"):
-
-        def count(part: Part, name: str = name) -> Source:
-            inside = slice(part.buckets.start, part.buckets.stop)
-            make = lambda: getattr(part.cut, name)[inside]  # noqa: E731
-            return _Computed(make, "int32", len(part.buckets))
-
-        boxes = [(Box((part.buckets.start,), (len(part.buckets),)), count(part)) for part in parts]
-        tree[name] = LocalBoxes((BUCKETS,), boxes, "int32")
+    for name, (dtype, tail) in (kinds or cuts[0].kinds).items():
+        lengths = segment.deleted if name == "deleted" else segment.rows
+        if is_per_bucket := name.endswith("_per_bucket"):
+            lengths = [*map(len, ranges)]
+        starts, boxes = np.cumsum([0, *lengths]).tolist(), []
+        shape = starts[-1], *tail
+        for number, cut in enumerate(cuts, first_server):
+            first, stop = starts[number : number + 2]
+            if first < stop or not starts[-1]:
+                box, at = _rows_box(shape, first, stop), first if is_per_bucket else 0
+                new = RowsSource(partial(cut.read, name), at, dtype, box.sizes)
+                boxes.append((box, CarriedSource(leaves[name], first, stop) if leaves else new))
+        into, name = (tree["slots"], name[5:]) if name.startswith("slot/") else (tree, name)
+        into[name] = LocalBoxes(shape, boxes, dtype)
     return tree
-
-
-def _leaf(
-    dtype: str,
-    shape: tuple[int, ...],
-    starts: Sequence[int],
-    parts: Sequence[Part],
-    make: Callable[[Part], Source],
-) -> LocalBoxes:
-    """Return an array of which this process has some parts."""
-    made, tail = [(starts[part.number], make(part)) for part in parts], [0] * (len(shape) - 1)
-    found = [(first, source) for first, source in made if source.shape[0] or not shape[0]]
-    boxes = [(Box((first, *tail), source.shape), source) for first, source in found]
-    return LocalBoxes(shape, boxes, dtype)
-
-
-def carried_segment(
-    saved: Mapping[str, Any], segment: Segment, parts: Sequence[tuple[int, range]]
-) -> dict[str, Any]:
-    """Return the tree of a segment that the base has: ``saved``, with a ``LeafView`` per leaf."""
-
-    def carry(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {inner: carry(inner, leaf) for inner, leaf in value.items()}
-        boxes = []
-        for number, buckets in parts:
-            first, stop = buckets.start, buckets.stop
-            if not name.endswith("_per_bucket"):
-                lengths = segment.deleted if name == "deleted" else segment.rows
-                first = sum(lengths[:number])
-                stop = first + lengths[number]
-            if stop > first or not value.shape[0]:
-                sizes = (stop - first, *value.shape[1:])
-                box = Box((first, *[0] * (len(sizes) - 1)), sizes)
-                boxes.append((box, CarriedSource(value, first, stop)))
-        return LocalBoxes(tuple(value.shape), boxes, value.dtype)
-
-    return {name: carry(name, value) for name, value in saved.items()}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -206,35 +141,25 @@ class StoredSegment:
     """A segment of a version. ``saved``: its tree, with a ``LeafView`` for each leaf."""
 
     def __init__(self, reader: SnapshotReader, key: str, saved: Mapping[str, Any]) -> None:
-        self.reader, self.key = reader, key
-        self.columns: dict[str, LeafView] = {
-            **{name: saved[name] for name in ("ids", "values") if name in saved},
-            **{f"slot/{name}": leaf for name, leaf in saved["slots"].items()},
-            **{name: saved[name] for name in ("counts", "last_steps")},
-        }
-        self._deleted: LeafView = saved["deleted"]
-        self.rows_per_bucket = self._counts(saved["rows_per_bucket"], self.columns["ids"])
-        self.deleted_per_bucket = self._counts(saved["deleted_per_bucket"], self._deleted)
+        self.reader, self.key, leaves = reader, key, leaves_of(saved)
+        per_bucket = leaves.pop("rows_per_bucket"), leaves.pop("deleted_per_bucket")
+        self._deleted, self.columns = leaves.pop("deleted"), leaves
+        self.rows_per_bucket = self._counts(per_bucket[0], self.columns["ids"])
+        self.deleted_per_bucket = self._counts(per_bucket[1], self._deleted)
         lengths = {leaf.shape[0] for leaf in self.columns.values()}
         if len(lengths) > 1:
             self._fail("columns of one length", sorted(lengths))
 
     def _counts(self, leaf: LeafView, counted: LeafView) -> NDArray[np.int64]:
-        counts = np.asarray(leaf.read(), np.int64)
-        if counts.shape != (BUCKETS,) or counts.min() < 0 or counts.sum() != counted.shape[0]:
-            self._fail(
-                f"{BUCKETS} counts whose sum is {counted.shape[0]}", f"a sum of {counts.sum()}"
-            )
+        counts, count = np.asarray(leaf.read(), np.int64), counted.shape[0]
+        if counts.shape != (BUCKETS,) or counts.min() < 0 or counts.sum() != count:
+            self._fail(f"{BUCKETS} counts whose sum is {count}", f"a sum of {counts.sum()}")
         return counts
 
-    def _fail(self, expected: object, found: object) -> None:
-        raise ManifestInvalid(
-            f"The segment {self.key} of {self.reader.url} is not valid",
-            expected=str(expected),
-            found=str(found),
-            todo="Load another version. Report this as a bug: its digests are right",
-            leaf=self.key,
-        )
+    def _fail(self, expected: str, found: object) -> None:
+        what = f"The segment {self.key} of {self.reader.url} is not valid"
+        todo = "Load another version. Report this as a bug: its digests are right"
+        raise ManifestInvalid(what, expected=expected, found=str(found), todo=todo, leaf=self.key)
 
     def range_of(self, counts: NDArray[np.int64], buckets: range) -> tuple[int, int]:
         """Return the first row of some buckets, and the one after the last."""
@@ -262,39 +187,36 @@ class StoredSegment:
         requests, targets = [], []
         for name in names if stop > first else ():
             leaf, part = self.columns[name], into[name]
-            sizes = (stop - first, *leaf.shape[1:])
-            if part.nbytes != int(np.prod(sizes)) * DTYPES[leaf.dtype].itemsize:
+            if part.nbytes != (stop - first) * row_bytes(leaf):
                 self._fail(f"{name} of {part.nbytes} bytes", f"{list(leaf.shape)} {leaf.dtype}")
-            box = Box((first, *[0] * (len(sizes) - 1)), sizes)
-            requests.append(ReadRequest(leaf.key, box))
-            targets.append(Target(leaf.dtype, sizes, part, part.__array_interface__["data"][0]))
+            request, target = _request(leaf, first, stop, part)
+            requests.append(request)
+            targets.append(target)
         if requests:
             self.reader.read(requests, targets, check_headers=False)
         if "ids" in names:
             self._check(into["ids"][: stop - first], self.rows_per_bucket, first)
 
-    def blocks(
-        self, names: Sequence[str], buckets: range
-    ) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        """Yield the number of rows of each block of some buckets, and their columns, as bytes but
-        for ids, in memory that the next block uses again."""
+    def blocks(self, names: Sequence[str], buckets: range) -> Iterator[dict[str, NDArray[Any]]]:
+        """Yield blocks of some buckets: columns (with ``ids``), as bytes ``[rows, width]`` but for
+        ids, in memory that the next block uses again."""
         first, stop = self.range_of(self.rows_per_bucket, buckets)
-        widths = {name: self.row_bytes(self.columns[name]) for name in names}
-        rows = max(1, min(stop - first, _READ_BYTES // max(widths.values())))
-        memory = {name: np.empty((rows, width), np.uint8) for name, width in widths.items()}
-        for start in range(first, stop, rows):
-            count = min(rows, stop - start)
-            views: dict[str, NDArray[Any]] = {name: a[:count] for name, a in memory.items()}
-            if "ids" in views:
-                views["ids"] = views["ids"].reshape(-1).view(np.int64)
-            self.read(names, start, start + count, views)
-            if "ids" in views and len(unique(views["ids"])[0]) < count:
+        widths = {name: row_bytes(self.columns[name]) for name in names}
+        step = max(1, min(stop - first, _READ_BYTES // max(widths.values())))
+        memory: dict[str, NDArray[Any]] = {
+            name: np.empty((step, width), np.uint8) for name, width in widths.items()
+        }
+        memory["ids"] = memory["ids"].reshape(-1).view(np.int64)
+        for start in range(first, stop, step):
+            block = {name: array[: stop - start] for name, array in memory.items()}
+            self.read(names, start, min(stop, start + step), block)
+            if len(unique(block["ids"])[0]) < len(block["ids"]):
                 self._fail("distinct ids", "an id that occurs twice")
-            yield count, views
+            yield block
 
-    @staticmethod
-    def row_bytes(leaf: LeafView) -> int:
-        return DTYPES[leaf.dtype].itemsize * int(np.prod(leaf.shape[1:], dtype=int))
+
+def row_bytes(leaf: LeafView) -> int:
+    return DTYPES[leaf.dtype].itemsize * int(np.prod(leaf.shape[1:], dtype=int))
 
 
 def stored_segments(
@@ -320,9 +242,9 @@ def restore_rows(
             with rows.lock:
                 found = rows.find(segment.deleted(buckets))
                 rows.delete(found[found >= 0])
-            for count, columns in segment.blocks(names, buckets):
+            for block in segment.blocks(names, buckets):
                 with rows.lock:
-                    put_rows(rows, count, columns)
+                    put_rows(rows, block)
     with rows.lock:
         rows.mark_stored()
 
@@ -340,24 +262,24 @@ def _adopt(rows: Rows, segment: StoredSegment, names: Sequence[str], buckets: ra
         into.clear()  # no view may live when the rows grow
 
 
-def put_rows(rows: Rows, count: int, columns: Mapping[str, NDArray[Any]]) -> None:
+def put_rows(rows: Rows, block: Mapping[str, NDArray[Any]]) -> None:
     """Write a block of ``StoredSegment.blocks`` into rows, under their lock."""
-    ids = columns["ids"]
-    numbers = rows.find(ids)
+    numbers = rows.find(block["ids"])
     absent = numbers < 0
-    numbers[absent] = rows.insert(ids[absent])
-    into = torch.from_numpy(numbers)
-    for name, array in columns.items():
-        if name != "ids":
-            column = rows.columns[name]
-            block = torch.from_numpy(array).view(column.dtype)
-            shape = (count,) if column.width is None else (count, column.width)
-            rows.column(name).index_copy_(0, into, block.reshape(shape))
+    numbers[absent] = rows.insert(block["ids"][absent])
+    for name in block.keys() - {"ids"}:
+        column = rows.column(name)
+        new = torch.from_numpy(block[name]).view(column.dtype).view(-1, *column.shape[1:])
+        column.index_copy_(0, torch.from_numpy(numbers), new)
+
+
+def ranges_from(first_buckets: Sequence[int]) -> list[range]:
+    return [range(first, stop) for first, stop in pairwise([*first_buckets, BUCKETS])]
 
 
 def equal_ranges(count: int) -> list[range]:
     """Return ``count`` ranges with about equally many buckets."""
-    return [range(BUCKETS * n // count, BUCKETS * (n + 1) // count) for n in range(count)]
+    return ranges_from([BUCKETS * n // count for n in range(count)])
 
 
 def balanced_ranges(weights: NDArray[Any], count: int) -> list[range]:
@@ -367,4 +289,4 @@ def balanced_ranges(weights: NDArray[Any], count: int) -> list[range]:
     for n in range(1, count):
         at = int(np.searchsorted(ends, ends[-1] * n / count))
         firsts.append(min(max(at, firsts[-1] + 1), BUCKETS - count + n))
-    return [range(a, b) for a, b in zip(firsts, [*firsts[1:], BUCKETS])]
+    return ranges_from(firsts)

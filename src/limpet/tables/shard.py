@@ -17,6 +17,10 @@ from limpet.tables.table import Table
 
 _BLOCK = 256 << 10  # bytes of the values that are updated at once: they stay in the L2 cache
 
+SETS = ("segments", "candidates")
+"""The sets of rows of a table, as a version calls them: those with vectors, and the counts of ids
+that are not admitted yet."""
+
 
 class TableShard:
     """The rows of a table whose buckets are ``first_bucket`` or more and less than ``stop_bucket``.
@@ -36,7 +40,8 @@ class TableShard:
         self.rows = Rows(columns)
         self.lock = self.rows.lock
         self.candidates = Rows({}, lock=self.lock) if table.admit_after > 1 else None
-        self._parts = [self.rows] if self.candidates is None else [self.rows, self.candidates]
+        pairs = zip(SETS, (self.rows, self.candidates))
+        self.sets = {name: rows for name, rows in pairs if rows is not None}
         self._counts = dict.fromkeys(("admitted", "evicted", "refused", "dropped"), 0)
         self.evicted_step = 0
 
@@ -67,8 +72,8 @@ class TableShard:
         with self.lock:
             return {
                 "rows": self.rows.count,
-                "bytes": sum(rows.nbytes for rows in self._parts),
-                "candidates": sum(rows.count for rows in self._parts[1:]),
+                "bytes": sum(rows.nbytes for rows in self.sets.values()),
+                "candidates": 0 if self.candidates is None else self.candidates.count,
                 **self._counts,
             }
 
@@ -177,7 +182,7 @@ class TableShard:
     @property
     def must_wait(self) -> bool:
         """True while a cut has as many old rows as it may have: updates must wait."""
-        return any(rows.must_wait for rows in self._parts)
+        return any(rows.must_wait for rows in self.sets.values())
 
     def delete(self, ids: Any) -> int:
         """Delete the rows of ids (integers) and what is counted of them, and return the number of
@@ -189,7 +194,7 @@ class TableShard:
 
     def _delete(self, ids: Ids) -> int:
         before = self.rows.count
-        for rows in self._parts:
+        for rows in self.sets.values():
             numbers = rows.find(ids)
             rows.delete(numbers[numbers >= 0])
         return before - self.rows.count
@@ -207,7 +212,7 @@ class TableShard:
         if evict is None or step // evict.every * evict.every <= self.evicted_step:
             return
         self.evicted_step = step = step // evict.every * evict.every
-        for rows in self._parts:
+        for rows in self.sets.values():
             live = rows.live()
             last_steps = rows.column("last_steps").numpy()[live]
             is_out = np.zeros(len(live), np.bool_)
@@ -223,7 +228,7 @@ class TableShard:
             return
         buckets = self.stop_bucket - self.first_bucket
         most = max(1, self.table.evict.max_rows * buckets // BUCKETS)
-        for rows in self._parts:
+        for rows in self.sets.values():
             if rows.count <= most:
                 continue
             live, count = rows.live(), rows.count - max(1, most * 15 // 16)

@@ -29,7 +29,7 @@ from limpet.tables.member import saved_tables
 from limpet.tables.optimizers import SGD
 from limpet.tables.rows import Column, Rows
 from limpet.tables.segments import StoredSegment
-from limpet.tables.shard import TableShard
+from limpet.tables.shard import SETS, TableShard
 from limpet.tables.table import Table
 from limpet.tracebacks import short_tracebacks
 
@@ -185,19 +185,20 @@ class View:
             for name, each in stored.items():
                 for segment in each.segments(len(known[name].tree["segments"])):
                     blocks = [
-                        (count, {n: column.copy() for n, column in block.items()})
-                        for count, block in segment.blocks(_COLUMNS, self._buckets)
+                        {name: column.copy() for name, column in block.items()}
+                        for block in segment.blocks(_COLUMNS, self._buckets)
                     ]
                     added.append((shards[name], segment.deleted(self._buckets), blocks))
         with ExitStack() as locks:
             for shard in shards.values():
                 locks.enter_context(shard.lock)
-                count = sum(n for each, _, blocks in added if each is shard for n, _ in blocks)
+                parts = [blocks for each, _, blocks in added if each is shard]
+                count = sum(len(block["ids"]) for blocks in parts for block in blocks)
                 shard.rows.reserve(len(shard.rows.column("ids")) + count)  # may raise
             for shard, deleted, blocks in added:
                 shard.delete(deleted)
-                for count, block in blocks:
-                    segments.put_rows(shard.rows, count, block)
+                for block in blocks:
+                    segments.put_rows(shard.rows, block)
             for shard in shards.values():
                 shard.rows.mark_stored()
             self._loaded = _Loaded(reader, stored, shards)
@@ -259,9 +260,8 @@ def merged_tables(reader: SnapshotReader) -> dict[str, Source]:
 
     for key, each in stored_tables(reader).items():
         count, dim, dtype = (each.tree[name] for name in ("rows", "dim", "dtype"))
-        column = partial(segments.CutColumn, partial(read, each))
-        sources[f"{key}/ids"] = column("ids", "int64", (count,))
-        sources[f"{key}/values"] = column("values", dtype, (count, dim))
+        for name, *kind in (("ids", "int64", (count,)), ("values", dtype, (count, dim))):
+            sources[f"{key}/{name}"] = segments.RowsSource(partial(read, each, name), 0, *kind)
     return sources
 
 
@@ -272,7 +272,7 @@ def compare_tables(
     one has, of the others, of those with other values, and with other slots, counts, or steps."""
     tables = stored_tables(a), stored_tables(b)
     for key in keys:
-        for name, aspect in zip(segments.SETS, ("rows", "candidates"), strict=True):
+        for name, aspect in zip(SETS, ("rows", "candidates"), strict=True):
             lists = [[*each[key].tree.get(name, {})] for each in tables]
             if lists[0] != lists[1]:  # else, both have the same segments
                 x, y, both, *other = _compare([each[key].segments(0, name) for each in tables])
@@ -285,7 +285,7 @@ def _compare(pair: Sequence[list[StoredSegment]]) -> list[int]:
     leaves = [each[0].columns if each else {} for each in pair]
     x, y = ({n: (leaf.dtype, leaf.shape[1:]) for n, leaf in each.items()} for each in leaves)
     shared = [name for name in x if x[name] == y.get(name) and name != "ids"]
-    widths = {name: StoredSegment.row_bytes(leaves[0][name]) for name in shared}
+    widths = {name: segments.row_bytes(leaves[0][name]) for name in shared}
     columns = {name: Column(torch.uint8, width, None) for name, width in widths.items()}
     weights = np.sum([each.rows_per_bucket for part in pair for each in part], axis=0)
     parts = 1 + int(weights.sum() * sum(widths.values())) // _COMPARED
