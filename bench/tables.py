@@ -114,7 +114,7 @@ def measure_updates(
     from torch.nn import functional
 
     from limpet import tables
-    from limpet.tables.index import unique
+    from limpet.tables.ids import unique
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from limpet.tables.hashing import bucket_of
+from limpet.tables.ids import bucket_of
 
 
 def live(servers):

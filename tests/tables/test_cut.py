@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from limpet.errors import LimpetError
-from limpet.tables.hashing import BUCKETS, bucket_of
+from limpet.tables.ids import BUCKETS, bucket_of
 from limpet.tables.rows import Column, Rows
 
 COLUMNS = {

@@ -6,7 +6,7 @@ import torch
 
 from limpet import tables
 from limpet.errors import LimpetError
-from limpet.tables.hashing import BUCKETS, bucket_of, mix, to_ids
+from limpet.tables.ids import BUCKETS, bucket_of, mix, to_ids
 from tests.tables.ids import EXTREMES, unmix
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from limpet.errors import LimpetError
-from limpet.tables.hashing import bucket_of, mix
-from limpet.tables.index import IdIndex, unique
+from limpet.tables.ids import IdIndex, bucket_of, mix, unique
 from tests.tables.ids import EXTREMES, unmix, zipf
 
 NUMBERS = np.arange(20_000, dtype=np.uint64)

@@ -8,7 +8,7 @@ import torch
 
 from limpet import tables
 from limpet.errors import LimpetError
-from limpet.tables.hashing import BUCKETS, bucket_of
+from limpet.tables.ids import BUCKETS, bucket_of
 from limpet.tables.shard import TableShard
 
 DIMS = [1, 3, 8, 10, 64]

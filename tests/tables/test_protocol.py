@@ -15,7 +15,7 @@ import torch
 
 from limpet import tables
 from limpet.tables.coordinator import Coordinator
-from limpet.tables.hashing import bucket_of
+from limpet.tables.ids import bucket_of
 from limpet.tables.messages import Commit, Entry, Push, Rates, Refused, Sender
 from limpet.tables.rows import Rows
 from limpet.tables.server import StaleMessage, TableServer

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from limpet.errors import LimpetError
-from limpet.tables.arrays import GrowableArray
-from limpet.tables.rows import Column, Rows
+from limpet.tables.rows import Column, GrowableArray, Rows
 
 
 def some_rows(ids=()):

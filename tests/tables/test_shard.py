@@ -9,7 +9,7 @@ import torch
 
 from limpet import tables
 from limpet.errors import LimpetError, ManifestInvalid
-from limpet.tables.hashing import BUCKETS, bucket_of
+from limpet.tables.ids import BUCKETS, bucket_of
 from limpet.tables.shard import TableShard
 from tests.tables.ids import EXTREMES, unmix
 

@@ -19,7 +19,7 @@ from limpet.errors import (
 )
 from limpet.loading.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.tables.hashing import bucket_of
+from limpet.tables.ids import bucket_of
 from limpet.tables.segments import StoredSegment
 from limpet.tables.view import View
 from tests.forging import files_of, forge, store_of

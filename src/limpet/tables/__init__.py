@@ -15,35 +15,33 @@ from typing import TYPE_CHECKING
 from limpet.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from limpet.tables.hashing import hash_ids as hash_ids
-    from limpet.tables.initializers import (
-        Constant as Constant,
-        Normal as Normal,
-        TruncatedNormal as TruncatedNormal,
-        Uniform as Uniform,
-    )
+    from limpet.tables.ids import hash_ids as hash_ids
     from limpet.tables.modules import Embedding as Embedding, EmbeddingBag as EmbeddingBag
-    from limpet.tables.optimizers import (
+    from limpet.tables.servers import Servers as Servers
+    from limpet.tables.table import (
         FTRL as FTRL,
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
+        Constant as Constant,
+        Evict as Evict,
+        Normal as Normal,
         RowwiseAdagrad as RowwiseAdagrad,
+        Table as Table,
+        TruncatedNormal as TruncatedNormal,
+        Uniform as Uniform,
     )
-    from limpet.tables.servers import Servers as Servers
-    from limpet.tables.table import Evict as Evict, Table as Table
     from limpet.tables.view import View as View, open as open
     from limpet.tables.worker import Worker as Worker
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "tables.hashing": "hash_ids",
-        "tables.initializers": "Constant Normal TruncatedNormal Uniform",
+        "tables.ids": "hash_ids",
         "tables.modules": "Embedding EmbeddingBag",
-        "tables.optimizers": "FTRL SGD Adagrad Adam RowwiseAdagrad",
         "tables.servers": "Servers",
-        "tables.table": "Evict Table",
+        "tables.table": "Table Evict SGD Adagrad RowwiseAdagrad Adam FTRL Constant Uniform "
+        "Normal TruncatedNormal",
         "tables.view": "View open",
         "tables.worker": "Worker",
     },

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from limpet.errors import LimpetError
-from limpet.tables.hashing import bucket_of, to_ids
-from limpet.tables.index import unique
+from limpet.tables.ids import bucket_of, to_ids, unique
 from limpet.tables.messages import Ids, RowGradients, Sender, merge_gradients
 from limpet.tables.table import Table
 

@@ -17,7 +17,7 @@ from limpet.ranks.group import Group
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.streamed import Streamed
-from limpet.tables.hashing import BUCKETS
+from limpet.tables.ids import BUCKETS
 from limpet.tables.messages import Mark
 from limpet.tables.rows import Cut, Rows
 from limpet.tables.segments import (

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from limpet.tables.index import unique
+from limpet.tables.ids import unique
 from limpet.tasks.batches import Key
 from limpet.tasks.task import Report
 

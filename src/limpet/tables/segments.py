@@ -26,8 +26,7 @@ from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays import LocalBoxes
 from limpet.state.arrays.own import Source
-from limpet.tables.hashing import BUCKETS, bucket_of
-from limpet.tables.index import unique
+from limpet.tables.ids import BUCKETS, bucket_of, unique
 from limpet.tables.rows import Cut, Rows
 from limpet.threads import Workers, in_parallel
 from limpet.types import BLOCK_SIZE, DTYPES, MIB, Box

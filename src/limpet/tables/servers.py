@@ -21,7 +21,7 @@ from limpet.tables import dense as dense_parts
 from limpet.tables.client import Placement, ServersLost, TableClient
 from limpet.tables.coordinator import Coordinator, Synchronous
 from limpet.tables.driver import Driver, Inbox, Work
-from limpet.tables.hashing import BUCKETS, to_ids
+from limpet.tables.ids import BUCKETS, to_ids
 from limpet.tables.local import LocalEngine
 from limpet.tables.member import TableMember, saved_tables
 from limpet.tables.messages import Push, Rates

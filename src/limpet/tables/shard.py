@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from limpet.arguments import check_count, real, require
 from limpet.errors import LimpetError
-from limpet.tables.hashing import BUCKETS, to_ids
-from limpet.tables.index import Ids, unique
+from limpet.tables.ids import BUCKETS, Ids, to_ids, unique
 from limpet.tables.rows import Column, Cut, Mask, RowNumbers, Rows
 from limpet.tables.table import Table
 

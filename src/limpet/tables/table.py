@@ -1,23 +1,281 @@
-"""A table, as a user declares it: its rows, how they begin, and how they are updated."""
+"""A table, as a user declares it: initial vectors, optimizers of rows, and which rows it evicts.
+
+Everything has the same result on every machine, whatever rows are computed with it: random bits
+come from integer operations, and each float operation is exact or rounded once (no fused
+operations, whose vectors and remainders may differ).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, Literal, get_args
+from functools import cache
+from statistics import NormalDist
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from limpet.arguments import check_count, require
+from limpet.arguments import check_count, real, require
 from limpet.errors import LimpetError, ManifestInvalid
 from limpet.format.names import escape_level
-from limpet.tables.initializers import Initializer, Uniform
-from limpet.tables.optimizers import Optimizer
+from limpet.tables.ids import Ids, mix
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PLAIN = ("name", "dim", "dtype", "seed", "admit_after")
+_MOST = 1e30  # far from the limits of float32
+_LEAST = {
+    **dict.fromkeys(("value", "mean", "lr_power"), -_MOST),
+    **dict.fromkeys(("lr", "momentum", "l1", "l2", "initial_accumulator"), 0.0),
+    **dict.fromkeys(("eps", "scale", "std"), 1e-30),
+}
+_EXPECTED = {-_MOST: "a finite number", 0.0: "a number, 0 or more"}
+_WORDS = 1 << 16  # random words of one block: with its temporaries, it fits in the L2 cache
+
+
+class _Parameters:
+    """A frozen dataclass, whose floats are within ``_LEAST`` and ``_MOST``."""
+
+    def __post_init__(self) -> None:
+        for name in vars(self).keys() & _LEAST:
+            value, least = getattr(self, name), _LEAST[name]
+            expected = _EXPECTED.get(least, "a number that is more than 0")
+            is_valid = (number := real(value)) is not None and least <= number <= _MOST
+            require(f"{name} of {type(self).__name__}", is_valid, expected, value)
+            object.__setattr__(self, name, float(value))
+
+
+# -- initial vectors: a function of (seed, table, id, column), so that an unseen id needs no row ---
+
+
+@dataclass(frozen=True)
+class Constant(_Parameters):
+    """Every element of an initial vector is ``value``."""
+
+    value: float = 0.0
+
+    def initial(self, ids: Ids, key: int, dim: int) -> NDArray[np.float32]:
+        return np.full((len(ids), dim), self.value, np.float32)
+
+
+@dataclass(frozen=True)
+class Uniform(_Parameters):
+    """Elements are uniform between ``-scale`` and ``scale``: one of 2**24 values, symmetric."""
+
+    scale: float = 0.05
+
+    def initial(self, ids: Ids, key: int, dim: int) -> NDArray[np.float32]:
+        out = np.empty((len(ids), dim), np.float32)
+        unit = np.float32(self.scale) * np.float32(2**-24)
+        for part, words in _random_words(ids, key, dim):
+            odd = words.view(np.int32)
+            odd >>= 7
+            odd |= 1  # an odd number of 25 bits with its sign: exact as a float32
+            np.multiply(odd, unit, out=out[part], dtype=np.float32, casting="unsafe")
+        return out
+
+
+@dataclass(frozen=True)
+class Normal(_Parameters):
+    """Elements have a normal distribution: one of its 65,536 quantiles."""
+
+    mean: float = 0.0
+    std: float = 0.05
+    _cut: ClassVar[float | None] = None  # in standard deviations
+
+    def initial(self, ids: Ids, key: int, dim: int) -> NDArray[np.float32]:
+        scaled = _quantiles(self._cut) * np.float32(self.std) + np.float32(self.mean)
+        out = np.empty((len(ids), dim), np.float32)
+        for part, words in _random_words(ids, key, dim):
+            words >>= np.uint32(16)
+            np.take(scaled, words, out=out[part], mode="clip")
+        return out
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Normal):
+    """Elements have a normal distribution that is cut at two standard deviations."""
+
+    _cut: ClassVar[float | None] = 2.0
+
+
+Initializer = Constant | Uniform | Normal | TruncatedNormal
+"""``initial`` returns the initial vectors of ids, float32 ``[len(ids), dim]``; ``key`` is a hash of
+the seed and the name of the table."""
+
+
+@cache
+def _quantiles(cut: float | None) -> NDArray[np.float32]:
+    """The quantiles of the standard normal distribution, at the middles of 65,536 steps."""
+    normal, half = NormalDist(), 1 << 15
+    least = 0.0 if cut is None else normal.cdf(-cut)
+    steps = [least + (0.5 - least) * (i + 0.5) / half for i in range(half)]
+    lower = np.array([normal.inv_cdf(p) for p in steps])
+    return np.concatenate([lower, -lower[::-1]]).astype(np.float32)
+
+
+def _random_words(ids: Ids, key: int, dim: int) -> Iterator[tuple[slice, NDArray[np.uint32]]]:
+    """Yield slices of the ids, with random words ``[rows, dim]`` that the caller may overwrite.
+
+    A word is a function of (key, id, column). Both halves of an id's hash enter, on two sides of a
+    multiplication, so that two ids do not share several columns.
+    """
+    columns = np.arange(dim, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    hashes = mix(mix(ids) ^ np.uint64(key))[:, None]
+    low, high = hashes.astype(np.uint32), (hashes >> np.uint64(32)).astype(np.uint32)
+    rows = max(1, _WORDS // dim)
+    for start in range(0, len(ids), rows):
+        part = slice(start, start + rows)
+        x = low[part] + columns
+        x ^= x >> np.uint32(16)
+        x *= np.uint32(0x7FEB352D)
+        x ^= high[part]
+        x ^= x >> np.uint32(15)
+        x *= np.uint32(0x846CA68B)
+        x ^= x >> np.uint32(16)
+        yield part, x
+
+
+# -- optimizers: as torch.optim on one parameter per row -------------------------------------------
+
+Slots = Mapping[str, torch.Tensor]
+"""Slots of the rows of an update, by name: each float32 ``[rows, width]``."""
+
+
+@dataclass(frozen=True)
+class SGD(_Parameters):
+    """Stochastic gradient descent, as torch.optim.SGD (momentum without dampening)."""
+
+    lr: float
+    momentum: float = 0.0
+
+    def slots(self, dim: int) -> dict[str, tuple[int, float]]:
+        return {"momentum": (dim, 0.0)} if self.momentum else {}
+
+    def update(self, values: torch.Tensor, slots: Slots, grads: torch.Tensor, lr: float) -> None:
+        if self.momentum:
+            grads = slots["momentum"].mul_(self.momentum).add_(grads)
+        values.sub_(grads * lr)
+
+
+@dataclass(frozen=True)
+class Adagrad(_Parameters):
+    """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad."""
+
+    lr: float
+    initial_accumulator: float = 0.0
+    eps: float = 1e-10
+
+    def slots(self, dim: int) -> dict[str, tuple[int, float]]:
+        return {"sum": (dim, self.initial_accumulator)}
+
+    def update(self, values: torch.Tensor, slots: Slots, grads: torch.Tensor, lr: float) -> None:
+        total = slots["sum"].add_(grads * grads)
+        values.sub_((grads * lr).div_(total.sqrt().add_(self.eps)))
+
+
+@dataclass(frozen=True)
+class RowwiseAdagrad(_Parameters):
+    """Adagrad with one accumulator per row: the sum of the mean squares of its gradients, as
+    EXACT_ROWWISE_ADAGRAD of FBGEMM."""
+
+    lr: float
+    eps: float = 1e-10
+
+    def slots(self, dim: int) -> dict[str, tuple[int, float]]:
+        return {"sum": (1, 0.0)}
+
+    def update(self, values: torch.Tensor, slots: Slots, grads: torch.Tensor, lr: float) -> None:
+        total = slots["sum"].add_(_row_sums(grads * grads).div_(values.shape[1]))
+        values.sub_((grads * lr).div_(total.sqrt().add_(self.eps)))
+
+
+@dataclass(frozen=True)
+class Adam(_Parameters):
+    """Adam (Kingma and Ba, 2015), as torch.optim.Adam. The bias of a row is corrected by the number
+    of its own updates; a row without a gradient does not change."""
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        numbers = [real(beta) for beta in self.betas] if is_pair else []
+        is_valid = is_pair and all(beta is not None and 0 <= beta < 1 for beta in numbers)
+        require("betas of Adam", is_valid, "two numbers, 0 or more and less than 1", self.betas)
+        object.__setattr__(self, "betas", tuple(map(float, self.betas)))
+
+    def slots(self, dim: int) -> dict[str, tuple[int, float]]:
+        return {"step": (1, 0.0), "exp_avg": (dim, 0.0), "exp_avg_sq": (dim, 0.0)}
+
+    def update(self, values: torch.Tensor, slots: Slots, grads: torch.Tensor, lr: float) -> None:
+        beta1, beta2 = self.betas
+        mean, square = slots["exp_avg"], slots["exp_avg_sq"]
+        mean.mul_(beta1).add_(grads * (1 - beta1))
+        square.mul_(beta2).add_((grads * (1 - beta2)).mul_(grads))
+        # NumPy's power has the same result wherever an element is; torch's vectors have not
+        steps = slots["step"].add_(1).numpy().astype(np.float64)
+        rates = torch.from_numpy((lr / (1 - np.power(beta1, steps))).astype(np.float32))
+        roots = torch.from_numpy(np.sqrt(1 - np.power(beta2, steps)).astype(np.float32))
+        values.sub_((mean * rates).div_(square.sqrt().div_(roots).add_(self.eps)))
+
+
+@dataclass(frozen=True)
+class FTRL(_Parameters):
+    """Follow the regularized leader (McMahan et al., 2013), as tf.keras.optimizers.Ftrl: ``l2``
+    is counted twice, and the rates are per coordinate. An update with ``lr`` 0 changes nothing."""
+
+    lr: float
+    lr_power: float = -0.5
+    l1: float = 0.0
+    l2: float = 0.0
+    initial_accumulator: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("lr_power of FTRL", self.lr_power <= 0, "a number, 0 or less", self.lr_power)
+        least, expected = self.initial_accumulator, "a number that is more than 0"
+        require("initial_accumulator of FTRL", least >= 1e-30, expected, least)
+
+    def slots(self, dim: int) -> dict[str, tuple[int, float]]:
+        return {"accumulator": (dim, self.initial_accumulator), "linear": (dim, 0.0)}
+
+    def update(self, values: torch.Tensor, slots: Slots, grads: torch.Tensor, lr: float) -> None:
+        if lr == 0:
+            return
+        total, linear = slots["accumulator"], slots["linear"]
+        before = self._power(total)
+        after = self._power(total.add_(grads * grads))
+        linear.add_(grads).sub_((after - before).div_(lr).mul_(values))
+        excess = linear.clamp(-self.l1, self.l1).sub_(linear)  # 0 where |linear| <= l1
+        values.copy_(excess.div_(after.div_(lr).add_(2 * self.l2)))
+
+    def _power(self, total: torch.Tensor) -> torch.Tensor:
+        if self.lr_power == -0.5:
+            return total.sqrt()
+        powers = np.power(total.numpy().astype(np.float64), -self.lr_power)
+        return torch.from_numpy(powers.astype(np.float32))
+
+
+Optimizer = SGD | Adagrad | RowwiseAdagrad | Adam | FTRL
+"""``slots`` returns the width and the initial value of each slot. ``update`` changes values
+(float32 ``[rows, dim]``) and their slots in place."""
+
+
+def _row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row, ``[rows, 1]``, in an order that depends on the width only."""
+    while (width := x.shape[1]) > 1:
+        half = width // 2
+        folded = x[:, :half] + x[:, half : 2 * half]
+        x = torch.cat([folded, x[:, 2 * half :]], dim=1) if width % 2 else folded
+    return x
+
+
+# -- tables ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +354,7 @@ class Table:
             object.__setattr__(self, key, number)
         require(f"seed of {name}", self.seed < 2**63, "less than 2**63", self.seed)
 
-    def initial(self, ids: NDArray[np.int64]) -> torch.Tensor:
+    def initial(self, ids: Ids) -> torch.Tensor:
         """Return the initial vectors of ids, ``[len(ids), dim]`` of the table's dtype."""
         key = xxh3_64_intdigest(self.name.encode(), seed=self.seed)
         vectors = torch.from_numpy(self.initializer.initial(ids, key, self.dim))
@@ -104,15 +362,11 @@ class Table:
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a version says of the table, as plain values."""
-        return {
-            "name": self.name,
-            "dim": self.dim,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "seed": self.seed,
-            "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
-            "optimizer": {"kind": type(self.optimizer).__name__, **asdict(self.optimizer)},
-            "admit_after": self.admit_after,
-        }
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        for name in ("initializer", "optimizer"):
+            part = getattr(self, name)
+            plain[name] = {"kind": type(part).__name__, **asdict(part)}
+        return plain | {"dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
     def from_plain(cls, saved: Mapping[str, Any]) -> Table:
@@ -120,7 +374,7 @@ class Table:
         table that this release knows."""
         try:
             return cls(
-                **{name: saved[name] for name in ("name", "dim", "dtype", "seed", "admit_after")},
+                **{name: saved[name] for name in _PLAIN},
                 initializer=_from_plain(Initializer, saved["initializer"]),
                 optimizer=_from_plain(Optimizer, saved["optimizer"]),
             )
@@ -136,10 +390,7 @@ class Table:
         the optimizer that its slots do not depend on.
         """
         other = Table.from_plain(saved)
-        names = ("name", "dim", "dtype", "seed")
-        pairs: dict[str, Any] = {
-            name: (getattr(other, name), getattr(self, name)) for name in names
-        }
+        pairs: dict[str, Any] = {n: (getattr(other, n), getattr(self, n)) for n in _PLAIN[:4]}
         for part in ("initializer", "optimizer"):
             theirs, ours = getattr(other, part), getattr(self, part)
             pairs[f"{part}/kind"] = type(theirs).__name__, type(ours).__name__

@@ -23,14 +23,12 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays.own import Source
 from limpet.tables import segments
 from limpet.tables.client import Placement, TableClient
-from limpet.tables.hashing import BUCKETS, to_ids
-from limpet.tables.index import Ids
+from limpet.tables.ids import BUCKETS, Ids, to_ids
 from limpet.tables.member import saved_tables
-from limpet.tables.optimizers import SGD
 from limpet.tables.rows import Column, Rows
 from limpet.tables.segments import StoredSegment
 from limpet.tables.shard import SETS, TableShard
-from limpet.tables.table import Table
+from limpet.tables.table import SGD, Table
 from limpet.tracebacks import short_tracebacks
 
 _ALL, _COLUMNS = range(BUCKETS), ("ids", "values")

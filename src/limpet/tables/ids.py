@@ -1,25 +1,74 @@
-"""The row of an id, and the distinct ids of a batch: hash tables whose rounds are vectorized."""
+"""Ids: their hashes and buckets, the distinct ones of a batch, and the row of each.
+
+``mix``, ``bucket_of``, and ``hash_ids`` are part of the format of a table: with any other number,
+stored tables could not be read. The hash tables have vectorized rounds.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import secrets
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
+from limpet.arguments import require
 from limpet.errors import LimpetError
-from limpet.tables.hashing import mix
 
 Ids = NDArray[np.int64]
 
+BUCKETS = 4096
 _EMPTY, _DELETED = -1, -2
 _LEAST_BITS = 10
 _BLOCK = 1 << 17  # ids that are processed at once, so that temporaries stay small
 
 # With a multiplier that nobody knows, no set of ids can be made that shares its slots.
 _SALTS = np.array([secrets.randbits(64) | 1 for _ in range(64)], dtype=np.uint64)
+
+
+def hash_ids(texts: Iterable[str]) -> Ids:
+    """Return the ids of ``texts``: the XXH3-64 hash of the UTF-8 bytes of each, int64 ``[n]``.
+
+    Two of a hundred million texts have the same id with a probability of about 0.03 %.
+    Raises ``LimpetError`` if ``texts`` is one text, or has something that is no text.
+    """
+    require("texts", not isinstance(texts, str | bytes), "several texts, such as a list", texts)
+    try:
+        hashes = [xxh3_64_intdigest(text.encode()) for text in texts]
+    except AttributeError:
+        raise LimpetError("hash_ids takes texts only") from None
+    return np.array(hashes, dtype=np.uint64).view(np.int64)
+
+
+def to_ids(ids: Any, name: str = "ids") -> Ids:
+    """Return a NumPy array or a torch tensor of integers of any shape as int64; uint64 ids by
+    their bits. Raises ``LimpetError`` for floats and bools."""
+    array = np.asarray(ids)
+    is_valid = array.dtype.kind in "iu" or (array.size == 0 and not hasattr(ids, "dtype"))
+    require(name, is_valid, "an array of integers", f"an array of {array.dtype}")
+    if array.dtype == np.uint64:
+        return array.view(np.int64)
+    return np.ascontiguousarray(array, dtype=np.int64).reshape(array.shape)
+
+
+def mix(x: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return a permutation of the 64-bit integers, as uint64 (the finalizer of splitmix64)."""
+    x = x.view(np.uint64)
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def bucket_of(ids: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Return the bucket of each id, 0 to 4095: the top 12 bits of ``mix``."""
+    return (mix(ids) >> np.uint64(52)).astype(np.uint16)
 
 
 def unique(ids: Ids) -> tuple[Ids, NDArray[np.int64]]:
