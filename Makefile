@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos demo demo-elastic demo-evaluate quick reference test test-chaos test-python test-stores tools servers lint ci bench clean
+.PHONY: chaos demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-python test-stores tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,14 @@ demo-elastic: $(DEMO_VENV)/.ready $(if $(STORE),servers)
 # Another job scores the versions of a training, which stops by itself; the best version is exported.
 demo-evaluate: $(DEMO_VENV)/.ready
 	@$(DEMO) examples/demo_evaluate.py
+
+.venv-demo/.ray: .venv-demo/.ready
+	.venv-demo/bin/pip install --quiet -c constraints.txt ray
+	touch $@
+
+# Workers and servers of embedding tables on Ray are killed, and so is their driver: no bit of the result differs.
+demo-tables: .venv-demo/.ray
+	@.venv-demo/bin/python examples/demo_tables.py
 
 # A few tests need more than Python. Where this cannot be installed, those tests are skipped with the reason.
 tools:

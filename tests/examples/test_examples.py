@@ -1,5 +1,6 @@
 """Run the examples as a user runs them, as separate processes."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -88,6 +89,17 @@ def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path):
     )
     assert [n for _, n in starts] == ["4", "4", "2", "3", "1"]
     assert [int(step or 0) for step, _ in starts] == [0, 0, 4, 12, 16]
+
+
+@pytest.mark.chaos
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_tables_survive_the_loss_of_a_worker_a_server_and_the_driver(tmp_path):
+    done = python("demo_tables.py", "--quick", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All 9 checks passed in" in done.stdout
+    killed = re.findall(r"SIGKILL to the (\w+) \d+, after step", done.stdout)
+    assert killed == ["worker", "server", "driver", "worker"]
+    assert "✗" not in done.stdout
 
 
 STOP_AT_THE_COMMIT = """
