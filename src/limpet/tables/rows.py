@@ -8,11 +8,11 @@ that the cut is read while the rows change.
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Condition
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ _MOST_ROWS = 2**31 - 1  # the index has their numbers as int32
 
 
 class GrowableArray:
-    """A column of rows in private anonymous memory, which the kernel moves when it grows.
+    """A column in private anonymous memory, which the kernel moves when it grows.
 
     New rows are zero, and use no memory until they are written. A tensor of ``view`` is an export
     of the memory: while one lives, ``reserve`` raises ``BufferError``. (torch.frombuffer would
@@ -45,19 +45,18 @@ class GrowableArray:
     """
 
     def __init__(self, dtype: torch.dtype, width: int | None) -> None:
-        self.dtype, self.width = dtype, width
+        self.dtype = dtype
+        self.shape: tuple[int, ...] = () if width is None else (width,)
         self.row_bytes = dtype.itemsize * (width or 1)
         self._capacity = max(1, mmap.PAGESIZE // self.row_bytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, self._capacity * self.row_bytes, flags=flags)
 
     def view(self, rows: int, buffer: memoryview | None = None) -> torch.Tensor:
-        """Return the first rows of this array, or of a buffer, ``[rows, width]`` or ``[rows]``.
-        Drop a view of the array before a growth."""
+        """Return the first rows of this array, or of a buffer. Drop it before a growth."""
         memory = self._memory if buffer is None else buffer
-        bytes_ = torch.from_numpy(np.frombuffer(memory, np.uint8, rows * self.row_bytes))
-        tensor = bytes_.view(self.dtype)
-        return tensor if self.width is None else tensor.view(rows, self.width)
+        array = np.frombuffer(memory, np.uint8, rows * self.row_bytes)
+        return torch.from_numpy(array).view(self.dtype).view(rows, *self.shape)
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` rows. Raises ``LimpetError`` if there is no memory."""
@@ -65,7 +64,7 @@ class GrowableArray:
             return
         # by a quarter: twice a large array may be more than the kernel allows
         nbytes = max(rows, self._capacity * 5 // 4) * self.row_bytes
-        if nbytes >= _HUGE:
+        if is_huge := nbytes >= _HUGE:
             nbytes += -nbytes % _HUGE  # aligned, else huge pages are split when they move
         try:
             self._memory.resize(nbytes)
@@ -74,7 +73,7 @@ class GrowableArray:
             todo = "Use more servers, or limit the rows: evict=Evict(max_rows=...)"
             raise LimpetError(what, todo=todo) from e
         self._capacity = nbytes // self.row_bytes
-        if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        if is_huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
 
@@ -90,43 +89,39 @@ class Column:
 
 
 class Rows:
-    """The rows of a table. The columns ``ids`` (int64), ``counts`` (int32), and ``last_steps``
-    (int64) are always there.
+    """The rows of a table: ``ids`` (int64), the given columns, ``counts`` (int32), and
+    ``last_steps`` (int64).
 
     Methods are called under ``lock``; those of cuts acquire it themselves. A tensor of ``column``
     must not live when the lock is released, for rows move when there are more: code that has one is
     a function of its own, which returns under the lock.
     """
 
-    def __init__(
-        self, columns: Mapping[str, Column], *, lock: threading.Condition | None = None
-    ) -> None:
-        self.lock = lock or threading.Condition()
-        self.columns = {
-            "ids": Column(torch.int64, initial=None),
-            **columns,
-            "counts": Column(torch.int32),
-            "last_steps": Column(torch.int64),
-        }
+    def __init__(self, columns: Mapping[str, Column], lock: Condition | None = None) -> None:
+        self.lock = lock or Condition()
+        self.columns = {"ids": Column(torch.int64, initial=None), **columns}
+        self.columns |= {"counts": Column(torch.int32), "last_steps": Column(torch.int64)}
         self._arrays = {name: GrowableArray(c.dtype, c.width) for name, c in self.columns.items()}
-        self._flags = GrowableArray(torch.uint8, None)
+        self._arrays["flags"] = GrowableArray(torch.uint8, None)
         self._index = IdIndex()
-        self._stop = 0  # all rows are below
+        self._stop = self.count = 0  # all rows are below; the number of those that live
         self._free = np.empty(0, np.int64)  # deleted rows
         self._deleted: list[Ids] = []  # since the last committed version
         self._cuts: list[Cut] = []
         self._save: Cut | None = None  # that of a save
-        self.count = 0
 
     @property
     def nbytes(self) -> int:
         """The memory of the rows, of the index, and of the old rows of cuts, in bytes."""
-        row = sum(array.row_bytes for array in self._arrays.values()) + self._flags.row_bytes
-        return self._stop * row + self._index.nbytes + sum(cut.old_bytes for cut in self._cuts)
+        nbytes = self._stop * sum(array.row_bytes for array in self._arrays.values())
+        return nbytes + self._index.nbytes + sum(cut.old_bytes for cut in self._cuts)
 
     def column(self, name: str, stop: int | None = None) -> torch.Tensor:
         """Return the entries of all rows, also of deleted ones, or of those below ``stop``."""
         return self._arrays[name].view(self._stop if stop is None else stop)
+
+    def _flags(self) -> NDArray[np.uint8]:
+        return self.column("flags").numpy()
 
     def find(self, ids: Ids) -> RowNumbers:
         """Return the row of each id, -1 if it has none."""
@@ -134,26 +129,23 @@ class Rows:
 
     def live(self) -> RowNumbers:
         """Return all rows, in ascending order."""
-        return np.flatnonzero(self._all_flags() & _LIVE)
-
-    def _all_flags(self) -> NDArray[np.uint8]:
-        return self._flags.view(self._stop).numpy()
+        return np.flatnonzero(self._flags() & _LIVE)
 
     def reserve(self, stop: int) -> None:
         """Make room for the rows below ``stop``. Raises ``LimpetError`` if there is no memory."""
         if stop > _MOST_ROWS:
             what = f"A table has more than {_MOST_ROWS:,} rows on one server"
             raise LimpetError(what, todo="Use more servers")
-        for array in (*self._arrays.values(), self._flags):
+        for array in self._arrays.values():
             array.reserve(stop)
 
     def insert(self, ids: Ids) -> RowNumbers:
         """Return new rows for ids that are distinct and have none."""
-        missing = max(0, len(ids) - len(self._free))
-        self.reserve(self._stop + missing)
+        stop = self._stop + max(0, len(ids) - len(self._free))
+        self.reserve(stop)
         reused, self._free = self._free[: len(ids)], self._free[len(ids) :]
-        rows = np.concatenate([reused, np.arange(self._stop, self._stop + missing)])
-        self._stop += missing
+        rows = np.concatenate([reused, np.arange(self._stop, stop)])
+        self._stop = stop
         for name, column in self.columns.items():
             if column.initial is not None:  # memory that was never used is zero
                 fill = rows if column.initial else reused
@@ -161,7 +153,7 @@ class Rows:
         keys = self.column("ids").numpy()
         keys[rows] = ids
         self._index.insert(ids, rows, keys)
-        self._all_flags()[rows] = _LIVE | _TOUCHED
+        self._flags()[rows] = _LIVE | _TOUCHED
         self.count += len(ids)
         return rows
 
@@ -169,14 +161,13 @@ class Rows:
         """Copy distinct rows for the cuts that need them; they count as changed from now on."""
         for cut in self._cuts:
             cut.keep(rows)
-        self._all_flags()[rows] |= _TOUCHED
+        self._flags()[rows] |= _TOUCHED
 
     def delete(self, rows: RowNumbers) -> None:
         """Delete distinct rows."""
         self.before_change(rows)
-        flags, ids = self._all_flags(), self.column("ids").numpy()[rows]
-        stored = ids[(flags[rows] & _STORED) > 0]
-        if len(stored):
+        flags, ids = self._flags(), self.column("ids").numpy()[rows]
+        if len(stored := ids[(flags[rows] & _STORED) > 0]):
             self._deleted.append(stored)
         flags[rows] = 0
         self._index.remove(ids, rows)
@@ -190,11 +181,11 @@ class Rows:
         self._stop = self.count = count
         keys = self.column("ids").numpy()
         self._index.insert(keys, np.arange(count), keys)
-        self._all_flags()[:] = _LIVE | _STORED
+        self._flags()[:] = _LIVE | _STORED
 
     def count_touched(self) -> int:
         """Return the number of rows that changed since the last committed version."""
-        return int(np.count_nonzero(self._all_flags() & (_TOUCHED | _IN_SAVE)))
+        return int(np.count_nonzero(self._flags() & (_TOUCHED | _IN_SAVE)))
 
     def count_deleted(self) -> int:
         """Return the number of distinct ids that were deleted since then."""
@@ -202,7 +193,7 @@ class Rows:
 
     def mark_stored(self) -> None:
         """Let all rows count as those of the last committed version."""
-        flags = self._all_flags()
+        flags = self._flags()
         flags[flags > 0] = _LIVE | _STORED
         self._deleted.clear()
 
@@ -221,26 +212,27 @@ class Rows:
         with self.lock:
             if self._save is not None:
                 raise LimpetError("A cut of this table for a save is held already")
-            flags = self._all_flags()
-            members = (flags & (_LIVE if is_full else _TOUCHED)) > 0
-            self._save = cut = Cut(self, members, [*self.columns], old_bytes_limit)
-            self._cuts.append(cut)
-            flags += flags & _TOUCHED  # which become _IN_SAVE: no row is both here
-            flags |= members * np.uint8(_STORED)
+            cut = self._begin(_LIVE if is_full else _TOUCHED, [*self.columns], old_bytes_limit)
+            self._save = cut
+            flags = self._flags()
+            flags += flags & _TOUCHED  # they become _IN_SAVE, which no row is yet
+            flags |= cut.members * np.uint8(_STORED)
             del flags  # before the lock is released
             cut.all_deleted, self._deleted = self._deleted, []
         if not is_full:
-            cut.deleted = _distinct(cut.all_deleted)
-            cut.deleted = cut.deleted[np.argsort(bucket_of(cut.deleted), kind="stable")]
+            deleted = _distinct(cut.all_deleted)
+            cut.deleted = deleted[np.argsort(bucket_of(deleted), kind="stable")]
         return cut
 
     def begin_view(self, *names: str, old_bytes_limit: int | None = None) -> Cut:
         """Return a cut of the columns ``names`` of all rows, to find rows by id (``Cut.find``).
         ``end_cut`` ends it. Several may be held, also during a save."""
         with self.lock:
-            members = (self._all_flags() & _LIVE) > 0
-            self._cuts.append(Cut(self, members, ["ids", *names], old_bytes_limit))
-            return self._cuts[-1]
+            return self._begin(_LIVE, ["ids", *names], old_bytes_limit)
+
+    def _begin(self, flag: int, names: list[str], old_bytes_limit: int | None) -> Cut:
+        self._cuts.append(Cut(self, (self._flags() & flag) > 0, names, old_bytes_limit))
+        return self._cuts[-1]
 
     def end_cut(self, cut: Cut, *, is_committed: bool = False) -> None:
         """End a cut. If a version with it is not surely committed, its rows and deletions count
@@ -249,11 +241,11 @@ class Rows:
             self._cuts.remove(cut)
             cut.has_ended = True
             if cut is self._save:
-                flags, self._save = self._all_flags(), None
+                flags, self._save = self._flags(), None
                 in_save = flags & _IN_SAVE
                 flags ^= in_save
                 if not is_committed:
-                    flags |= in_save >> 1  # _TOUCHED again
+                    flags |= in_save >> 1  # _TOUCHED
                     self._deleted = cut.all_deleted + self._deleted
                 del flags  # before the lock is released
             self.lock.notify_all()
@@ -264,8 +256,7 @@ class Cut:
     called without the lock: they acquire it for a few milliseconds at a time."""
 
     def __init__(self, rows: Rows, members: Mask, names: list[str], limit: int | None) -> None:
-        self._rows, self.has_ended = rows, False
-        self._members = members
+        self._rows, self.members, self.has_ended = rows, members, False
         self._copies = np.zeros(len(members), np.int32)  # of each row: 1 + that of its copy, or 0
         columns = [rows.columns[name] for name in names]
         self._old = {n: GrowableArray(c.dtype, c.width) for n, c in zip(names, columns)}
@@ -285,8 +276,7 @@ class Cut:
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtype and the shape of an element of everything that ``read`` reads."""
-        empty = {name: array.view(0) for name, array in self._old.items()}
-        kinds = {n: (str(x.dtype)[6:], tuple(x.shape[1:])) for n, x in empty.items()}
+        kinds = {n: (str(a.dtype).removeprefix("torch."), a.shape) for n, a in self._old.items()}
         return kinds | {"deleted": ("int64", ())} | dict.fromkeys(_PER_BUCKET, ("int32", ()))
 
     @property
@@ -296,8 +286,8 @@ class Cut:
 
     def keep(self, rows: RowNumbers) -> None:
         """Copy distinct rows that are about to change, if the cut has them and no copy yet."""
-        rows = rows[rows < len(self._members)]
-        rows = rows[self._members[rows] & (self._copies[rows] == 0)]
+        rows = rows[rows < len(self.members)]
+        rows = rows[self._is_current(rows)]
         start, stop = self._old_count, self._old_count + len(rows)
         for name, array in self._old.items():
             array.reserve(stop)
@@ -306,14 +296,17 @@ class Cut:
         self._copies[rows] = np.arange(start + 1, stop + 1)
         self._old_count = stop
 
+    def _is_current(self, rows: RowNumbers) -> Mask:
+        return self.members[rows] & ~self._copies[rows].astype(np.bool_)
+
     def read(self, name: str, first: int, stop: int, out: memoryview) -> None:
         """Write the entries ``first`` to ``stop`` of a column, of ``deleted``, or of the counts per
         bucket into ``out``, which has their size. Several threads may read at once."""
         if name in ("deleted", *_PER_BUCKET):
             out[:] = getattr(self, name)[first:stop].view(np.uint8).data
-            return
-        rows = self._order[0][first:stop]
-        self._gather(name, rows, self._old[name].view(len(rows), out))
+        else:
+            rows = self._order[0][first:stop]
+            self._gather(name, rows, self._old[name].view(len(rows), out))
 
     def find(self, name: str, ids: Ids) -> tuple[torch.Tensor, Mask]:
         """Return the entries of ids in a column, and for each id whether the cut has it; without
@@ -328,16 +321,12 @@ class Cut:
             new = np.arange(self._indexed, self._old_count)
             self._old_index.insert(keys.numpy()[new], new, keys.numpy())
             self._indexed = self._old_count
-        copies = self._old_index.find(ids, keys.numpy())
-        rows = self._rows.find(ids)
-        is_current = (rows >= 0) & (rows < len(self._members))
-        there = rows[is_current]
-        is_current[is_current] = self._members[there] & (self._copies[there] == 0)
-        found = old.new_empty((len(ids), *old.shape[1:]))
-        current = self._rows.column(name)
-        found[torch.from_numpy(is_current)] = current[torch.from_numpy(rows[is_current])]
-        is_copied = copies >= 0
-        found[torch.from_numpy(is_copied)] = old[torch.from_numpy(copies[is_copied])]
+        copies, rows = self._old_index.find(ids, keys.numpy()), self._rows.find(ids)
+        is_current, is_copied = (rows >= 0) & (rows < len(self.members)), copies >= 0
+        is_current[is_current] = self._is_current(rows[is_current])
+        found, current = old.new_empty((len(ids), *old.shape[1:])), self._rows.column(name)
+        for source, numbers, mask in ((current, rows, is_current), (old, copies, is_copied)):
+            found[torch.from_numpy(mask)] = source[torch.from_numpy(numbers[mask])]
         return found, is_current | is_copied
 
     @property
@@ -353,12 +342,11 @@ class Cut:
     @cached_property
     def _order(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The rows in the order of their buckets, and the number of rows in each bucket."""
-        rows = np.flatnonzero(self._members).astype(np.int32)
+        rows = np.flatnonzero(self.members).astype(np.int32)
         ids = np.empty(len(rows), np.int64)
         self._gather("ids", rows, torch.from_numpy(ids))
         buckets = bucket_of(ids)
-        order = rows[np.argsort(buckets, kind="stable")]
-        return order, _count_buckets(buckets)
+        return rows[np.argsort(buckets, kind="stable")], _count_buckets(buckets)
 
     def _gather(self, name: str, rows: NDArray[np.int32], out: torch.Tensor) -> None:
         step = max(1, BLOCK_SIZE // self._old[name].row_bytes)

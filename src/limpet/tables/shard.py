@@ -39,8 +39,7 @@ class TableShard:
         self.rows = Rows(columns)
         self.lock = self.rows.lock
         self.candidates = Rows({}, lock=self.lock) if table.admit_after > 1 else None
-        pairs = zip(SETS, (self.rows, self.candidates))
-        self.sets = {name: rows for name, rows in pairs if rows is not None}
+        self.sets = {n: rows for n, rows in zip(SETS, (self.rows, self.candidates)) if rows}
         self._counts = dict.fromkeys(("admitted", "evicted", "refused", "dropped"), 0)
         self.evicted_step = 0
 
@@ -78,10 +77,8 @@ class TableShard:
 
     def check(self, ids: Ids, grads: torch.Tensor) -> Mask:
         """Return for each row of gradients whether it is finite. Raises as ``push`` does."""
-        name, dim = self.table.name, self.table.dim
-        is_valid = tuple(grads.shape) == (len(ids), dim) and grads.dtype == torch.float32
-        found = f"{grads.dtype} {list(grads.shape)}"
-        require(f"The gradient of {name}", is_valid, f"float32 [{len(ids)}, {dim}]", found)
+        what, is_valid = f"The gradient of {self.table.name}", grads.dtype == torch.float32
+        _check_shape(what, is_valid, "float32", grads, [len(ids), self.table.dim])
         return _finite(self.table, "gradients", ids, grads, may_skip=self.table.nan == "skip")
 
     def push(self, ids: Ids, grads: torch.Tensor, *, lr: float, step: int) -> None:
@@ -100,8 +97,7 @@ class TableShard:
                 self._counts["refused"] += int(np.count_nonzero(~is_finite))
             self._evict_unused(step - 1)
             self._push(ids, grads, float(lr), step)
-            self._evict_unused(step)
-            self._evict_most()
+            self.evict(step)
 
     def _push(self, ids: Ids, grads: torch.Tensor, lr: float, step: int) -> None:
         rows = self.rows.find(ids)
@@ -125,7 +121,7 @@ class TableShard:
 
     def _count(self, candidates: Rows, ids: Ids, step: int) -> NDArray[np.int32]:
         """Count gradients of ids without a row. Return the earlier counts of those that are
-        admitted, -1 for the others."""
+        admitted, else -1."""
         rows = candidates.find(ids)
         is_new = rows < 0
         rows[is_new] = candidates.insert(ids[is_new])
@@ -164,7 +160,7 @@ class TableShard:
         ids, vectors = check_rows(self.table, ids, values)
         step = check_count("step", step, 0)
         with self.lock:
-            self._wait()
+            self.wait()
             self._delete(ids)
             rows = self._create(ids, vectors)
             self.rows.column("last_steps").numpy()[rows] = step
@@ -173,10 +169,7 @@ class TableShard:
     def wait(self) -> None:
         """Wait while a cut has as many old rows as it may have."""
         with self.lock:
-            self._wait()
-
-    def _wait(self) -> None:
-        self.lock.wait_for(lambda: not self.must_wait)
+            self.lock.wait_for(lambda: not self.must_wait)
 
     @property
     def must_wait(self) -> bool:
@@ -188,7 +181,7 @@ class TableShard:
         rows that there were. An id without a row is not an error."""
         distinct, _ = unique(to_ids(ids).reshape(-1))
         with self.lock:
-            self._wait()
+            self.wait()
             return self._delete(distinct)
 
     def _delete(self, ids: Ids) -> int:
@@ -246,18 +239,21 @@ class TableShard:
 
 def check_rows(table: Table, ids: Any, values: Any) -> tuple[Ids, torch.Tensor]:
     """Return distinct ids, and finite vectors in the table's dtype. Raises ``LimpetError``."""
-    name, dim = table.name, table.dim
-    ids = to_ids(ids).reshape(-1)
+    name, ids = table.name, to_ids(ids).reshape(-1)
     vectors = torch.as_tensor(values, device="cpu").detach()
-    is_valid = tuple(vectors.shape) == (len(ids), dim) and vectors.is_floating_point()
-    found = f"{vectors.dtype} {list(vectors.shape)}"
-    require(f"values of {name}", is_valid, f"floats [{len(ids)}, {dim}]", found)
+    is_valid = vectors.is_floating_point()
+    _check_shape(f"values of {name}", is_valid, "floats", vectors, [len(ids), table.dim])
     vectors = vectors.to(table.dtype)
     distinct, places = unique(ids)
     if len(distinct) < len(ids):
         raise LimpetError(f"ids of {name} has {distinct[np.bincount(places).argmax()]} twice")
     _finite(table, "values", ids, vectors, may_skip=False)
     return ids, vectors
+
+
+def _check_shape(name: str, is_kind: bool, kind: str, x: torch.Tensor, shape: list[int]) -> None:
+    is_valid = is_kind and [*x.shape] == shape
+    require(name, is_valid, f"{kind} {shape}", f"{x.dtype} {[*x.shape]}")
 
 
 def _finite(table: Table, what: str, ids: Ids, x: torch.Tensor, *, may_skip: bool) -> Mask:
