@@ -20,8 +20,6 @@ OPTIMIZERS = [
     tables.RowwiseAdagrad(0.1),
     tables.Adam(0.1),
     tables.Adam(0.1, betas=(0.0, 0.5), eps=1e-3),
-    tables.FTRL(0.1),
-    tables.FTRL(0.1, lr_power=-0.3, l1=0.01, l2=0.1, initial_accumulator=0.2),
 ]
 
 
@@ -44,24 +42,6 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 p.data -= group["lr"] * p.grad / (state["sum"].sqrt() + group["eps"])
 
 
-class FTRL(torch.optim.Optimizer):
-    """The formula of TensorFlow's ApplyFtrl."""
-
-    def step(self):
-        for group in self.param_groups:
-            lr, power, l1, l2 = (group[name] for name in ("lr", "lr_power", "l1", "l2"))
-            for p in group["params"]:
-                state = self.state[p]
-                before = state.get("accumulator", torch.full_like(p, group["initial_accumulator"]))
-                after = before + p.grad**2
-                sigma = (after**-power - before**-power) / lr
-                linear = state.get("linear", torch.zeros_like(p)) + p.grad - sigma * p.data
-                quadratic = after**-power / lr + 2 * l2
-                shrunk = (linear.sign() * l1 - linear) / quadratic
-                p.data = torch.where(linear.abs() > l1, shrunk, 0.0)
-                state.update(accumulator=after, linear=linear)
-
-
 def in_torch(optimizer, parameter):
     """The same optimizer for one parameter."""
     fields = dict(vars(optimizer))
@@ -72,8 +52,7 @@ def in_torch(optimizer, parameter):
         return torch.optim.Adagrad([parameter], **fields)
     if isinstance(optimizer, tables.Adam):
         return torch.optim.Adam([parameter], **fields)
-    kind = FTRL if isinstance(optimizer, tables.FTRL) else RowwiseAdagrad
-    return kind([parameter], fields)
+    return RowwiseAdagrad([parameter], fields)
 
 
 class DictOfRows:
@@ -197,7 +176,6 @@ def test_a_learning_rate_of_zero_leaves_the_vectors():
         (lambda: tables.Adagrad(0.1, eps=0), "eps of Adagrad must be a number that is more than 0"),
         (lambda: tables.Adam(betas=(0.9, 1.0)), "betas of Adam must be two numbers, 0 or more"),
         (lambda: tables.Adam(betas=0.9), "betas of Adam must be two numbers"),
-        (lambda: tables.FTRL(0.1, lr_power=0.5), "lr_power of FTRL must be a number, 0 or less"),
         (lambda: tables.SGD(float("inf")), "lr of SGD must be a number, 0 or more, not inf."),
     ],
 )

@@ -28,26 +28,6 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 p -= group["lr"] * p.grad / (total.sqrt() + group["eps"])
 
 
-class FTRL(torch.optim.Optimizer):
-    """The formulas of tf.keras.optimizers.Ftrl."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state, lr = self.state[p], group["lr"]
-                total = state.get("accumulator", torch.full_like(p, 0.1))
-                new = total + p.grad**2
-                linear = state.get("linear", torch.zeros_like(p))
-                linear = linear + p.grad - (new.sqrt() - total.sqrt()) / lr * p
-                clipped = linear.clamp(-0.25, 0.25)
-                p.copy_((clipped - linear) / (new.sqrt() / lr + 2 * 0.125))
-                state["accumulator"], state["linear"] = new, linear
-
-
 OPTIMIZERS = {
     "sgd": (
         tables.SGD(0.125, momentum=0.5),
@@ -62,7 +42,6 @@ OPTIMIZERS = {
         tables.Adam(0.01, betas=(0.8, 0.95)),
         lambda params: torch.optim.Adam(params, 0.01, betas=(0.8, 0.95)),
     ),
-    "ftrl": (tables.FTRL(0.1, l1=0.25, l2=0.125), lambda params: FTRL(params, 0.1)),
 }
 
 

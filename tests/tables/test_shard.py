@@ -452,7 +452,6 @@ def test_a_change_waits_while_a_cut_has_too_many_old_rows(change):
     [
         tables.SGD(1),
         tables.Adam(betas=[0.5, 0.9]),
-        tables.FTRL(0.1, l1=1),
         tables.RowwiseAdagrad(2),
     ],
 )

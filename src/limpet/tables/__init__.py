@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from limpet.tables.modules import Embedding as Embedding, EmbeddingBag as EmbeddingBag
     from limpet.tables.servers import Servers as Servers
     from limpet.tables.table import (
-        FTRL as FTRL,
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
@@ -40,7 +39,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "tables.ids": "hash_ids",
         "tables.modules": "Embedding EmbeddingBag",
         "tables.servers": "Servers",
-        "tables.table": "Table Evict SGD Adagrad RowwiseAdagrad Adam FTRL Constant Uniform "
+        "tables.table": "Table Evict SGD Adagrad RowwiseAdagrad Adam Constant Uniform "
         "Normal TruncatedNormal",
         "tables.view": "View open",
         "tables.worker": "Worker",

@@ -27,8 +27,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PLAIN = ("name", "dim", "dtype", "seed", "admit_after")
 _MOST = 1e30  # far from the limits of float32
 _LEAST = {
-    **dict.fromkeys(("value", "mean", "lr_power"), -_MOST),
-    **dict.fromkeys(("lr", "momentum", "l1", "l2", "initial_accumulator"), 0.0),
+    **dict.fromkeys(("value", "mean"), -_MOST),
+    **dict.fromkeys(("lr", "momentum", "initial_accumulator"), 0.0),
     **dict.fromkeys(("eps", "scale", "std"), 1e-30),
 }
 _EXPECTED = {-_MOST: "a finite number", 0.0: "a number, 0 or more"}
@@ -224,44 +224,7 @@ class Adam(_Parameters):
         values.sub_((mean * rates).div_(square.sqrt().div_(roots).add_(self.eps)))
 
 
-@dataclass(frozen=True)
-class FTRL(_Parameters):
-    """Follow the regularized leader (McMahan et al., 2013), as tf.keras.optimizers.Ftrl: ``l2``
-    is counted twice, and the rates are per coordinate. An update with ``lr`` 0 changes nothing."""
-
-    lr: float
-    lr_power: float = -0.5
-    l1: float = 0.0
-    l2: float = 0.0
-    initial_accumulator: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("lr_power of FTRL", self.lr_power <= 0, "a number, 0 or less", self.lr_power)
-        least, expected = self.initial_accumulator, "a number that is more than 0"
-        require("initial_accumulator of FTRL", least >= 1e-30, expected, least)
-
-    def slots(self, dim: int) -> dict[str, tuple[int, float]]:
-        return {"accumulator": (dim, self.initial_accumulator), "linear": (dim, 0.0)}
-
-    def update(self, values: torch.Tensor, slots: Slots, grads: torch.Tensor, lr: float) -> None:
-        if lr == 0:
-            return
-        total, linear = slots["accumulator"], slots["linear"]
-        before = self._power(total)
-        after = self._power(total.add_(grads * grads))
-        linear.add_(grads).sub_((after - before).div_(lr).mul_(values))
-        excess = linear.clamp(-self.l1, self.l1).sub_(linear)  # 0 where |linear| <= l1
-        values.copy_(excess.div_(after.div_(lr).add_(2 * self.l2)))
-
-    def _power(self, total: torch.Tensor) -> torch.Tensor:
-        if self.lr_power == -0.5:
-            return total.sqrt()
-        powers = np.power(total.numpy().astype(np.float64), -self.lr_power)
-        return torch.from_numpy(powers.astype(np.float32))
-
-
-Optimizer = SGD | Adagrad | RowwiseAdagrad | Adam | FTRL
+Optimizer = SGD | Adagrad | RowwiseAdagrad | Adam
 """``slots`` returns the width and the initial value of each slot. ``update`` changes values
 (float32 ``[rows, dim]``) and their slots in place."""
 
@@ -311,7 +274,7 @@ class Table:
     """An embedding table: vectors of ``dim`` elements, by ids that are any int64.
 
     - ``name``: the name, such as ``"words"``; one level of a key of the state.
-    - ``optimizer``: SGD, Adagrad, RowwiseAdagrad, Adam, or FTRL. Its ``lr`` is the first one.
+    - ``optimizer``: SGD, Adagrad, RowwiseAdagrad, or Adam. Its ``lr`` is the first one.
     - ``initializer``: Constant, Uniform, Normal, or TruncatedNormal: the vector of an id before
       its first gradient, a function of ``seed``, ``name``, the id, and the column.
     - ``dtype``: of the vectors, torch.float32 or torch.bfloat16. Slots are float32.
