@@ -21,7 +21,7 @@ from limpet.tables.ids import BUCKETS
 from limpet.tables.messages import Mark
 from limpet.tables.rows import Cut, Rows
 from limpet.tables.segments import (
-    Segment,
+    Lengths,
     StoredSegment,
     balanced_ranges,
     equal_ranges,
@@ -84,10 +84,10 @@ class TableMember(Streamed):
         self._base = ""
         """The digest of the version that has all rows that do not count as changed."""
 
-        self._stored: dict[str, dict[str, Segment]] = {}
+        self._stored: dict[str, dict[str, Lengths]] = {}
         """By ``TABLE/SET``: the segments of that version by name."""
 
-        self._saving: dict[str, dict[str, Segment]] = {}
+        self._saving: dict[str, dict[str, Lengths]] = {}
         self._tree: dict[str, Any] = {}
         self._cuts: list[dict[str, Cut]] = []
         self._marked, self._begun = ExitStack(), 0
@@ -141,7 +141,7 @@ class TableMember(Streamed):
         for name in self.specs:
             stored = [*self._stored.get(f"{name}/segments", {}).values()]
             counts = [server[f"{name}/segments"] for server in servers]
-            added = sum(sum(segment.rows) + sum(segment.deleted) for segment in stored[1:])
+            added = sum(int(lengths.sum()) for lengths in stored[1:])
             added += sum(touched + deleted for _, touched, deleted in counts)
             if not is_usable or not stored or 2 * added > sum(rows for rows, _, _ in counts):
                 full.append(name)
@@ -164,16 +164,15 @@ class TableMember(Streamed):
             if not counts:
                 continue
             stored = {} if is_full else self._stored.get(key, {})
-            rows, touched, deleted = zip(*counts, strict=True)
-            new = Segment(rows, [0] * len(rows)) if is_full else Segment(touched, deleted)
-            is_new = is_full or any(touched) or any(deleted)
-            added = {f"{len(stored)}.{plan.suffix}": new} if is_new else {}
+            rows, *changed = np.array(counts).T
+            new = np.stack([rows, 0 * rows] if is_full else changed)
+            added = {f"{len(stored)}.{plan.suffix}": new} if is_full or new.any() else {}
             self._saving[key] = {**stored, **added}
             cuts = [each[key] for each in self._cuts]
             table[set_name] = {}
-            for n, segment in self._saving[key].items() if cuts else ():
+            for n, lengths in self._saving[key].items() if cuts else ():
                 old = saved[set_name][n] if n in stored else None
-                table[set_name][n] = segment_tree(segment, self.ranges, self._first, cuts, old)
+                table[set_name][n] = segment_tree(lengths, self.ranges, self._first, cuts, old)
         return table
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,11 +232,8 @@ class TableMember(Streamed):
         starts = [buckets.start for buckets in self.ranges]
         self._stored = {
             key: {
-                name: Segment(
-                    np.add.reduceat(segment.rows_per_bucket, starts).tolist(),
-                    np.add.reduceat(segment.deleted_per_bucket, starts).tolist(),
-                )
-                for name, segment in segments.items()
+                name: np.add.reduceat([s.rows_per_bucket, s.deleted_per_bucket], starts, axis=1)
+                for name, s in segments.items()
             }
             for key, segments in stored.items()
         }

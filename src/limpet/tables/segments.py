@@ -8,7 +8,6 @@ the earlier ones over. Each server writes and reads its own *part* of each: the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,12 +34,8 @@ _READ_BYTES = 64 * MIB
 """The bytes of the widest column of a later segment that are read at once."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """How many rows and deleted ids each server's part of a stored segment has."""
-
-    rows: Sequence[int]
-    deleted: Sequence[int]
+Lengths = NDArray[np.int64]
+"""The numbers of rows, and of deleted ids, in each server's part of a segment: ``[2, servers]``."""
 
 
 def leaves_of(saved: Mapping[str, Any]) -> dict[str, LeafView]:
@@ -105,7 +100,7 @@ def _request(
 
 
 def segment_tree(
-    segment: Segment,
+    lengths: Lengths,
     ranges: Sequence[range],
     first_server: int,
     cuts: Sequence[Cut],
@@ -117,10 +112,9 @@ def segment_tree(
     kinds = {name: (leaf.dtype, leaf.shape[1:]) for name, leaf in leaves.items()}
     tree: dict[str, Any] = {"slots": {}}
     for name, (dtype, tail) in (kinds or cuts[0].kinds).items():
-        lengths = segment.deleted if name == "deleted" else segment.rows
-        if is_per_bucket := name.endswith("_per_bucket"):
-            lengths = [*map(len, ranges)]
-        starts, boxes = np.cumsum([0, *lengths]).tolist(), []
+        is_per_bucket, boxes = name.endswith("_per_bucket"), []
+        counts = [*map(len, ranges)] if is_per_bucket else lengths[int(name == "deleted")]
+        starts = np.cumsum([0, *counts]).tolist()
         shape = starts[-1], *tail
         for number, cut in enumerate(cuts, first_server):
             first, stop = starts[number : number + 2]
