@@ -116,8 +116,7 @@ class IdIndex:
         return self._slots.nbytes
 
     def _home(self, ids: Ids) -> NDArray[np.int64]:
-        home: NDArray[np.int64] = ((mix(ids) * _SALTS[0]) >> self._shift).view(np.int64)
-        return home
+        return np.asarray(((mix(ids) * _SALTS[0]) >> self._shift).view(np.int64))
 
     def _next(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
         return (at + 1) & (len(self._slots) - 1)

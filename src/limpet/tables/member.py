@@ -17,19 +17,10 @@ from limpet.ranks.group import Group
 from limpet.snapshot.leaf import LeafView
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.streamed import Streamed
+from limpet.tables import segments
 from limpet.tables.ids import BUCKETS
 from limpet.tables.messages import Mark
 from limpet.tables.rows import Cut, Rows
-from limpet.tables.segments import (
-    Lengths,
-    StoredSegment,
-    balanced_ranges,
-    equal_ranges,
-    ranges_from,
-    restore_rows,
-    segment_tree,
-    stored_segments,
-)
 from limpet.tables.server import TableServer
 from limpet.tables.shard import SETS, TableShard
 from limpet.tables.table import Table
@@ -56,7 +47,7 @@ class _CutPlan(msgspec.Struct, frozen=True):
     servers: list[_Counts]
 
 
-_Stored = Mapping[str, Mapping[str, StoredSegment]]
+_Stored = Mapping[str, Mapping[str, segments.StoredSegment]]
 """The segments of a version by ``TABLE/SET``, and by name."""
 
 
@@ -80,14 +71,14 @@ class TableMember(Streamed):
         self.tables = [*self.specs]
         self.servers, self._first, self.count = servers, first, count
         self._make_mark = make_mark
-        self.ranges = equal_ranges(count)
+        self.ranges = segments.equal_ranges(count)
         self._base = ""
         """The digest of the version that has all rows that do not count as changed."""
 
-        self._stored: dict[str, dict[str, Lengths]] = {}
+        self._stored: dict[str, dict[str, segments.Lengths]] = {}
         """By ``TABLE/SET``: the segments of that version by name."""
 
-        self._saving: dict[str, dict[str, Lengths]] = {}
+        self._saving: dict[str, dict[str, segments.Lengths]] = {}
         self._tree: dict[str, Any] = {}
         self._cuts: list[dict[str, Cut]] = []
         self._marked, self._begun = ExitStack(), 0
@@ -128,9 +119,8 @@ class TableMember(Streamed):
             }
             for server in self.servers
         ]
-        return _Process(
-            self._base if base is not None and base.digest == self._base else "", counts
-        )
+        digest = "" if base is None else base.digest
+        return _Process(digest if digest == self._base else "", counts)
 
     def _plan(self, found: Sequence[_Process], base: SnapshotReader | None) -> _CutPlan:
         """Decide on rank 0 which tables are written in full: without a usable base, or when the
@@ -168,11 +158,11 @@ class TableMember(Streamed):
             new = np.stack([rows, 0 * rows] if is_full else changed)
             added = {f"{len(stored)}.{plan.suffix}": new} if is_full or new.any() else {}
             self._saving[key] = {**stored, **added}
-            cuts = [each[key] for each in self._cuts]
+            cuts = {n: each[key] for n, each in enumerate(self._cuts, self._first)}
             table[set_name] = {}
             for n, lengths in self._saving[key].items() if cuts else ():
                 old = saved[set_name][n] if n in stored else None
-                table[set_name][n] = segment_tree(lengths, self.ranges, self._first, cuts, old)
+                table[set_name][n] = segments.segment_tree(lengths, self.ranges, cuts, old)
         return table
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,15 +203,15 @@ class TableMember(Streamed):
             server.replace(server.buckets, None)
         saved = saved_tables(snapshot, key)
         stored = {
-            f"{name}/{n}": stored_segments(snapshot, f"{key}/{name}/{n}", table.get(n, {}))
+            f"{name}/{n}": segments.stored_segments(snapshot, f"{key}/{name}/{n}", table.get(n, {}))
             for name, table in saved.items()
             for n in SETS
         }
         firsts = next(iter(saved.values()))["first_buckets"]
         if len(firsts) == self.count:
-            self.ranges = ranges_from(firsts)
+            self.ranges = segments.ranges_from(firsts)
         else:
-            self.ranges = balanced_ranges(self._weights(stored), self.count)
+            self.ranges = segments.balanced_ranges(self._weights(stored), self.count)
         ranges = self.ranges[self._first :][: len(self.servers)]
         restored = [self._restore(buckets, stored) for buckets in ranges]
         for server, buckets, shards in zip(self.servers, ranges, restored):
@@ -233,9 +223,9 @@ class TableMember(Streamed):
         self._stored = {
             key: {
                 name: np.add.reduceat([s.rows_per_bucket, s.deleted_per_bucket], starts, axis=1)
-                for name, s in segments.items()
+                for name, s in each.items()
             }
-            for key, segments in stored.items()
+            for key, each in stored.items()
         }
         self.restored(saved, snapshot)
 
@@ -244,7 +234,7 @@ class TableMember(Streamed):
         first, stop = buckets.start, buckets.stop
         shards = {name: TableShard(table, first, stop) for name, table in self.specs.items()}
         for key, rows in sets_of(shards).items():
-            restore_rows(rows, [*stored[key].values()], buckets)
+            segments.restore_rows(rows, [*stored[key].values()], buckets)
         return shards
 
     def _weights(self, stored: _Stored) -> NDArray[np.float64]:

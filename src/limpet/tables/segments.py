@@ -100,23 +100,19 @@ def _request(
 
 
 def segment_tree(
-    lengths: Lengths,
-    ranges: Sequence[range],
-    first_server: int,
-    cuts: Sequence[Cut],
-    saved: Mapping[str, Any] | None,
+    lengths: Lengths, ranges: Sequence[range], cuts: Mapping[int, Cut], saved: Any
 ) -> dict[str, Any]:
-    """Return the tree of a segment, of which this process has the parts of the servers that have
-    ``cuts``: a new one, or one that the base has (``saved``, with a ``LeafView`` per leaf)."""
+    """Return the tree of a segment, of which this process has the parts of the servers whose
+    numbers have cuts: a new one, or one of the base (``saved``, with a ``LeafView`` per leaf)."""
     leaves = {} if saved is None else leaves_of(saved)
     kinds = {name: (leaf.dtype, leaf.shape[1:]) for name, leaf in leaves.items()}
     tree: dict[str, Any] = {"slots": {}}
-    for name, (dtype, tail) in (kinds or cuts[0].kinds).items():
+    for name, (dtype, tail) in (kinds or next(iter(cuts.values())).kinds).items():
         is_per_bucket, boxes = name.endswith("_per_bucket"), []
         counts = [*map(len, ranges)] if is_per_bucket else lengths[int(name == "deleted")]
         starts = np.cumsum([0, *counts]).tolist()
         shape = starts[-1], *tail
-        for number, cut in enumerate(cuts, first_server):
+        for number, cut in cuts.items():
             first, stop = starts[number : number + 2]
             if first < stop or not starts[-1]:
                 box, at = _rows_box(shape, first, stop), first if is_per_bucket else 0
@@ -224,9 +220,8 @@ def stored_segments(
 def restore_rows(
     rows: Rows, segments: Sequence[StoredSegment], buckets: range, names: Sequence[str] = ()
 ) -> None:
-    """Fill an empty set of rows from the segments of a version: those of some buckets, and some
-    columns, by default all of ``rows``. The first segment is read into their memory, the others in
-    blocks."""
+    """Fill an empty set of rows from the segments of a version: some buckets, and some columns, by
+    default all. The first segment is read into the memory of the rows, the others in blocks."""
     names = names or [*rows.columns]
     for n, segment in enumerate(segments):
         if n == 0:

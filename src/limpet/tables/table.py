@@ -320,8 +320,7 @@ class Table:
     def initial(self, ids: Ids) -> torch.Tensor:
         """Return the initial vectors of ids, ``[len(ids), dim]`` of the table's dtype."""
         key = xxh3_64_intdigest(self.name.encode(), seed=self.seed)
-        vectors = torch.from_numpy(self.initializer.initial(ids, key, self.dim))
-        return vectors.to(self.dtype)
+        return torch.from_numpy(self.initializer.initial(ids, key, self.dim)).to(self.dtype)
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a version says of the table, as plain values."""

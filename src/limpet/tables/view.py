@@ -26,7 +26,6 @@ from limpet.tables.client import Placement, TableClient
 from limpet.tables.ids import BUCKETS, Ids, to_ids
 from limpet.tables.member import saved_tables
 from limpet.tables.rows import Column, Rows
-from limpet.tables.segments import StoredSegment
 from limpet.tables.shard import SETS, TableShard
 from limpet.tables.table import SGD, Table
 from limpet.tracebacks import short_tracebacks
@@ -52,7 +51,7 @@ class StoredTable(NamedTuple):
         # nothing is updated here: the optimizer may be one of a newer release
         return Table.from_plain({**self.tree, "optimizer": {"kind": "SGD", "lr": 0.0}})
 
-    def segments(self, first: int = 0, name: str = "segments") -> list[StoredSegment]:
+    def segments(self, first: int = 0, name: str = "segments") -> list[segments.StoredSegment]:
         trees = dict([*self.tree.get(name, {}).items()][first:])
         return [*segments.stored_segments(self.reader, f"{self.key}/{name}", trees).values()]
 
@@ -278,7 +277,7 @@ def compare_tables(
                     yield key, aspect, x, y, both, other[0], other[1]
 
 
-def _compare(pair: Sequence[list[StoredSegment]]) -> list[int]:
+def _compare(pair: Sequence[list[segments.StoredSegment]]) -> list[int]:
     """Compare rows by id, some buckets at a time."""
     leaves = [each[0].columns if each else {} for each in pair]
     x, y = ({n: (leaf.dtype, leaf.shape[1:]) for n, leaf in each.items()} for each in leaves)
