@@ -39,7 +39,7 @@ class _Parameters:
     """A frozen dataclass, whose floats are within ``_LEAST`` and ``_MOST``."""
 
     def __post_init__(self) -> None:
-        for name in vars(self).keys() & _LEAST:
+        for name in [name for name in vars(self) if name in _LEAST]:
             value, least = getattr(self, name), _LEAST[name]
             expected = _EXPECTED.get(least, "a number that is more than 0")
             is_valid = (number := real(value)) is not None and least <= number <= _MOST
