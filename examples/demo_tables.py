@@ -26,6 +26,7 @@ import torch
 from demo_common import COMMAND, EXAMPLES, CheckFailed, CheckLog
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 import limpet
@@ -104,6 +105,8 @@ class Training:
         self._reader.join()
         with self.process:  # closes its output
             pass
+        if self.process.returncode > 0:
+            self.log.write(escape("".join(self.lines[-20:])))
 
     @property
     def step(self) -> int:
@@ -129,8 +132,6 @@ class Training:
     def wait(self) -> None:
         code = self.process.wait(END_SECONDS)
         self._reader.join()
-        if code:
-            self.log.write(escape("".join(self.lines[-20:])))
         seconds = time.perf_counter() - self.began
         self.log.check(
             code == 0,
@@ -191,11 +192,13 @@ def area_under_curve(scores: torch.Tensor, clicks: torch.Tensor) -> float:
 
 
 def show_days(log: CheckLog, run: str) -> None:
-    """Print how many rows came and went each day, from the version at its end."""
+    """Print how many rows came and went from noon to noon: at midnight, one worker begins with the
+    next day while others are still at the last one."""
+    steps = embeddings.DAY_STEPS
     table = Table("day", "step", "rows", "created", "evicted", "loss", box=None, pad_edge=False)
     before = np.array([], dtype=np.int64)
     evicted = 0
-    snapshots = [snapshot for snapshot in limpet.Run(run).snapshots() if snapshot.step]
+    snapshots = [s for s in limpet.Run(run).snapshots() if s.step and s.step % steps]
     for day, snapshot in enumerate(snapshots):
         ids = tables.open(snapshot)["weights"].ids()
         gone = len(np.setdiff1d(before, ids))
@@ -203,7 +206,7 @@ def show_days(log: CheckLog, run: str) -> None:
         numbers = [day, snapshot.step, len(ids), len(np.setdiff1d(ids, before)), gone]
         table.add_row(*map(str, numbers), f"{snapshot.metrics['loss']:.4f}")
         before = ids
-    log.console.print(table)
+    log.console.print(Padding(table, (0, 0, 0, 2)))
     log.check(evicted > 0, f"{evicted} rows of ids that had vanished were evicted")
 
 

@@ -95,7 +95,6 @@ def make_loss():
 
 def train_words(worker: tables.Worker, text: Text, batch_size: int) -> None:
     """Runs in each worker. A large text would be read here, from files."""
-    torch.set_num_threads(1)
     words = tables.Embedding(worker.tables, "words")
     contexts = tables.Embedding(worker.tables, "contexts")
     model, _ = make_loss()
@@ -108,14 +107,18 @@ def train_words(worker: tables.Worker, text: Text, batch_size: int) -> None:
         worker.step({"loss": loss.item() / len(positions)})
 
 
-def words(options: argparse.Namespace, **engine) -> None:
+def words(options: argparse.Namespace) -> None:
     text = Text(read_words(options.quick))
     batch_size = 256 if options.quick else 4096
     queue = limpet.tasks.Queue()
     queue.add("training", len(text.ids), task_size=3 * batch_size, epochs=3, name="text")
     train = partial(train_words, text=text, batch_size=batch_size)
     with tables.Servers(
-        [WORDS, CONTEXTS], options.servers, dense=make_loss, grads_to_wait=3, **engine
+        [WORDS, CONTEXTS],
+        options.servers,
+        engine=options.engine,
+        dense=make_loss,
+        grads_to_wait=3,
     ) as servers:
         state = {"tables": servers, "queue": queue}
         save = limpet.EverySteps(10)
@@ -132,7 +135,7 @@ FIELDS, SLOTS, LIFE = 3, 200, 5
 FACTORS = 4
 BATCH = 512
 DAY_STEPS = 200
-DAY_RECORDS = DAY_STEPS * BATCH
+DAY_RECORDS = DAY_STEPS * BATCH  # so no mini-batch has records of two days
 
 PLANTED = [
     tables.Table("weights", 1, optimizer=tables.SGD(0.0), initializer=tables.Normal(std=1.0)),
@@ -194,25 +197,26 @@ def click_log(day: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def train_clicks(worker: tables.Worker) -> None:
-    torch.set_num_threads(1)
     model, log = DeepFM(worker.tables), cache(click_log)
     worker.dense(model.deep)
     while (records := worker.next(BATCH)) is not None:
         ids, clicks, _ = log(int(records[0][0]))
-        numbers = torch.tensor([number for _, number in records])  # of one day: tasks are
+        numbers = torch.tensor([number for _, number in records])  # all of this day
         logits = model(ids[numbers])
         loss = functional.binary_cross_entropy_with_logits(logits, clicks[numbers], reduction="sum")
         loss.backward()
         worker.step({"loss": loss.item() / len(records)})
 
 
-def clicks(options: argparse.Namespace, **engine) -> None:
+def clicks(options: argparse.Namespace) -> None:
     queue = limpet.tasks.Queue()
     days = {str(day): DAY_RECORDS for day in range(options.days)}
     queue.add("training", days, task_size=10 * BATCH, name="log")
-    with tables.Servers(LEARNED, options.servers, dense=make_deep, **engine) as servers:
+    with tables.Servers(
+        LEARNED, options.servers, engine=options.engine, dense=make_deep
+    ) as servers:
         state = {"tables": servers, "queue": queue}
-        save = limpet.EverySteps(DAY_STEPS)
+        save = limpet.EverySteps(DAY_STEPS // 2)
         with limpet.Checkpointer(options.run, state, save=save, incremental=True) as ckpt:
             ckpt.resume()
             servers.train(train_clicks, workers=options.workers, queue=queue, ckpt=ckpt)
@@ -228,7 +232,8 @@ def main() -> None:
     parser.add_argument("--days", type=int, default=7, help="of the click log")
     parser.add_argument("--quick", action="store_true", help="a part of the text")
     options = parser.parse_args()
-    {"words": words, "clicks": clicks}[options.model](options, engine=options.engine)
+    torch.set_num_threads(1)  # as Ray does for actors of one CPU: more would round otherwise
+    {"words": words, "clicks": clicks}[options.model](options)
 
 
 if __name__ == "__main__":
