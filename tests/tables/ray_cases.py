@@ -59,8 +59,7 @@ def segment_number(item):
 def plain(value):
     if isinstance(value, dict):
         return {
-            key: sorted(each) if key == "params" else plain(each)
-            for key, each in sorted(value.items(), key=lambda item: str(item[0]))
+            key: plain(each) for key, each in sorted(value.items(), key=lambda item: str(item[0]))
         }
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]

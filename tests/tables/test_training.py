@@ -12,6 +12,7 @@ import torch
 import limpet
 from limpet import tables
 from limpet.errors import LimpetError
+from limpet.tables.dense import distribute, named_tensors
 
 RECORDS = 300
 """Each record is an id of a table whose row counts how often the record was consumed."""
@@ -440,3 +441,17 @@ def test_the_model_of_the_driver_is_the_first_one_and_is_pulled_when_it_has_chan
     version, values = server.pull_dense(None, 0)
     assert values
     assert server.pull_dense(None, version) == (version, {})
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 5, 20])
+def test_dense_tensors_are_distributed_in_the_order_of_the_model(servers):
+    """Else, the list of an optimizer's parameters in a version depends on the number of servers."""
+    layers = [torch.nn.Linear(n, n) for n in (3, 200, 4, 100, 100, 50)]
+    model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(50))
+    parts = distribute(model, servers)
+    tensors = named_tensors(model)
+    assert [name for part in parts for name in part] == [*tensors]
+    sizes = [sum(tensors[name].nbytes for name in part) for part in parts]
+    assert len(sizes) == servers
+    most = max(tensor.nbytes for tensor in tensors.values())
+    assert max(sizes) <= sum(sizes) / servers + most

@@ -18,14 +18,14 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def distribute(model: torch.nn.Module, servers: int) -> list[list[str]]:
-    """Return the names of the tensors of each server, balanced by bytes: the largest first."""
-    tensors = sorted(named_tensors(model).items(), key=lambda item: (-item[1].nbytes, item[0]))
+    """Return the names of the tensors of each server: consecutive ones of about equal bytes, so
+    that lists of the servers' parameters, in a row, have the order of the model."""
     parts: list[list[str]] = [[] for _ in range(servers)]
-    sizes = [0] * servers
-    for name, tensor in tensors:
-        least = sizes.index(min(sizes))
-        parts[least].append(name)
-        sizes[least] += tensor.nbytes
+    sizes = {name: tensor.nbytes for name, tensor in named_tensors(model).items()}
+    before, total = 0, sum(sizes.values())
+    for name, size in sizes.items():
+        parts[min((2 * before + size) * servers // (2 * total or 1), servers - 1)].append(name)
+        before += size
     return parts
 
 
