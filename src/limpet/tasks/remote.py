@@ -136,7 +136,7 @@ class Leased(wire.Message, frozen=True):
     position: int
 
 
-class Reply(wire.Message, frozen=True):
+class Reply(wire.Message, frozen=True, omit_defaults=True):
     """The answer to a request: yes or no, or what ``on_call`` returns."""
 
     value: bool
