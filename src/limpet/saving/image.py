@@ -17,6 +17,7 @@ from limpet.format.safetensors import build_header
 from limpet.layout import shard_layout
 from limpet.ragged import Ints, sorted_unique
 from limpet.state.arrays import part_library
+from limpet.state.arrays.own import Source
 from limpet.state.memory_ranges import read_ranges, write_ranges
 from limpet.types import BLOCK_SIZE
 
@@ -163,7 +164,9 @@ def make_image(
         lengths = np.array([*map(attrgetter("nbytes"), ordered)], dtype=np.int64)
         header = build_header(shard_layout.full_shard_entries(ordered))
         ends = np.cumsum(lengths) + len(header)
-        is_held = [getattr(sources[i], "is_held", False) for i in order]
+        is_held: list[bool] = []
+        if has_sources(sources):
+            is_held = [getattr(sources[i], "is_held", False) for i in order]
         cuts = shard_layout.chunk_cuts(len(header), lengths, is_held)
         cuts.setflags(write=False)
         layout = _Layout(order, header, (ends - lengths).tolist(), ends.tolist(), cuts)
@@ -180,6 +183,12 @@ def make_image(
         layout.cuts,
         int(layout.cuts[-1]),
     )
+
+
+def has_sources(parts: Sequence[Any]) -> bool:
+    """Return True if some parts are sources, which a save may read later, or need not read. Nearly
+    all states have none, and to ask each of a million tensors would take long."""
+    return any(issubclass(cls, Source) for cls in {*map(type, parts)})
 
 
 def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer) -> None:

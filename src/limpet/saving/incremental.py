@@ -26,7 +26,7 @@ from limpet.layout import shard_layout
 from limpet.layout.shard_layout import ImageSpan, partial_shard_entries
 from limpet.ragged import Ints, exclusive_cumsum, ranges, sorted_unique
 from limpet.ranks.collective import Collective
-from limpet.saving.image import Image, Piece
+from limpet.saving.image import Image, Piece, has_sources
 from limpet.snapshot.index_files import read_index
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
@@ -130,7 +130,7 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
     if any(np.array_equal(index.cuts - index.header, data_cuts) for index in base.indexes):
         return image
     lengths = np.array(image.box_ends) - np.array(image.box_starts)
-    carried = {i for i, s in enumerate(image.sources) if getattr(s, "carried", None)}
+    carried = {i for i, place in enumerate(_carried_places(image)) if place is not None}
     large = sorted(carried.union(np.flatnonzero(lengths >= shard_layout.SMALL_BOX_BYTES).tolist()))
     base_boxes = base.find_boxes({image.leaf_boxes[i].key for i in large})
     keep = np.ones(len(image.cuts), bool)
@@ -154,10 +154,16 @@ def _cuts_between(cuts: Ints, low: int, high: int) -> slice:
     return slice(*np.searchsorted(cuts, [low + 1, high]).tolist())
 
 
+def _carried_places(image: Image) -> list[Any]:
+    """Return ``carried`` of each source, None for other parts; nothing if there are no sources."""
+    is_needed = has_sources(image.sources)
+    return [getattr(source, "carried", None) for source in image.sources] if is_needed else []
+
+
 def carried_digests(base: BaseVersion, image: Image) -> dict[int, str]:
     """Return the digests of chunks of ``carried`` sources, as the indexes of the base have them.
     This compares keys and offsets, not hashes of them, because nothing compares the bytes."""
-    places = [getattr(source, "carried", None) for source in image.sources]
+    places = _carried_places(image)
     base_boxes = base.find_boxes({place[1] for place in places if place is not None})
     digests: dict[int, str] = {}
     for i, place in enumerate(places):

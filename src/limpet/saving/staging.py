@@ -14,9 +14,8 @@ from typing import Any
 
 from limpet.buffers import Buffer
 from limpet.ranks.group import Group
-from limpet.saving.image import Image, Piece, release_buffers, synchronize
+from limpet.saving.image import Image, Piece, has_sources, release_buffers, synchronize
 from limpet.state.arrays import part_library
-from limpet.state.arrays.own import Source
 from limpet.state.flatten import FlatState
 from limpet.storage.store import MappedUpload
 from limpet.threads import Latch, Workers
@@ -106,7 +105,7 @@ class DeferredStaging:
 
     def release(self) -> None:
         """Drop the references to the live state, unless something is held, and set ``done``."""
-        if not _has_held(self._image):
+        if not has_sources(self._image.sources):
             self._image.sources.clear()  # frees temporary copies
         self.done.set()
 
@@ -129,7 +128,7 @@ def split_pieces(
     """Split the pieces into those to stage now and those to stage later. The later ones hold only
     leaves that do not change until an optimizer steps (``stable_keys``). Those that hold only what
     is held until the save ends are not staged."""
-    if not (stable_keys or _has_held(image)):
+    if not (stable_keys or has_sources(image.sources)):
         return list(pieces), []
     boxes = zip(image.leaf_boxes, image.sources, image.box_starts, image.box_ends, strict=True)
     kinds = [
@@ -141,11 +140,6 @@ def split_pieces(
         found = slice(*image.boxes_between(piece.start, piece.stop))
         parts[0 if piece.start < len(image.header) else min(kinds[found])].append(piece)
     return parts[0], parts[1]
-
-
-def _has_held(image: Image) -> bool:
-    """Return True if the image may have bytes that are held until the save ends."""
-    return any(issubclass(cls, Source) for cls in {*map(type, image.sources)})
 
 
 def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> bool:
