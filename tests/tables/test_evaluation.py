@@ -545,7 +545,7 @@ def test_workers_that_return_too_early_are_an_error():
 
 def test_a_late_or_repeated_message_about_a_cut_has_no_effect():
     server = TableServer([counting_table()], range(4096))
-    server.restart(1, 0, {})
+    server.restart(1, 0)
     rates = Rates({"seen": 1.0})
 
     def push(number, committed):
@@ -572,7 +572,7 @@ def test_a_late_or_repeated_message_about_a_cut_has_no_effect():
     with pytest.raises(LimpetError, match="released"):
         look_up("1")
     assert look_up("2") == 3.0
-    server.restart(2, 2, {})
+    server.restart(2, 2)
     assert not server.shards["seen"].rows._cuts
 
 

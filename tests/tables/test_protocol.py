@@ -50,7 +50,7 @@ class Model:
         self.untold, self.held, self.refused = {}, [], 0
         self.expected = {}
         for server in self.servers:
-            server.restart(0, 0, {})
+            server.restart(0, 0)
         for _ in range(r.randint(1, 5)):
             self.add_worker()
 

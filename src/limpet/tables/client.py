@@ -23,11 +23,17 @@ class ServersLost(LimpetError):
     numbers."""
 
 
+def call_all(engine: Any, method: str, *arguments: Any) -> dict[int, Any]:
+    """Call a method of all servers of an ``Engine`` with the same arguments."""
+    found: dict[int, Any] = engine.call(method, dict.fromkeys(range(engine.servers), arguments))
+    return found
+
+
 class Placement:
     """Which server has which rows: ``first_buckets`` of the servers, whose ranges are in order."""
 
     def __init__(self, first_buckets: Sequence[int]) -> None:
-        self.first_buckets, self.servers = first_buckets, len(first_buckets)
+        self.servers = len(first_buckets)
         self._firsts = np.array(first_buckets)
 
     def split(self, ids: Ids) -> Iterator[tuple[int, Any]]:

@@ -58,8 +58,14 @@ class Coordinator:
     def mark(self) -> Mark:
         """Begin the next epoch. All commits before this call belong to the cut, and none after."""
         self.epoch += 1
-        own = self.generation, self.epoch, dict(self.ledger), self.rates()
-        return Mark(*own, step=self.step, batches=self.batches_done)
+        return Mark(
+            generation=self.generation,
+            epoch=self.epoch,
+            ledger=dict(self.ledger),
+            rates=self.rates(),
+            step=self.step,
+            batches=self.batches_done,
+        )
 
     def join(self, worker: str) -> None:
         """Add a worker, whose name no other one has had in this generation."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from limpet import events
 from limpet.errors import CommitError, LimpetError
-from limpet.tables.client import Call, ServersLost, TableClient
+from limpet.tables.client import Call, ServersLost, TableClient, call_all
 from limpet.tables.coordinator import Coordinator, Synchronous
 from limpet.tables.messages import Answer, Commit, Entry, NextBatch
 from limpet.tasks.queue import Queue
@@ -152,7 +152,7 @@ class Driver:
                 if not self._is_evaluated:
                     what = "All workers have returned before the evaluation was complete: call"
                     raise LimpetError(f"{what} worker.next() until it returns None")
-                self._engine.call("mark", self._to_all((self._coordinator.mark(),)))
+                call_all(self._engine, "mark", self._coordinator.mark())
                 return True
             self._handle(self._inbox.items.get(timeout=_LOOK_SECONDS))
         except (Empty, ServersLost):
@@ -245,8 +245,8 @@ class Driver:
             pushes = coordinator.complete_round
             if pushes is None:
                 return
-            arguments = (coordinator.generation, pushes, coordinator.step + 1, entry.rates)
-            self._engine.call("apply_round", self._to_all(arguments))
+            round_ = coordinator.generation, pushes, coordinator.step + 1, entry.rates
+            call_all(self._engine, "apply_round", *round_)
             coordinator.finish_round()
         elif coordinator.step <= self._ckpt.current_step:
             return  # the message has come twice
@@ -257,9 +257,6 @@ class Driver:
         parked, self._parked = self._parked, []
         for request, future, _ in parked:
             self._handle((request, future))
-
-    def _to_all(self, arguments: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
-        return dict.fromkeys(range(self._engine.servers), arguments)
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -284,8 +281,7 @@ class Driver:
         self._running.discard(name)
         coordinator = self._coordinator
         committed, entry = coordinator.lose(name)
-        arguments = (coordinator.generation, name, committed, entry)
-        self._engine.call("lose", self._to_all(arguments))
+        call_all(self._engine, "lose", coordinator.generation, name, committed, entry)
         coordinator.forget(name)
         self._engine.stop_worker(name)
 

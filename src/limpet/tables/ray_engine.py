@@ -27,7 +27,7 @@ from limpet.ranks.group import Group
 from limpet.run.run import Run
 from limpet.settings import read_settings
 from limpet.storage.memory import MemoryStore
-from limpet.tables.client import Placement, ServersLost
+from limpet.tables.client import Placement, ServersLost, call_all
 from limpet.tables.dense import DensePart, distribute, keep_part
 from limpet.tables.driver import Ended, Work
 from limpet.tables.member import TableMember
@@ -216,7 +216,7 @@ class RayEngine:
         self._joined += 1
         count, name = self.servers, f"tables {self._joined}"
         self._group = group = Group.join(address, 0, count + 1, members=count, name=name)
-        self.call("join", dict.fromkeys(range(count), (group.address, name, run.url, key)))
+        call_all(self, "join", group.address, name, run.url, key)
         for number, actor in enumerate(self._actors):
             ended = partial(self._end_server, number, actor, group)
             actor.serve.remote().future().add_done_callback(ended)

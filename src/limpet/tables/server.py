@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any
 
 import torch
 
 from limpet.errors import LimpetError
 from limpet.tables.dense import DensePart
-from limpet.tables.messages import Entry, Ids, Ledger, Mark, Push, Rates, Sender, merge_gradients
+from limpet.tables.messages import Entry, Ids, Mark, Push, Rates, Sender, merge_gradients
 from limpet.tables.rows import Cut
 from limpet.tables.shard import TableShard
 from limpet.tables.table import Table
@@ -119,13 +118,13 @@ class TableServer:
 
     # -- messages of the coordinator -------------------------------------------------------------
 
-    def restart(self, generation: int, epoch: int, ledger: Ledger) -> None:
-        """Forget all pushes, and continue as if all of the ledger were applied."""
+    def restart(self, generation: int, epoch: int) -> None:
+        """Forget all pushes: no worker has committed anything in this generation."""
         with self._lock:
             self.release(*self._held)
             self.generation, self.epoch = generation, epoch
             self._pending, self._committed, self._lost = {}, [], set()
-            self._applied = {worker: entry.number for worker, entry in ledger.items()}
+            self._applied = {}
             if self.dense is not None:
                 self.dense.restart()
 
@@ -248,9 +247,6 @@ class TableServer:
         """Set rows: see ``Servers.fill``."""
         self.shards[name].fill(ids, vectors, step=step)
 
-    def statistics(self) -> dict[str, Any]:
-        """Return the statistics of each table, and the number of pushes that are held."""
-        return {
-            "tables": {name: shard.statistics() for name, shard in self.shards.items()},
-            "pending": sum(map(len, self._pending.values())),
-        }
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Return the statistics of each table."""
+        return {name: shard.statistics() for name, shard in self.shards.items()}

@@ -18,7 +18,7 @@ from limpet.settings import read_settings
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.walk import find_instances
 from limpet.tables import dense as dense_parts
-from limpet.tables.client import Placement, ServersLost, TableClient
+from limpet.tables.client import Placement, ServersLost, TableClient, call_all
 from limpet.tables.coordinator import Coordinator, Synchronous
 from limpet.tables.driver import Driver, Inbox, Work
 from limpet.tables.ids import BUCKETS, to_ids
@@ -142,7 +142,8 @@ class Servers(TableMember):
         if self.model is not None and self.optimizer is not None:
             own, names = (self.model, self.optimizer), dense_parts.distribute(self.model, count)
             parts = [dense_parts.DensePart(*own, each, self._lock) for each in names]
-        return [TableServer(specs, *each) for each in zip(equal_ranges(count), parts, strict=True)]
+        ranges = equal_ranges(count)
+        return [TableServer(specs, buckets, part) for buckets, part in zip(ranges, parts)]
 
     def _place(self) -> None:
         self.client.placement = Placement([buckets.start for buckets in self.ranges])
@@ -193,8 +194,7 @@ class Servers(TableMember):
         """Return for each table the sums over the servers: rows, bytes of memory, candidates (ids
         that are not yet admitted), and since the start, rows admitted and evicted, and gradients
         refused (not finite) and dropped (not admitted)."""
-        found = self._engine.call("statistics", dict.fromkeys(range(self.count), ()))
-        servers = [each["tables"] for each in found.values()]
+        servers = [*call_all(self._engine, "statistics").values()]
         return {
             name: {key: sum(each[name][key] for each in servers) for key in servers[0][name]}
             for name in self.specs
@@ -273,7 +273,7 @@ class Servers(TableMember):
         mark = self._coordinator.mark()
         cut = str(mark.epoch)
         try:
-            self._engine.call("hold", dict.fromkeys(range(self.count), (mark,)))
+            call_all(self._engine, "hold", mark)
         except BaseException:
             self.release(cut)
             raise
@@ -282,7 +282,7 @@ class Servers(TableMember):
     def release(self, cut: str) -> None:
         """End a cut of ``hold``."""
         with suppress(ServersLost):  # then, another generation begins
-            self._engine.call("release", dict.fromkeys(range(self.count), (cut,)))
+            call_all(self._engine, "release", cut)
 
     def resize_workers(self, workers: int) -> None:
         """Change the number of workers of ``train`` while it runs, from any thread."""
@@ -292,8 +292,7 @@ class Servers(TableMember):
 
     def _begin_generation(self, step: int) -> None:
         self._coordinator.restart(step)
-        arguments: Any = self._coordinator.generation, self._coordinator.epoch, {}
-        self._engine.call("restart", dict.fromkeys(range(self.count), arguments))
+        call_all(self._engine, "restart", self._coordinator.generation, self._coordinator.epoch)
 
     def _after_step(self) -> None:
         if self.scheduler is not None:
