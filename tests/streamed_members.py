@@ -9,6 +9,7 @@ from limpet.loading.snapshot import Snapshot
 from limpet.state.arrays import LocalBoxes
 from limpet.state.arrays.own import Source
 from limpet.state.streamed import Streamed
+from limpet.storage.memory import MemoryStore
 from limpet.tables.segments import CarriedSource
 from limpet.types import Box
 
@@ -121,6 +122,20 @@ class Table(Streamed):
             first = leaf.shape[0] * self.rank // self.size
             end = leaf.shape[0] * (self.rank + 1) // self.size
             self.segments[name] = leaf[first:end].numpy(), first, leaf.shape[0]
+
+
+class CountedReads:
+    """A store in memory that counts the bytes that are read of shards."""
+
+    def __init__(self):
+        self.inner, self.count = MemoryStore(), 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def get_range(self, key, offset, length, into):
+        self.count += length if key.endswith(".safetensors") else 0
+        self.inner.get_range(key, offset, length, into)
 
 
 def make_table(*counts, **options):

@@ -1,11 +1,9 @@
 """The Ray engine: the tests of it run in a process of their own, on one small cluster."""
 
 import importlib.util
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,28 +13,13 @@ from limpet.errors import LimpetError
 from limpet.evaluation import Workers
 from tests.evaluation import functions
 from tests.evaluation.test_evaluation import evaluation
-
-ROOT = Path(__file__).parents[2]
-CASES = "tests/evaluation/ray_cases.py", "tests/tasks/ray_cases.py"
+from tests.ray_cluster import run_cases
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_the_cases_pass_in_a_process_of_their_own():
-    """Ray leaves threads and a signal handler behind, and each worker of pytest would start its own
-    cluster. The files ``CASES`` have the tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "-p", "tests.ray_cluster", *CASES],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_cases("tests/evaluation/ray_cases.py", "tests/tasks/ray_cases.py")
 
 
 def test_without_ray_the_engine_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):

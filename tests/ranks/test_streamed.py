@@ -22,7 +22,7 @@ from limpet.types import Box
 from tests.fakegroup import FakeGroup
 from tests.ranks.test_member import HERE, JOINING
 from tests.states import unused_url
-from tests.streamed_members import HeldRows, Table, make_table
+from tests.streamed_members import CountedReads, HeldRows, Table, make_table
 from tests.trainings import delete_version, flip_bit
 
 SIZES = [1, 2, 3]
@@ -178,20 +178,6 @@ def save_versions(store, tables, steps, *, act=lambda step: None, **options):
     with FakeGroup(size) as group:
         group.run(write)
     return found
-
-
-class CountedReads:
-    """A store in memory that counts the bytes that are read of shards."""
-
-    def __init__(self):
-        self.inner, self.count = MemoryStore(), 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def get_range(self, key, offset, length, into):
-        self.count += length if key.endswith(".safetensors") else 0
-        self.inner.get_range(key, offset, length, into)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -33,7 +33,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.testing.faults import Fault, FaultFs
 from tests.pools import allocated_bytes, free_bytes
 from tests.states import Stateful, unused_url
-from tests.streamed_members import WIDTH, Table, make_table
+from tests.streamed_members import WIDTH, CountedReads, Table, make_table
 from tests.trainings import delete_version, flip_bit, shard_of
 from tests.unreliable_stores import HookedStore
 
@@ -320,20 +320,6 @@ def test_every_call_of_a_file_system_that_fails_ends_the_save_once(tmp_path):
 
 
 # -- rows that are carried over --------------------------------------------------------------------
-
-
-class CountedReads:
-    """A store in memory that counts the bytes that are read of shards."""
-
-    def __init__(self):
-        self.inner, self.count = MemoryStore(), 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def get_range(self, key, offset, length, into):
-        self.count += length if key.endswith(".safetensors") else 0
-        self.inner.get_range(key, offset, length, into)
 
 
 @pytest.mark.parametrize("stage_now", [False, True])

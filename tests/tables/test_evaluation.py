@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from contextlib import contextmanager
 from functools import partialmethod
 
 import pytest
@@ -440,15 +441,22 @@ def test_workers_of_a_queue_without_tables_evaluate_too():
     assert all(metrics == {"records": pytest.approx(20 / 0.8)} for *_, metrics in found)
 
 
-def test_a_result_after_the_end_of_its_evaluation_does_not_count():
-    """B 47."""
+@contextmanager
+def evaluating(on):
+    """An evaluation of 5 records after each step, without tables."""
     queue = limpet.tasks.Queue()
     with (
         limpet.Checkpointer(MemoryStore(), {"queue": queue}, quiet=True) as ckpt,
         limpet.TrainingEvaluation(
-            ckpt, data=5, every=limpet.EverySteps(1), queue=queue, on="current"
+            ckpt, data=5, every=limpet.EverySteps(1), queue=queue, on=on
         ) as evaluation,
     ):
+        yield ckpt, queue, evaluation
+
+
+def test_a_result_after_the_end_of_its_evaluation_does_not_count():
+    """B 47."""
+    with evaluating("current") as (ckpt, queue, evaluation):
         ckpt.step()
         evaluation.step()
         task = queue.evaluation.get()
@@ -461,13 +469,7 @@ def test_a_result_after_the_end_of_its_evaluation_does_not_count():
 
 @pytest.mark.parametrize("result", [5, {"loss": 1.0}, {"state": 5}, {"state": {}}], ids=str)
 def test_results_of_something_else_are_an_error(result):
-    queue = limpet.tasks.Queue()
-    with (
-        limpet.Checkpointer(MemoryStore(), {"queue": queue}, quiet=True) as ckpt,
-        limpet.TrainingEvaluation(
-            ckpt, data=5, every=limpet.EverySteps(1), queue=queue, on="current"
-        ) as evaluation,
-    ):
+    with evaluating("current") as (ckpt, queue, evaluation):
         ckpt.step()
         evaluation.step()
         assert queue.evaluation.evaluate_one(lambda task: result)
@@ -479,13 +481,7 @@ def test_results_of_something_else_are_an_error(result):
 
 @pytest.mark.parametrize("on", ["cut", "paused"])
 def test_without_tables_an_exact_evaluation_is_refused(on):
-    queue = limpet.tasks.Queue()
-    with (
-        limpet.Checkpointer(MemoryStore(), {"queue": queue}, quiet=True) as ckpt,
-        limpet.TrainingEvaluation(
-            ckpt, data=5, every=limpet.EverySteps(1), queue=queue, on=on
-        ) as evaluation,
-    ):
+    with evaluating(on) as (ckpt, queue, evaluation):
         ckpt.step()
         with pytest.raises(LimpetError, match="needs Servers"):
             evaluation.step()

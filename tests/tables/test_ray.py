@@ -1,15 +1,13 @@
 """The engine on Ray: its tests run in a process of their own, on one small cluster."""
 
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from limpet import tables
 from limpet.errors import LimpetError
+from tests.ray_cluster import run_cases
 
 WORDS = tables.Table("words", 4, optimizer=tables.SGD(lr=1.0))
 
@@ -17,18 +15,7 @@ WORDS = tables.Table("words", 4, optimizer=tables.SGD(lr=1.0))
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_the_cases_pass_in_a_process_of_their_own():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "-p", "tests.ray_cluster", "tests/tables/ray_cases.py"],
-        cwd=Path(__file__).parents[2],
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_cases("tests/tables/ray_cases.py")
 
 
 def test_without_ray_the_engine_is_an_error_that_says_what_to_install(monkeypatch):

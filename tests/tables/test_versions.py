@@ -179,28 +179,27 @@ def run_of(servers, store=None, **options):
     return ckpt, store
 
 
-def test_a_version_is_full_when_increments_exceed_half_of_the_table():
+def segments_after(pushes, ids_of_each, **options):
+    """Return the segments of each version: the first, and one after each push of other ids."""
     servers, ids, _ = large(2, 8, 1000)
-    ckpt, store = run_of(servers)
+    ckpt, store = run_of(servers, **options)
     with ckpt:
-        for n in range(4):
-            push(servers, ids[200 * n : 200 * n + 200])
+        for n in range(pushes):
+            push(servers, ids[ids_of_each * n :][:ids_of_each])
             ckpt.step()
-    found = [segments_of(version) for version in Run(store).snapshots()]
+    return [segments_of(version) for version in Run(store).snapshots()]
+
+
+def test_a_version_is_full_when_increments_exceed_half_of_the_table():
     full, more = (1000, 0), (200, 0)
-    assert found == [[full], [full, more], [full, more, more], [full], [full, more]]
+    expected = [[full], [full, more], [full, more, more], [full], [full, more]]
+    assert segments_after(4, 200) == expected
 
 
 def test_the_first_of_every_full_every_versions_is_full():
-    servers, ids, _ = large(2, 8, 1000)
-    ckpt, store = run_of(servers, incremental=3)
-    with ckpt:
-        for n in range(6):
-            push(servers, ids[10 * n : 10 * n + 10])
-            ckpt.step()
-    found = [segments_of(version) for version in Run(store).snapshots()]
     full, ten = (1000, 0), (10, 0)
-    assert found == [[full], [full, ten], [full, ten, ten]] * 2 + [[full]]
+    expected = [[full], [full, ten], [full, ten, ten]] * 2 + [[full]]
+    assert segments_after(6, 10, incremental=3) == expected
 
 
 def test_an_unchanged_table_has_no_new_segment():

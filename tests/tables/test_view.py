@@ -20,8 +20,9 @@ from limpet.errors import (
 from limpet.loading.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.tables.ids import bucket_of
-from limpet.tables.segments import StoredSegment
-from limpet.tables.view import View
+from limpet.tables.segments import StoredSegment, restore_rows
+from limpet.tables.shard import TableShard
+from limpet.tables.view import sorted_ids, stored_tables
 from tests.forging import files_of, forge, store_of
 from tests.tables.trainings import WORDS, Training
 from tests.unreliable_stores import HookedStore
@@ -402,17 +403,18 @@ def test_a_copy_with_another_name_is_opened_but_not_followed(tmp_path):
         view.follow()
 
 
-def test_a_view_of_some_buckets():
+def test_some_buckets_of_two_segments_are_read():
     training = Training(MemoryStore(), WORDS, count=3)
     with training.saving(incremental=True):
-        training.change()
-        training.save()
-        ranges = [range(1000), range(1000, 1001), range(1001, 4096)]
-        views = [View(reader_of(training.run.latest()), buckets) for buckets in ranges]
-        training.change()
-        training.save()
-    assert all(view.follow() for view in views)
-    parts = [view["words"].ids() for view in views]
+        for _ in range(2):
+            training.change()
+            training.save()
+    (stored,) = stored_tables(reader_of(training.run.latest())).values()
+    ranges = [range(1000), range(1000, 1001), range(1001, 4096)]
+    shards = [TableShard(stored.table) for _ in ranges]
+    for shard, buckets in zip(shards, ranges):
+        restore_rows(shard.rows, stored.segments(), buckets, ("ids", "values"))
+    parts = [sorted_ids(shard) for shard in shards]
     assert sorted(np.concatenate(parts).tolist()) == sorted(training.rows["words"])
     for part, buckets in zip(parts, ranges):
         assert {*bucket_of(part).tolist()} <= {*buckets}

@@ -217,9 +217,9 @@ class Servers(TableMember):
 
         ``train`` is called again in place of a worker that is lost. If a server on Ray is lost, all
         return to the newest version, and continue; a run that has none gets one at the beginning.
-        ``ray``: options of the actors of workers. ``evaluation``: with the same queue; its tasks
-        are done by the workers, also those of the last step. Raises the error of
-        ``train``, which ends all workers, and what ``ckpt.step`` and ``evaluation.step`` raise.
+        ``ray``: options of the actors of workers. ``evaluation``: with the same queue; the workers
+        do its tasks, also those of the last step. Raises the error of ``train``, which ends all
+        workers, and what ``ckpt.step`` and ``evaluation.step`` raise.
         """
         workers = check_count("workers=", workers)
         require("queue=", isinstance(queue, Queue), "a Queue", queue)

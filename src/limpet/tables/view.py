@@ -55,12 +55,12 @@ class StoredTable(NamedTuple):
         trees = dict([*self.tree.get(name, {}).items()][first:])
         return [*segments.stored_segments(self.reader, f"{self.key}/{name}", trees).values()]
 
-    def read(self, buckets: range = _ALL) -> TableShard:
-        """Read the rows of some buckets into memory, without slots."""
+    def read(self) -> TableShard:
+        """Read the rows into memory, without slots."""
         table = replace(self.table, optimizer=SGD(0.0), admit_after=1)
-        shard = TableShard(table, buckets.start, buckets.stop)
-        segments.restore_rows(shard.rows, self.segments(), buckets, _COLUMNS)
-        if buckets == _ALL and shard.rows.count != self.tree["rows"]:
+        shard = TableShard(table)
+        segments.restore_rows(shard.rows, self.segments(), _ALL, _COLUMNS)
+        if shard.rows.count != self.tree["rows"]:
             what = f"The segments of {self.key} in {self.reader.url} have another number of rows"
             raise ManifestInvalid(what, expected=self.tree["rows"], found=shard.rows.count)
         return shard
@@ -114,8 +114,8 @@ class View:
     rows up, without gradients. All methods may be called from any thread.
     """
 
-    def __init__(self, reader: SnapshotReader, buckets: range = _ALL) -> None:
-        self._buckets, self._changing, self._run = buckets, Lock(), Run(reader.location.store)
+    def __init__(self, reader: SnapshotReader) -> None:
+        self._changing, self._run = Lock(), Run(reader.location.store)
         self.client = TableClient([], Placement([0]), self._call, has_gradients=False)
         self._load(reader, _by_name(reader))
 
@@ -171,7 +171,7 @@ class View:
 
     def _load(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
         with reader.pin_while_reading():
-            shards = {name: each.read(self._buckets) for name, each in stored.items()}
+            shards = {name: each.read() for name, each in stored.items()}
         self._loaded = _Loaded(reader, stored, shards)
         self.client.tables = {name: each.table for name, each in stored.items()}
 
@@ -183,9 +183,9 @@ class View:
                 for segment in each.segments(len(known[name].tree["segments"])):
                     blocks = [
                         {name: column.copy() for name, column in block.items()}
-                        for block in segment.blocks(_COLUMNS, self._buckets)
+                        for block in segment.blocks(_COLUMNS, _ALL)
                     ]
-                    added.append((shards[name], segment.deleted(self._buckets), blocks))
+                    added.append((shards[name], segment.deleted(_ALL), blocks))
         with ExitStack() as locks:
             for shard in shards.values():
                 locks.enter_context(shard.lock)
