@@ -366,9 +366,12 @@ def measure_growth(folder: str, sizes: list[int]) -> dict[str, list[float]]:
         start = time.process_time()
         limpet.save(place, state)
         seconds["save of all rows"] = time.process_time() - start
-        start = time.process_time()
-        limpet.load(place, into=state)
-        seconds["load of all rows"] = time.process_time() - start
+        times = []
+        for _ in range(3):  # the first ones may get memory that the host has to provide
+            start = time.process_time()
+            limpet.load(place, into=state)
+            times.append(time.process_time() - start)
+        seconds["load of all rows"] = min(times)
         disk.remove(place)
         for what, each in seconds.items():
             found.setdefault(what, []).append(each)

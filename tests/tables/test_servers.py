@@ -217,6 +217,40 @@ def test_a_look_up_changes_nothing():
     assert servers.statistics() == statistics
 
 
+def part_of(found):
+    return found[3:5]
+
+
+def numbers_of(found):
+    return found.numpy()[3:5]
+
+
+def grown(found):
+    return (found.requires_grad_() * 1).grad_fn.next_functions[0][0].variable
+
+
+@pytest.mark.parametrize("keep", [part_of, numbers_of, grown], ids=lambda f: f.__name__)
+def test_what_is_kept_of_a_look_up_is_not_overwritten(keep):
+    """The memory of a look-up is used again only when nothing refers to it any more."""
+    servers = tables.Servers([tables.Table("words", 8, optimizer=tables.SGD(1.0))])
+    servers.fill("words", range(100), torch.arange(800.0).reshape(100, 8))
+    expected = [np.array(keep(servers.lookup("words", range(n, n + 9))).tolist()) for n in range(9)]
+    for sizes in ([9] * 9, [60, 9, 80, 9, 9, 100, 9]):
+        found = [
+            keep(servers.lookup("words", range(n, n + size))[:9]) for n, size in enumerate(sizes)
+        ]
+        for n in range(50):
+            servers.lookup("words", range(n % 7))
+        for each, right in zip(found, expected):
+            assert np.array_equal(each.tolist(), right)
+
+
+def test_the_memory_of_a_look_up_is_used_again():
+    servers = tables.Servers([tables.Table("words", 8, optimizer=tables.SGD(1.0))])
+    addresses = {servers.lookup("words", range(50)).data_ptr() for _ in range(20)}
+    assert len(addresses) == 1
+
+
 def test_gradients_that_no_step_has_taken_are_part_of_the_next_one():
     servers = tables.Servers([words(initializer=tables.Constant(0.0))])
     look_up = tables.Embedding(servers, "words")

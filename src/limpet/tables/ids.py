@@ -123,17 +123,22 @@ class IdIndex:
 
     def find(self, ids: Ids, keys: Ids) -> NDArray[np.int64]:
         """Return the row of each id, -1 if it has none."""
-        found = np.full(len(ids), -1, np.int64)
         if self._live == 0:
-            return found
-        rest, at = np.arange(len(ids)), self._home(ids)
-        while len(rest):
-            rows = self._slots[at]
-            is_hit = (np.take(keys, rows, mode="clip") == ids) & (rows >= 0)
-            found[rest[is_hit]] = rows[is_hit]
-            go_on = np.flatnonzero(~is_hit & (rows != _EMPTY))
-            ids, rest, at = ids[go_on], rest[go_on], self._next(at[go_on])
+            return np.full(len(ids), -1, np.int64)
+        at = self._home(ids)
+        found, go_on = self._compare(ids, at, keys)
+        rest = go_on
+        while len(go_on):
+            ids, at = ids[go_on], self._next(at[go_on])
+            found[rest], go_on = self._compare(ids, at, keys)
+            rest = rest[go_on]
         return found
+
+    def _compare(self, ids: Ids, at: NDArray[np.int64], keys: Ids) -> tuple[Ids, NDArray[np.int64]]:
+        """Return the rows in slots whose ids are ``ids``, else -1; and which must go on."""
+        rows = self._slots.take(at)
+        is_hit = (keys.take(rows, mode="clip") == ids) & (rows >= 0)
+        return np.where(is_hit, rows, np.int64(-1)), np.flatnonzero(~is_hit & (rows != _EMPTY))
 
     def insert(self, ids: Ids, rows: NDArray[np.int64], keys: Ids) -> None:
         """Add ids that are distinct and not in the index; ``keys[rows]`` are the ids already.

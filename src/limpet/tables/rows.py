@@ -8,6 +8,8 @@ that the cut is read while the rows change.
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +78,23 @@ class GrowableArray:
         if is_huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+class ReusedMemory:
+    """Gives tensors whose memory is used again when they are garbage: to fault fresh pages takes
+    longer than to fill them. One thread at a time may ask for a tensor."""
+
+    def __init__(self) -> None:
+        self._free = deque[NDArray[np.uint8]](maxlen=4)
+
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = rows * columns * dtype.itemsize
+        memory = self._free.pop() if self._free else np.empty(1, np.uint8)
+        if len(memory) < nbytes:
+            memory = np.empty(nbytes * 5 // 4, np.uint8)
+        part = memory[:nbytes]  # the tensor refers to this object, which refers to the memory
+        weakref.finalize(part, self._free.append, memory).atexit = False
+        return torch.from_numpy(part).view(dtype).view(rows, columns)
 
 
 @dataclass(frozen=True)

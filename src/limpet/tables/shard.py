@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from limpet.arguments import check_count, real, require
 from limpet.errors import LimpetError
 from limpet.tables.ids import BUCKETS, Ids, to_ids, unique
-from limpet.tables.rows import Column, Cut, Mask, RowNumbers, Rows
+from limpet.tables.rows import Column, Cut, Mask, ReusedMemory, RowNumbers, Rows
 from limpet.tables.table import Table
 
 _BLOCK = 256 << 10  # bytes of the values that are updated at once: they stay in the L2 cache
@@ -40,6 +40,7 @@ class TableShard:
         self.lock = self.rows.lock
         self.candidates = Rows({}, lock=self.lock) if table.admit_after > 1 else None
         self.sets = {n: rows for n, rows in zip(SETS, (self.rows, self.candidates)) if rows}
+        self._memory = ReusedMemory()  # of look-ups
         self._counts = dict.fromkeys(("admitted", "evicted", "refused", "dropped"), 0)
         self.evicted_step = 0
 
@@ -58,10 +59,11 @@ class TableShard:
         rows = self.rows.find(ids)
         is_there = rows >= 0
         values = self.rows.column("values")
-        if not len(values):
-            return values.new_empty((len(ids), self.table.dim)), is_there
-        np.maximum(rows, 0, out=rows)  # any row: an initial vector follows
-        return values.index_select(0, torch.from_numpy(rows)), is_there
+        found = self._memory.empty(len(ids), self.table.dim, values.dtype)
+        if len(values):
+            np.maximum(rows, 0, out=rows)  # any row: an initial vector follows
+            torch.index_select(values, 0, torch.from_numpy(rows), out=found)
+        return found, is_there
 
     def statistics(self) -> dict[str, int]:
         """Return counts: rows, bytes of memory, candidates (ids that are not admitted), and, since
