@@ -65,6 +65,8 @@ EVENTS: dict[str, dict[str, Any]] = {
         "error": NO_SPACE,
         "seconds": 290.0,
     },
+    "worker_lost": {"worker": "worker 3", "error": "worker 3 was lost: it hangs"},
+    "server_lost": {"run": "runs/a", "servers": "server 1", "error": "server 1 was lost"},
     "read_alone": {"url": "runs/a/version_1200", "reason": "rank 2 cannot map it"},
     "request_unseen": {"store": "runs/a", "error": "timeout"},
     "not_agreed": {"wanted": ["save 3", "stop"], "error": "Rank 2 has died"},

@@ -27,6 +27,7 @@ def test_logging_records(caplog):
         "config_changed": "INFO",
         "taken_over": "INFO", "resumed": "INFO", "skipped": "WARNING", "deleted": "INFO",
         "pin_left": "WARNING", "read_again": "WARNING", "waiting": "WARNING",
+        "worker_lost": "WARNING", "server_lost": "WARNING",
         "read_alone": "WARNING", "request_unseen": "WARNING", "not_agreed": "WARNING",
         "ranks_awaited": "WARNING", "notice": "WARNING", "preempted": "WARNING",
         "notice_source_failed": "WARNING", "platform_detected": "INFO",

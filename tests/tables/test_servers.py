@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -485,3 +487,44 @@ def test_admission_and_eviction_are_counted():
     push(servers, range(20))
     found = servers.statistics()["words"]
     assert (found["rows"], found["admitted"]) == (15, 15)
+
+
+OUT_OF_MEMORY = """
+import resource, sys
+import torch
+import limpet
+from limpet import tables
+from limpet.errors import LimpetError
+
+words = tables.Table("words", 1 << 20, optimizer=tables.SGD(1.0))
+servers = tables.Servers([words])
+vectors = torch.ones(1).expand(8, words.dim)
+servers.fill("words", range(8), vectors)
+with open("/proc/self/statm") as file:
+    limit = int(file.read().split()[0]) * resource.getpagesize() + (700 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+try:
+    for first in range(8, 800):
+        servers.fill("words", [*range(7), first], vectors)  # one of them is new
+except LimpetError as e:
+    print(e)
+assert servers.statistics()["words"]["rows"] == first
+assert servers.lookup("words", [first - 1]).sum() == words.dim
+assert servers.lookup("words", range(8)).eq(1).all()
+assert not servers.lookup("words", [first]).eq(1).any()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+limpet.save(sys.argv[1], {"tables": servers})
+servers.fill("words", [first], vectors[:1])
+limpet.load(sys.argv[1], into={"tables": servers})
+assert servers.statistics()["words"]["rows"] == first
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is that of Linux")
+def test_a_server_out_of_memory_says_what_to_do_and_has_its_rows(tmp_path):
+    arguments = [sys.executable, "-c", OUT_OF_MEMORY, str(tmp_path / "a")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no memory for" in done.stdout
+    assert "Use more servers, or limit the rows: evict=Evict(max_rows=...)" in done.stdout

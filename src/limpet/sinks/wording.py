@@ -38,7 +38,7 @@ STYLES = {
             *("pin_left", "read_again", "waiting", *_LESS),
             *("request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
             *("training_evaluated", "ranks_awaited", "notice", "notice_source_failed", "preempted"),
-            "server_lost",
+            *("worker_lost", "server_lost"),
         ),
         "yellow",
     ),
@@ -141,6 +141,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
         "deleted": f"deleted {version}",
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
+        "worker_lost": f"replaced {text_field(fields, 'worker')}: {error}",
         "server_lost": f"lost {text_field(fields, 'servers')}, and returns to a version",
         "read_again": f"read again, and it was right: {_error_without_todo(fields)}",
         "notice_source_failed": f"could not watch {text_field(fields, 'source')} for notices:"

@@ -163,6 +163,8 @@ class TableShard:
         step = check_count("step", step, 0)
         with self.lock:
             self.wait()
+            absent = int(np.count_nonzero(self.rows.find(ids) < 0))
+            self.rows.reserve(len(self.rows.column("ids")) + absent)  # may raise
             self._delete(ids)
             rows = self._create(ids, vectors)
             self.rows.column("last_steps").numpy()[rows] = step
