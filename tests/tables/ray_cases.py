@@ -1,6 +1,7 @@
 """Trainings with servers and workers on Ray, which are killed. ``test_ray.py`` runs this file."""
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -12,17 +13,24 @@ import torch
 
 import limpet
 from limpet import tables
-from limpet.errors import LimpetError
+from limpet.errors import FormatError, LimpetError
+from limpet.evaluation import Selection, Workers
+from limpet.storage.memory import MemoryStore
 from limpet.tasks import Queue
 from tests.tables import ray_driver
 from tests.tables.ray_driver import RAY, Train, servers_alive
+from tests.tables.trainings import URLS, WORDS, Training
 from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
 def _no_servers_are_left(cluster):
     yield
-    wait_until(lambda: not servers_alive(), 30)
+    wait_until(lambda: not servers_alive() and not view_servers(), 30)
+
+
+def view_servers():
+    return servers_alive("LimpetViewServer")
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +261,120 @@ def test_servers_that_do_not_fit_into_the_cluster_are_named(monkeypatch, tmp_pat
         pytest.raises(LimpetError, match=r"not started 2 of 2 servers.*`ray status`"),
     ):
         limpet.Checkpointer(tmp_path / "run", {"tables": servers})
+
+
+# -- views -----------------------------------------------------------------------------------------
+
+
+IDS = [*range(-40, 40), *(i * 2**50 for i in range(-40, 40))]
+"""Some of them are in the tables."""
+
+
+def look_up(url):
+    """What a view of another process finds, and the servers that it has started."""
+    before = view_servers()
+    words = tables.open(url, servers=2, ray=RAY)["words"]
+    return words.lookup(IDS), len(words), {*view_servers()} - {*before}
+
+
+def test_views_share_servers_which_are_started_again_and_end_with_the_views(tmp_path):
+    import ray
+
+    training, url = Training(str(tmp_path / "run"), WORDS, URLS, count=2), f"{tmp_path}/run@1"
+    with training.saving(incremental=True):
+        training.change()
+        training.save()
+        for servers in (1, 3):
+            training.assert_equal(tables.open(url, servers=servers, ray=RAY), 1)
+        wait_until(lambda: not view_servers(), 30)
+        view = tables.open(url, servers=2, ray=RAY)
+        words, started = view["words"], {*view_servers()}
+        expected = words.lookup(IDS)
+        for version in (url, training.run.latest()):
+            found = ray.remote(num_cpus=0.01)(look_up).remote(version)
+            rows, count, others = ray.get(found, timeout=60)
+            assert torch.equal(rows, expected)
+            assert (count, others) == (len(words), set())
+        os.kill(max(started), signal.SIGKILL)
+        assert torch.equal(words.lookup(IDS), expected)
+        wait_until(lambda: len(view_servers()) == 2, 30)
+        assert min(started) in view_servers()
+        for _ in range(2):
+            training.change()
+            training.save()
+    started, bag = {*view_servers()}, tables.EmbeddingBag(view, "words")
+    assert view.follow() is True
+    training.assert_equal(view, 3)
+    assert view.follow() is False
+    wait_until(lambda: len(view_servers()) == 2 and not started & {*view_servers()}, 30)
+    ids = torch.tensor([IDS])
+    assert torch.equal(bag(ids), tables.EmbeddingBag(training.servers, "words")(ids))
+    del view, words
+    assert len(view_servers()) == 2, "the module needs them"
+    del bag
+    wait_until(lambda: not view_servers(), 30)
+    (shard,) = (tmp_path / "run" / "version_1").glob("*.safetensors")
+    flip(shard)
+    with pytest.raises(FormatError, match="version_1"):
+        tables.open(url, servers=2, ray=RAY)
+    in_memory = MemoryStore()
+    limpet.save(in_memory, {"tables": training.servers})
+    with pytest.raises(LimpetError, match="url must be the URL of a store that other processes"):
+        tables.open(in_memory, servers=2, ray=RAY)
+
+
+def flip(path):
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def data():
+    return torch.tensor(IDS)
+
+
+def setup_in_process(snapshot):
+    return tables.EmbeddingBag(tables.open(snapshot), "words", mode="sum"), None
+
+
+def setup_on_servers(snapshot):
+    """A model, and the files of the workers that have one, each with the process ids of servers."""
+    view = tables.open(snapshot, servers=2, ray=RAY)
+    folder = Path(snapshot.url).parents[1] / f"version {snapshot.step}"
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).write_text(f"{view_servers()[-2:]}")
+    return tables.EmbeddingBag(view, "words", mode="sum"), folder
+
+
+def evaluate(model, ids):
+    bag, folder = model
+    if folder is not None:
+        wait_until(lambda: len([*folder.iterdir()]) == 2, 30)
+    return {"sum": (bag(ids[:, None]).sum(), len(ids))}
+
+
+def test_an_evaluation_starts_servers_once_per_version_for_all_workers(tmp_path):
+    training = Training(str(tmp_path / "run"), WORDS, count=2)
+    with training.saving():
+        for _ in range(2):
+            training.change()
+            training.save()
+    found = []
+    for name, workers in (("in_process", Workers(0)), ("on_servers", Workers(2, ray=RAY))):
+        functions = [f"tests.tables.ray_cases:{each}" for each in (f"setup_{name}", "evaluate")]
+        evaluation = limpet.Evaluation(
+            training.run.url,
+            *functions,
+            data="tests.tables.ray_cases:data",
+            name=name,
+            workers=workers,
+            select=Selection(skip_none=True),
+        )
+        found.append({o.version.step: (o.state, o.metrics, o.cause) for o in evaluation.run()})
+    assert found[0] == found[1]
+    assert [found[0][step][0] for step in (1, 2)] == ["DONE", "DONE"]
+    files = [[*(tmp_path / f"version {step}").iterdir()] for step in (1, 2)]
+    servers = [{file.read_text() for file in each} for each in files]
+    assert [(len(a), len(b)) for a, b in zip(files, servers)] == [(2, 1), (2, 1)]
+    assert not servers[0] & servers[1]

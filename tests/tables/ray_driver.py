@@ -26,12 +26,12 @@ def make_model():
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
 
 
-def servers_alive():
+def servers_alive(kind="LimpetTableServer"):
     """The process ids of the servers on the cluster of this test, oldest first."""
     found, own = [], f"TEST_FOLDER={os.environ['TEST_FOLDER']}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            is_server = b"ray::LimpetTableServer" in (path / "cmdline").read_bytes()
+            is_server = f"ray::{kind}".encode() in (path / "cmdline").read_bytes()
             if is_server and own in (path / "environ").read_bytes().split(b"\0"):
                 found.append(int(path.name))
         except OSError:

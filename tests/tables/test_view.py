@@ -1,7 +1,14 @@
 """Views of versions, against a dict of rows."""
 
+import gc
+import pickle
+import sys
 import threading
+import weakref
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,22 +26,17 @@ from limpet.errors import (
 )
 from limpet.loading.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
+from limpet.tables import ray_engine
+from limpet.tables.client import ServersLost
 from limpet.tables.ids import bucket_of
 from limpet.tables.segments import StoredSegment, restore_rows
 from limpet.tables.shard import TableShard
-from limpet.tables.view import sorted_ids, stored_tables
+from limpet.tables.view import stored_tables
+from limpet.tasks import ray_cluster
 from tests.forging import files_of, forge, store_of
-from tests.tables.trainings import WORDS, Training
+from tests.tables.trainings import URLS, WORDS, Training
 from tests.unreliable_stores import HookedStore
 
-URLS = tables.Table(
-    "urls",
-    3,
-    optimizer=tables.SGD(lr=1.0),
-    initializer=tables.Normal(),
-    dtype="bfloat16",
-    admit_after=2,
-)
 ADAM = replace(WORDS, optimizer=tables.Adam(lr=1.0))
 
 
@@ -150,7 +152,7 @@ def test_slots_and_candidates_are_not_read():
         small = 100_000
         assert payload <= store.nbytes < payload + small < training.run.latest().nbytes / 2
         assert view["words"].ids().tolist() == ids.tolist()
-        columns = {*view._loaded.shards["words"].rows.columns}
+        columns = {*view._shards["words"].rows.columns}
         assert columns == {"ids", "values", "counts", "last_steps"}
         store.nbytes = 0
         training.update("words", (10**6 + ids[:50]).tolist())
@@ -188,7 +190,7 @@ def test_a_branch_and_a_full_version_are_read_completely():
             training.change()
             training.save()
         view = open_latest(training)
-    shard = view._loaded.shards["words"]
+    shard = view._shards["words"]
     training.branch(2)
     assert view.follow() is False, "the branch has no version yet"
     training.assert_equal(view, 4)
@@ -199,8 +201,8 @@ def test_a_branch_and_a_full_version_are_read_completely():
         other.save()
         assert view.follow() is True, "step 3 of branch 1 is newer than step 4 of branch 0"
         other.assert_equal(view, 3)
-        assert view._loaded.shards["words"] is not shard
-        shard = view._loaded.shards["words"]
+        assert view._shards["words"] is not shard
+        shard = view._shards["words"]
         other.change()
         other.save()
     assert view.follow() is True
@@ -210,7 +212,7 @@ def test_a_branch_and_a_full_version_are_read_completely():
         other.save()
     assert view.follow() is True
     other.assert_equal(view, 5)
-    assert view._loaded.shards["words"] is not shard
+    assert view._shards["words"] is not shard
 
 
 def test_a_branch_from_the_same_base_does_not_mix_segments():
@@ -377,7 +379,7 @@ def test_look_ups_in_another_thread_never_mix_versions():
         for n in range(9):
             save()
             assert view.follow() is True
-            shards.append(view._loaded.shards["words"])
+            shards.append(view._shards["words"])
             with changed:
                 assert changed.wait_for(lambda n=n: failed or n + 2 in seen, 10)
             assert not failed, failed[0]
@@ -414,7 +416,7 @@ def test_some_buckets_of_two_segments_are_read():
     shards = [TableShard(stored.table) for _ in ranges]
     for shard, buckets in zip(shards, ranges):
         restore_rows(shard.rows, stored.segments(), buckets, ("ids", "values"))
-    parts = [sorted_ids(shard) for shard in shards]
+    parts = [shard.ids() for shard in shards]
     assert sorted(np.concatenate(parts).tolist()) == sorted(training.rows["words"])
     for part, buckets in zip(parts, ranges):
         assert {*bucket_of(part).tolist()} <= {*buckets}
@@ -482,3 +484,226 @@ def test_what_this_release_does_not_know_is_refused(name, value, found):
     store = forged(training, lambda words: words.update({name: value}))
     with pytest.raises(ManifestInvalid, match=found):
         tables.open(limpet.Run(store).latest())
+
+
+# -- on servers ------------------------------------------------------------------------------------
+
+
+class Actor:
+    def __init__(self, name, server):
+        self.name, self.server, self.__ray_ready__ = name, server, SimpleNamespace(remote=int)
+
+
+class Cluster:
+    """A cluster of Ray in this process. ``alive``: its actors by name. As those of Ray, they end
+    when the handle is garbage that started them, whoever has found them by name."""
+
+    def __init__(self):
+        self.alive, self.started, self.before_call = weakref.WeakValueDictionary(), 0, lambda: None
+
+    def remote(self, **options):
+        assert options["max_restarts"] == options["max_task_retries"] == 0
+        return lambda kind: SimpleNamespace(options=partial(self.named, kind))
+
+    def named(self, kind, *, name, namespace, get_if_exists):
+        assert (namespace, get_if_exists) == ("limpet", True)
+        return SimpleNamespace(remote=partial(self.find_or_start, kind, name))
+
+    def find_or_start(self, kind, name, *arguments):
+        found = self.alive.get(name)
+        if found is None:
+            self.started += 1
+            found = self.alive[name] = Actor(name, kind(*arguments))
+            return found
+        return weakref.proxy(found)
+
+    def wait(self, calls, *, num_returns, timeout):
+        return calls, []
+
+    def crash(self, *numbers):
+        """Ray keeps the names of actors that crash. Return how many did."""
+        found = [ref() for ref in self.alive.valuerefs()]
+        found = [actor for actor in found if actor is not None and actor.server is not None]
+        for actor in (chosen := found[slice(*numbers)]):
+            actor.server = None
+        return len(chosen)
+
+    def kill(self, actor):
+        with suppress(ReferenceError):
+            actor.server = None
+            if self.alive.get(actor.name) == actor:
+                del self.alive[actor.name]
+
+    def call(self, ray, actors, method, arguments):
+        self.before_call()
+        found, lost = {}, []
+        for n, each in arguments.items():
+            try:
+                answer = actors[n].server.call(method, each)
+                found[n] = pickle.loads(pickle.dumps(answer, 5))
+            except (ReferenceError, AttributeError):
+                lost.append(n)
+        if lost:
+            raise ServersLost(f"lost: {lost}", servers=tuple(lost))
+        return found
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    found = Cluster()
+    monkeypatch.setattr(ray_cluster, "connect", lambda user: found)
+    monkeypatch.setattr(ray_engine, "call_servers", found.call)
+    return found
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_view_on_servers_equals_one_in_this_process(tmp_path, cluster, servers):
+    training = Training(str(tmp_path), WORDS, URLS, count=2, seed=servers)
+    with training.saving(incremental=True):
+        for _ in range(2):
+            training.change()
+            training.save()
+        view = tables.open(training.run.latest(), servers=servers)
+        training.assert_equal(view, 2)
+        bag, ids = tables.EmbeddingBag(view, "words"), torch.arange(12).view(3, 4) * 2**50
+        for step in (3, 4):
+            training.change()
+            training.save()
+            assert view.follow() is True
+            training.assert_equal(view, step)
+            assert torch.equal(bag(ids), tables.EmbeddingBag(training.servers, "words")(ids))
+            assert view.follow() is False
+    assert cluster.started == 3 * servers
+    assert len(cluster.alive) == servers, "those of the older versions are released"
+
+
+@pytest.fixture
+def without_gc():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_views_of_a_version_share_servers_which_end_with_the_first_view(
+    tmp_path, cluster, without_gc
+):
+    training = Training(str(tmp_path), WORDS)
+    with training.saving():
+        training.change()
+        version = training.save()
+        first, second = (tables.open(u, servers=2) for u in (version, f"{tmp_path}@latest"))
+        assert cluster.started == 2
+        other = tables.open(version, servers=3)
+        training.change()
+        training.save()
+    newer = tables.open(training.run.latest(), servers=2)
+    assert cluster.started == 7
+    training.assert_equal(newer, 2)
+    for view in (first, second, other):
+        training.assert_equal(view, 1)
+    bag = tables.EmbeddingBag(first, "words")
+    del first, view, other, newer
+    training.assert_equal(second, 1)
+    assert cluster.started == 7
+    assert len(cluster.alive) == 2, "the module still needs them"
+    del bag
+    assert not cluster.alive
+    training.assert_equal(second, 1)
+    assert cluster.started == 9
+    del second
+    assert not cluster.alive
+
+
+def test_the_rows_in_this_process_are_released_with_the_view(without_gc):
+    training = Training(MemoryStore(), WORDS)
+    with training.saving():
+        training.change()
+        view = tables.open(training.save())
+    shard = weakref.ref(view._shards["words"])
+    del view
+    assert shard() is None
+
+
+def test_servers_that_end_are_started_again_once_whatever_number_of_threads(tmp_path, cluster):
+    training, failed = Training(str(tmp_path), WORDS), []
+    with training.saving():
+        training.change()
+        view = tables.open(training.save(), servers=3)
+
+    def check():
+        try:
+            for _ in range(15):
+                training.assert_equal(view, 1)
+        except BaseException as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=check, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    crashed = 0
+    while any(thread.is_alive() for thread in threads):
+        crashed += cluster.crash(crashed % 3, crashed % 3 + 1)
+        threads[crashed % 4].join(0.02)
+    assert not failed, failed[0]
+    view["words"].lookup(range(100))
+    assert crashed > 2
+    assert cluster.started == 3 + crashed
+
+
+def test_servers_that_always_end_are_an_error(tmp_path, cluster):
+    training = Training(str(tmp_path), WORDS)
+    with training.saving():
+        training.change()
+        view = tables.open(training.save(), servers=2)
+    cluster.before_call = lambda: cluster.crash(None)
+    with pytest.raises(ServersLost, match=r"lost: \[0, 1\]\. See `ray logs`.*memory"):
+        view["words"].lookup(range(100))
+    assert cluster.started == 2 * 5
+    cluster.before_call = lambda: None
+    training.assert_equal(view, 1)
+
+
+def test_what_servers_cannot_read_is_raised_by_open_and_follow(tmp_path, cluster):
+    training = Training(str(tmp_path), WORDS)
+    with training.saving():
+        training.change()
+        view = tables.open(training.save(), servers=2)
+        training.change()
+        training.save()
+    (shard,) = (tmp_path / "version_2").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    for change in (view.follow, lambda: tables.open(f"{tmp_path}@2", servers=2)):
+        with pytest.raises(DigestMismatch, match="version_2"):
+            change()
+        training.assert_equal(view, 1)
+        assert len(cluster.alive) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"servers": 0}, "^servers= must be a number of servers, 1 to 4096, not 0"),
+        ({"servers": 4097}, "^servers= must be a number of servers"),
+        ({"servers": 2.0}, "^servers= must be a number of servers"),
+        ({"ray": {}}, "^ray= must be None without servers="),
+        ({"servers": 1, "ray": {"lifetime": "detached"}}, r"^ray= must be some of .*'lifetime'"),
+        ({"servers": 1}, "^url must be the URL of a store that other processes can open"),
+    ],
+)
+def test_bad_arguments_of_servers(monkeypatch, arguments, message):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    training = Training(MemoryStore(), WORDS)
+    with training.saving(), pytest.raises(LimpetError, match=message):
+        tables.open(training.save(), **arguments)
+
+
+def test_servers_need_ray(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    training = Training(str(tmp_path), WORDS)
+    with (
+        training.saving(),
+        pytest.raises(LimpetError, match=r"servers= needs the package ray: pip install ray"),
+    ):
+        tables.open(training.save(), servers=2)

@@ -11,6 +11,14 @@ from limpet.loading.snapshot import reader_of
 from limpet.run.lineage import start_branch
 
 WORDS = tables.Table("words", 4, optimizer=tables.SGD(lr=1.0, momentum=0.0))
+URLS = tables.Table(
+    "urls",
+    3,
+    optimizer=tables.SGD(lr=1.0),
+    initializer=tables.Normal(),
+    dtype="bfloat16",
+    admit_after=2,
+)
 
 
 class Training:

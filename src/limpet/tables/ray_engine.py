@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
@@ -27,6 +27,7 @@ from limpet.ranks.group import Group
 from limpet.run.run import Run
 from limpet.settings import read_settings
 from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
 from limpet.tables.client import Placement, ServersLost, call_all
 from limpet.tables.dense import DensePart, distribute, keep_part
 from limpet.tables.driver import Ended, Work
@@ -45,6 +46,9 @@ _ANSWER = msgspec.msgpack.Decoder(Answer)
 
 _ANSWER_SECONDS = 20.0
 """How long a request waits for the driver, which may be at a save. Then the worker asks on."""
+
+_STARTS = 5
+"""How many times in a row the servers of a view are started for one call."""
 
 _CALLS = 64
 """The calls that a server executes at once, besides ``serve``."""
@@ -103,6 +107,23 @@ def call_servers(
     if lost:
         raise ServersLost(f"Servers of the tables are lost: {lost}", servers=tuple(lost))
     return found
+
+
+def check_shared(name: str, store: Store) -> None:
+    is_shared = not isinstance(store, MemoryStore)
+    require(name, is_shared, "the URL of a store that other processes can open", store)
+
+
+def await_start(ray: Any, actors: Sequence[Any]) -> None:
+    seconds, ready = read_settings().stuck, [actor.__ray_ready__.remote() for actor in actors]
+    waiting = ray.wait(ready, num_returns=len(ready), timeout=seconds)[1]
+    if waiting:
+        raise LimpetError(
+            f"Ray has not started {len(waiting)} of {len(ready)} servers of the tables",
+            expected=f"a process for each within {seconds:g} s (LIMPET_STUCK)",
+            found="none: the cluster may lack what they ask for",
+            todo="Look at `ray status`, and add machines, or ask for less with ray=",
+        )
 
 
 class LimpetTableServer(TableServer):
@@ -202,8 +223,7 @@ class RayEngine:
     def join_group(self, key: str, run: Run) -> Group:
         """Join the servers in a group that saves and resumes ``run``, in whose state they have a
         ``key``; first, replace those that are lost."""
-        is_shared = not isinstance(run.store, MemoryStore)
-        require("run", is_shared, "the URL of a store that other processes can open", run.store)
+        check_shared("run", run.store)
         address = f"{self._host}:0"
         if self._group is not None:
             address = self._group.address
@@ -212,7 +232,7 @@ class RayEngine:
             old, self._actors[number] = self._actors[number], self._start_server(number)
             self._ray.kill(old)
             self.lost.discard(number)  # last: `_end_server` may have noted the old one until now
-        self._await_start(read_settings().stuck)
+        await_start(self._ray, self._actors)
         self._joined += 1
         count, name = self.servers, f"tables {self._joined}"
         self._group = group = Group.join(address, 0, count + 1, members=count, name=name)
@@ -221,17 +241,6 @@ class RayEngine:
             ended = partial(self._end_server, number, actor, group)
             actor.serve.remote().future().add_done_callback(ended)
         return group
-
-    def _await_start(self, seconds: float) -> None:
-        ready = [actor.__ray_ready__.remote() for actor in self._actors]
-        waiting = self._ray.wait(ready, num_returns=len(ready), timeout=seconds)[1]
-        if waiting:
-            raise LimpetError(
-                f"Ray has not started {len(waiting)} of {len(ready)} servers of the tables",
-                expected=f"a process for each within {seconds:g} s (LIMPET_STUCK)",
-                found="none: the cluster may lack what they ask for",
-                todo="Look at `ray status`, and add machines, or ask for less with ray=",
-            )
 
     def _end_server(self, number: int, actor: Any, group: Group, future: Future[Any]) -> None:
         """Note a lost server. The driver knows of any other end, such as of the training."""
@@ -288,3 +297,60 @@ class RayEngine:
             self._group.close()
         for actor in self._actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
+
+
+# -- views -----------------------------------------------------------------------------------------
+
+
+class LimpetViewServer:
+    """A server of a view. Its first call reads the rows, so that an error reaches the caller."""
+
+    def __init__(self, path: list[str], read: Callable[[], TableServer]) -> None:
+        ray_cluster.add_path(path)
+        self._read, self._reading, self._servers = read, Lock(), list[TableServer]()
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        with self._reading:
+            self._servers = self._servers or [self._read()]
+        return _Message(getattr(self._servers[0], method)(*arguments))
+
+
+class ViewEngine:
+    """Read-only servers. They have names: who needs one first starts it, also after its end. Ray
+    ends it when this object of that process is garbage. ``reads``: by name, what reads its rows."""
+
+    def __init__(
+        self, reads: Mapping[str, Callable[[], TableServer]], options: Mapping[str, Any]
+    ) -> None:
+        self._ray, own = ray_cluster.connect("servers="), {"max_concurrency": _CALLS}
+        self._class = ray_cluster.actor_class(self._ray, LimpetViewServer, options, **own)
+        self._reads, self.servers = reads, len(reads)
+        self._starting, self._actors = Lock(), self._start([None] * self.servers)
+
+    def _start(self, actors: Sequence[Any]) -> list[Any]:
+        """Return the actors, with others in place of None, which may be new."""
+        found = [*actors]
+        for n, (name, read) in enumerate(self._reads.items()):
+            if found[n] is None:
+                options = {"name": name, "namespace": "limpet", "get_if_exists": True}
+                found[n] = self._class.options(**options).remote(ray_cluster.own_path(), read)
+        await_start(self._ray, found)
+        return found
+
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """A ``Call``, which is repeated with other servers if some are lost."""
+        left = _STARTS
+        while True:
+            used, left = self._actors, left - 1
+            try:
+                return call_servers(self._ray, used, method, arguments)
+            except ServersLost as e:
+                if not left:
+                    raise e.with_advice("See `ray logs`: they may need more memory (ray=)") from e
+                lost = e.fields["servers"]
+            with self._starting:
+                if self._actors is used:  # no other thread has replaced some
+                    for n in lost:
+                        self._ray.kill(used[n])  # of one that crashed, Ray keeps the name
+                    left_over = [None if n in lost else actor for n, actor in enumerate(used)]
+                    self._actors = self._start(left_over)

@@ -247,6 +247,10 @@ class TableServer:
         """Set rows: see ``Servers.fill``."""
         self.shards[name].fill(ids, vectors, step=step)
 
+    def ids(self, name: str) -> Ids:
+        """Return the ids of the rows of a table, in any order."""
+        return self.shards[name].ids()
+
     def statistics(self) -> dict[str, dict[str, int]]:
         """Return the statistics of each table."""
         return {name: shard.statistics() for name, shard in self.shards.items()}

@@ -65,6 +65,12 @@ class TableShard:
             torch.index_select(values, 0, torch.from_numpy(rows), out=found)
         return found, is_there
 
+    def ids(self) -> Ids:
+        """Return the ids of all rows, in any order."""
+        with self.lock:
+            ids: Ids = self.rows.column("ids").numpy()[self.rows.live()]
+        return ids
+
     def statistics(self) -> dict[str, int]:
         """Return counts: rows, bytes of memory, candidates (ids that are not admitted), and, since
         the start, the rows admitted and evicted, the gradients refused because they were not

@@ -13,21 +13,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from limpet.arguments import check_whole, require
 from limpet.errors import ManifestInvalid, MissingLeaf, NotFound
 from limpet.loading.snapshot import Snapshot
 from limpet.run.address import open_reader
 from limpet.run.lineage import find_latest
 from limpet.run.run import Run
-from limpet.snapshot.location import Url
+from limpet.snapshot.location import Url, locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays.own import Source
 from limpet.tables import segments
-from limpet.tables.client import Placement, TableClient
+from limpet.tables.client import Placement, TableClient, call_all
 from limpet.tables.ids import BUCKETS, Ids, to_ids
+from limpet.tables.local import LocalEngine
 from limpet.tables.member import saved_tables
 from limpet.tables.rows import Column, Rows
+from limpet.tables.server import TableServer
 from limpet.tables.shard import SETS, TableShard
 from limpet.tables.table import SGD, Table
+from limpet.tasks import ray_cluster
+from limpet.text import hide_in_urls
 from limpet.tracebacks import short_tracebacks
 
 _ALL, _COLUMNS = range(BUCKETS), ("ids", "values")
@@ -55,15 +60,17 @@ class StoredTable(NamedTuple):
         trees = dict([*self.tree.get(name, {}).items()][first:])
         return [*segments.stored_segments(self.reader, f"{self.key}/{name}", trees).values()]
 
-    def read(self) -> TableShard:
-        """Read the rows into memory, without slots."""
+    def read(self, buckets: range = _ALL) -> TableShard:
+        """Read the rows of some buckets into memory, without slots."""
         table = replace(self.table, optimizer=SGD(0.0), admit_after=1)
-        shard = TableShard(table)
-        segments.restore_rows(shard.rows, self.segments(), _ALL, _COLUMNS)
-        if shard.rows.count != self.tree["rows"]:
-            what = f"The segments of {self.key} in {self.reader.url} have another number of rows"
-            raise ManifestInvalid(what, expected=self.tree["rows"], found=shard.rows.count)
+        shard = TableShard(table, buckets.start, buckets.stop)
+        segments.restore_rows(shard.rows, self.segments(), buckets, _COLUMNS)
         return shard
+
+    def check_count(self, rows: int) -> None:
+        if rows != self.tree["rows"]:
+            what = f"The segments of {self.key} in {self.reader.url} have another number of rows"
+            raise ManifestInvalid(what, expected=self.tree["rows"], found=rows)
 
 
 def stored_tables(reader: SnapshotReader) -> dict[str, StoredTable]:
@@ -84,26 +91,45 @@ def _by_name(reader: SnapshotReader) -> dict[str, StoredTable]:
     return found
 
 
-def sorted_ids(shard: TableShard) -> Ids:
-    with shard.lock:
-        ids: Ids = np.sort(shard.rows.column("ids").numpy()[shard.rows.live()])
-    return ids
+def _read(reader: SnapshotReader, buckets: range = _ALL) -> TableServer:
+    """Return a server that has the rows of some buckets of a version."""
+    server = TableServer([], buckets)
+    with reader.pin_while_reading():
+        server.replace(buckets, {n: t.read(buckets) for n, t in _by_name(reader).items()})
+    return server
 
 
-def open(url: Url | Snapshot) -> View:
+def _read_url(url: str, digest: str, buckets: range) -> TableServer:
+    """Do the same in another process."""
+    return _read(SnapshotReader(locate(url), None, digest), buckets)
+
+
+def open(
+    url: Url | Snapshot, *, servers: int | None = None, ray: Mapping[str, Any] | None = None
+) -> View:
     """Read the tables of a version into memory, without slots, and ids that are not admitted.
 
     ``url``: an address as for ``limpet.open``, such as ``"runs/a@latest"``. It takes about 1.1
-    times the bytes of ids and vectors. Raises ``NotFound``, ``FormatError`` for damage,
-    ``StoreError``, and ``MissingLeaf`` if there are no tables.
+    times the bytes of ids and vectors, of this process or of so many ``servers``: actors of a Ray
+    cluster, with the options ``ray`` as for ``Servers``. All views of a version with this number of
+    servers share them, in whatever process. They end with the view that has started them; another
+    one starts them again when it looks something up.
+
+    Raises ``NotFound``, ``FormatError`` for damage, ``StoreError``, ``MissingLeaf`` if there are no
+    tables, and ``LimpetError`` for other arguments and if Ray cannot start the servers.
     """
-    return View(open_reader(url))
+    if servers is not None:
+        expected = f"a number of servers, 1 to {BUCKETS}"
+        servers = check_whole("servers=", servers, expected, 1, BUCKETS)
+    require("ray=", servers is not None or ray is None, "None without servers=", ray)
+    ray_cluster.check_options("ray=", ray or {})
+    return View(open_reader(url), servers, ray or {})
 
 
-class _Loaded(NamedTuple):
-    reader: SnapshotReader
-    stored: dict[str, StoredTable]
-    shards: dict[str, TableShard]
+def _pull(now: list[TableClient], _: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
+    """A ``Call``, whose rows are all of one version."""
+    client, wanted = now[0], arguments[0][1]
+    return {0: {name: client.pull(name, ids) for name, ids in wanted.items()}}
 
 
 @short_tracebacks
@@ -111,12 +137,19 @@ class View:
     """The tables of a version, read-only (``tables.open``). Iteration yields their names.
 
     ``view["words"]`` is a table, and a module such as ``EmbeddingBag(view, "words")`` looks its
-    rows up, without gradients. All methods may be called from any thread.
+    rows up, without gradients. All methods may be called from any thread. The rows are released
+    with the view and the last of these modules.
     """
 
-    def __init__(self, reader: SnapshotReader) -> None:
+    def __init__(
+        self, reader: SnapshotReader, servers: int | None, options: Mapping[str, Any]
+    ) -> None:
         self._changing, self._run = Lock(), Run(reader.location.store)
-        self.client = TableClient([], Placement([0]), self._call, has_gradients=False)
+        self._servers, self._options = servers, options
+        # modules refer to this, and not to the view: a cycle would keep unused rows
+        self._now: list[TableClient] = []
+        pull = partial(_pull, self._now)
+        self.client = TableClient([], Placement([0]), pull, has_gradients=False)
         self._load(reader, _by_name(reader))
 
     def __iter__(self) -> Iterator[str]:
@@ -130,54 +163,72 @@ class View:
     @property
     def snapshot(self) -> Snapshot:
         """The version that the view has."""
-        return Snapshot(self._loaded.reader)
+        return Snapshot(self._reader)
 
     @property
     def step(self) -> int | None:
         """The step of that version."""
-        return self._loaded.reader.step
-
-    def _call(self, _: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
-        shards, wanted = self._loaded.shards, arguments[0][1]
-        return {0: {name: shards[name].look_up(ids) for name, ids in wanted.items()}}
+        return self._reader.step
 
     def follow(self) -> bool:
         """Change to the newest intact version of the run, if that is a newer one: return True then.
 
         Only changed rows are read, and are in memory twice until all of them are written. A version
-        that does not continue this one, such as a full one, is read completely into new memory.
-        Look-ups of other threads go on; they wait while rows are written, so that none gets rows of
-        an older version than one before it. Raises ``FormatError`` for damage, and ``StoreError``;
-        the view does not change then.
+        that does not continue this one, such as a full one, is read completely into new memory, and
+        so is every version with ``servers=``, by new servers. Look-ups of other threads go on; they
+        wait while rows are written, so that none gets rows of an older version than one before it.
+        Raises as ``open``; the view does not change then.
         """
         with self._changing:
-            _ = self._loaded.reader.version  # raises if it is none of a run
+            _ = self._reader.version  # raises if it is none of a run
             for _ in range(_TRIES):
                 with suppress(NotFound):  # deleted meanwhile: there is a newer one
                     return self._change_to(find_latest(self._run.catalog))
             return self._change_to(find_latest(self._run.catalog))
 
     def _change_to(self, reader: SnapshotReader | None) -> bool:
-        now, known = self._loaded.reader, self._loaded.stored
+        now, known = self._reader, self._stored
         if reader is None or reader.digest == now.digest or _AGE(reader) < _AGE(now):
             return False
         stored = _by_name(reader)
         lists = [{n: [*t.tree["segments"]] for n, t in each.items()} for each in (known, stored)]
-        if lists[0] == {n: names[: len(lists[0].get(n, ()))] for n, names in lists[1].items()}:
+        begin = {n: names[: len(lists[0].get(n, ()))] for n, names in lists[1].items()}
+        if self._shards and lists[0] == begin:
             self._add(reader, stored)
         else:
             self._load(reader, stored)
         return True
 
     def _load(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
-        with reader.pin_while_reading():
-            shards = {name: each.read() for name, each in stored.items()}
-        self._loaded = _Loaded(reader, stored, shards)
-        self.client.tables = {name: each.table for name, each in stored.items()}
+        ranges, shards = [_ALL], dict[str, TableShard]()
+        if self._servers is None:
+            server = _read(reader)
+            engine: Any = LocalEngine([server])
+            shards = server.shards
+        else:
+            from limpet.tables.ray_engine import ViewEngine, check_shared
+
+            check_shared("url", reader.location.store)
+            parts = [(t.tree["dim"], each) for t in stored.values() for each in t.segments()]
+            weights = np.sum([dim * each.rows_per_bucket for dim, each in parts], axis=0)
+            ranges = segments.balanced_ranges(weights, self._servers)
+            url, digest = reader.url, reader.digest
+            reads = {
+                f"{hide_in_urls(url)} {digest} {part}": partial(_read_url, url, digest, part)
+                for part in ranges
+            }
+            engine = ViewEngine(reads, self._options)
+        tables, placement = [t.table for t in stored.values()], Placement([r.start for r in ranges])
+        client = TableClient(tables, placement, engine.call, has_gradients=False)
+        counts = call_all(engine, "statistics").values()
+        for name, each in stored.items():
+            each.check_count(sum(server[name]["rows"] for server in counts))
+        self._reader, self._stored, self._engine, self._shards = reader, stored, engine, shards
+        self._now[:], self.client.tables = [client], client.tables
 
     def _add(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
         """Read all new segments, and only then write them, with all look-ups locked out."""
-        added, (_, known, shards) = [], self._loaded
+        added, known, shards = [], self._stored, self._shards
         with reader.pin_while_reading():
             for name, each in stored.items():
                 for segment in each.segments(len(known[name].tree["segments"])):
@@ -198,7 +249,7 @@ class View:
                     segments.put_rows(shard.rows, block)
             for shard in shards.values():
                 shard.rows.mark_stored()
-            self._loaded = _Loaded(reader, stored, shards)
+            self._reader, self._stored = reader, stored
 
 
 class TableView:
@@ -209,12 +260,13 @@ class TableView:
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._view._loaded.shards[self._name].rows.count
+        servers = call_all(self._view._engine, "statistics").values()
+        return sum(server[self._name]["rows"] for server in servers)
 
     @property
     def table(self) -> Table:
         """What the version says of the table; SGD in place of an optimizer that is unknown."""
-        return self._view._loaded.stored[self._name].table
+        return self._view._stored[self._name].table
 
     def lookup(self, ids: Any) -> torch.Tensor:
         """Return the vectors of ids (integers ``[n]``), ``[n, dim]``: those of rows, or initial
@@ -223,7 +275,9 @@ class TableView:
 
     def ids(self) -> Ids:
         """Return the ids of all rows, int64 ``[n]``, in ascending order."""
-        return sorted_ids(self._view._loaded.shards[self._name])
+        parts = call_all(self._view._engine, "ids", self._name)
+        ids: Ids = np.sort(np.concatenate([*parts.values()]))
+        return ids
 
     def arrays(self) -> tuple[Ids, torch.Tensor]:
         """Return the ids of all rows, int64 ``[n]``, in ascending order, and their vectors,
@@ -249,7 +303,8 @@ def merged_tables(reader: SnapshotReader) -> dict[str, Source]:
         if stored.key not in memory:
             memory.clear()
             shard = stored.read()
-            memory[stored.key] = shard, sorted_ids(shard)
+            stored.check_count(shard.rows.count)
+            memory[stored.key] = shard, np.sort(shard.ids())
         shard, ids = memory[stored.key]
         part = ids[first:stop]
         rows = torch.from_numpy(part) if name == "ids" else shard.look_up(part)
