@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         tables as tables,
         tasks as tasks,
     )
-    from limpet.convert.export import export as export
     from limpet.convert.import_ import import_checkpoint as import_checkpoint
     from limpet.data.loader import DataLoader as DataLoader, elastic as elastic
     from limpet.data.progress import Progress as Progress
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from limpet.state.sharding import Boxed as Boxed
     from limpet.storage.open import open_store as open_store, register_store as register_store
     from limpet.storage.store import Store as Store
+    from limpet.tables.export import export as export
     from limpet.tiers.settings import LocalTier as LocalTier, MemoryTier as MemoryTier
     from limpet.training.checkpointer import Checkpointer as Checkpointer
     from limpet.training.member import Member as Member
@@ -69,7 +69,6 @@ __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "": "errors preemption sinks tables tasks",
-        "convert.export": "export",
         "convert.import_": "import_checkpoint",
         "data.loader": "DataLoader elastic",
         "data.progress": "Progress",
@@ -91,6 +90,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "state.sharding": "Boxed",
         "storage.open": "open_store register_store",
         "storage.store": "Store",
+        "tables.export": "export",
         "tiers.settings": "LocalTier MemoryTier",
         "training.checkpointer": "Checkpointer",
         "training.member": "Member",

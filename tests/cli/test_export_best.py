@@ -219,8 +219,8 @@ def test_a_version_is_not_deleted_while_it_is_exported(folder, monkeypatch):
         found.append(args[1])
         return real(*args, **kwargs)
 
-    real = verb.prepare_export
-    monkeypatch.setattr(verb, "prepare_export", prepare)
+    real = verb.prepare
+    monkeypatch.setattr(verb, "prepare", prepare)
     assert evaluate(*METRIC, "--export-best", "out").code == 0
     assert found == ["out/step_1"]
     Run("run").delete(1)

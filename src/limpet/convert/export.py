@@ -1,4 +1,4 @@
-"""``limpet.export``: write a version for other libraries.
+"""Write a version for other libraries.
 
 1. Plan the files. Everything that cannot be exported is refused now.
 2. Write the files, and then the record beside them, which says where they are from.
@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,12 +32,10 @@ from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
 from limpet.layout.shard_layout import chunk_cuts
 from limpet.lazy_torch import import_torch
 from limpet.loading.load import load_snapshot
-from limpet.loading.snapshot import Snapshot
 from limpet.machine import path_text
-from limpet.run.address import open_reader
 from limpet.run.run import Run
 from limpet.saving.image import Image
-from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
+from limpet.snapshot.location import Location, is_snapshot, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays.own import Source
 from limpet.storage.store import Store
@@ -184,40 +182,6 @@ class PreparedExport:
             nbytes=self.nbytes,
             left_out=self.left_out,
         )
-
-
-def export(
-    snapshot: Url | Snapshot,
-    path: str | os.PathLike[str],
-    to: Literal["hf", "safetensors", "torch"] = "hf",
-    *,
-    root: str | None = None,
-    keys: str | Sequence[str] = (),
-    max_shard_size: float = MAX_SHARD_SIZE,
-) -> ExportResult:
-    """Write the tensors of a snapshot into the folder ``path``, in a format of another library.
-
-    ``snapshot``: a ``Snapshot``, or an address as for ``limpet.open``, such as ``"runs/a@best"``.
-    ``to``: ``"hf"`` writes the files of Hugging Face, of at most ``max_shard_size`` bytes of
-    tensors each; ``"safetensors"`` one file; ``"torch"`` one file for ``torch.load``, which needs
-    memory for all that it contains. ``path`` may be the name of the one file, and a URL.
-
-    ``root`` exports what is below that key, and removes it from the names (default: ``"model"`` if
-    there is one, everything for ``"torch"`` or if ``keys`` are given; ``"/"``: everything).
-    ``keys``: only leaves that match, as for ``limpet.load``. The state of an ``AveragedModel``
-    gets the names of the model's own parameters.
-
-    Every byte is checked. A small file beside the export, written last, has the lengths and digests
-    of the others: ``limpet verify`` and ``limpet import`` check them. No file is overwritten: one
-    with the same bytes, of an earlier call, counts as written, and any other one raises
-    ``AlreadyExists``. If this function raises, none of its files remains. It also raises
-    ``NotFound``, ``FormatError`` for damage, ``PlanError`` for what cannot be exported,
-    ``StoreError``, and ``LimpetError`` for other arguments.
-    """
-    opened, keys = open_reader(snapshot), [keys] if isinstance(keys, str) else keys
-    return prepare_export(
-        opened, path, to, root=root, keys=keys, max_shard_size=max_shard_size
-    ).write()
 
 
 def prepare_export(

@@ -4,8 +4,8 @@ Terms: a *table* has vectors of one length; a *row* is the vector of one id, wit
 state of the optimizer); a *bucket* is one of 4,096 sets of ids, by a hash of the id; a *shard* is
 the rows of a table on one server; a *push* is an update of rows by their gradients; a *cut* is the
 rows as they were at one moment.
-May import: the root modules, ``format``, ``layout``, ``loading``, ``ranks``, ``run``, ``snapshot``,
-``state``, ``storage``, ``tasks``, ``evaluation``, ``training``, and ``tables``.
+May import: the root modules, ``convert``, ``format``, ``layout``, ``loading``, ``ranks``, ``run``,
+``snapshot``, ``state``, ``storage``, ``tasks``, ``evaluation``, ``training``, and ``tables``.
 """
 
 from __future__ import annotations

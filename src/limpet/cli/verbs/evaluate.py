@@ -20,7 +20,7 @@ from limpet.cli.console import print_line, progress_bar
 from limpet.cli.exit_codes import EVALUATION_FAILED
 from limpet.cli.output import duration_option, json_option, keys_option, print_json
 from limpet.cli.resolve import check_run_target, refuse_address, resolve_run
-from limpet.convert.export import SUFFIXES, prepare_export
+from limpet.convert.export import SUFFIXES
 from limpet.convert.export_record import find_record
 from limpet.evaluation.evaluation import Evaluation, Outcome
 from limpet.evaluation.options import Selection, Workers
@@ -32,6 +32,7 @@ from limpet.run.run import Run
 from limpet.settings import evaluation_secret
 from limpet.snapshot import pins
 from limpet.snapshot.location import is_snapshot, locate
+from limpet.tables.export import prepare
 from limpet.tasks.remote import format_address
 from limpet.text import format_list, to_printable
 from limpet.threads import no_op
@@ -203,7 +204,7 @@ def _export_best(
     values.append(value)
     to = f"{folder.rstrip('/')}/step_{best.version.name}"
     with pins.protected(run.location(best.version), best.version):
-        prepared = prepare_export(reader_of(best), to, kind)
+        prepared = prepare(reader_of(best), to, kind)
         if find_record(prepared.location, prepared.record_name) is None:  # it is written last
             with progress_bar("exporting", prepared.nbytes, quiet=say is no_op) as advance:
                 prepared.write(advance)

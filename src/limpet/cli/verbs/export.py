@@ -12,7 +12,8 @@ import click
 from limpet.cli.console import format_speed, print_line, progress_bar
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import refuse_address, resolve_newest
-from limpet.convert.export import SUFFIXES, ExportResult, PreparedExport, prepare_export
+from limpet.convert.export import SUFFIXES, ExportResult, PreparedExport
+from limpet.tables.export import prepare
 from limpet.text import format_count, format_size
 
 _SIZE_PREFIXES = ("", "K", "M", "G", "T")
@@ -73,14 +74,7 @@ def command(
     without slots, which are in memory for one table at a time.
     """
     opened = resolve_newest(snapshot, quiet=as_json)
-    merged = {}
-    if opened.read_metadata("tables") and kind != "torch":
-        from limpet.tables.view import merged_tables  # imports torch
-
-        merged = merged_tables(opened)
-    prepared = prepare_export(
-        opened, to, kind, root=root, keys=keys, max_shard_size=max_shard_size, merged=merged
-    )
+    prepared = prepare(opened, to, kind, root=root, keys=keys, max_shard_size=max_shard_size)
     refuse_address(prepared.location.url)
     began = perf_counter()
     with progress_bar("exporting", prepared.nbytes, quiet=as_json) as advance:
