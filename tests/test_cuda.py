@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import limpet
+from limpet import tables
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.types import MIB
@@ -113,3 +114,20 @@ def test_a_slice_of_a_leaf_is_read_and_a_load_can_cast():
     live = {"x": torch.zeros(50, 20, dtype=torch.float16, device="cuda")}
     limpet.load(store, into=live, keys="x", cast=True)
     assert torch.equal(live["x"], x.half())
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_rows_of_tables_are_used_on_the_device_of_the_ids(padding):
+    found = []
+    for device in ("cpu", "cuda"):
+        servers = tables.Servers([tables.Table("words", 4, optimizer=tables.SGD(0.5))])
+        module = tables.EmbeddingBag(servers, "words", mode="sum", padding_idx=padding)
+        ids = torch.tensor([[1, 3], [2, 1]], device=device)
+        bags = module(ids)
+        assert bags.device.type == device
+        bags.sum().backward()
+        servers.step()
+        servers.fill("words", ids[1, :1], torch.ones(1, 4, device=device))
+        found.append([bags.cpu(), servers.lookup("words", ids.flatten())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

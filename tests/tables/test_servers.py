@@ -422,6 +422,28 @@ def test_ids_of_any_integers(dtype):
     assert live(servers)["words"][0].keys() == {1, 2, 3}
 
 
+class OnDevice(torch.Tensor):
+    """A tensor as on an accelerator: NumPy cannot have its memory."""
+
+    def __array__(self, *_):
+        raise TypeError("can't convert a device tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_ids_on_another_device(padding):
+    servers = tables.Servers([words()])
+    ids = torch.tensor([[1, 3], [2, 1]])
+    expected = tables.EmbeddingBag(servers, "words", padding_idx=padding)(ids)
+    ids = ids.as_subclass(OnDevice)
+    found = tables.EmbeddingBag(servers, "words", padding_idx=padding)(ids)
+    assert torch.equal(torch.Tensor(found), expected)
+    servers.fill("words", ids[0], torch.ones(2, DIM))
+    assert servers.lookup("words", ids[0]).eq(1).all()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_change_no_table(value):
     """B 26. The table with the wrong gradient is the second one, on one of three servers."""

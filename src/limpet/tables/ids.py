@@ -45,9 +45,9 @@ def hash_ids(texts: Iterable[str]) -> Ids:
 
 
 def to_ids(ids: Any, name: str = "ids") -> Ids:
-    """Return a NumPy array or a torch tensor of integers of any shape as int64; uint64 ids by
-    their bits. Raises ``LimpetError`` for floats and bools."""
-    array = np.asarray(ids)
+    """Return a NumPy array, or a torch tensor on any device, of integers of any shape as int64;
+    uint64 ids by their bits. Raises ``LimpetError`` for floats and bools."""
+    array = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     is_valid = array.dtype.kind in "iu" or (array.size == 0 and not hasattr(ids, "dtype"))
     require(name, is_valid, "an array of integers", f"an array of {array.dtype}")
     if array.dtype == np.uint64:
