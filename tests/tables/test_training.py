@@ -353,12 +353,20 @@ def test_what_cannot_be_distributed_is_refused(tmp_path):
     with pytest.raises(LimpetError, match=r"\(model, optimizer\)"):
         tables.Servers([counting_table()], dense=lambda: torch.nn.Linear(1, 1))
 
-    def train(worker):
-        worker.dense(torch.nn.Linear(2, 2))
 
-    training = Training(tmp_path, options={"dense": make_dense})
-    with pytest.raises(LimpetError, match="another model"):
-        training.run(train, workers=1)
+@pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False)])
+def test_another_model_in_a_worker_is_refused(tmp_path, other):
+    """Also one whose tensors could have the values by broadcasting."""
+    before = other.weight.detach().clone()
+
+    def make():
+        model = torch.nn.Linear(2, 1)
+        return model, torch.optim.SGD(model.parameters(), 1.0)
+
+    training = Training(tmp_path, options={"dense": make})
+    with pytest.raises(LimpetError, match=r"another model.*\('bias', 1\)"):
+        training.run(lambda worker: worker.dense(other), workers=1)
+    assert torch.equal(other.weight, before)
 
 
 def test_mistakes_of_a_call_of_train(tmp_path):

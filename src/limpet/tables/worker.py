@@ -91,18 +91,20 @@ class Worker:
     def dense(self, model: torch.nn.Module) -> None:
         """Train the parameters and buffers of ``model``, which get the values of the servers now,
         and at each ``next``. Raises ``LimpetError`` if it is not like the model of ``dense=``."""
-        self._model = model
-        self._versions = [0] * len(self._versions)
+        self._model, self._versions = None, [0] * len(self._versions)
         self._owner.clear()
         self._pull_dense()
-        own = named_tensors(model).keys()
-        if own != self._owner.keys():
+        own = {(name, *tensor.shape) for name, tensor in named_tensors(model).items()}
+        theirs = {(name, *self._pulled[name].shape) for name in self._owner}
+        if own != theirs:
             raise LimpetError(
                 "worker.dense() got another model than dense= of the Servers",
-                expected=f"the parameters and buffers {sorted(self._owner.keys() - own)}",
-                found=f"{sorted(own - self._owner.keys())}",
+                expected=f"the parameters and buffers {sorted(theirs - own)}",
+                found=f"{sorted(own - theirs)}",
                 todo="Create both with one function",
             )
+        self._model = model
+        self._pull_dense()
 
     def next(
         self, batch_size: int, *, evaluate: Callable[[list[int]], Any] | None = None
