@@ -390,6 +390,30 @@ def test_a_worker_that_leaves_out_a_step_gets_the_same_records_again(tmp_path):
         assert seen(training.servers) == [1] * RECORDS
 
 
+@pytest.mark.parametrize("options", [{}, {"grads_to_wait": 3}], ids=str)
+def test_gradients_of_a_step_that_is_left_out_are_not_those_of_the_next_one(tmp_path, options):
+    """Of dense parameters, as of rows."""
+
+    def make():
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        return model, torch.optim.SGD(model.parameters(), 1.0)
+
+    def train(worker):
+        model = torch.nn.Linear(1, 1, bias=False)
+        worker.dense(model)
+        times = itertools.count()
+        while (records := worker.next(10)) is not None:
+            count_records(worker, records)
+            (-model.weight.sum()).backward()
+            if next(times) % 2:  # else, it gets them again
+                worker.step()
+
+    training = Training(tmp_path, options={"dense": make, **options}).run(train, workers=1)
+    assert seen(training.servers) == [1] * RECORDS
+    assert training.servers.model.weight.item() == training.ckpt.current_step
+
+
 def test_a_worker_that_hangs_in_a_round_is_replaced(tmp_path):
     hangs, go_on = Event(), Event()
 

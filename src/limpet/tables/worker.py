@@ -120,6 +120,8 @@ class Worker:
         worker would wait.
         """
         self.tables.take()  # what no step has pushed
+        if self._model is not None:
+            self._model.zero_grad()
         if evaluate is not None:
             self._evaluator = self._evaluator or TaskEvaluator(evaluate)
             self._evaluator.evaluate = evaluate
