@@ -180,6 +180,38 @@ def test_the_error_of_a_worker_ends_the_training_and_a_resume_continues(tmp_path
     assert seen(training.servers) == [1] * RECORDS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"grads_to_wait": 3}], ids=str)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_training_goes_on_in_the_same_process_after_an_error(tmp_path, options, resumes):
+    """What is committed is applied by the next train(), or is undone by a resume."""
+    training = Training(tmp_path, options=options, epochs=2, save=limpet.EverySteps(4))
+    generator, errors = random.Random(5), []
+
+    def train(worker):
+        while (records := worker.next(10)) is not None:
+            count_records(worker, records)
+            worker.step()
+            if training.ckpt.current_step >= fails_at:
+                raise Stop
+
+    with training.ckpt as ckpt:
+        ckpt.resume()
+        while not training.job.has_ended():
+            fails_at = ckpt.current_step + generator.randint(3, 9)
+            try:
+                training.servers.train(train, workers=2, queue=training.queue, ckpt=ckpt)
+            except Stop as e:
+                errors.append(e)
+                if resumes:
+                    ckpt.resume()
+                    training.servers.release(training.servers.hold())
+                    state = training.queue.state_dict()
+                    assert seen(training.servers) == consumed(state, RECORDS)
+    assert len(errors) > 1
+    assert seen(training.servers) == [2] * RECORDS
+
+
 def test_workers_come_and_go(tmp_path):
     training = Training(tmp_path, epochs=3)
 

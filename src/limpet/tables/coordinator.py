@@ -135,6 +135,8 @@ class Synchronous(Coordinator):
 
     def restart(self, step: int) -> None:
         super().restart(step)
+        if self._rounds is not None:
+            self._batches.close()  # else, nobody gets the records of a round that did not end
         self._begin_pass()
 
     def join(self, worker: str) -> None:
@@ -148,7 +150,9 @@ class Synchronous(Coordinator):
                 return "finished"
             if self._rounds is None:
                 self._batch_size = request.batch_size
-                self._rounds = self._read_rounds(request.batch_size)
+                side = self.queue.training
+                self._batches = TaskBatches(side, self._batch_size, worker="coordinator")
+                self._rounds = self._read_rounds()
             self._round = next(self._rounds)
             self._open.extend(self._round)
         if request.batch_size != self._batch_size:
@@ -163,9 +167,8 @@ class Synchronous(Coordinator):
         self.at_work[number] = request.worker
         return self._round[number]
 
-    def _read_rounds(self, batch_size: int) -> Iterator[dict[int, Batch]]:
+    def _read_rounds(self) -> Iterator[dict[int, Batch]]:
         """Yield the mini-batches of each round by number; none while there are no records."""
-        self._batches = TaskBatches(self.queue.training, batch_size, worker="coordinator")
         number, found = self.batches_done, dict[int, Batch]()
         while True:
             for keys in self._batches:

@@ -235,6 +235,8 @@ class Servers(TableMember):
             if not any(found is member for found in find_instances(ckpt.state, type(member))):
                 raise LimpetError(f"The state of the Checkpointer must have the {member!r}")
         inbox = Inbox()
+        if self._coordinator.ledger:  # of a call that has raised: these records are consumed
+            call_all(self._engine, "mark", self._coordinator.mark())
         self._coordinator.queue = queue
         self._begin_generation(ckpt.current_step)
         if not (self.servers or ckpt._is_never or ckpt._saver.newest_step is not None):
@@ -312,6 +314,7 @@ class Servers(TableMember):
             groups = saved_tables(snapshot, "optimizer")["groups"]
             for group, other in zip(self.optimizer.param_groups, groups, strict=True):
                 group["lr"] = other["lr"]
+        self._begin_generation(self._coordinator.step)  # without what was pushed before
         self._place()
 
     def close(self) -> None:
