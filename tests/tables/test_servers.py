@@ -5,12 +5,15 @@ import pickle
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+import limpet
 from limpet import tables
 from limpet.errors import LimpetError
+from limpet.storage.memory import MemoryStore
 from tests.tables.contents import differing, live
 
 DIM = 4
@@ -482,7 +485,7 @@ def test_gradients_of_another_shape():
     assert live(servers) == before
 
 
-@pytest.mark.parametrize("rate", [float("nan"), -1, "fast", None])
+@pytest.mark.parametrize("rate", [float("nan"), -1, "fast", None, 1e31, float("inf")])
 def test_a_learning_rate_that_is_none_changes_no_table(rate):
     servers = tables.Servers([tables.Table("a", 2, optimizer=tables.SGD(1.0)), words()])
     before = live(servers)
@@ -492,6 +495,30 @@ def test_a_learning_rate_that_is_none_changes_no_table(rate):
     with pytest.raises(LimpetError, match="learning rate of words must be a number, 0 or more"):
         servers.step()
     assert live(servers) == before
+
+
+def test_a_table_without_a_learning_rate_changes_no_table():
+    servers = tables.Servers([tables.Table("a", 2, optimizer=tables.SGD(1.0)), words()])
+    before = live(servers)
+    for name in ("a", "words"):
+        tables.Embedding(servers, name)(torch.arange(3)).sum().backward()
+    servers.learning_rates = {"a": 0.5}
+    with pytest.raises(LimpetError, match="learning rate of words must be a number, 0 or more"):
+        servers.step()
+    assert live(servers) == before
+
+
+@pytest.mark.parametrize("rate", [1, np.float32(0.5), np.float64(0.5), np.int8(2), 1e30], ids=repr)
+def test_a_learning_rate_of_any_type_is_saved_as_a_float(rate):
+    servers, store = tables.Servers([words()]), MemoryStore()
+    servers.learning_rates["words"] = rate
+    push(servers, [1], 0.0)
+    msgspec.msgpack.encode(servers._rates())  # for workers on Ray
+    limpet.save(store, {"tables": servers})
+    assert type(limpet.load(store)["tables"]["words"]["optimizer"]["lr"]) is float
+    other = tables.Servers([words()])
+    limpet.load(store, into={"tables": other})
+    assert other.learning_rates == {"words": float(rate)}
 
 
 def test_a_learning_rate_of_no_table_is_not_ignored():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import inf
 from threading import RLock
 from typing import Any, Literal, Self
 
@@ -28,7 +27,7 @@ from limpet.tables.messages import Push, Rates
 from limpet.tables.segments import equal_ranges
 from limpet.tables.server import TableServer
 from limpet.tables.shard import check_rows
-from limpet.tables.table import Table
+from limpet.tables.table import MOST, Table
 from limpet.tables.worker import Worker
 from limpet.tasks.queue import Queue
 from limpet.tracebacks import short_tracebacks
@@ -149,13 +148,16 @@ class Servers(TableMember):
         self.client.placement = Placement([buckets.start for buckets in self.ranges])
 
     def _rates(self) -> Rates:
-        for name, rate in self.learning_rates.items():
+        rates = dict[str, float]()
+        for name in {**self.learning_rates, **self.specs}:
             self.client.table(name)
-            is_valid = (number := real(rate)) is not None and 0 <= number < inf
+            rate = self.learning_rates.get(name)
+            is_valid = (number := real(rate)) is not None and 0 <= number <= MOST
             require(f"The learning rate of {name}", is_valid, "a number, 0 or more", rate)
+            rates[name] = float(self.learning_rates[name])
         with self._lock:
             groups = [] if self.optimizer is None else self.optimizer.param_groups
-            return Rates(dict(self.learning_rates), [float(group["lr"]) for group in groups])
+            return Rates(rates, [float(group["lr"]) for group in groups])
 
     @property
     def members(self) -> dict[str, Any]:

@@ -25,24 +25,24 @@ from limpet.tables.ids import Ids, mix
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PLAIN = ("name", "dim", "dtype", "seed", "admit_after")
-_MOST = 1e30  # far from the limits of float32
+MOST = 1e30  # far from the limits of float32
 _LEAST = {
-    **dict.fromkeys(("value", "mean"), -_MOST),
+    **dict.fromkeys(("value", "mean"), -MOST),
     **dict.fromkeys(("lr", "momentum", "initial_accumulator"), 0.0),
     **dict.fromkeys(("eps", "scale", "std"), 1e-30),
 }
-_EXPECTED = {-_MOST: "a finite number", 0.0: "a number, 0 or more"}
+_EXPECTED = {-MOST: "a finite number", 0.0: "a number, 0 or more"}
 _WORDS = 1 << 16  # random words of one block: with its temporaries, it fits in the L2 cache
 
 
 class _Parameters:
-    """A frozen dataclass, whose floats are within ``_LEAST`` and ``_MOST``."""
+    """A frozen dataclass, whose floats are within ``_LEAST`` and ``MOST``."""
 
     def __post_init__(self) -> None:
         for name in [name for name in vars(self) if name in _LEAST]:
             value, least = getattr(self, name), _LEAST[name]
             expected = _EXPECTED.get(least, "a number that is more than 0")
-            is_valid = (number := real(value)) is not None and least <= number <= _MOST
+            is_valid = (number := real(value)) is not None and least <= number <= MOST
             require(f"{name} of {type(self).__name__}", is_valid, expected, value)
             object.__setattr__(self, name, float(value))
 
