@@ -15,6 +15,7 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.tables.contents import differing, live, saved
 from tests.tables.runs import Killed, contents, make_state, train, train_step
+from tests.tables.trainings import WORDS
 from tests.unreliable_stores import HookedStore
 
 
@@ -329,3 +330,37 @@ def test_filled_rows_are_evicted_when_they_would_be_without_a_resume():
             push(each, range(20))
         assert not differing(live(servers), live(other))
         assert len(live(other)["words"][0]) == rows
+
+
+@pytest.mark.parametrize("step", ["_count", "_plan", "_table"])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_rows_that_another_thread_fills_while_a_cut_begins_are_in_all_of_it_or_in_none(
+    monkeypatch, step, incremental
+):
+    servers, store, threads = tables.Servers([WORDS], 2), MemoryStore(), []
+    servers.fill("words", range(100), torch.ones(100, 4))
+    real = getattr(servers, step)
+
+    def fill_and_go_on(*arguments):
+        if not threads:
+            fill = threading.Thread(
+                target=servers.fill, args=("words", range(95, 110), torch.zeros(15, 4))
+            )
+            threads.append(fill)
+            fill.start()
+            fill.join(0.1)
+        return real(*arguments)
+
+    with Run(store).writer(incremental=incremental) as writer:
+        writer.save({"tables": servers}, step=1)
+        servers.fill("words", [0], torch.zeros(1, 4))
+        monkeypatch.setattr(servers, step, fill_and_go_on)
+        writer.save({"tables": servers}, step=2)
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    view = tables.open(limpet.Run(store).latest())
+    assert len(view["words"]) in (100, 110)
+    filled = view["words"].lookup(range(95, 100)).eq(0).all()
+    assert filled == (len(view["words"]) == 110)
+    assert view["words"].lookup(range(1, 95)).eq(1).all()
+    assert servers.statistics()["words"]["rows"] == 110

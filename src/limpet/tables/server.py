@@ -244,8 +244,13 @@ class TableServer:
             self.dense.update(pushes, step, rates.groups)
 
     def fill(self, name: str, ids: Ids, vectors: torch.Tensor, step: int) -> None:
-        """Set rows: see ``Servers.fill``."""
-        self.shards[name].fill(ids, vectors, step=step)
+        """Set rows: see ``Servers.fill``. A cut begins before or after that."""
+        is_done = False
+        while not is_done:
+            (shard := self.shards[name]).wait()  # without the lock, which the end of a cut needs
+            with self._lock:
+                if is_done := not shard.must_wait:
+                    shard.fill(ids, vectors, step=step)
 
     def ids(self, name: str) -> Ids:
         """Return the ids of the rows of a table, in any order."""
