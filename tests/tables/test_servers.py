@@ -1,9 +1,11 @@
 """Tables in one process, against a plain-torch dict in which each row is a parameter of its own."""
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,6 +16,7 @@ import limpet
 from limpet import tables
 from limpet.errors import LimpetError
 from limpet.storage.memory import MemoryStore
+from tests.interrupts import InterruptOpcode
 from tests.tables.contents import differing, live
 
 DIM = 4
@@ -199,8 +202,8 @@ def test_a_training_equals_one_of_a_dict_of_parameters(kind, dtype):
         assert np.frombuffer(rows[i]["last_steps"], np.int64).tolist() == [counts[1]]
 
 
-def words(dim=DIM, **options):
-    return tables.Table("words", dim, **{"optimizer": tables.SGD(1.0), **options})
+def words(dim=DIM, name="words", **options):
+    return tables.Table(name, dim, **{"optimizer": tables.SGD(1.0), **options})
 
 
 def push(servers, ids, value=1.0, name="words"):
@@ -536,6 +539,45 @@ def test_admission_and_eviction_are_counted():
     push(servers, range(20))
     found = servers.statistics()["words"]
     assert (found["rows"], found["admitted"]) == (15, 15)
+
+
+def in_rows(frame):
+    return Path(frame.f_code.co_filename).name in ("rows.py", "ids.py", "shard.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["step", "fill"])
+def test_an_interrupted_change_is_complete_or_the_tables_are_not_valid(change):
+    """Ctrl-C at any opcode, while an index grows. Else, ids may be lost, or be there twice."""
+    for at in itertools.count(1, 101):
+        servers = tables.Servers([words(), words(name="more")])
+        servers.fill("words", range(650), torch.ones(650, DIM))
+        for name in ("words", "more"):
+            tables.Embedding(servers, name)(torch.arange(600, 760)).sum().backward()
+        before, interrupt = live(servers), InterruptOpcode(at, in_rows)
+        sys.settrace(interrupt)
+        try:
+            if change == "step":
+                servers.step()
+            else:
+                servers.fill("words", range(600, 760), torch.zeros(160, DIM))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        try:
+            statistics = servers.statistics()
+        except LimpetError as e:
+            assert "not valid" in str(e)  # noqa: PT017
+        else:
+            assert statistics["words"]["rows"] in (650, 760)
+            if statistics["words"]["rows"] == 650:
+                assert live(servers) == before
+            push(servers, range(800))
+            assert servers.statistics()["words"]["rows"] == 800
+        if interrupt.remaining > interrupt.seen:
+            break
+    assert at > 2000
 
 
 OUT_OF_MEMORY = """

@@ -59,8 +59,20 @@ class TableServer:
         """The shards by table. Raises ``LimpetError`` if a restore of them has failed."""
         if self._shards is None:
             todo = "restore an intact version, or create the Servers again"
-            raise LimpetError(f"The tables are not valid, because their restore failed: {todo}")
+            what = "The tables are not valid, because a restore or an update of them failed"
+            raise LimpetError(f"{what}: {todo}")
         return self._shards
+
+    @contextmanager
+    def _changing(self, *harmless: type[Exception]) -> Iterator[None]:
+        """Do not let anything use or save rows that an error, such as Ctrl-C, has left half new."""
+        try:
+            yield
+        except harmless:
+            raise
+        except BaseException:
+            self.replace(self.buckets, None)
+            raise
 
     # -- messages of workers ---------------------------------------------------------------------
 
@@ -233,15 +245,16 @@ class TableServer:
             self._update([push], step, rates)
 
     def _update(self, pushes: Sequence[Push], step: int, rates: Rates) -> None:
-        for name, shard in self.shards.items():
-            parts = [push.rows[name] for push in pushes if name in push.rows]
-            if parts:
-                ids, gradients = merge_gradients(parts)
-                shard.push(ids, gradients, lr=rates.tables[name], step=step)
-            else:  # what it has does not depend on the number of servers
-                shard.evict(step)
-        if self.dense is not None:
-            self.dense.update(pushes, step, rates.groups)
+        with self._changing():
+            for name, shard in self.shards.items():
+                parts = [push.rows[name] for push in pushes if name in push.rows]
+                if parts:
+                    ids, gradients = merge_gradients(parts)
+                    shard.push(ids, gradients, lr=rates.tables[name], step=step)
+                else:  # what it has does not depend on the number of servers
+                    shard.evict(step)
+            if self.dense is not None:
+                self.dense.update(pushes, step, rates.groups)
 
     def fill(self, name: str, ids: Ids, vectors: torch.Tensor, step: int) -> None:
         """Set rows: see ``Servers.fill``. A cut begins before or after that."""
@@ -250,7 +263,8 @@ class TableServer:
             (shard := self.shards[name]).wait()  # without the lock, which the end of a cut needs
             with self._lock:
                 if is_done := not shard.must_wait:
-                    shard.fill(ids, vectors, step=step)
+                    with self._changing(LimpetError):
+                        shard.fill(ids, vectors, step=step)
 
     def ids(self, name: str) -> Ids:
         """Return the ids of the rows of a table, in any order."""
