@@ -2,7 +2,9 @@
 
 import itertools
 import random
+import threading
 import time
+from contextlib import suppress
 from threading import Event, Lock
 
 import numpy as np
@@ -462,6 +464,44 @@ def test_a_worker_that_hangs_in_a_round_is_replaced(tmp_path):
     training = Training(tmp_path, queue=queue, options={"grads_to_wait": 3}).run(train, workers=2)
     assert seen(training.servers) == [1] * RECORDS
     assert hangs.is_set()
+
+
+@pytest.mark.slow
+def test_a_worker_of_an_earlier_call_does_not_end_the_turn_of_its_namesake(tmp_path, monkeypatch):
+    """Two workers of a synchronous training that compute at once share the random generators."""
+    monkeypatch.setattr("limpet.tables.local._END_SECONDS", 0.05)
+    hung, go_on, inside, overlaps = [], Event(), [], []
+
+    def hang_or_fail(worker):
+        while worker.next(10) is not None:
+            if worker.name != "worker 1":
+                raise Stop
+            hung.append(threading.current_thread())
+            go_on.wait(10)
+            worker.step()
+
+    def compute(worker):
+        while (records := worker.next(10)) is not None:
+            inside.append(worker.name)
+            overlaps.extend(inside[1:])
+            if not go_on.is_set() and worker.name == "worker 1":
+                go_on.set()
+                hung[0].join(10)
+                time.sleep(0.1)  # another one may begin
+            count_records(worker, records)
+            inside.remove(worker.name)
+            worker.step()
+
+    queue = limpet.tasks.Queue(lease_seconds=0.5)
+    training = Training(tmp_path, queue=queue, options={"grads_to_wait": 2})
+    with training.ckpt as ckpt:
+        for train in (hang_or_fail, compute):
+            with suppress(Stop):
+                training.servers.train(train, workers=2, queue=queue, ckpt=ckpt)
+    assert go_on.is_set()
+    assert not hung[0].is_alive()
+    assert not overlaps
+    assert seen(training.servers) == [1] * RECORDS
 
 
 def test_gradients_of_before_a_resume_are_not_applied(tmp_path):

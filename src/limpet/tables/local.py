@@ -67,13 +67,13 @@ class LocalEngine:
         self._threads.append(thread)
 
     def _run(self, name: str, generation: int) -> None:
-        work, client = self._work, self._work.client
+        work, client, turn = self._work, self._work.client, self._turn  # not of a later call
         worker = Worker(
             name,
             [*client.tables.values()],
             client.placement,
             call=self.call,
-            ask=self._turn.ask,
+            ask=turn.ask,
             queue=work.queue,
             generation=generation,
             seed=work.seed,
@@ -81,14 +81,14 @@ class LocalEngine:
         )
         try:
             if work.seed is not None:
-                self._turn.begin(name)  # the function may use random numbers before its first batch
+                turn.begin(name)  # the function may use random numbers before its first batch
             work.train(worker)
             ended = Ended(name)
         except WorkerStopped:
             ended = Ended(name, lost="it was stopped")
         except BaseException as e:  # noqa: BLE001  (the driver raises it)
             ended = Ended(name, error=e)
-        self._turn.end(name)
+        turn.end(name)
         worker.close()
         work.inbox.items.put(ended)
 
