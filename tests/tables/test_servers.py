@@ -259,6 +259,14 @@ def test_the_memory_of_a_look_up_is_used_again():
     assert len(addresses) == 1
 
 
+def test_the_memory_of_a_look_up_of_a_whole_table_is_given_back():
+    servers = tables.Servers([tables.Table("words", 4096, optimizer=tables.SGD(1.0))])
+    for _ in range(2):
+        servers.lookup("words", range(5000))
+    (server,) = servers.servers
+    assert not server.shards["words"]._memory._free
+
+
 def test_gradients_that_no_step_has_taken_are_part_of_the_next_one():
     servers = tables.Servers([words(initializer=tables.Constant(0.0))])
     look_up = tables.Embedding(servers, "words")

@@ -89,6 +89,8 @@ class ReusedMemory:
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = rows * columns * dtype.itemsize
+        if nbytes > _HUGE:  # more than a mini-batch: what is kept would be as large as the table
+            return torch.empty(rows, columns, dtype=dtype, device="cpu")
         memory = self._free.pop() if self._free else np.empty(1, np.uint8)
         if len(memory) < nbytes:
             memory = np.empty(nbytes * 5 // 4, np.uint8)
