@@ -9,7 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Event
@@ -22,14 +22,14 @@ from limpet.errors import JobFailed, LimpetError
 from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import State, compute
 from limpet.evaluation.options import Workers
-from limpet.evaluation.ray_engine import RayWorkers
-from limpet.evaluation.worker import Work, Worker, describe, resolve
+from limpet.evaluation.worker import Work, Worker, describe, resolve, work_for
 from limpet.snapshot.location import Url
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
+from limpet.tasks import ray_cluster
 from limpet.tasks.queue import Job, Queue
-from limpet.tasks.remote import TaskServer, parse_address
+from limpet.tasks.remote import RemoteQueue, TaskServer, parse_address
 
 _MAX_RESTARTS = 5
 """The number of times in a row that a worker is started again although no task was completed."""
@@ -86,6 +86,49 @@ class LocalProcess:
         with suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
+
+
+class RayActor:
+    """A worker in a process that Ray starts, places, and ends with its owner, the evaluator. Ray
+    carries only the address of the queue, to which the actor connects as any worker does."""
+
+    def work(self, address: str, name: str, path: list[str]) -> None:
+        ray_cluster.add_path(path)
+        with RemoteQueue.connect(address, name) as queue:
+            work_for(queue)
+
+
+class RayProcess:
+    """A worker that is an actor, as the evaluator sees it."""
+
+    def __init__(self, ray: Any, actor_class: Any, address: str, name: str) -> None:
+        self._ray, self._actor = ray, actor_class.remote()
+        self._work = self._actor.work.remote(address, name, ray_cluster.own_path())
+
+    def end(self) -> str | None:
+        ray = self._ray
+        if not ray.is_initialized():  # a call would start a cluster
+            return "no connection to Ray"
+        try:
+            if not ray.wait([self._work], timeout=0)[0]:
+                return None
+            ray.get(self._work)
+        except (ray.exceptions.RayError, ConnectionError, LimpetError) as e:
+            return ray_cluster.describe(e)
+        return "it has left"
+
+    def kill(self) -> None:
+        if self._ray.is_initialized():  # otherwise, it has ended with the connection
+            self._ray.kill(self._actor)
+
+
+def connect_ray(options: Mapping[str, Any], device: str | None) -> tuple[Any, Any]:
+    """Return ray, and the class of the actors. Raises ``LimpetError`` without Ray or a cluster, and
+    for invalid ``options`` of the actors."""
+    ray_cluster.check_options("ray= of Workers", options)
+    ray = ray_cluster.connect("Workers(ray=...)")
+    gpus = {"num_gpus": 1} if str(device).startswith("cuda") else {}
+    return ray, ray_cluster.actor_class(ray, RayActor, {**gpus, **options})
 
 
 @dataclass(slots=True)
@@ -157,7 +200,9 @@ class WorkerPool:
                 load=workers.load,
                 task=workers.task,
             )
-        self._ray = None if workers.ray is None else RayWorkers(workers.ray, device)
+        self._ray, self._actor_class = None, None
+        if workers.ray is not None:
+            self._ray, self._actor_class = connect_ray(workers.ray, device)
         if workers.listen is not None:
             parse_address(workers.listen)
         self.queue = Queue(
@@ -183,7 +228,8 @@ class WorkerPool:
                 own = parse_address(self._server.listen(*parse_address(self._workers.listen)))
                 events.emit("evaluation_listens", address=f"{own[0]}:{own[1]}")
             if self._ray is not None:
-                self._ray_address = self._server.listen(self._ray.host)
+                host = str(self._ray.util.get_node_ip_address())
+                self._ray_address = self._server.listen(host)
             for number in range(self._workers.count):
                 name = f"worker-{number}"
                 self._places.append(_Place(name, self._make(name), monotonic()))
@@ -306,10 +352,11 @@ class WorkerPool:
         )
 
     def _make(self, name: str) -> WorkerProcess:
-        if self._ray is not None:
-            process: WorkerProcess = self._ray.start_actor(self._ray_address, name)
-        else:
+        process: WorkerProcess
+        if self._ray is None:
             process = LocalProcess(name, self._server)
+        else:
+            process = RayProcess(self._ray, self._actor_class, self._ray_address, name)
         self._processes[name] = process
         return process
 
