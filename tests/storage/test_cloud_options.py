@@ -9,8 +9,8 @@ import pytest
 import limpet
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
 from limpet.snapshot.location import locate
-from limpet.storage.cloud import server
-from limpet.storage.cloud.server import translate
+from limpet.storage import cloud
+from limpet.storage.cloud import translate
 from tests.cli.invoke import run_cli
 
 KEY = "c2VjcmV0LWtleQ=="
@@ -162,7 +162,7 @@ def test_a_forked_process_is_refused(monkeypatch):
     """The threads of obstore are those of the parent: each call of the child would hang."""
     store = limpet.open_store("az://bucket/run")
     process = os.getpid()
-    monkeypatch.setattr(server.os, "getpid", lambda: process + 1)
+    monkeypatch.setattr(cloud.os, "getpid", lambda: process + 1)
     for call in (lambda: store.stat("a"), lambda: limpet.open_store("gs://other")):
         with pytest.raises(StoreError, match=r"forked.*'spawn' or 'forkserver'"):
             call()

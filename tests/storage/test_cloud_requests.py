@@ -13,8 +13,7 @@ import pytest
 import limpet
 from limpet.deadline import Deadline
 from limpet.errors import NotFound, StoreError, Unavailable
-from limpet.storage.cloud.server import translate
-from limpet.storage.cloud.store import CloudFolder, CloudStream
+from limpet.storage.cloud import CloudFolder, CloudStream, translate
 from limpet.storage.store import Stat
 
 KEY, OTHER = "c2VjcmV0LWtleQ==", "b3RoZXIta2V5"

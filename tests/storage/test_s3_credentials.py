@@ -14,7 +14,7 @@ from botocore.credentials import RefreshableCredentials
 
 from limpet.errors import Denied, StoreError, Unavailable
 from limpet.settings import BOTO3_VARIABLES, OBSTORE_VARIABLES, find_variables
-from limpet.storage.s3 import server as servers
+from limpet.storage import s3 as s3_store
 from tests.storage.fake_s3 import open_run
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_a_program_for_credentials_that_hangs(s3, monkeypatch, tmp_path):
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_renewal_of_credentials_that_hangs(s3, monkeypatch, tmp_path, is_used):
     """Requests go on as long as the credentials are valid for some minutes."""
-    monkeypatch.setattr(servers, "CREDENTIALS_TIMEOUT", 1)
+    monkeypatch.setattr(s3_store, "CREDENTIALS_TIMEOUT", 1)
     end = (datetime.now(UTC) + timedelta(hours=2)).isoformat()
     found = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s", "Expiration": end}
     (tmp_path / "found").write_text(json.dumps(found))
@@ -52,7 +52,7 @@ def test_a_renewal_of_credentials_that_hangs(s3, monkeypatch, tmp_path, is_used)
     assert store.get("a", 9) == b"1"
     monkeypatch.setattr(RefreshableCredentials, "_advisory_refresh_timeout", 3 * 3600)
     if not is_used:
-        monkeypatch.setattr(servers, "_LAST_MINUTES", 3 * 3600)
+        monkeypatch.setattr(s3_store, "_LAST_MINUTES", 3 * 3600)
     start = time.monotonic()
     for _ in range(3 if is_used else 1):
         if is_used:
@@ -120,12 +120,12 @@ def test_credentials_that_change_in_the_environment_leave_nothing_behind(s3, mon
     s3.objects["run/a"] = b"1"
     store = open_run(s3)
     store.get("a", 9)
-    before, found = len(servers._servers), []
+    before, found = len(s3_store._servers), []
     for number in range(5):
         monkeypatch.setenv("AWS_SESSION_TOKEN", f"token{number}")
         assert store.get("a", 9) == b"1"
         found.append(weakref.ref(store.remote.server))
-    assert len(servers._servers) == before
+    assert len(s3_store._servers) == before
     end = time.monotonic() + 60  # the threads that fetched the credentials are about to end
     while sum(s() is not None for s in found) > 1 and time.monotonic() < end:
         gc.collect()

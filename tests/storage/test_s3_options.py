@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 
 import limpet
 from limpet.errors import StoreError, Unavailable
-from limpet.storage.s3 import server
+from limpet.storage import s3 as s3_store
 from limpet.storage.store import part_length
 from limpet.types import MIB
 from tests.cli.invoke import run_cli
@@ -169,7 +169,7 @@ aws_secret_access_key = wrong-secret-key
 
 @pytest.mark.slow
 def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
-    monkeypatch.setattr(server, "CREDENTIALS_TIMEOUT", 1)
+    monkeypatch.setattr(s3_store, "CREDENTIALS_TIMEOUT", 1)
     (tmp_path / "config").write_text(ROLE)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -12,7 +12,7 @@ import pytest
 
 import limpet
 from limpet.errors import AlreadyExists, StoreError
-from limpet.storage.s3.store import S3Parts, crc32c
+from limpet.storage.s3 import S3Parts, crc32c
 from limpet.testing.contract import partial_keys, put, random_bytes
 from limpet.threads import no_op
 from limpet.types import MIB

@@ -25,9 +25,9 @@ _EMPTY_LEVEL = re.compile(r"(?<=[^/])//+(?=[^/])")
 _BUILT_IN = {
     "file": "limpet.storage.local.store:open_local",
     "hdfs": "limpet.storage.hdfs:open_hdfs",
-    "az": "limpet.storage.cloud.store:open_azure",
-    "gs": "limpet.storage.cloud.store:open_google",
-    "s3": "limpet.storage.s3.store:open_s3",
+    "az": "limpet.storage.cloud:open_azure",
+    "gs": "limpet.storage.cloud:open_google",
+    "s3": "limpet.storage.s3:open_s3",
     _FSSPEC: "limpet.storage.fsspec:open_fsspec",
 }
 _memory_stores: dict[str, MemoryStore] = {}
