@@ -6,7 +6,6 @@ demand. An asynchronous save copies pieces before it returns.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -85,7 +84,8 @@ class DeferredStaging:
         self._upload = upload
         self._image = image
         self._pieces = pieces
-        self._leaf_indices = _leaf_indices_in(image, pieces) if pieces else []
+        boxes = {i for p in pieces for i in range(*image.boxes_between(p.start, p.stop))}
+        self._leaf_indices = sorted(i for i in boxes if image.box_starts[i] < image.box_ends[i])
         self._versions = self._read_versions()
         if not pieces:
             self.release()
@@ -115,13 +115,6 @@ class DeferredStaging:
         return [part_library(type(source)).version(source) for source in sources]
 
 
-def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
-    """Return the indices of the boxes that have bytes in ``pieces``, which are sorted by offset."""
-    starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
-    boxes = enumerate(zip(image.box_starts, image.box_ends, strict=True))
-    return [i for i, (a, b) in boxes if b > a and _overlaps(starts, stops, a, b)]
-
-
 def split_pieces(
     image: Image, pieces: Sequence[Piece], stable_keys: Collection[str]
 ) -> tuple[list[Piece], list[Piece]]:
@@ -140,12 +133,6 @@ def split_pieces(
         found = slice(*image.boxes_between(piece.start, piece.stop))
         parts[0 if piece.start < len(image.header) else min(kinds[found])].append(piece)
     return parts[0], parts[1]
-
-
-def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> bool:
-    """Return True if any of several spans has bytes from ``start`` to ``stop``. The spans are
-    sorted, and none overlaps another."""
-    return bisect_right(stops, start) < bisect_left(starts, stop)
 
 
 @contextmanager
