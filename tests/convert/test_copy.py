@@ -10,7 +10,7 @@ import limpet
 from limpet.convert import copy as copy_module
 from limpet.convert.copy import copy_snapshot
 from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NoSpace, NotFound
-from limpet.format.names import MANIFEST, parse_pin
+from limpet.format.names import MANIFEST, is_pin_name
 from limpet.loading.snapshot import reader_of
 from limpet.run.run import Run
 from limpet.snapshot.location import Location
@@ -142,7 +142,7 @@ def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot):
     assert swept
     assert not any(s.removed for s in swept)
     assert limpet.open(to.at("version_7")).verify().ok
-    assert not [k for k in objects(to) if parse_pin(k)]
+    assert not [k for k in objects(to) if is_pin_name(k)]
 
 
 def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(store, snapshot):

@@ -517,11 +517,11 @@ def test_a_version_is_pinned_during_an_export(tmp_path, monkeypatch):
     pins_by_call: list[list[str]] = []
 
     def record_pins(nbytes):
-        pins_by_call.append([s.key for s in store.list("") if names.parse_pin(s.key)])
+        pins_by_call.append([s.key for s in store.list("") if names.is_pin_name(s.key)])
 
     prepare_export(reader_of(snapshot), str(tmp_path), "safetensors").write(record_pins)
     assert [len(k) for k in pins_by_call] == [1]
-    assert not [s.key for s in store.list("") if names.parse_pin(s.key)]
+    assert not [s.key for s in store.list("") if names.is_pin_name(s.key)]
 
 
 def test_destinations_of_folders_and_files(tmp_path, monkeypatch):

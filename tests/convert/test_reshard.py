@@ -26,7 +26,7 @@ from limpet.errors import (
     NoSpace,
     NotFound,
 )
-from limpet.format.names import MANIFEST, parse_attempt, parse_pin
+from limpet.format.names import MANIFEST, is_pin_name, parse_attempt
 from limpet.layout.placements import ShardPlacement, local_boxes
 from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps
@@ -257,16 +257,16 @@ def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch):
     pin_counts: list[int] = []
 
     def on_progress(nbytes):
-        pin_counts.append(sum(parse_pin(s.key) is not None for s in source.list("")))
+        pin_counts.append(sum(is_pin_name(s.key) for s in source.list("")))
         assert not Run(to).sweep(grace=0).removed
         assert Run(source).listing().versions
-        pin_counts.append(sum(parse_pin(s.key) is not None for s in to.list("")))
+        pin_counts.append(sum(is_pin_name(s.key) for s in to.list("")))
 
     new = reshard(old, Location(to, "version_1"), 2, "even", on_progress)
     assert set(pin_counts) == {1}
     assert new.verify().ok
     assert {s.key: source.get(s.key, 1 << 30) for s in source.list("")} == before
-    assert not [s for s in to.list("") if parse_pin(s.key)]
+    assert not [s for s in to.list("") if is_pin_name(s.key)]
 
 
 @pytest.mark.parametrize("at", ["version_1", ""])

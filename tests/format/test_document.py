@@ -164,7 +164,7 @@ def test_names_and_numbers_in_the_text():
     assert sum(names.is_shard_name(w) for w in entries) == 1
     assert sum(names.parse_attempt(w) is not None for w in entries) == 2
     assert any(names.parse_branch(w) for w in entries)
-    assert any(names.parse_pin(w) for w in entries)
+    assert any(names.is_pin_name(w) for w in entries)
     assert any(names.parse_lasting_pin(w) for w in entries)
     assert any(names.parse_evaluation(w) for w in entries)
     assert any(names.is_spread_folder(w.partition("/")[0]) for w in entries)

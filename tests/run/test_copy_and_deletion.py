@@ -15,9 +15,9 @@ from limpet.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavaila
 from limpet.format.names import (
     MANIFEST,
     Version,
+    is_notice_name,
+    is_pin_name,
     notice_name,
-    parse_notice,
-    parse_pin,
     random_id,
     shard_name,
 )
@@ -101,7 +101,7 @@ def check_outcome(to, copy, deletion):
             copied = copy.action(to)
             assert isinstance(copied, SnapshotReader)
             assert exists(to)
-    left = [s.key for s in to.list("") if parse_pin(s.key) or parse_notice(s.key)]
+    left = [s.key for s in to.list("") if is_pin_name(s.key) or is_notice_name(s.key)]
     assert left == []
     return outcome
 
@@ -180,7 +180,7 @@ def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(snapshot):
     store = HookedStore(to)
 
     def fail(method, key):
-        if method == "delete" and parse_notice(key):
+        if method == "delete" and is_notice_name(key):
             raise Unavailable("The server restarts")
 
     store.before = fail

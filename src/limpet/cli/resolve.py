@@ -227,7 +227,7 @@ def _has_run_files(url: Url) -> bool:
         store = open_store(url)
         for prefix in ("version_", "branch-", "pin-", "spread-", *_FILES):
             found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
-    parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting_pin)
+    parsers = (names.parse_version, names.parse_branch, names.is_pin_name, names.parse_lasting_pin)
     tests = (_FILES.__contains__, names.is_spread_folder, names.is_restart_name, *parsers)
     return any(test(name) for name in found for test in tests)
 

@@ -26,16 +26,12 @@ _REFERENCE = re.compile(
     rf"\.\./(?:{_SPREAD_FOLDER.pattern}/)?{_VERSION.pattern}/({_SHARD.pattern})"
 )
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
-_PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
-_NOTICE = re.compile(rf"{NOTICES}/([0-9a-f]{{12}})\.json")
-_RESTART = re.compile(r"restart-[0-2]-[0-9a-f]{12}\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 _EVALUATION = re.compile(
     rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})(?:\.(failed|ended|inexact|best|verified))?\.json"
 )
 _LEASE = re.compile(rf"lease-({_EVALUATION_NAME})\.([1-9][0-9]{{0,17}})\.json")
-_OBJECTIVE = re.compile(r"objective-[0-9a-f]{32}\.json")
 _ADDRESS = re.compile(r"(.+)@(latest|best|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
 _BEST_ADDRESS = re.compile(r"(.+)@(best:.+)", re.DOTALL)
 
@@ -54,6 +50,18 @@ random_id = partial(secrets.token_hex, 6)
 
 def is_attempt(text: str) -> bool:
     return len(text) == 12 and not text.strip("0123456789abcdef")
+
+
+def _matches(pattern: str | re.Pattern[str], name: str) -> bool:
+    return re.fullmatch(pattern, name) is not None
+
+
+is_shard_name = partial(_matches, _SHARD)
+is_spread_folder = partial(_matches, _SPREAD_FOLDER)
+is_pin_name = partial(_matches, r"pin-[0-9a-f]{12}\.json")
+is_notice_name = partial(_matches, rf"{NOTICES}/[0-9a-f]{{12}}\.json")
+is_restart_name = partial(_matches, r"restart-[0-2]-[0-9a-f]{12}\.json")
+is_objective_name = partial(_matches, r"objective-[0-9a-f]{32}\.json")
 
 
 class Version(Struct, frozen=True, order=True, gc=False):
@@ -98,17 +106,9 @@ def parse_attempt(name: str) -> str | None:
     return None if match is None else match[3]
 
 
-def is_shard_name(name: str) -> bool:
-    return _SHARD.fullmatch(name) is not None
-
-
 def spread_folder(number: int) -> str:
     """Return the name of a folder over which a run spreads its shards and indexes."""
     return f"spread-{number:02x}"
-
-
-def is_spread_folder(name: str) -> bool:
-    return _SPREAD_FOLDER.fullmatch(name) is not None
 
 
 def spread_path(folder: str, name: str, count: int) -> str:
@@ -152,30 +152,16 @@ def pin_name(pin: str) -> str:
     return f"pin-{pin}.json"
 
 
-def parse_pin(name: str) -> str | None:
-    match = _PIN.fullmatch(name)
-    return None if match is None else match[1]
-
-
 def notice_name(notice: str) -> str:
     """Return the key of the notice of a process that deletes files. A folder of their own makes
     listing them cost the same in a run of any length."""
     return f"{NOTICES}/{notice}.json"
 
 
-def parse_notice(key: str) -> str | None:
-    match = _NOTICE.fullmatch(key)
-    return None if match is None else match[1]
-
-
 def restart_name(rung: int, restart: str) -> str:
     """Return the name of the record of a restart. The rung is in it, so that a reader who reads a
     bounded number of records knows which ones count most."""
     return f"restart-{rung}-{restart}.json"
-
-
-def is_restart_name(name: str) -> bool:
-    return _RESTART.fullmatch(name) is not None
 
 
 def parse_lasting_pin(name: str) -> Version | None:
@@ -213,10 +199,6 @@ def parse_lease(file: str) -> tuple[str, int] | None:
 
 def objective_name(digest: str) -> str:
     return f"objective-{digest}.json"
-
-
-def is_objective_name(file: str) -> bool:
-    return _OBJECTIVE.fullmatch(file) is not None
 
 
 def escape_level(level: str) -> str:

@@ -111,7 +111,7 @@ class Catalog:
             elif name.startswith("pin-"):
                 if (version := names.parse_lasting_pin(name)) is not None:
                     lasting.append(version)
-                elif names.parse_pin(name) is not None:
+                elif names.is_pin_name(name):
                     pins.append(name)
             elif names.parse_lease(name) is not None:
                 leases.append(name)

@@ -185,14 +185,14 @@ def remove_pins(location: Location, keys: Sequence[str]) -> None:
 def list_process_pins(store: Store) -> list[str]:
     """Return the keys of the pins of processes in the folder of a run."""
     entries = list_level(store, "", "pin-")
-    return [e.name for e in entries if names.parse_pin(e.name) is not None and e.kind != "folder"]
+    return [e.name for e in entries if names.is_pin_name(e.name) and e.kind != "folder"]
 
 
 def list_notices(location: Location) -> list[str]:
     """Return the keys of the notices of a run. ``location``: as for ``create_pin``."""
     entries = list_level(location.store, location.run_key(names.NOTICES))
     found = (f"{names.NOTICES}/{e.name}" for e in entries if e.kind != "folder")
-    return [location.run_key(name) for name in found if names.parse_notice(name) is not None]
+    return [location.run_key(name) for name in found if names.is_notice_name(name)]
 
 
 def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, Pin | FormatError]]:
