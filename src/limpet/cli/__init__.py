@@ -26,6 +26,7 @@ from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
 from limpet import events
+from limpet.cli import output
 from limpet.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from limpet.errors import LimpetError
 from limpet.text import hide_secrets
@@ -86,13 +87,6 @@ class _LocationType(StringParamType):
         return [CompletionItem(incomplete, type="file")]
 
 
-def _store_json_flag(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        from limpet.cli.output import store_json_flag
-
-        store_json_flag(ctx, param, value)
-
-
 class VerbGroup(click.Group):
     """Find verbs by name, and convert errors to one line on stderr and an exit code."""
 
@@ -128,12 +122,10 @@ class VerbGroup(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(BROKEN_PIPE)
         except (LimpetError, OSError) as e:
-            from limpet.cli.output import add_advice, describe_error, print_json, wants_json
-
-            document = describe_error(add_advice(e))
+            document = output.describe_error(output.add_advice(e))
             click.echo(f"limpet: {document['message']}", err=True)
-            if wants_json(ctx):
-                print_json({"error": document, "exit": exit_code(e)}, indent=None)
+            if output.wants_json(ctx):
+                output.print_json({"error": document, "exit": exit_code(e)}, indent=None)
             ctx.exit(exit_code(e))
         except KeyboardInterrupt:
             click.echo("limpet: interrupted", err=True)
@@ -148,14 +140,10 @@ def _make_waiting_sink(ctx: click.Context) -> Callable[[str, dict[str, Any]], No
     shown = set[str]()
 
     def show(name: str, fields: dict[str, Any]) -> None:
-        if name != "waiting":
-            return
-        from limpet.cli.output import describe_wait, wants_json
-
         store = str(fields.get("store"))
-        if store not in shown and not wants_json(ctx):
+        if name == "waiting" and store not in shown and not output.wants_json(ctx):
             shown.add(store)
-            click.echo(f"limpet: {describe_wait(fields)}", err=True)
+            click.echo(f"limpet: {output.describe_wait(fields)}", err=True)
 
     return show
 
@@ -169,7 +157,7 @@ def _make_waiting_sink(ctx: click.Context) -> Callable[[str, dict[str, Any]], No
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_store_json_flag,
+    callback=output.store_json_flag,
     help="Print one JSON document, for programs. Also after the command.",
 )
 def cli() -> None:

@@ -142,11 +142,11 @@ def read_records(folder: str) -> list[WorkerRecord]:
     return sorted(records, key=lambda record: (record.started, record.pid))
 
 
-def requesting_workers(folder: str, number: int) -> list[int]:
+def requesting_workers(records: Iterable[WorkerRecord], number: int) -> list[int]:
     """Return the ids of the processes that save after this signal and go on: torchrun would end
-    them. Raises ``OSError`` if the folder cannot be read."""
+    them."""
     found = []
-    for record in read_records(folder):
+    for record in records:
         with suppress(OSError):  # it has ended
             if number in record.requests and record.left is None:
                 found += [record.pid] if read_process(record.pid).started == record.started else []

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -84,7 +83,7 @@ def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json:
                 environment,
                 grace,
                 _say,
-                find_requesting=partial(_find_requesting, str(folder)),
+                find_requesting=lambda n: exit_status.requesting_workers(_read_records(folder), n),
                 stdout=_STDERR if as_json else None,
             )
         except OSError as e:
@@ -97,9 +96,8 @@ def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json:
     decision = decide(ended, records)
     if flushed and decision.code == exit_status.UNSAVED:
         decision = replace(decision, code=exit_status.SAVED, why=f"{decision.why}; {flushed}")
-    advice = {exit_status.SAVED: "; run it again", exit_status.UNSAVED: "; run it again"}.get(
-        decision.code, ""
-    )
+    must_run_again = decision.code in (exit_status.SAVED, exit_status.UNSAVED)
+    advice = "; run it again" if must_run_again else ""
     if decision.code != exit_status.DONE:
         _say(f"exit code {decision.code}: {decision.why}{advice}")
     if as_json:
@@ -165,15 +163,7 @@ def _read_records(folder: Path) -> list[exit_status.WorkerRecord]:
         return exit_status.read_records(str(folder))
     except OSError as e:
         # The exit code of the command still counts. A worker that could not write its status
-        # exited with its own code.
-        _say(f"cannot read the statuses of the workers: {e}")
-        return []
-
-
-def _find_requesting(folder: str, number: int) -> list[int]:
-    try:
-        return exit_status.requesting_workers(folder, number)
-    except OSError as e:  # as if none had asked for it
+        # exited with its own code. A signal goes to all, as if none had asked for it.
         _say(f"cannot read the statuses of the workers: {e}")
         return []
 
