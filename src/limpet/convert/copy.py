@@ -14,15 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
-from limpet import events
-from limpet.errors import (
-    AlreadyExists,
-    CommitError,
-    DigestMismatch,
-    FormatError,
-    FormatTooNew,
-    NotFound,
-)
+from limpet import errors, events
 from limpet.format import names
 from limpet.format.digest import digest
 from limpet.format.index import Index, IndexBox, IndexLeaf, ShardIndex, decode_index, encode_index
@@ -69,7 +61,7 @@ def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> Sna
     raw = source.store.get(source.key(MANIFEST), MAX_MANIFEST)
     manifest, manifest_digest = decode_manifest(raw, source.key(MANIFEST))
     if manifest_digest != snapshot.digest:
-        raise FormatError(
+        raise errors.FormatError(
             f"{snapshot.url} was replaced after it was opened",
             expected=f"a manifest with digest {snapshot.digest}",
             found=manifest_digest,
@@ -119,7 +111,7 @@ def _put_index(location: Location, shard_copy: _ShardCopy) -> None:
     key = location.file_key(shard_copy.shard.index_path)
     try:
         location.store.put_if_absent(key, shard_copy.index_bytes)
-    except AlreadyExists as e:
+    except errors.AlreadyExists as e:
         if location.store.get(key, MAX_MANIFEST) != shard_copy.index_bytes:
             raise _not_a_copy_error(location, key, "the index of this copy", "another file") from e
 
@@ -129,8 +121,8 @@ def _require_files(copy: SnapshotReader) -> None:
     ``CommitError``, not the ``FormatError`` of a damaged source."""
     try:
         copy.read_indexes()
-    except FormatError as e:
-        raise CommitError(
+    except errors.FormatError as e:
+        raise errors.CommitError(
             f"The files of the copy {copy.url} are not what was written; nothing was committed",
             expected="the shards and indexes of the copy, which is pinned",
             found=e.what,
@@ -177,23 +169,23 @@ def find_same(
     try:
         other = open_location(location)
         other.check_files()
-    except NotFound:
+    except errors.NotFound:
         return None
-    except FormatTooNew as e:
-        raise AlreadyExists(
+    except errors.FormatTooNew as e:
+        raise errors.AlreadyExists(
             f"There is already a snapshot of a later format at {location.url}; nothing was changed",
             found=e.what,
             todo="Use a newer Limpet, or choose another location",
         ) from e
-    except FormatError as e:
-        raise AlreadyExists(
+    except errors.FormatError as e:
+        raise errors.AlreadyExists(
             f"There is already a damaged snapshot at {location.url}; nothing was changed",
             found=e.what,
             todo=f"Move its {MANIFEST} away, and nothing else (newer versions may refer to other"
             " files there), then try again; or choose another location",
         ) from e
     if not is_same(other):
-        raise AlreadyExists(
+        raise errors.AlreadyExists(
             f"There is already another snapshot at {location.url}; nothing was changed",
             expected=f"{expected}, or nothing",
             found=f"a snapshot that another save created at {other.manifest.created}",
@@ -256,7 +248,7 @@ def _copy_shard(
         return
     try:
         _write_shard(source, location, shard_copy, advance)
-    except AlreadyExists:  # a concurrent copy was faster
+    except errors.AlreadyExists:  # a concurrent copy was faster
         if not _is_copied(location, shard_copy.index, no_op):
             raise
 
@@ -266,13 +258,13 @@ def _is_copied(location: Location, index: ShardIndex, advance: Advance) -> bool:
     key = location.file_key(index.path)
     try:
         length = location.store.stat(key).length
-    except NotFound:
+    except errors.NotFound:
         return False
     if length != index.length:
         raise _not_a_copy_error(location, key, f"{index.length} bytes", f"{length} bytes")
     try:
         _read_shard(location, index, lambda item, data: advance(len(data)))
-    except DigestMismatch as e:
+    except errors.DigestMismatch as e:
         raise _not_a_copy_error(location, key, e.expected, e.found) from e
     return True
 
@@ -302,8 +294,8 @@ def _write_shard(
 
 def _not_a_copy_error(
     location: Location, key: str, expected: object, found: object
-) -> AlreadyExists:
-    return AlreadyExists(
+) -> errors.AlreadyExists:
+    return errors.AlreadyExists(
         f"{key} already exists in {location.store.url} and is not a copy of this snapshot's file",
         expected=expected,
         found=found,

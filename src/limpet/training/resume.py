@@ -21,15 +21,9 @@ from limpet.loading.load import load_snapshot
 from limpet.loading.snapshot import Snapshot
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
+from limpet.run import lineage
 from limpet.run.address import open_on_all_ranks
 from limpet.run.catalog import read_sessions, read_training_metadata
-from limpet.run.lineage import (
-    find_newest,
-    find_sessions,
-    newest_branch,
-    newest_version,
-    start_branch,
-)
 from limpet.run.run import Run
 from limpet.saving.commit import not_shared_error
 from limpet.snapshot import pins
@@ -197,7 +191,7 @@ class Resume:
         """``goes_below``: a newer state is in a tier, but a person has named another version."""
         run, ladder = self.run, self.ladder
         try:
-            snapshot, skipped = find_newest(
+            snapshot, skipped = lineage.find_newest(
                 run.catalog, self._load_with_others, at=self.at, branch=self.branch
             )
         except errors.NoSnapshot:
@@ -211,18 +205,18 @@ class Resume:
         version = snapshot.version
         newer = self._problems + [Skipped(str(damaged), error) for damaged, error in skipped]
         listing = run.catalog.listing()
-        is_newest = version == newest_version(run.catalog, listing)
+        is_newest = version == lineage.newest_version(run.catalog, listing)
         if is_newest and not (self._problems or goes_below or ladder.leaves_newer):
             ladder.record(snapshot)
-            number = newest_branch(run.catalog, listing)
+            number = lineage.newest_branch(run.catalog, listing)
         else:
             self.acquire_lock()  # only the writer of a run may change its current lineage
             ladder.record(snapshot)
             reason = ladder.branch_reason or count_skipped(newer) or "on request"
-            number = start_branch(run.catalog, snapshot, version, reason)
+            number = lineage.start_branch(run.catalog, snapshot, version, reason)
         self._tell(ResumeInstruction(True, str(version), snapshot.digest, number))
         point = make_resume_point(snapshot, number, newer)
-        return replace(point, sessions=find_sessions(run.catalog, listing, snapshot))
+        return replace(point, sessions=lineage.find_sessions(run.catalog, listing, snapshot))
 
     def _load_with_others(self, snapshot: SnapshotReader) -> None:
         self.ladder.check(snapshot.version)
@@ -304,7 +298,7 @@ class Resume:
             self.ladder.record(snapshot, None if is_newest else in_tier.tier)
             if damaged:
                 reason = count_skipped(damaged)
-                number = start_branch(self.run.catalog, snapshot, in_tier.version, reason)
+                number = lineage.start_branch(self.run.catalog, snapshot, in_tier.version, reason)
             done = structs.replace(
                 instruction,
                 done=True,
