@@ -67,6 +67,11 @@ def without_surrogates(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def is_text(value: object) -> bool:
+    """Return True for a str that can be encoded."""
+    return isinstance(value, str) and value == without_surrogates(value)
+
+
 # A user with a port after it, as in ``hdfs://host:8020/run@120``, is a host. A user may be an
 # e-mail address, and a password may contain "@". Only a password may contain a slash. In
 # ``s3://bucket@latest``, there is no user.

@@ -21,10 +21,9 @@ from limpet.threads import call_with_limit, start_thread
 
 
 class ExitTimer:
-    """Calls functions at times of ``clock``, which may only move earlier, on its own thread."""
+    """Calls functions at monotonic times, which may only move earlier, on its own thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._calls: dict[str, tuple[float, Callable[[], object]]] = {}
         self._lock = RLock()
         self._changes: SimpleQueue[None] = SimpleQueue()
@@ -56,7 +55,7 @@ class ExitTimer:
                     self._thread = None
                     return
                 name, (at, function) = min(self._calls.items(), key=lambda item: item[1][0])
-                if (delay := at - self._clock()) <= 0:
+                if (delay := at - time.monotonic()) <= 0:
                     del self._calls[name]
                     due = function
             if due is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from limpet.errors import PlanError
-from limpet.text import to_repr, with_article
+from limpet.text import is_text, to_repr, with_article
 
 ADDED_METRICS = "metrics"
 """The default name of metrics that no evaluation job records, such as those of the training. No job
@@ -26,7 +26,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
             + with_article(type(metrics).__name__)
         )
     for name, value in metrics.items():
-        if not _is_name(name) or not _is_number(value):
+        if not is_text(name) or not _is_number(value):
             shape = getattr(value, "shape", None)
             raise PlanError(
                 f"The metric {to_repr(name)[:80]} is not a number",
@@ -43,13 +43,6 @@ def _copy_value(value: Any) -> Any:
     if hasattr(value, "detach"):
         return value.detach().clone()
     return value.copy() if hasattr(value, "copy") else value
-
-
-def _is_name(name: object) -> bool:
-    try:
-        return isinstance(name, str) and name.encode() is not None
-    except UnicodeEncodeError:  # an unpaired surrogate
-        return False
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, cast
 
 from limpet.arguments import check_whole, require, whole
 from limpet.errors import LimpetError, PlanError
-from limpet.text import without_surrogates
+from limpet.text import is_text
 
 Kind = Literal["training", "evaluation", "prediction"]
 KINDS: tuple[Kind, ...] = ("training", "evaluation", "prediction")
@@ -126,11 +126,6 @@ def check_kind(kind: str) -> Kind:
     """Return the kind of a task. Raises ``LimpetError`` if there is no such kind."""
     require("The kind of a task", kind in KINDS, " or ".join(map(repr, KINDS)), kind)
     return cast("Kind", kind)
-
-
-def is_text(value: object) -> bool:
-    """Return True for a str that can be sent: it has no surrogates."""
-    return isinstance(value, str) and value == without_surrogates(value)
 
 
 def _limits(job: str, key: object, value: int | range | None) -> tuple[int, int | None]:

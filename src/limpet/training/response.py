@@ -64,9 +64,8 @@ class PreemptionResponse(Observer):
         saver: Saver,
         ending: Ending,
         savepoint: StepSavepoint,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._group, self._clock = settings, group, clock
+        self._settings, self._group = settings, group
         self._steps, self._goodput, self._saver, self._ending = step_counter, goodput, saver, ending
         self.agreement: Agreement | LocalAgreement = LocalAgreement()
         """The agreement of the ranks, once the training has started."""
@@ -82,10 +81,8 @@ class PreemptionResponse(Observer):
 
         self._has_called = False  # ``save_fn`` has returned
         self._noted = _NOTHING  # what the ranks have agreed on in the block of ``watch_scope``
-        self._timer = ExitTimer(clock)
-        self._savepoint_saver = SavepointSaver(
-            savepoint, goodput, saver, group, clock, on_lost=self._on_lost
-        )
+        self._timer = ExitTimer()
+        self._savepoint_saver = SavepointSaver(savepoint, goodput, saver, group, self._on_lost)
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
@@ -187,15 +184,13 @@ class PreemptionResponse(Observer):
             events.emit("notice", source=notice.source, seconds=None)
             self.agreement.propose(SAVE_ON_REQUEST)
             return
-        deadline = Deadline(
-            f"the exit after {notice.source}", self._clock() + plan.seconds, self._clock
-        )
+        deadline = Deadline(f"the exit after {notice.source}", time.monotonic() + plan.seconds)
         is_first = self._deadline is None
         if not self._set_deadline(deadline, notice.source):
             return
-        self._savepoint_saver.expect(deadline, self._clock() + plan.train_seconds)
+        self._savepoint_saver.expect(deadline, time.monotonic() + plan.train_seconds)
         if plan.train_seconds:
-            self._leave_at(self._clock() + plan.train_seconds)
+            self._leave_at(time.monotonic() + plan.train_seconds)
             if is_first:
                 self._propose(SAVE_BEFORE_STOP, deadline)
         else:
@@ -203,16 +198,16 @@ class PreemptionResponse(Observer):
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """Respond to a notice that any rank has received."""
-        clock = self.agreement.clock if isinstance(self.agreement, Agreement) else self._clock
-        at = self._clock() + deadline.at - clock()
-        agreed = Deadline(f"the exit after {deadline.cause}", at, self._clock)
+        clock = self.agreement.clock if isinstance(self.agreement, Agreement) else time.monotonic
+        at = time.monotonic() + deadline.at - clock()
+        agreed = Deadline(f"the exit after {deadline.cause}", at)
         if self._set_deadline(agreed, deadline.cause):
             # the rank with the notice proposes it too, unless it dies
             self._leave_at(at - self._exit_seconds())
             if self._settings is not None:  # those of the rank with the notice are the same
                 notice = Notice(deadline.cause, agreed.seconds_left)
                 plan = self._settings.plan(notice, self._exit_seconds())
-                self._savepoint_saver.expect(agreed, self._clock() + plan.train_seconds)
+                self._savepoint_saver.expect(agreed, time.monotonic() + plan.train_seconds)
 
     def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
         """Leave alone if ranks could not agree on a notice, unless as a training has ended."""
@@ -236,7 +231,7 @@ class PreemptionResponse(Observer):
             f" has not returned from a call for {left:.0f} s"
         )
         end = partial(self._end_now, exit_status.FAILED, message)
-        self._timer.set("error", self._clock() + left, end)
+        self._timer.set("error", time.monotonic() + left, end)
 
     def on_raised(self) -> None:
         """The training thread has raised the error of another rank."""
@@ -246,7 +241,7 @@ class PreemptionResponse(Observer):
         """Leave soon: with a rank dead, no collective operation of the training may ever return."""
         self._is_without_ranks = True
         if self._deadline is not None:
-            at = self._clock() + self._deadline.seconds_left / 2
+            at = time.monotonic() + self._deadline.seconds_left / 2
             self._timer.set("exit", at, self._end_late)
 
     def _set_deadline(self, deadline: Deadline, cause: str) -> bool:

@@ -160,7 +160,6 @@ class SavepointSaver:
         durations: Goodput,
         saver: Saver,
         group: Group,
-        clock: Callable[[], float] = time.monotonic,
         on_lost: Callable[[], object] = no_op,
     ) -> None:
         self.saved_step: int | None = None
@@ -178,7 +177,6 @@ class SavepointSaver:
         self._group = self._own_group = group
         self._begun_key = ""
         self._choice: Collective | None = None
-        self._clock = clock
         self._on_lost = on_lost
         self._deadline: Deadline | None = None
         self._leave_at = 0.0
@@ -280,7 +278,7 @@ class SavepointSaver:
         """Return the deadline when it is time to save, or None if the training has left."""
         polls_at = 0.0
         while not self._is_stopped:
-            deadline, now = self._deadline, self._clock()
+            deadline, now = self._deadline, time.monotonic()
             if deadline is None or now >= deadline.at:
                 return None
             if self._is_hastened or now >= self._needed_at(deadline, now):
@@ -308,7 +306,7 @@ class SavepointSaver:
             if not self._begun_key:
                 return False  # the training has made no step
             group.kv.compare_and_set(self._begun_key, "1")
-            respond = replace(limit, at=self._clock() + max(deadline.seconds_left / 3, 1.0))
+            respond = replace(limit, at=time.monotonic() + max(deadline.seconds_left / 3, 1.0))
             operation = "the save before the exit"
             broadcast_from_first(group, operation, lambda: True, bool, deadline=respond)
         step = 0
