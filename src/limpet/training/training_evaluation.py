@@ -337,8 +337,8 @@ class TrainingEvaluation:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._state = "closed"
         try:
-            if error is None and self.queue is None:
-                self._finish()
+            while error is None and self.queue is None and not self.finish():
+                pass
         except BaseException as e:
             error = e
             raise
@@ -346,28 +346,21 @@ class TrainingEvaluation:
             self.abandon(f"the training ended with {type(error).__name__}")
             self._agreement.close()
 
-    def _finish(self) -> None:
-        """Complete what is in progress, and evaluate the last step if that is due."""
-        # there may have been no step: after a resume from the last version
-        step, cadence = self._ckpt.current_step, self._start()
-        self._drain(step)
-        if self._is_last_due(step, cadence):
-            if self._is_exact:  # it is saved in any case, so also if the evaluation fails
-                self._ckpt.save()
-            self._begin(step)
-            self._drain(step)
-
     def finish(self) -> bool:
         """With ``queue=``: complete what is in progress, and evaluate the last step if it is due,
         while workers do the tasks. Returns whether that is done; call it again until then. Raises
-        as ``step``."""
-        if self._ckpt._preemption.is_leaving:
+        as ``step``. Without ``queue=``, the end of the ``with`` block does it."""
+        if self._ckpt._preemption.is_leaving and self.queue is not None:
             self.abandon("the process will be stopped")
             return True
+        # there may have been no step: after a resume from the last version
         step, cadence = self._ckpt.current_step, self._start()
         if self._share is not None:
+            self._agreed |= self._agreement.step()
             self._advance(self._share, step, may_end=True)
         if self._share is None and self._is_last_due(step, cadence):
+            if self._is_exact and self.queue is None:
+                self._ckpt.save()  # it is saved in any case, so also if the evaluation fails
             self._begin(step)
         return self._share is None
 
@@ -377,11 +370,6 @@ class TrainingEvaluation:
         # no step follows on which the ranks could agree
         operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due
         return self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool)
-
-    def _drain(self, step: int) -> None:
-        while (share := self._share) is not None:
-            self._agreed |= self._agreement.step()
-            self._advance(share, step, may_end=True)
 
     def abandon(self, cause: str) -> None:
         """End the evaluation in progress, if there is one, without a record. It begins again at the
