@@ -21,17 +21,11 @@ from limpet.buffers import Buffer, shared_pool
 from limpet.convert import arrange, read_dcp, read_safetensors
 from limpet.convert.copy import find_same
 from limpet.convert.export_record import require_intact
-from limpet.convert.mmap_files import MappedFile
+from limpet.convert.mmap_files import ForeignFile, MappedFile
 from limpet.convert.read_dcp import load_dcp
 from limpet.convert.read_safetensors import load_huggingface_folder, load_safetensors
 from limpet.convert.read_torch import load_torch_file
-from limpet.convert.stored_files import (
-    ForeignFile,
-    ForeignFolder,
-    StoredFile,
-    is_safetensors,
-    locate_foreign,
-)
+from limpet.convert.stored_files import ForeignFolder, StoredFile, is_safetensors, locate_foreign
 from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members

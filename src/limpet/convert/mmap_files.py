@@ -15,6 +15,7 @@ import stat
 import sys
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,37 @@ from limpet.types import MIB, Advance
 _LOCAL_HEADER_SIZE = 30
 
 
-class MappedFile:
+class ForeignFile(ABC):
+    """A file of a foreign checkpoint, with ``length`` bytes at the path or URL ``path``."""
+
+    path: str
+    length: int
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from ``start`` to ``stop``, or to the end of the file."""
+
+    @abstractmethod
+    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
+        """Return the row-major tensor at byte ``start``, which the caller has checked."""
+
+    @abstractmethod
+    def mapped(self, advance: Advance = no_op) -> MappedFile:
+        """Return the file as a mapped one."""
+
+    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
+        """Return the error for content that violates the format of the file."""
+        return FormatError(
+            f"{self.path} is damaged or has another format, at offset {offset}",
+            expected=expected,
+            found=found[:300],
+            todo="Use another copy of the file",
+            file=self.path,
+            offset=offset,
+        )
+
+
+class MappedFile(ForeignFile):
     """A memory-mapped file, read-only, unmapped when nothing refers to its memory. ``fetched``: a
     descriptor that this object owns, if the file was fetched from the URL ``path``."""
 
@@ -68,11 +99,9 @@ class MappedFile:
             os.close(fd)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from ``start`` to ``stop``, or to the end of the file."""
         return bytes(self.view[start:stop])
 
     def mapped(self, advance: Advance = no_op) -> MappedFile:
-        """Return this file: it is mapped."""
         return self
 
     @contextmanager
@@ -99,8 +128,7 @@ class MappedFile:
             self._fetched.close()
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
-        """Return the row-major tensor whose bytes begin at ``start``, which need not be aligned. It
-        must not be written to. The caller has checked that it is within the file."""
+        """See ``ForeignFile``. ``start`` need not be aligned. Nobody may write to the tensor."""
         import torch
 
         torch_dtype = getattr(torch, dtype)
@@ -108,22 +136,6 @@ class MappedFile:
             return torch.empty(shape, dtype=torch_dtype, device="cpu")
         flat = torch.frombuffer(self._memory, dtype=torch_dtype, count=prod(shape), offset=start)
         return flat.view(shape)
-
-    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
-        """Return the error for content that violates the format of the file."""
-        return format_error(self.path, expected, found, offset)
-
-
-def format_error(path: str, expected: str, found: str, offset: int = 0) -> FormatError:
-    """Return the error for content that violates the format of the file at a path or URL."""
-    return FormatError(
-        f"{path} is damaged or has another format, at offset {offset}",
-        expected=expected,
-        found=found[:300],
-        todo="Use another copy of the file",
-        file=path,
-        offset=offset,
-    )
 
 
 class _MemoryViewIO(io.RawIOBase):

@@ -14,9 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from limpet.convert.extent import check_bytes, check_extent
-from limpet.convert.mmap_files import MappedFile, ZipRecord, check_crc, read_zip_records
+from limpet.convert.mmap_files import (
+    ForeignFile,
+    MappedFile,
+    ZipRecord,
+    check_crc,
+    read_zip_records,
+)
 from limpet.convert.read_torch import ZIP_MAGIC, torch_load
-from limpet.convert.stored_files import ForeignFile, ForeignFolder, require_space
+from limpet.convert.stored_files import ForeignFolder, require_space
 from limpet.errors import FormatError, NotFound, PlanError, Unsupported
 from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, is_valid_shape
 from limpet.layout.global_plan import make_global_plan

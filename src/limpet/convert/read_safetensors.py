@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from limpet.convert.mmap_files import ForeignFile
 from limpet.convert.read_torch import LoadedFile, load_torch_file
-from limpet.convert.stored_files import ForeignFile, ForeignFolder, is_safetensors, require_space
+from limpet.convert.stored_files import ForeignFolder, is_safetensors, require_space
 from limpet.errors import FormatError, NotFound, Unsupported
 from limpet.format.safetensors import decode_entries
 from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder

@@ -16,8 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from limpet.convert.extent import check_extent
-from limpet.convert.mmap_files import MappedFile, check_crc, read_zip_records
-from limpet.convert.stored_files import ForeignFile
+from limpet.convert.mmap_files import ForeignFile, MappedFile, check_crc, read_zip_records
 from limpet.errors import FormatError, LimpetError, Unsupported
 from limpet.text import format_list
 from limpet.threads import Workers, no_op

@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from limpet.convert.mmap_files import MappedFile, format_error
-from limpet.errors import FormatError, NoSpace, NotFound, StoreError
+from limpet.convert.mmap_files import ForeignFile, MappedFile
+from limpet.errors import NoSpace, NotFound, StoreError
 from limpet.format.safetensors import MAX_HEADER
 from limpet.snapshot.location import Location, locate
 from limpet.state.arrays.own import Source
@@ -27,26 +27,7 @@ from limpet.threads import Workers, no_op
 from limpet.types import BLOCK_SIZE, Advance
 
 
-class ForeignFile(Protocol):
-    """A file of a foreign checkpoint: a ``MappedFile`` or a ``StoredFile``."""
-
-    path: str
-    length: int
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from ``start`` to ``stop``, or to the end of the file."""
-        ...
-
-    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
-        """Return the row-major tensor at byte ``start``, which the caller has checked."""
-        ...
-
-    def mapped(self, advance: Advance = no_op) -> MappedFile: ...
-
-    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError: ...
-
-
-class StoredFile:
+class StoredFile(ForeignFile):
     """An object of ``length`` bytes in a store; ``path`` is its URL. Raises ``NotFound``."""
 
     def __init__(self, location: Location) -> None:
@@ -117,10 +98,6 @@ class StoredFile:
                 todo="Import it again",
                 key=self.path,
             )
-
-    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
-        """See ``MappedFile.format_error``."""
-        return format_error(self.path, expected, found, offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
