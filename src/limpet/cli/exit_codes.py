@@ -7,18 +7,7 @@ from collections.abc import Iterable
 
 import click
 
-from limpet.errors import (
-    AlreadyExists,
-    CommitError,
-    FormatError,
-    FormatTooNew,
-    LimpetError,
-    NoSnapshot,
-    NotFound,
-    PlanError,
-    StoreError,
-    Unavailable,
-)
+from limpet import errors
 from limpet.notices.exit_status import GIVE_UP, SAVED, UNSAVED
 
 (
@@ -64,16 +53,16 @@ MEANINGS: dict[int, str] = {
 }
 
 # The first match applies.
-_CODES_BY_ERROR: tuple[tuple[type[LimpetError], int], ...] = (
-    (FormatTooNew, UNSUPPORTED),
-    (FormatError, DAMAGED),
-    (NotFound, NOT_FOUND),
-    (NoSnapshot, NOT_FOUND),
-    (AlreadyExists, EXISTS),
-    (Unavailable, UNAVAILABLE),
-    (StoreError, STORE_FAILED),
-    (PlanError, UNSUPPORTED),
-    (CommitError, NOT_COMMITTED),
+_CODES_BY_ERROR: tuple[tuple[type[errors.LimpetError], int], ...] = (
+    (errors.FormatTooNew, UNSUPPORTED),
+    (errors.FormatError, DAMAGED),
+    (errors.NotFound, NOT_FOUND),
+    (errors.NoSnapshot, NOT_FOUND),
+    (errors.AlreadyExists, EXISTS),
+    (errors.Unavailable, UNAVAILABLE),
+    (errors.StoreError, STORE_FAILED),
+    (errors.PlanError, UNSUPPORTED),
+    (errors.CommitError, NOT_COMMITTED),
 )
 
 
@@ -86,9 +75,9 @@ def exit_code(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else OTHER
 
 
-def exit_on_errors(ctx: click.Context, errors: Iterable[BaseException]) -> None:
+def exit_on_errors(ctx: click.Context, found: Iterable[BaseException]) -> None:
     """Exit with ``DAMAGED`` if one error is damage, otherwise with the code of the first error."""
-    codes = [exit_code(e) for e in errors]
+    codes = [exit_code(e) for e in found]
     if codes:
         ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
 

@@ -13,14 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from limpet.convert import mmap_files
 from limpet.convert.extent import check_bytes, check_extent
-from limpet.convert.mmap_files import (
-    ForeignFile,
-    MappedFile,
-    ZipRecord,
-    check_crc,
-    read_zip_records,
-)
 from limpet.convert.read_torch import ZIP_MAGIC, torch_load
 from limpet.convert.stored_files import ForeignFolder, require_space
 from limpet.errors import FormatError, NotFound, PlanError, Unsupported
@@ -166,8 +160,8 @@ class _DcpFolder:
 
     def __init__(self, folder: ForeignFolder) -> None:
         self._folder, self.path = folder, folder.path
-        self._opened: dict[str, ForeignFile] = {}
-        self.files: dict[str, MappedFile] = {}
+        self._opened: dict[str, mmap_files.ForeignFile] = {}
+        self.files: dict[str, mmap_files.MappedFile] = {}
         self._parts = 0
         self.metadata_file = folder.open(METADATA_FILE).mapped()
         self.metadata_file.release_descriptor()
@@ -316,14 +310,14 @@ def _check_coverage(folder: _DcpFolder, values: dict[str, Any]) -> None:
 
 
 def _read_checked_records(
-    file: MappedFile, fqn: str, start: int, stop: int, advance: Advance
-) -> dict[str, ZipRecord]:
+    file: mmap_files.MappedFile, fqn: str, start: int, stop: int, advance: Advance
+) -> dict[str, mmap_files.ZipRecord]:
     """Return the records of the zip file at bytes ``start`` to ``stop``; check their CRCs."""
     if bytes(file.view[start : start + 4]) != ZIP_MAGIC:
         raise file.format_error(f"{fqn} as torch.save writes it", "something else", start)
-    records = read_zip_records(file, start, stop)
+    records = mmap_files.read_zip_records(file, start, stop)
     for record in records.values():
-        check_crc(file, record, advance)
+        mmap_files.check_crc(file, record, advance)
     return records
 
 
@@ -362,7 +356,7 @@ def _map_box(folder: _DcpFolder, stored_box: _StoredBox, advance: Advance) -> No
         stored_box.tensor = flat.as_strided(stored_box.box.sizes, tuple(stride), offset)
 
 
-def _record_bytes(file: MappedFile, record: ZipRecord) -> bytes:
+def _record_bytes(file: mmap_files.MappedFile, record: mmap_files.ZipRecord) -> bytes:
     return bytes(file.view[record.start : record.stop])
 
 
