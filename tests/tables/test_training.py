@@ -424,6 +424,21 @@ def test_a_worker_that_leaves_out_a_step_gets_the_same_records_again(tmp_path):
         assert seen(training.servers) == [1] * RECORDS
 
 
+def test_the_number_of_records_of_a_mini_batch_may_change(tmp_path):
+    sizes = []
+
+    def train(worker):
+        wanted = itertools.chain([10, 10, 7], itertools.repeat(25))
+        while (records := worker.next(next(wanted))) is not None:
+            sizes.append(len(records))
+            count_records(worker, records)
+            worker.step()
+
+    training = Training(tmp_path).run(train, workers=1)
+    assert sizes[:-1] == [10, 10, 7, *[25] * 10]
+    assert seen(training.servers) == [1] * RECORDS
+
+
 @pytest.mark.parametrize("options", [{}, {"grads_to_wait": 3}], ids=str)
 def test_gradients_of_a_step_that_is_left_out_are_not_those_of_the_next_one(tmp_path, options):
     """Of dense parameters, as of rows."""

@@ -77,6 +77,7 @@ class Worker:
         self._owner: dict[str, int] = {}
         self._pulled: dict[str, torch.Tensor] = {}
         self._batches: TaskBatches | None = None
+        self._batch_size = 0
         self._reader: Iterator[Any] = iter(())
         self._keys: Keys | None = None
         self._batch = -1
@@ -142,11 +143,13 @@ class Worker:
     def _next_leased(self, batch_size: int) -> Keys | None:
         if self._keys is not None:
             return self._keys
-        if self._batches is None:
+        if self._batches is None or batch_size != self._batch_size:
+            self.close()
             side = TrainingSide(_Committing(self._queue, self._commit))
             self._batches = TaskBatches(
                 side, batch_size, worker=self._leased_by, lease_seconds=_LEASE_SECONDS
             )
+            self._reader, self._batch_size = iter(()), batch_size
         while (keys := next(self._reader, None)) is None:
             if self._queue.finished("training"):
                 return None
