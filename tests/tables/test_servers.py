@@ -280,6 +280,22 @@ def test_gradients_that_no_step_has_taken_are_part_of_the_next_one():
         assert look_up(torch.tensor([4])).tolist() == [[-6.0] * DIM]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("bag", "shape"), [(None, (3000,)), ("sum", (3000, 1)), ("sum", (30, 100)), ("max", (3000, 2))]
+)
+def test_all_gradients_of_an_id_count(dtype, bag, shape):
+    """The sum of more than 256 ones in bfloat16 is 256."""
+    servers = tables.Servers([words(dtype=dtype, initializer=tables.Constant(0.0))])
+    module = tables.EmbeddingBag(servers, "words", mode=bag) if bag else None
+    module = module or tables.Embedding(servers, "words")
+    out = module(torch.full(shape, 4))
+    assert str(out.dtype) == f"torch.{dtype}"
+    out.sum().backward()
+    servers.step()
+    assert servers.lookup("words", [4])[0].tolist() == pytest.approx([-3000.0] * DIM, rel=0.005)
+
+
 def test_a_second_backward_through_one_graph_adds_its_gradient():
     servers = tables.Servers([words(initializer=tables.Constant(0.0))])
     loss = tables.Embedding(servers, "words")(torch.tensor([4])).sum()

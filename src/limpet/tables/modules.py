@@ -49,7 +49,7 @@ class Embedding(_LookUp):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows, numbers, _ = self._look_up(ids)
-        return functional.embedding(numbers, rows)
+        return functional.embedding(numbers, rows.float()).to(rows.dtype)
 
 
 class EmbeddingBag(_LookUp):
@@ -80,14 +80,16 @@ class EmbeddingBag(_LookUp):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, numbers, padding = self._look_up(ids)
+        dtype, rows = rows.dtype, rows.float()  # a sum of ones in bfloat16 ends at 256
         if numbers.shape[1:] == (1,) and offsets is None and per_sample_weights is None:
-            return functional.embedding(numbers[:, 0], rows)  # its backward pass is faster
-        return functional.embedding_bag(
+            return functional.embedding(numbers[:, 0], rows).to(dtype)  # a faster backward pass
+        bags = functional.embedding_bag(
             numbers,
             rows,
             offsets,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.float(),
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+        return bags.to(dtype)
