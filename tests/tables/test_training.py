@@ -403,6 +403,24 @@ def test_another_model_in_a_worker_is_refused(tmp_path, other):
     assert torch.equal(other.weight, before)
 
 
+def test_gradients_of_rows_that_were_not_looked_up_by_the_worker_are_refused(tmp_path):
+    """No step has them."""
+    training = Training(tmp_path)
+    look_up = tables.Embedding(training.servers, "seen")
+
+    def train(worker):
+        while (records := worker.next(10)) is not None:
+            with torch.no_grad():
+                look_up(torch.tensor(records))
+            if training.ckpt.current_step >= 3:
+                look_up(torch.tensor(records)).sum().backward()
+            worker.step()
+
+    with pytest.raises(LimpetError, match=r"looked up in the Servers: use worker\.tables"):
+        training.run(train, workers=1)
+    assert training.ckpt.current_step == 3
+
+
 def test_mistakes_of_a_call_of_train(tmp_path):
     training = Training(tmp_path)
     with training.ckpt:

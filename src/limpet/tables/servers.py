@@ -299,6 +299,9 @@ class Servers(TableMember):
         call_all(self._engine, "restart", self._coordinator.generation, self._coordinator.epoch)
 
     def _after_step(self) -> None:
+        if self.client.take():
+            todo = "use worker.tables in the function of a worker"
+            raise LimpetError(f"Nobody pushes gradients of rows looked up in the Servers: {todo}")
         if self.scheduler is not None:
             with self._lock:
                 self.scheduler.step()
