@@ -384,6 +384,16 @@ def test_what_cannot_be_distributed_is_refused(tmp_path):
 
     with pytest.raises(LimpetError, match="LBFGS"):
         tables.Servers([counting_table()], dense=lbfgs)
+    for make, message in (
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau, whose step.. needs"),
+        (lambda sgd: torch.optim.lr_scheduler.OneCycleLR(sgd, 1, 9), "cycle_momentum=False"),
+        (lambda sgd: torch.optim.lr_scheduler.CyclicLR(sgd, 1, 9), "cycle_momentum=False"),
+    ):
+        model = torch.nn.Linear(1, 1)
+        sgd = torch.optim.SGD(model.parameters(), 1.0, momentum=0.5)
+        made = model, sgd, make(sgd)
+        with pytest.raises(LimpetError, match=message):
+            tables.Servers([counting_table()], dense=lambda made=made: made)
     with pytest.raises(LimpetError, match=r"\(model, optimizer\)"):
         tables.Servers([counting_table()], dense=lambda: torch.nn.Linear(1, 1))
 

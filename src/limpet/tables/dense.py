@@ -38,6 +38,17 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ``LimpetError`` for a scheduler that needs more than the number of the step, or changes
+    more than the learning rates, which are all that servers get."""
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise LimpetError(f"dense= has the scheduler {kind}, whose step() needs a metric")
+    if getattr(scheduler, "cycle_momentum", False):
+        todo = "use cycle_momentum=False"
+        raise LimpetError(f"dense= has the scheduler {kind}, which changes momentum, too: {todo}")
+
+
 def keep_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
     """Remove the other tensors from a model, which cannot be called then, and its optimizer."""
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in names}

@@ -133,6 +133,7 @@ class Servers(TableMember):
             require("dense=", is_valid, expected, made)
             self.model, self.optimizer, self.scheduler = (*made, None)[:3]
             dense_parts.check_optimizer(self.optimizer)
+            dense_parts.check_scheduler(self.scheduler)
             self.optimizer.zero_grad()
             self.optimizer.step()  # of nothing: a scheduler warns if it steps before the first one
 
