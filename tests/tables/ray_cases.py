@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -226,6 +227,16 @@ def test_workers_evaluate_a_step_exactly_whoever_is_killed(tmp_path):
     assert len(found) > 3
     assert found == {step: pytest.approx(4 * step) for step in found}
     assert max(found) == 100
+
+
+def test_an_answer_that_is_larger_than_the_object_store_arrives(cluster):
+    """Ray puts what does not fit onto the disk."""
+    large = tables.Table("large", 4096, optimizer=tables.SGD(1.0))
+    with tables.Servers([large], engine="ray", ray=RAY) as servers:
+        servers.fill("large", [7], torch.ones(1, 4096))
+        vectors = servers.lookup("large", range(6000))  # 98 MB, and the store has 84
+    assert torch.equal(vectors[7], torch.ones(4096))
+    assert torch.equal(vectors[5999:], large.initial(np.array([5999])))
 
 
 def fail(worker):
