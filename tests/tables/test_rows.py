@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -123,6 +124,21 @@ def test_rows_are_used_again_before_there_are_more():
         insert(rows, np.random.default_rng(rows.count).integers(200, 2**60, 100 - rows.count))
     assert len(rows.column("ids")) == 100
     assert rows.nbytes < 100 * 200 + 4096 + 1000
+
+
+@pytest.mark.slow
+def test_a_deletion_costs_the_same_beside_any_number_of_deleted_rows():
+    seconds = {}
+    for deleted in (10_000, 4_000_000):
+        rows = some_rows(range(deleted))
+        rows.delete(rows.live())
+        times = []
+        for n in range(50):
+            start = time.perf_counter()
+            rows.delete(insert(rows, range(deleted + 100 * n, deleted + 100 * (n + 1))))
+            times.append(time.perf_counter() - start)
+        seconds[deleted] = min(times)
+    assert seconds[4_000_000] < 10 * seconds[10_000]
 
 
 def test_rows_of_a_version_are_adopted():

@@ -126,7 +126,7 @@ class Rows:
         self._arrays["flags"] = GrowableArray(torch.uint8, None)
         self._index = IdIndex()
         self._stop = self.count = 0  # all rows are below; the number of those that live
-        self._free = np.empty(0, np.int64)  # deleted rows
+        self._free, self._free_count = np.empty(0, np.int32), 0  # a stack of deleted rows
         self._deleted: list[Ids] = []  # since the last committed version
         self._cuts: list[Cut] = []
         self._save: Cut | None = None  # that of a save
@@ -162,11 +162,12 @@ class Rows:
 
     def insert(self, ids: Ids) -> RowNumbers:
         """Return new rows for ids that are distinct and have none."""
-        stop = self._stop + max(0, len(ids) - len(self._free))
+        left = max(0, self._free_count - len(ids))
+        reused = self._free[left : self._free_count].astype(np.int64)
+        stop = self._stop + len(ids) - len(reused)
         self.reserve(stop)
-        reused, self._free = self._free[: len(ids)], self._free[len(ids) :]
         rows = np.concatenate([reused, np.arange(self._stop, stop)])
-        self._stop = stop
+        self._stop, self._free_count = stop, left
         for name, column in self.columns.items():
             if column.initial is not None:  # memory that was never used is zero
                 fill = rows if column.initial else reused
@@ -192,7 +193,10 @@ class Rows:
             self._deleted.append(stored)
         flags[rows] = 0
         self._index.remove(ids, rows)
-        self._free = np.concatenate([rows, self._free])
+        first, self._free_count = self._free_count, self._free_count + len(rows)
+        if self._free_count > len(self._free):
+            self._free = np.resize(self._free, 2 * self._free_count)
+        self._free[first : self._free_count] = rows
         self.count -= len(rows)
 
     def adopt(self, count: int) -> None:
