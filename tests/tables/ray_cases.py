@@ -18,7 +18,7 @@ from limpet.errors import FormatError, LimpetError
 from limpet.evaluation import Selection, Workers
 from limpet.storage.memory import MemoryStore
 from limpet.tasks import Queue
-from tests.tables import ray_driver
+from tests.tables import ray_driver, test_lost_buckets
 from tests.tables.ray_driver import RAY, Train, servers_alive
 from tests.tables.trainings import URLS, WORDS, Training
 from tests.waiting import wait_until
@@ -185,6 +185,22 @@ def test_asynchronous_records_count_once_and_the_number_of_workers_changes(tmp_p
     for _, segment in sorted(segments.items(), key=segment_number):
         rows.update(zip(segment["ids"].tolist(), segment["values"][:, 0].tolist(), strict=True))
     assert rows == dict.fromkeys(range(200), 2.0)
+    check_versions(tmp_path / "run")
+
+
+class Killing(test_lost_buckets.Training):
+    """Kills processes of servers, by their age."""
+
+    def kill(self, *numbers):
+        for pid in [servers_alive()[number] for number in numbers]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_only_the_buckets_of_killed_servers_return_to_a_version(tmp_path):
+    """Of one before the first save but that of the beginning, and of both during a save."""
+    training = Killing(tmp_path / "run", {3: [0], 35: [0, 1]}, ray=RAY).run()
+    assert len(test_lost_buckets.check(training)) == 3
+    assert not training.names("resumed")
     check_versions(tmp_path / "run")
 
 

@@ -38,7 +38,7 @@ STYLES = {
             *("pin_left", "read_again", "waiting", *_LESS),
             *("request_unseen", "read_alone", "not_agreed", "savepoint_failed"),
             *("training_evaluated", "ranks_awaited", "notice", "notice_source_failed", "preempted"),
-            *("worker_lost", "server_lost"),
+            *("worker_lost", "server_lost", "buckets_returned"),
         ),
         "yellow",
     ),
@@ -142,16 +142,15 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "deleted": f"deleted {version}",
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
         "worker_lost": f"replaced {text_field(fields, 'worker')}: {error}",
-        "server_lost": f"lost {text_field(fields, 'servers')}, and returns to a version",
+        "server_lost": f"lost {text_field(fields, 'servers')} of the tables",
+        "buckets_returned": f"returned only {text_field(fields, 'server')} to {version}",
         "read_again": f"read again, and it was right: {_error_without_todo(fields)}",
         "notice_source_failed": f"could not watch {text_field(fields, 'source')} for notices:"
         f" {error}",
         "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
         "savepoint_failed": f"could not capture or save the last step for a notice: {error}",
-        "read_alone": (
-            f"read {text_field(fields, 'url')} without shared memory:"
-            f" {text_field(fields, 'reason')}"
-        ),
+        "read_alone": f"read {text_field(fields, 'url')} without shared memory:"
+        f" {text_field(fields, 'reason')}",
         "request_unseen": (
             f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),

@@ -93,8 +93,8 @@ class Work(NamedTuple):
 
 
 class Driver:
-    """The loop. ``workers``: how many there should be; ``roll_back`` returns the whole training to
-    its newest version, after servers are lost."""
+    """The loop. ``workers``: how many there should be; ``recover`` replaces servers that are lost,
+    and begins another generation."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class Driver:
         evaluation: TrainingEvaluation | None,
         workers: int,
         after_step: Callable[[], object],
-        roll_back: Callable[[], None],
+        recover: Callable[[], None],
     ) -> None:
         self.workers = workers
         self._coordinator, self._engine, self._inbox = coordinator, engine, inbox
-        self._ckpt, self._after_step, self._roll_back = ckpt, after_step, roll_back
+        self._ckpt, self._after_step, self._recover = ckpt, after_step, recover
         self._evaluation = evaluation
         self._running: set[str] = set()
         self._done = 0
@@ -286,7 +286,7 @@ class Driver:
         self._engine.stop_worker(name)
 
     def _restart(self) -> None:
-        """Return to the newest version, under a new generation, after servers are lost."""
+        """Go on under a new generation, after servers are lost."""
         self._losses += 1
         names = ", ".join(f"server {number}" for number in sorted(self._engine.lost))
         error = LimpetError(f"{names} of the tables was lost")
@@ -294,10 +294,11 @@ class Driver:
             raise error
         events.emit("server_lost", run=self._ckpt.run.url, servers=names, error=error)
         self._stop_workers()
-        self._done, self._metrics, self._is_stopping = 0, {}, False
+        self._done, self._metrics = 0, {}
         if self._evaluation is not None:
-            self._evaluation.abandon("the training returns to a version")
-        self._roll_back()
+            self._evaluation.abandon("a server of the tables was lost")
+        self._recover()
+        self._is_stopping = self._ckpt.should_stop
 
     def _stop_workers(self) -> None:
         for name in sorted(self._running):

@@ -39,12 +39,13 @@ class _Process(msgspec.Struct, frozen=True):
 
 
 class _CutPlan(msgspec.Struct, frozen=True):
-    """What rank 0 decides: the name of new segments, which tables are written in full, and the
-    counts of all servers."""
+    """What rank 0 decides: the name of new segments, which tables are written in full, the counts
+    of all servers, and the losses."""
 
     suffix: str
     full: list[str]
     servers: list[_Counts]
+    losses: list[dict[str, int]]
 
 
 _Stored = Mapping[str, Mapping[str, segments.StoredSegment]]
@@ -72,6 +73,9 @@ class TableMember(Streamed):
         self.servers, self._first, self.count = servers, first, count
         self._make_mark = make_mark
         self.ranges = segments.equal_ranges(count)
+        self.losses: list[dict[str, int]] = []
+        """The ``losses`` of each table: buckets that have returned to a version."""
+
         self._base = ""
         """The digest of the version that has all rows that do not count as changed."""
 
@@ -135,7 +139,7 @@ class TableMember(Streamed):
             added += sum(touched + deleted for _, touched, deleted in counts)
             if not is_usable or not stored or 2 * added > sum(rows for rows, _, _ in counts):
                 full.append(name)
-        return _CutPlan(token_hex(4), full, servers)
+        return _CutPlan(token_hex(4), full, servers, self.losses)
 
     def _table(self, name: str, mark: Mark, plan: _CutPlan, saved: Mapping[str, Any]) -> Any:
         """Return the tree of a table, and remember its segments for the next save."""
@@ -147,6 +151,7 @@ class TableMember(Streamed):
             "step": mark.step,
             "batches": mark.batches,
             "first_buckets": [buckets.start for buckets in self.ranges],
+            **({"losses": plan.losses} if plan.losses else {}),
         }
         for set_name in SETS:
             key = f"{name}/{set_name}"
@@ -207,7 +212,8 @@ class TableMember(Streamed):
             for name, table in saved.items()
             for n in SETS
         }
-        firsts = next(iter(saved.values()))["first_buckets"]
+        first_table = next(iter(saved.values()))
+        firsts, self.losses = first_table["first_buckets"], first_table.get("losses", [])
         if len(firsts) == self.count:
             self.ranges = segments.ranges_from(firsts)
         else:

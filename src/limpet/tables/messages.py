@@ -4,7 +4,7 @@ A *push* is what one mini-batch of a worker changes: rows by unique ids, gradien
 parameters, and buffers. A worker sends it to all servers, which hold it, and then *commits* it at
 the coordinator, whose answer, an ``Entry``, lets the servers apply it. The *ledger* has the newest
 entry of each worker. A *cut* is the state of all servers at one ledger; the coordinator counts cuts
-by *epochs*. Everything belongs to one *generation*: after a lost server, all return to a version.
+by *epochs*. Everything belongs to one *generation*, which ends when a server is lost.
 """
 
 from __future__ import annotations

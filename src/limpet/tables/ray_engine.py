@@ -23,16 +23,20 @@ import torch
 
 from limpet.arguments import require
 from limpet.errors import LimpetError
+from limpet.loading.binding import Leniency
+from limpet.loading.load import load_snapshot
 from limpet.ranks.group import Group
 from limpet.run.run import Run
 from limpet.settings import read_settings
+from limpet.snapshot.location import locate
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.tables.client import Placement, ServersLost, call_all
 from limpet.tables.dense import DensePart, distribute, keep_part
 from limpet.tables.driver import Ended, Work
 from limpet.tables.member import TableMember
-from limpet.tables.messages import Answer, Commit, Ids, NextBatch
+from limpet.tables.messages import Answer, Commit, Ids, Mark, NextBatch
 from limpet.tables.segments import equal_ranges
 from limpet.tables.server import StaleMessage, TableServer
 from limpet.tables.table import Table
@@ -127,9 +131,10 @@ def await_start(ray: Any, actors: Sequence[Any]) -> None:
 
 
 class LimpetTableServer(TableServer):
-    """A server in a process of its own, and its part of the training's state."""
+    """A server in a process of its own, and its part of the training's state. One that ``replaces``
+    a lost one is not valid until it restores a version."""
 
-    def __init__(self, path: list[str], setup: bytes, number: int) -> None:
+    def __init__(self, path: list[str], setup: bytes, number: int, *, replaces: bool) -> None:
         ray_cluster.add_path(path)
         tables, self._count, dense = pickle.loads(setup)
         self._number, self._state, part = number, dense, None
@@ -138,6 +143,8 @@ class LimpetTableServer(TableServer):
             keep_part(**dense, names=names)
             part = DensePart(**dense, names=names)
         super().__init__(tables, equal_ranges(self._count)[number], part)
+        if replaces:
+            self.replace(self.buckets, None)
         self._tables = TableMember(tables, [self], first=number, count=self._count, make_mark=None)
         self._group: Group | None = None
         self._serving = Lock()
@@ -153,6 +160,16 @@ class LimpetTableServer(TableServer):
             rank, count = self._number + 1, self._count
             self._group = Group.join(address, rank, count + 1, members=count, name=name)
             self._member = Member(run, {**self._state, key: self._tables}, group=self._group)
+
+    def recover(self, mark: Mark, url: str, digest: str) -> range | None:
+        """Apply the ledger of a mark, and return None. A new server reads its part of a version
+        instead, and returns its buckets."""
+        if self.generation:
+            self.mark(mark)
+            return None
+        version = SnapshotReader(locate(url), None, digest)
+        load_snapshot(version, self._member.state, leniency=Leniency(unexpected="ignore"))
+        return self.buckets  # its new Member has no base for the next save, which so is full
 
     def serve(self) -> None:
         """Take part in saves and resumes until the driver leaves the group, or a rank is lost."""
@@ -210,8 +227,8 @@ class RayEngine:
         self._group: Group | None = None
         self._joined = 0
 
-    def _start_server(self, number: int) -> Any:
-        return self._class.remote(ray_cluster.own_path(), self._setup, number)
+    def _start_server(self, number: int, *, replaces: bool = False) -> Any:
+        return self._class.remote(ray_cluster.own_path(), self._setup, number, replaces=replaces)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         try:
@@ -229,7 +246,8 @@ class RayEngine:
             address = self._group.address
             self._group.close()
         for number in sorted(self.lost):
-            old, self._actors[number] = self._actors[number], self._start_server(number)
+            old = self._actors[number]
+            self._actors[number] = self._start_server(number, replaces=True)
             self._ray.kill(old)
             self.lost.discard(number)  # last: `_end_server` may have noted the old one until now
         await_start(self._ray, self._actors)

@@ -9,8 +9,10 @@ from typing import Any, Literal, Self
 
 import torch
 
+from limpet import events
 from limpet.arguments import check_count, check_whole, real, require
 from limpet.errors import LimpetError
+from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.ranks.group import Group
 from limpet.run.run import Run
 from limpet.settings import read_settings
@@ -57,6 +59,8 @@ class Servers(TableMember):
     ``grads_to_wait=g``: a step consists of g consecutive mini-batches, with the average of the
     dense gradients and the sum of those of rows: the result does not depend on the number of
     workers and servers. ``seed``: of the random numbers of these mini-batches.
+    ``lost``: what returns to the newest version if a server on Ray is lost: ``"all"``, or only its
+    ``"buckets"`` and dense tensors, while everything else stays as it is.
 
     Raises ``LimpetError`` for invalid arguments.
     """
@@ -73,6 +77,7 @@ class Servers(TableMember):
         scale_by_staleness: bool = False,
         grads_to_wait: int | None = None,
         seed: int = 0,
+        lost: Literal["all", "buckets"] = "all",
     ) -> None:
         is_valid = isinstance(specs, Sequence) and all(isinstance(spec, Table) for spec in specs)
         require("specs", is_valid and bool(specs), "a list of Table", specs)
@@ -82,6 +87,11 @@ class Servers(TableMember):
         count = check_whole("count", count, f"a number of servers, 1 to {BUCKETS}", 1, BUCKETS)
         require("engine=", engine in ("local", "ray"), '"local" or "ray"', engine)
         require("ray=", engine == "ray" or ray is None, 'None without engine="ray"', ray)
+        require("lost=", lost in ("all", "buckets"), '"all" or "buckets"', lost)
+        can_differ = engine == "ray" and grads_to_wait is None
+        expected = '"all" without engine="ray", or with grads_to_wait='
+        require("lost=", lost == "all" or can_differ, expected, lost)
+        self._lost = lost
         if engine == "local" and read_settings().launched_world_size > 1:
             raise LimpetError(
                 'engine="local" has the tables in one process, but torchrun has started several:'
@@ -196,10 +206,13 @@ class Servers(TableMember):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Return for each table the sums over the servers: rows, bytes of memory, candidates (ids
         that are not yet admitted), and since the start, rows admitted and evicted, and gradients
-        refused (not finite) and dropped (not admitted)."""
+        refused (not finite) and dropped (not admitted). ``buckets_returned``: how often, since the
+        run began, a bucket of all tables has returned to a version (``lost="buckets"``)."""
         servers = [*call_all(self._engine, "statistics").values()]
+        returned = sum(each["stop_bucket"] - each["first_bucket"] for each in self.losses)
         return {
             name: {key: sum(each[name][key] for each in servers) for key in servers[0][name]}
+            | {"buckets_returned": returned}
             for name in self.specs
         }
 
@@ -219,10 +232,10 @@ class Servers(TableMember):
         consumed, or ``ckpt.should_stop`` is True. Each step calls ``ckpt.step``.
 
         ``train`` is called again in place of a worker that is lost. If a server on Ray is lost, all
-        return to the newest version, and continue; a run that has none gets one at the beginning.
-        ``ray``: options of the actors of workers. ``evaluation``: with the same queue; the workers
-        do its tasks, also those of the last step. Raises the error of ``train``, which ends all
-        workers, and what ``ckpt.step`` and ``evaluation.step`` raise.
+        return to the newest version (see ``lost=``), and all workers begin again; a run that has
+        none gets one at the beginning. ``ray``: options of the actors of workers. ``evaluation``:
+        with the same queue; the workers do its tasks, also those of the last step. Raises the error
+        of ``train``, which ends all workers, and what ``ckpt.step`` and ``evaluation.step`` raise.
         """
         workers = check_count("workers=", workers)
         require("queue=", isinstance(queue, Queue), "a Queue", queue)
@@ -253,24 +266,44 @@ class Servers(TableMember):
             evaluation=evaluation,
             workers=workers,
             after_step=self._after_step,
-            roll_back=lambda: self._roll_back(ckpt),
+            recover=lambda: self._recover(ckpt),
         )
         try:
             self._driver.run()
         finally:
             self._driver = None
 
-    def _roll_back(self, ckpt: Checkpointer) -> None:
-        """Return to the newest version, with other servers in place of those that are lost."""
+    def _recover(self, ckpt: Checkpointer) -> None:
+        """Start other servers in place of those that are lost, and return to the newest version."""
         has_ended = False
         while not has_ended:
             with suppress(LimpetError):  # the save in flight fails, which is an event
-                ckpt.wait()
+                newest = ckpt.wait()
                 has_ended = True
         ckpt._join_members()
-        if ckpt.resume() is None:
+        if self._lost == "all":
+            newest = ckpt.resume()
+        elif newest is not None:
+            self._return_buckets(newest, ckpt)
+        if newest is None:
             raise LimpetError(f"A server was lost, and {ckpt.run.url} has no version to return to")
         self._begin_generation(ckpt.current_step)
+
+    def _return_buckets(self, newest: Snapshot, ckpt: Checkpointer) -> None:
+        """Let new servers read their buckets of a version, and the others apply all commits."""
+        step, version = ckpt.current_step, newest.version
+        place = newest.url, reader_of(newest).digest
+        found = call_all(self._engine, "recover", self._coordinator.mark(), *place)
+        for number, buckets in [item for item in found.items() if item[1] is not None]:
+            if buckets != self.ranges[number]:
+                what = f"{newest.url} has other buckets for server {number} than this training"
+                raise LimpetError(what, expected=self.ranges[number], found=buckets)
+            loss = {"first_bucket": buckets.start, "stop_bucket": buckets.stop}
+            self.losses.append({"step": step, "version_step": version.step, **loss})
+            name = f"server {number}"
+            events.emit(
+                "buckets_returned", run=ckpt.run.url, server=name, version=str(version), step=step
+            )
 
     def hold(self) -> str:
         """Hold the rows and dense values of now for an evaluation, and return the name of the cut;
