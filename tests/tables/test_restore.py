@@ -302,6 +302,37 @@ def test_another_save_during_a_save(again, first_ends_first, blocked):
         assert not differing(saved(versions[step]), found[step])
 
 
+def test_the_end_of_a_save_leaves_the_locks_of_another_one(monkeypatch):
+    """Of one that begins at that moment, in another thread."""
+    servers, plan, errors = tables.Servers([words()]), tables.Servers._plan, []
+    servers.begin_save("tables", None, limpet.Group())
+    servers.end_staging()
+
+    def end():
+        try:
+            servers.end_save(None, None)
+        except RuntimeError as e:
+            errors.append(e)
+
+    def end_the_first_one(self, *arguments):
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join(10)
+        return plan(self, *arguments)
+
+    monkeypatch.setattr(tables.Servers, "_plan", end_the_first_one)
+    store = MemoryStore()
+    with suppress(LimpetError):  # one of both may fail
+        limpet.save(store, {"tables": servers})
+    assert not errors
+    fill = threading.Thread(
+        target=servers.fill, args=("words", [1], torch.ones(1, words().dim)), daemon=True
+    )
+    fill.start()
+    fill.join(10)
+    assert not fill.is_alive()
+
+
 def test_a_second_resume_waits_for_the_save():
     """A rollback to version 1 while version 2 is written: version 3 is exact."""
     store, servers = HookedStore(MemoryStore()), tables.Servers([words()], 2)

@@ -130,7 +130,7 @@ class TableMember(Streamed):
         """Decide on rank 0 which tables are written in full: without a usable base, or when the
         increments have more than half as many rows as the table."""
         servers = [server for process in found for server in process.servers]
-        is_usable = base is not None and all(each.base for each in found if each.servers)
+        is_usable = base is not None and all(each.base for each in found)
         full = []
         for name in self.specs:
             stored = [*self._stored.get(f"{name}/segments", {}).values()]
