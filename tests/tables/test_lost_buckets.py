@@ -27,6 +27,7 @@ from limpet.tables.dense import distribute
 from limpet.tables.ids import bucket_of
 from limpet.tables.local import LocalEngine
 from limpet.tasks import Queue
+from tests.cli.invoke import run_cli
 from tests.tables.contents import differing, live, saved
 from tests.trainings import flip_bit
 
@@ -531,6 +532,23 @@ def test_too_many_losses_without_a_step_end_the_training(tmp_path):
     with pytest.raises(LimpetError, match="server 1 of the tables was lost"):
         training.run()
     assert len(training.names("server_lost")) == 5
+
+
+def test_a_base_that_verify_has_found_damaged_is_not_referred_to(tmp_path):
+    """Only the driver knows of the damage, and all servers must write all rows."""
+    training, store = Training(tmp_path, {}, every=10), LocalStore(tmp_path)
+
+    def damage(step):
+        if step == 25:
+            training.ckpt.wait()
+            shards = store.list("version_20")
+            flip_bit(store, max(s.key for s in shards if s.key.endswith(".safetensors")))
+            assert run_cli("verify", tmp_path).code == 3
+
+    training.after = damage
+    training.run()
+    steps = [s.step for s in limpet.Run(tmp_path).snapshots() if s.verify().ok]
+    assert steps[-4:] == [30, 40, 50, 60]
 
 
 def test_all_return_by_default(tmp_path):

@@ -33,6 +33,7 @@ from limpet.saving.commit import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
+from limpet.state.streamed import find_streamed
 from limpet.tracebacks import short_tracebacks
 
 _MAX_SESSIONS = 256
@@ -245,6 +246,8 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         if base is not None and self.group.rank == 0:  # its decision counts
             # of every full_every versions, the first is full and the others are its chain
             base = base if base.manifest.chain + 1 < self._full_every else None
+            if base is not None and find_streamed(state) and not self._is_sound(base):
+                base = None  # later, it is too late: a streamed member decides now what it writes
         try:
             job = begin_save(
                 location,
