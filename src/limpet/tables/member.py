@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from secrets import token_hex
+from threading import get_ident
 from typing import Any
 
 import msgspec
@@ -85,7 +86,7 @@ class TableMember(Streamed):
         self._saving: dict[str, dict[str, segments.Lengths]] = {}
         self._tree: dict[str, Any] = {}
         self._cuts: list[dict[str, Cut]] = []
-        self._marked, self._begun = ExitStack(), 0
+        self._marked, self._begun, self._marked_by = ExitStack(), 0, 0
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class TableMember(Streamed):
         if self._cuts:  # another save runs, or Ctrl-C came where nobody could end it
             self.end_save(None, None)
             self._begun += 1
-        self._begun += 1
+        self._begun, self._marked_by = self._begun + 1, get_ident()
         with closing(group.collective("the cut of the tables")) as collective, collective:
             mark = collective.broadcast(self._make_mark() if self._make_mark else None, Mark)
             for server in self.servers:
@@ -177,7 +178,8 @@ class TableMember(Streamed):
         self._marked.close()
 
     def end_save(self, digest: str | None, error: BaseException | None) -> None:
-        self._marked.close()
+        if self._marked_by == get_ident():  # else, the locks may be those of another save
+            self._marked.close()
         is_alone, self._begun = self._begun == 1, self._begun - 1
         cuts, self._cuts, self._tree = self._cuts, [], {}
         for cut in [cut for each in cuts for cut in each.values()]:
