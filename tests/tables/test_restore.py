@@ -13,6 +13,7 @@ from limpet.errors import LimpetError, NoSnapshot, PlanError, SaveFailed, StoreE
 from limpet.format.names import MANIFEST
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
+from limpet.tables.rows import Rows
 from tests.tables.contents import differing, live, saved
 from tests.trainings import flip_bit, shard_of
 from tests.unreliable_stores import HookedStore
@@ -302,28 +303,34 @@ def test_another_save_during_a_save(again, first_ends_first, blocked):
         assert not differing(saved(versions[step]), found[step])
 
 
-def test_the_end_of_a_save_leaves_the_locks_of_another_one(monkeypatch):
-    """Of one that begins at that moment, in another thread."""
-    servers, plan, errors = tables.Servers([words()]), tables.Servers._plan, []
+@pytest.mark.parametrize(
+    ("of", "method"),
+    [(tables.Servers, "_plan"), (Rows, "begin_cut"), (tables.Servers, "state_dict")],
+)
+def test_a_save_ends_while_another_one_begins(monkeypatch, of, method):
+    """In another thread. It leaves the cuts and the locks of the other one."""
+    servers, real, errors = tables.Servers([words()], 2), getattr(of, method), []
+    push(servers, range(9))
     servers.begin_save("tables", None, limpet.Group())
     servers.end_staging()
 
     def end():
         try:
             servers.end_save(None, None)
-        except RuntimeError as e:
+        except Exception as e:
             errors.append(e)
 
-    def end_the_first_one(self, *arguments):
+    def end_the_first_one(*arguments, **options):
+        patch.undo()
         thread = threading.Thread(target=end)
         thread.start()
-        thread.join(10)
-        return plan(self, *arguments)
+        thread.join(0.2)
+        return real(*arguments, **options)
 
-    monkeypatch.setattr(tables.Servers, "_plan", end_the_first_one)
-    store = MemoryStore()
-    with suppress(LimpetError):  # one of both may fail
-        limpet.save(store, {"tables": servers})
+    with monkeypatch.context() as patch:
+        patch.setattr(of, method, end_the_first_one)
+        with suppress(LimpetError):  # one of both may fail
+            limpet.save(MemoryStore(), {"tables": servers})
     assert not errors
     fill = threading.Thread(
         target=servers.fill, args=("words", [1], torch.ones(1, words().dim)), daemon=True
@@ -331,6 +338,36 @@ def test_the_end_of_a_save_leaves_the_locks_of_another_one(monkeypatch):
     fill.start()
     fill.join(10)
     assert not fill.is_alive()
+    for _ in range(2):
+        snapshot = limpet.save(MemoryStore(), {"tables": servers})
+        assert not differing(saved(snapshot), live(servers))
+
+
+def test_a_save_fails_while_another_one_begins():
+    """The failed one has locks for which the other one waits."""
+    servers, threads = tables.Servers([words()], 2), []
+    push(servers, range(9))
+
+    def save():
+        with suppress(LimpetError):  # both may fail
+            limpet.save(MemoryStore(), {"tables": servers})
+
+    class Failing:
+        def state_dict(self):
+            threads.append(threading.Thread(target=save, daemon=True))
+            threads[0].start()
+            threads[0].join(0.2)
+            raise ValueError
+
+        def load_state_dict(self, _):
+            pass
+
+    with pytest.raises(LimpetError, match="state_dict"):
+        limpet.save(MemoryStore(), {"tables": servers, "failing": Failing()})
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    snapshot = limpet.save(MemoryStore(), {"tables": servers})
+    assert not differing(saved(snapshot), live(servers))
 
 
 def test_a_second_resume_waits_for_the_save():

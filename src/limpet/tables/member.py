@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from secrets import token_hex
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import msgspec
@@ -87,19 +87,25 @@ class TableMember(Streamed):
         self._tree: dict[str, Any] = {}
         self._cuts: list[dict[str, Cut]] = []
         self._marked, self._begun, self._marked_by = ExitStack(), 0, 0
+        self._save_lock = Lock()
 
     # -- saving ----------------------------------------------------------------------------------
 
     def begin_save(self, key: str, base: SnapshotReader | None, group: Group) -> None:
         """Begin a cut on all servers, at one mark. Until ``end_staging``, nothing is applied."""
+        with self._save_lock:  # not while another save ends, in its thread
+            self._begin(key, base, group)
+
+    def _begin(self, key: str, base: SnapshotReader | None, group: Group) -> None:
         if self._cuts:  # another save runs, or Ctrl-C came where nobody could end it
-            self.end_save(None, None)
+            self._end(None, None)
             self._begun += 1
-        self._begun, self._marked_by = self._begun + 1, get_ident()
+        self._begun += 1
         with closing(group.collective("the cut of the tables")) as collective, collective:
             mark = collective.broadcast(self._make_mark() if self._make_mark else None, Mark)
             for server in self.servers:
                 self._marked.enter_context(server.at_mark(mark))
+                self._marked_by = get_ident()
             found = collective.gather(self._count(base), _Process)
             plan = None if found is None else self._plan(found, base)
             plan = collective.broadcast(plan, _CutPlan)
@@ -180,6 +186,10 @@ class TableMember(Streamed):
     def end_save(self, digest: str | None, error: BaseException | None) -> None:
         if self._marked_by == get_ident():  # else, the locks may be those of another save
             self._marked.close()
+        with self._save_lock:
+            self._end(digest, error)
+
+    def _end(self, digest: str | None, error: BaseException | None) -> None:
         is_alone, self._begun = self._begun == 1, self._begun - 1
         cuts, self._cuts, self._tree = self._cuts, [], {}
         for cut in [cut for each in cuts for cut in each.values()]:
