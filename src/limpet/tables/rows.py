@@ -389,7 +389,8 @@ class Cut:
 
     def _check(self) -> None:
         if self.has_ended:
-            raise LimpetError("The cut of a table was read after its end")
+            todo = "Make one save of the tables at a time: ckpt.wait() before limpet.save()"
+            raise LimpetError("The cut of a table was read after its end", todo=todo)
 
 
 def _distinct(parts: Sequence[Ids]) -> Ids:
