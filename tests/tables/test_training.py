@@ -431,6 +431,22 @@ def test_gradients_of_rows_that_were_not_looked_up_by_the_worker_are_refused(tmp
     assert training.ckpt.current_step == 3
 
 
+def test_a_call_of_train_during_another_one_is_refused(tmp_path):
+    training, errors = Training(tmp_path), []
+
+    def train(worker):
+        with pytest.raises(LimpetError, match="is running") as e:
+            training.servers.train(
+                train_counting, workers=1, queue=training.queue, ckpt=training.ckpt
+            )
+        errors.append(e)
+        train_counting(worker)
+
+    training.run(train, workers=2)
+    assert len(errors) == 2
+    assert seen(training.servers) == [1] * RECORDS
+
+
 def test_mistakes_of_a_call_of_train(tmp_path):
     training = Training(tmp_path)
     with training.ckpt:

@@ -250,6 +250,8 @@ class Servers(TableMember):
         for member in (self, queue):
             if not any(found is member for found in find_instances(ckpt.state, type(member))):
                 raise LimpetError(f"The state of the Checkpointer must have the {member!r}")
+        if self._driver is not None:
+            raise LimpetError("train() of these Servers is running: call it again after its end")
         inbox = Inbox()
         if self._coordinator.ledger:  # of a call that has raised: these records are consumed
             call_all(self._engine, "mark", self._coordinator.mark())
