@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -250,16 +251,33 @@ def test_only_one_cut_for_a_save_is_held():
         rows.begin_cut(is_full=False)
 
 
-def test_a_cut_cannot_be_read_after_its_end():
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_cut_cannot_be_read_after_its_end(is_read):
     model = Model(0)
     model.push(np.arange(5))
     cut, view = model.rows.begin_cut(is_full=True), model.rows.begin_view("values")
+    if is_read:
+        cut.read("ids", 0, 5, memoryview(bytearray(40)))
+        view.find("values", np.arange(5))
     for held in (cut, view):
         model.rows.end_cut(held)
     with pytest.raises(LimpetError, match=r"after its end.*one save .* at a time"):
         cut.read("ids", 0, 5, memoryview(bytearray(40)))
     with pytest.raises(LimpetError, match=r"after its end.*one save .* at a time"):
         view.find("values", np.arange(5))
+
+
+def test_a_cut_gives_its_copies_back_at_its_end():
+    """What reads it may live on."""
+    model = Model(0)
+    model.push(np.arange(500))
+    for cut in (model.rows.begin_cut(is_full=True), model.rows.begin_view("values")):
+        model.push(np.arange(500))
+        assert cut.old_bytes > 0
+        old = weakref.ref(cut._old["values"])
+        model.rows.end_cut(cut)
+        assert old() is None
+        assert len(cut._copies) == 0
 
 
 def test_threads_read_a_cut_while_another_changes_rows():

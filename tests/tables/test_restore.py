@@ -1,6 +1,8 @@
 """Restores: what does not fit, what has failed, and states that cannot be saved."""
 
+import gc
 import threading
+import weakref
 from contextlib import suppress
 from functools import partial
 
@@ -341,6 +343,19 @@ def test_a_save_ends_while_another_one_begins(monkeypatch, of, method):
     for _ in range(2):
         snapshot = limpet.save(MemoryStore(), {"tables": servers})
         assert not differing(saved(snapshot), live(servers))
+
+
+def test_a_restore_needs_no_memory_for_the_rows_of_the_last_save():
+    """The Checkpointer has its sources until the next save."""
+    store, servers = MemoryStore(), tables.Servers([words()], 2)
+    with training(store, servers, incremental=True) as ckpt:
+        push(servers, range(500))
+        ckpt.step()
+        ckpt.wait()
+        rows = [weakref.ref(server.shards["words"].rows) for server in servers.servers]
+        ckpt.resume()
+        gc.collect()
+        assert [row() for row in rows] == [None, None]
 
 
 def test_a_save_fails_while_another_one_begins():

@@ -265,6 +265,7 @@ class Rows:
         with self.lock:
             self._cuts.remove(cut)
             cut.has_ended = True
+            cut.release()
             if cut is self._save:
                 flags, self._save = self._flags(), None
                 in_save = flags & _IN_SAVE
@@ -281,7 +282,7 @@ class Cut:
     called without the lock: they acquire it for a few milliseconds at a time."""
 
     def __init__(self, rows: Rows, members: Mask, names: list[str], limit: int | None) -> None:
-        self._rows, self.members, self.has_ended = rows, members, False
+        self._rows, self._lock, self.members, self.has_ended = rows, rows.lock, members, False
         self._copies = np.zeros(len(members), np.int32)  # of each row: 1 + that of its copy, or 0
         columns = [rows.columns[name] for name in names]
         self._old = {n: GrowableArray(c.dtype, c.width) for n, c in zip(names, columns)}
@@ -297,6 +298,17 @@ class Cut:
     def end(self, *, is_committed: bool = False) -> None:
         """See ``Rows.end_cut``."""
         self._rows.end_cut(self, is_committed=is_committed)
+
+    def release(self) -> None:
+        """Give the memory back at the end: a Checkpointer refers to its last save until the next
+        one, also during a restore. What still reads gets an error, so it needs ``members``."""
+        del self._rows
+        kinds = {
+            name: (array.dtype, *(array.shape or (None,))) for name, array in self._old.items()
+        }
+        self._old = {name: GrowableArray(*kind) for name, kind in kinds.items()}
+        self._old_index, self._copies = IdIndex(), np.empty(0, np.int32)
+        vars(self).pop("_order", None)
 
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -336,7 +348,7 @@ class Cut:
     def find(self, name: str, ids: Ids) -> tuple[torch.Tensor, Mask]:
         """Return the entries of ids in a column, and for each id whether the cut has it; without
         one, its entry is undefined."""
-        with self._rows.lock:
+        with self._lock:
             self._check()
             return self._find(name, ids)  # its views end before the lock is released
 
@@ -376,7 +388,7 @@ class Cut:
     def _gather(self, name: str, rows: NDArray[np.int32], out: torch.Tensor) -> None:
         step = max(1, BLOCK_SIZE // self._old[name].row_bytes)
         for start in range(0, len(rows), step):
-            with self._rows.lock:
+            with self._lock:
                 self._check()
                 self._gather_block(name, rows[start : start + step], out[start : start + step])
 
