@@ -6,6 +6,7 @@ Messages between two parties arrive in any order, but a worker sends the next on
 import functools
 import itertools
 import random
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from limpet import tables
+from limpet.tables.client import Placement
 from limpet.tables.coordinator import Coordinator
 from limpet.tables.ids import bucket_of
 from limpet.tables.messages import Commit, Entry, Push, Rates, Refused, Sender
 from limpet.tables.rows import Rows
 from limpet.tables.server import StaleMessage, TableServer
+from limpet.tables.worker import Worker
 
 WORDS = tables.Table(
     "words", 1, optimizer=tables.SGD(lr=1.0), initializer=tables.Constant(0.0), dtype=torch.float32
@@ -301,3 +304,34 @@ def test_a_push_that_is_too_stale_is_refused_with_the_current_step():
         coordinator.commit(Commit(0, "a", number, []))
     assert coordinator.commit(Commit(0, "b", 1, [])) == Refused(step=2)
     assert coordinator.commit(Commit(0, "b", 2, [])).step == 3
+
+
+def test_a_worker_that_waits_asks_less_and_less_often(monkeypatch):
+    """With many workers, each of which sends its whole push again. A new step begins anew."""
+    waits, refused = [], [True] * 40
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    def call(method, arguments):
+        if method == "push":
+            return {0: not (refused and refused.pop())}
+        return {0: (0, {})}
+
+    worker = Worker(
+        "worker 1",
+        [],
+        Placement([0]),
+        call=call,
+        ask=lambda request: Entry(request.number, 0, 1, Rates({})),
+        queue=SimpleNamespace(evaluation=None),
+        generation=1,
+        seed=0,
+    )
+    for _ in range(2):
+        assert worker.step()
+        refused[:] = [True] * 40
+    assert len(waits) == 80
+    assert waits[:40] == waits[40:]
+    assert waits[0] == 0.005
+    assert waits == sorted(waits[:40]) * 2
+    assert max(waits) == 0.1
+    assert all(after <= 1.3 * before for before, after in itertools.pairwise(waits[:40]))

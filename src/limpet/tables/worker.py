@@ -28,8 +28,12 @@ Keys = list[Key]
 
 _LEASE_SECONDS = 600.0
 
-_WAIT_SECONDS, _RENEW_SECONDS = 0.005, 10.0
-"""How long a worker waits if it must, and has nothing to evaluate; how often it renews leases."""
+_WAIT_SECONDS, _MOST_WAIT_SECONDS = 0.005, 0.1
+"""How long a worker waits, if it must, before it asks again: each time a quarter longer, so that
+many workers do not ask all the time, and none waits much longer than it must."""
+
+_RENEW_SECONDS = 10.0
+"""How often a worker renews leases while it waits."""
 
 
 class WorkerStopped(BaseException):
@@ -83,7 +87,7 @@ class Worker:
         self._batch = -1
         self._metrics: dict[str, float] = {}
         self._evaluator: Any = None
-        self._renewed = 0.0
+        self._renewed, self._wait = 0.0, _WAIT_SECONDS
         self._confirm(None)
 
     def __repr__(self) -> str:
@@ -120,6 +124,7 @@ class Worker:
         those of the step that is evaluated. It is called before the mini-batch, and when this
         worker would wait.
         """
+        self._wait = _WAIT_SECONDS
         self.tables.take()  # what no step has pushed
         if self._model is not None:
             self._model.zero_grad()
@@ -175,8 +180,11 @@ class Worker:
             self._renewed = time.monotonic()
             with suppress(LeaseLost):  # the next commit is told
                 self._batches.renew()
-        if not self._evaluate_one():
-            time.sleep(_WAIT_SECONDS)
+        if self._evaluate_one():
+            self._wait = _WAIT_SECONDS
+        else:
+            time.sleep(self._wait)
+            self._wait = min(1.25 * self._wait, _MOST_WAIT_SECONDS)
 
     def _evaluate_one(self) -> bool:
         """Do an evaluation task if there is one; return whether there was."""
@@ -201,6 +209,7 @@ class Worker:
         ``metrics``: numbers for ``ckpt.step``. Returns False if the commit was refused, because
         others have committed too much meanwhile (``staleness=``), or have the records now.
         """
+        self._wait = _WAIT_SECONDS
         self._number += 1
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         pushes = self._take_push()
