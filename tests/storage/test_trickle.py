@@ -69,7 +69,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_reply_that_trickles_ends_by_the_deadline(s3, proxy, name, part, monkeypatch):
     """Each packet arrives long before the timeout of boto3, which begins anew with it."""
-    for module in ("retry", "s3.store"):  # a part of 8 MiB gets no more than a second
+    for module in ("retry", "s3"):  # a part of 8 MiB gets no more than a second
         monkeypatch.setattr(f"limpet.storage.{module}.LEAST_RATE", 10 << 20)
     method, path, act = CALLS[name]
     if part == "body" and method != "GET":
