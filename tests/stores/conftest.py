@@ -147,5 +147,5 @@ def az(azurite, monkeypatch):
 @pytest.fixture
 def no_time_for_bodies(monkeypatch):
     """A call gets its timeout only, however long its body is."""
-    for module in ("retry", "s3.store"):
+    for module in ("retry", "s3"):
         monkeypatch.setattr(f"limpet.storage.{module}.LEAST_RATE", 1 << 40)
