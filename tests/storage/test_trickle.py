@@ -93,7 +93,7 @@ def test_a_reply_that_trickles_ends_by_the_deadline(s3, proxy, name, part, monke
 def test_a_body_that_is_slow_and_steady_arrives(s3, proxy):
     """Its time grows with its length."""
     proxy.inject(Fault("slow", "GET", "/a$", count=-1, rate=2 * LEAST_RATE))
-    store, into = open_s3(proxy, timeout=0.5), bytearray(len(DATA))
+    store, into = open_s3(proxy, timeout=1), bytearray(len(DATA))
     store.get_range("version_1/a", 0, len(DATA), memoryview(into))
     assert into == store.get("version_1/a", len(DATA)) == DATA
     proxy.inject(Fault("slow", "GET", "/a$", count=-1, rate=LEAST_RATE // 4))
