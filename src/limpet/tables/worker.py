@@ -150,7 +150,7 @@ class Worker:
             return self._keys
         if self._batches is None or batch_size != self._batch_size:
             self.close()
-            side = TrainingSide(_Committing(self._queue, self._commit))
+            side = TrainingSide(self._queue, report=self._commit)
             self._batches = TaskBatches(
                 side, batch_size, worker=self._leased_by, lease_seconds=_LEASE_SECONDS
             )
@@ -225,7 +225,7 @@ class Worker:
             else:
                 self._commit([])
         except LeaseLost:
-            self._forget_records()
+            self._keys, self._reader = None, iter(())
             return False
         except _Refused:
             return False
@@ -236,9 +236,6 @@ class Worker:
         """Return the tasks of records that no step has consumed to the queue."""
         if self._batches is not None:
             self._batches.close()
-
-    def _forget_records(self) -> None:
-        self._keys, self._reader = None, iter(())
 
     def _take_push(self) -> list[Push]:
         """Return the part of each server, and clear the gradients."""
@@ -266,9 +263,7 @@ class Worker:
         while (answer := self._request(request)) == "wait":
             self._evaluate_or_wait()
         if isinstance(answer, Refused):
-            if answer.has_lost_records:
-                self._forget_records()
-            raise _Refused
+            raise LeaseLost("Others have the records") if answer.has_lost_records else _Refused
         if isinstance(answer, Entry):
             self._committed = self._number
             self._confirm(answer)
@@ -297,14 +292,3 @@ class Worker:
             for name, value in self._pulled.items():
                 if name in own:
                     own[name].copy_(value)
-
-
-class _Committing:
-    """The tasks of a queue, whose records are consumed by commits."""
-
-    def __init__(self, queue: Any, commit: Callable[[Sequence[Report]], None]) -> None:
-        self._queue = queue
-        self.report_consumed = commit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)

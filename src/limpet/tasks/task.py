@@ -193,9 +193,15 @@ class PredictionSide(_Side[PredictionTask]):
 
 class TrainingSide(_Side[TrainingTask]):
     """The training tasks of a queue, for a data pipeline: one that could ask for evaluation tasks
-    would take all of them while it reads ahead."""
+    would take all of them while it reads ahead. ``report``: reports what is consumed."""
 
     kind = "training"
+
+    def __init__(
+        self, source: TaskSource, *, report: Callable[[list[Report]], object] | None = None
+    ) -> None:
+        super().__init__(source)
+        self._report = report or source.report_consumed
 
     def consume(self, parts: list[tuple[TrainingTask, int]]) -> None:
         """Report the records of one step, which may be of several tasks: all of them, or none.
@@ -203,7 +209,7 @@ class TrainingSide(_Side[TrainingTask]):
         reports = [
             task.report._replace(position=task.position_after(records)) for task, records in parts
         ]
-        self._source.report_consumed(reports)
+        self._report(reports)
         for (task, _), report in zip(parts, reports):
             task.position = report.position
 
