@@ -117,7 +117,8 @@ def test_versions_of_cuts_equal_the_rows_at_each_cut(seed):
         if model.random.random() < 0.5:
             views.append((rows.begin_view("values"), dict(model.content)))
         is_full = not has_version or model.random.random() < 0.2
-        cut = rows.begin_cut(is_full=is_full, old_bytes_limit=2**60)
+        cut = rows.begin_cut(is_full=is_full)
+        cut.old_bytes_limit = 2**60
         expected = dict(model.content)
         found = content_of(cut, model.act)
         version = (
@@ -225,7 +226,8 @@ def test_the_old_rows_are_limited():
     row = cut._old_row
     assert cut.old_bytes_limit == 4 << 20
     model.rows.end_cut(cut)
-    cut = model.rows.begin_cut(is_full=True, old_bytes_limit=100 * row)
+    cut = model.rows.begin_cut(is_full=True)
+    cut.old_bytes_limit = 100 * row
     model.push(np.arange(99))
     assert not model.rows.must_wait
     model.push(np.arange(101))
@@ -283,7 +285,8 @@ def test_a_cut_gives_its_copies_back_at_its_end():
 def test_threads_read_a_cut_while_another_changes_rows():
     model = Model(0)
     model.push(np.arange(10_000))
-    cut = model.rows.begin_cut(is_full=True, old_bytes_limit=2**60)
+    cut = model.rows.begin_cut(is_full=True)
+    cut.old_bytes_limit = 2**60
     expected = {i: e[1] for i, e in model.content.items()}
     has_read, found = threading.Event(), []
 

@@ -3,7 +3,6 @@
 import itertools
 import threading
 from contextlib import contextmanager
-from functools import partialmethod
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from limpet.evaluation import TaskEvaluator
 from limpet.format.names import parse_version
 from limpet.notices.notice import Notice
 from limpet.storage.memory import MemoryStore
-from limpet.tables import rows
 from limpet.tables.messages import Entry, Mark, Push, Rates, Sender
 from limpet.tables.server import TableServer
 from limpet.threads import no_op
@@ -30,6 +28,7 @@ from tests.tables.test_training import (
     seen,
     train_counting,
 )  # fmt: skip
+from tests.tables.trainings import keep_views_at_their_limit
 from tests.training.test_training_evaluation import ends, exact, inexact
 from tests.waiting import wait_until
 
@@ -231,8 +230,7 @@ def test_an_error_that_goes_away_is_tried_again():
 @pytest.mark.parametrize("options", [{}, {"grads_to_wait": 2}], ids=str)
 def test_one_worker_evaluates_while_old_rows_are_at_their_limit(monkeypatch, options):
     """A push waits for the evaluation, which only its worker can do; a save does not wait."""
-    begin_view = partialmethod(rows.Rows.begin_view, old_bytes_limit=1)
-    monkeypatch.setattr(rows.Rows, "begin_view", begin_view)
+    keep_views_at_their_limit(monkeypatch)
     store, waits = MemoryStore(), []
 
     def hook(worker):
@@ -253,8 +251,7 @@ def test_one_worker_evaluates_while_old_rows_are_at_their_limit(monkeypatch, opt
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"grads_to_wait": 1}], ids=str)
 def test_a_worker_that_waits_for_an_evaluation_does_not_hang(monkeypatch, options):
-    begin_view = partialmethod(rows.Rows.begin_view, old_bytes_limit=1)
-    monkeypatch.setattr(rows.Rows, "begin_view", begin_view)
+    keep_views_at_their_limit(monkeypatch)
     names, queue = set(), limpet.tasks.Queue(lease_seconds=0.5)
 
     def hook(worker):

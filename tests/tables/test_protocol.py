@@ -3,7 +3,6 @@
 Messages between two parties arrive in any order, but a worker sends the next one after the answer.
 """
 
-import functools
 import itertools
 import random
 import time
@@ -19,9 +18,9 @@ from limpet.tables.client import Placement
 from limpet.tables.coordinator import Coordinator
 from limpet.tables.ids import bucket_of
 from limpet.tables.messages import Commit, Entry, Push, Rates, Refused, Sender
-from limpet.tables.rows import Rows
 from limpet.tables.server import StaleMessage, TableServer
 from limpet.tables.worker import Worker
+from tests.tables.trainings import keep_views_at_their_limit
 
 WORDS = tables.Table(
     "words", 1, optimizer=tables.SGD(lr=1.0), initializer=tables.Constant(0.0), dtype=torch.float32
@@ -243,8 +242,7 @@ def test_each_cut_is_the_ledger_on_every_server(seed):
 
 
 def test_no_push_is_held_while_old_rows_are_at_their_limit(monkeypatch):
-    begin_view = functools.partialmethod(Rows.begin_view, old_bytes_limit=1)
-    monkeypatch.setattr(Rows, "begin_view", begin_view)
+    keep_views_at_their_limit(monkeypatch)
     models = [Model(seed) for seed in range(10)]
     assert sum(model.run(800).step for model in models) > 100
     assert sum(model.refused for model in models) > 100

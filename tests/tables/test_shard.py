@@ -415,7 +415,8 @@ def test_a_look_up_at_a_cut_shows_the_vectors_of_then():
     push(shard, [1, 2, 3])
     ids = np.array([1, 2, 3, 4])
     then = shard.look_up(ids)
-    view = shard.rows.begin_view("values", old_bytes_limit=2**40)
+    view = shard.rows.begin_view("values")
+    view.old_bytes_limit = 2**40
     push(shard, [1, 4], step=2)
     shard.delete([2, 3])
     push(shard, [*range(1000, 5000), 3], step=3)
@@ -427,7 +428,8 @@ def test_a_look_up_at_a_cut_shows_the_vectors_of_then():
 def test_a_change_waits_while_a_cut_has_too_many_old_rows(change):
     shard = a_shard(evict=tables.Evict(unused_steps=1, every=2))
     push(shard, range(100))
-    cut = shard.rows.begin_cut(is_full=True, old_bytes_limit=1)
+    cut = shard.rows.begin_cut(is_full=True)
+    cut.old_bytes_limit = 1
     push(shard, [1])
     assert shard.must_wait
     act = {
@@ -534,6 +536,9 @@ def test_a_table_of_a_later_release_is_an_error():
         ({"seed": -1}, "seed of words must be a whole number"),
         ({"admit_after": 0}, "admit_after of words must be a whole number, 1 or more, not 0."),
         ({"evict": 1000}, "evict of words must be Evict(...) or None, not 1000."),
+        ({"old_rows": "half"}, "old_rows of words must be a number, 0 or more, not 'half'."),
+        ({"old_rows": -0.1}, "old_rows of words must be a number, 0 or more, not -0.1."),
+        ({"old_rows": float("nan")}, "old_rows of words must be a number, 0 or more, not nan."),
         ({"nan": "ignore"}, 'nan of words must be "error" or "skip", not \'ignore\'.'),
     ],
 )

@@ -267,19 +267,22 @@ def test_versions_are_exact_while_rows_vanish_return_and_grow_during_saves(seed)
     assert sum(deleted for version in versions for _, deleted in segments_of(version)) > 0
 
 
-def test_a_push_waits_while_a_save_has_as_many_old_rows_as_it_may_have():
-    servers, ids, _ = large(1, 8, 250_000)
+@pytest.mark.parametrize("part", [0.25, 0.5])
+def test_a_push_waits_while_a_save_has_as_many_old_rows_as_it_may_have(part):
+    more = {} if part == 0.25 else {"old_rows": part}
+    servers, ids, _ = large(1, 8, 250_000, **more)
+    most = int(part * len(ids))
     store = CountingStore(MemoryStore())
     shard = servers.servers[0].shards["words"]
     before = servers.lookup("words", ids)
     store.open_.clear()
     ckpt = run_of(servers, store)[0]
     with ckpt:
-        push(servers, ids[:50_000])
+        push(servers, ids[: most - 1000])
         assert not shard.must_wait
-        push(servers, ids[50_000:70_000])
+        push(servers, ids[most - 1000 : most + 1000])
         assert shard.must_wait
-        pushing = threading.Thread(target=push, args=(servers, ids[70_000:70_100]))
+        pushing = threading.Thread(target=push, args=(servers, ids[most + 1000 : most + 1100]))
         pushing.start()
         pushing.join(0.1)
         assert pushing.is_alive()

@@ -9,6 +9,7 @@ import limpet
 from limpet import tables
 from limpet.loading.snapshot import reader_of
 from limpet.run.lineage import start_branch
+from limpet.tables.rows import Rows
 
 WORDS = tables.Table("words", 4, optimizer=tables.SGD(lr=1.0, momentum=0.0))
 URLS = tables.Table(
@@ -100,3 +101,15 @@ class Training:
             assert merged_ids.tolist() == ids.tolist()
             assert merged.shape == (len(rows), spec.dim)
             assert all(torch.equal(rows[i], merged[n]) for n, i in enumerate(ids.tolist()))
+
+
+def keep_views_at_their_limit(monkeypatch):
+    """Let the cuts of evaluations be at their limit with the first row that changes."""
+    begin = Rows.begin_view
+
+    def begin_view(rows, *names):
+        cut = begin(rows, *names)
+        cut.old_bytes_limit = 1
+        return cut
+
+    monkeypatch.setattr(Rows, "begin_view", begin_view)

@@ -111,15 +111,17 @@ class Column:
 
 class Rows:
     """The rows of a table: ``ids`` (int64), the given columns, ``counts`` (int32), and
-    ``last_steps`` (int64).
+    ``last_steps`` (int64). ``old_rows``: of which part of them a cut may have copies.
 
     Methods are called under ``lock``; those of cuts acquire it themselves. A tensor of ``column``
     must not live when the lock is released, for rows move when there are more: code that has one is
     a function of its own, which returns under the lock.
     """
 
-    def __init__(self, columns: Mapping[str, Column], lock: Condition | None = None) -> None:
-        self.lock = lock or Condition()
+    def __init__(
+        self, columns: Mapping[str, Column], lock: Condition | None = None, old_rows: float = 0.25
+    ) -> None:
+        self.lock, self.old_rows = lock or Condition(), old_rows
         self.columns = {"ids": Column(torch.int64, initial=None), **columns}
         self.columns |= {"counts": Column(torch.int32), "last_steps": Column(torch.int64)}
         self._arrays = {name: GrowableArray(c.dtype, c.width) for name, c in self.columns.items()}
@@ -228,16 +230,13 @@ class Rows:
         a cut notifies it."""
         return any(cut.old_bytes >= cut.old_bytes_limit for cut in self._cuts)
 
-    def begin_cut(self, *, is_full: bool, old_bytes_limit: int | None = None) -> Cut:
+    def begin_cut(self, *, is_full: bool) -> Cut:
         """Return a cut for a save: of all rows, or of those that changed since the last committed
-        version. Only one is held at a time; ``end_cut`` ends it.
-
-        ``old_bytes_limit``: of the copies of rows; None: a quarter of all rows, or 4 MiB.
-        """
+        version. Only one is held at a time; ``end_cut`` ends it."""
         with self.lock:
             if self._save is not None:
                 raise LimpetError("A cut of this table for a save is held already")
-            cut = self._begin(_LIVE if is_full else _TOUCHED, [*self.columns], old_bytes_limit)
+            cut = self._begin(_LIVE if is_full else _TOUCHED, [*self.columns])
             self._save = cut
             flags = self._flags()
             flags += flags & _TOUCHED  # they become _IN_SAVE, which no row is yet
@@ -249,14 +248,14 @@ class Rows:
             cut.deleted = deleted[np.argsort(bucket_of(deleted), kind="stable")]
         return cut
 
-    def begin_view(self, *names: str, old_bytes_limit: int | None = None) -> Cut:
+    def begin_view(self, *names: str) -> Cut:
         """Return a cut of the columns ``names`` of all rows, to find rows by id (``Cut.find``).
         ``end_cut`` ends it. Several may be held, also during a save."""
         with self.lock:
-            return self._begin(_LIVE, ["ids", *names], old_bytes_limit)
+            return self._begin(_LIVE, ["ids", *names])
 
-    def _begin(self, flag: int, names: list[str], old_bytes_limit: int | None) -> Cut:
-        self._cuts.append(Cut(self, (self._flags() & flag) > 0, names, old_bytes_limit))
+    def _begin(self, flag: int, names: list[str]) -> Cut:
+        self._cuts.append(Cut(self, (self._flags() & flag) > 0, names))
         return self._cuts[-1]
 
     def end_cut(self, cut: Cut, *, is_committed: bool = False) -> None:
@@ -281,7 +280,7 @@ class Cut:
     """Rows as they were at one moment, in the order of their buckets. All methods but ``keep`` are
     called without the lock: they acquire it for a few milliseconds at a time."""
 
-    def __init__(self, rows: Rows, members: Mask, names: list[str], limit: int | None) -> None:
+    def __init__(self, rows: Rows, members: Mask, names: list[str]) -> None:
         self._rows, self._lock, self.members, self.has_ended = rows, rows.lock, members, False
         self._copies = np.zeros(len(members), np.int32)  # of each row: 1 + that of its copy, or 0
         columns = [rows.columns[name] for name in names]
@@ -292,8 +291,7 @@ class Cut:
         self.count = int(np.count_nonzero(members))
         self.deleted: Ids = np.empty(0, np.int64)  # distinct, in the order of their buckets
         self.all_deleted: list[Ids] = []
-        most = max(BLOCK_SIZE, rows.count * self._old_row // 4)
-        self.old_bytes_limit = most if limit is None else limit
+        self.old_bytes_limit = max(BLOCK_SIZE, int(rows.count * self._old_row * rows.old_rows))
 
     def end(self, *, is_committed: bool = False) -> None:
         """See ``Rows.end_cut``."""

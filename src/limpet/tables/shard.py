@@ -36,9 +36,9 @@ class TableShard:
         columns = {"values": Column(table.dtype, table.dim, None)}
         for name, (width, initial) in slots.items():
             columns[self.slots[name]] = Column(torch.float32, width, initial)
-        self.rows = Rows(columns)
+        self.rows = Rows(columns, old_rows=table.old_rows)
         self.lock = self.rows.lock
-        self.candidates = Rows({}, lock=self.lock) if table.admit_after > 1 else None
+        self.candidates = Rows({}, self.lock, table.old_rows) if table.admit_after > 1 else None
         self.sets = {n: rows for n, rows in zip(SETS, (self.rows, self.candidates)) if rows}
         self._memory = ReusedMemory()  # of look-ups
         self._counts = dict.fromkeys(("admitted", "evicted", "refused", "dropped"), 0)

@@ -283,6 +283,8 @@ class Table:
     - ``evict``: which rows are dropped; None: none.
     - ``nan``: what to do with a gradient that is not finite: "error" raises ``LimpetError`` before
       anything changes; "skip" drops and counts the gradients of such rows.
+    - ``old_rows``: while a version is written or evaluated, a row is copied before it changes. When
+      the copies reach this part of the table, and 4 MiB, updates wait.
 
     Raises ``LimpetError`` if an argument is wrong.
     """
@@ -297,18 +299,21 @@ class Table:
     admit_after: int = 1
     evict: Evict | None = None
     nan: Literal["error", "skip"] = "error"
+    old_rows: float = 0.25
 
     def __post_init__(self) -> None:
         name = self.name
         is_level = isinstance(name, str) and name.isprintable() and escape_level(name) == name
         require("The name of a table", is_level, 'a text without "/" and "~", not empty', name)
         dtype = _DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
+        is_part = real(self.old_rows) is not None and 0 <= self.old_rows <= MOST
         for key, is_valid, expected in (
             ("dtype", dtype in _DTYPES.values(), "float32 or bfloat16"),
             ("optimizer", isinstance(self.optimizer, Optimizer), "such as Adagrad(lr=0.05)"),
             ("initializer", isinstance(self.initializer, Initializer), "such as Uniform(0.05)"),
             ("evict", isinstance(self.evict, Evict | None), "Evict(...) or None"),
             ("nan", self.nan in ("error", "skip"), '"error" or "skip"'),
+            ("old_rows", is_part, "a number, 0 or more"),
         ):
             require(f"{key} of {name}", is_valid, expected, getattr(self, key))
         object.__setattr__(self, "dtype", dtype)
