@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -602,6 +603,47 @@ def test_an_interrupted_change_is_complete_or_the_tables_are_not_valid(change):
         if interrupt.remaining > interrupt.seen:
             break
     assert at > 2000
+
+
+@pytest.mark.slow
+def test_an_interrupted_save_leaves_no_cut_or_the_tables_are_not_valid(tmp_path):
+    """A cut that nobody ends would let updates wait forever."""
+    servers = tables.Servers([words(admit_after=2), words(name="more")], 2)
+    for _ in range(2):
+        push(servers, range(50))
+    limpet.save(tmp_path / "valid", {"tables": servers})
+
+    def begins(frame):
+        return Path(frame.f_code.co_filename).name in ("rows.py", "member.py")
+
+    interrupted = invalid = 0
+    for at in itertools.count(1, 101):
+        interrupt = InterruptOpcode(at, begins)
+        sys.settrace(interrupt)
+        try:
+            limpet.save(tmp_path / str(at), {"tables": servers})
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        try:
+            push(servers, range(50))
+        except LimpetError as e:
+            assert "not valid" in str(e)  # noqa: PT017
+            limpet.load(tmp_path / "valid", into={"tables": servers})
+            invalid += 1
+        limpet.save(tmp_path / "next", {"tables": servers})
+        shards = [shard for server in servers.servers for shard in server.shards.values()]
+        assert not any(rows._cuts for shard in shards for rows in shard.sets.values())
+        assert all(server._lock.acquire(timeout=0) for server in servers.servers)
+        restored = tables.Servers([*servers.specs.values()])
+        limpet.load(tmp_path / "next", into={"tables": restored})
+        assert live(restored) == live(servers)
+        shutil.rmtree(tmp_path / "next")
+        if interrupt.remaining > interrupt.seen:
+            break
+    assert interrupted > 20
+    assert invalid > 0
 
 
 OUT_OF_MEMORY = """

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from secrets import token_hex
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from limpet.errors import FormatError, MissingLeaf, NotFound
+from limpet.errors import FormatError, LimpetError, MissingLeaf, NotFound
 from limpet.format import tree
 from limpet.ranks.group import Group
 from limpet.snapshot.leaf import LeafView
@@ -87,7 +87,7 @@ class TableMember(Streamed):
         self._tree: dict[str, Any] = {}
         self._cuts: list[dict[str, Cut]] = []
         self._marked, self._begun, self._marked_by = ExitStack(), 0, 0
-        self._save_lock = Lock()
+        self._save_lock = RLock()
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -109,12 +109,13 @@ class TableMember(Streamed):
             found = collective.gather(self._count(base), _Process)
             plan = None if found is None else self._plan(found, base)
             plan = collective.broadcast(plan, _CutPlan)
-        for server in self.servers:
-            self._cuts.append({})
-            for name, shard in server.shards.items():
-                with shard.lock:
-                    for key_below, rows in sets_of({name: shard}).items():
-                        self._cuts[-1][key_below] = rows.begin_cut(is_full=name in plan.full)
+        with self._changing():
+            for server in self.servers:
+                self._cuts.append({})
+                for name, shard in server.shards.items():
+                    with shard.lock:
+                        for key_below, rows in sets_of({name: shard}).items():
+                            self._cuts[-1][key_below] = rows.begin_cut(is_full=name in plan.full)
         saved: dict[str, Any] = {}
         if base is not None and self.servers and len(plan.full) < len(self.specs):
             saved = saved_tables(base, key)
@@ -190,15 +191,24 @@ class TableMember(Streamed):
             self._end(digest, error)
 
     def _end(self, digest: str | None, error: BaseException | None) -> None:
-        is_alone, self._begun = self._begun == 1, self._begun - 1
-        cuts, self._cuts, self._tree = self._cuts, [], {}
-        for cut in [cut for each in cuts for cut in each.values()]:
-            cut.end(is_committed=digest is not None and is_alone)
-        stored, self._saving = self._saving, {}
-        if digest is not None and is_alone:
-            self._base, self._stored = digest, stored
-        elif not is_alone or isinstance(error, FormatError | NotFound):
-            self._base = ""  # the base may be damaged: the next save is full
+        with self._changing():
+            is_alone, self._begun = self._begun == 1, self._begun - 1
+            cuts, self._cuts, self._tree = self._cuts, [], {}
+            for cut in [cut for each in cuts for cut in each.values()]:
+                cut.end(is_committed=digest is not None and is_alone)
+            stored, self._saving = self._saving, {}
+            if digest is not None and is_alone:
+                self._base, self._stored = digest, stored
+            elif not is_alone or isinstance(error, FormatError | NotFound):
+                self._base = ""  # the base may be damaged: the next save is full
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Do not go on after an interrupt of the block: nobody would end a lost cut."""
+        with ExitStack() as servers:
+            for server in self.servers:
+                servers.enter_context(server.changing(LimpetError))
+            yield
 
     # -- loading ---------------------------------------------------------------------------------
 

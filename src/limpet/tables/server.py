@@ -64,7 +64,7 @@ class TableServer:
         return self._shards
 
     @contextmanager
-    def _changing(self, *harmless: type[Exception]) -> Iterator[None]:
+    def changing(self, *harmless: type[Exception]) -> Iterator[None]:
         """Do not let anything use or save rows that an error, such as Ctrl-C, has left half new."""
         try:
             yield
@@ -245,7 +245,7 @@ class TableServer:
             self._update([push], step, rates)
 
     def _update(self, pushes: Sequence[Push], step: int, rates: Rates) -> None:
-        with self._changing():
+        with self.changing():
             for name, shard in self.shards.items():
                 parts = [push.rows[name] for push in pushes if name in push.rows]
                 if parts:
@@ -263,7 +263,7 @@ class TableServer:
             (shard := self.shards[name]).wait()  # without the lock, which the end of a cut needs
             with self._lock:
                 if is_done := not shard.must_wait:
-                    with self._changing(LimpetError):
+                    with self.changing(LimpetError):
                         shard.fill(ids, vectors, step=step)
 
     def ids(self, name: str) -> Ids:
