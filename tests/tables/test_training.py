@@ -533,10 +533,11 @@ def test_a_worker_of_an_earlier_call_does_not_end_the_turn_of_its_namesake(tmp_p
 
     def hang_or_fail(worker):
         while worker.next(10) is not None:
-            if worker.name != "worker 1":
+            if worker.name == "worker 1":
+                hung.append(threading.current_thread())
+                go_on.wait(10)
+            elif hung:
                 raise Stop
-            hung.append(threading.current_thread())
-            go_on.wait(10)
             worker.step()
 
     def compute(worker):
