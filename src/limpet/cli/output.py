@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 import click
 
 from limpet.errors import Denied, LimpetError
-from limpet.sinks.wording import number_field, text_field
 from limpet.text import to_json_value, to_printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -109,6 +108,8 @@ def add_advice(error: BaseException) -> BaseException:
 
 def describe_wait(fields: Mapping[str, Any]) -> str:
     """Return the line for the event ``waiting``."""
+    from limpet.sinks.wording import number_field, text_field  # few commands wait, and it is slow
+
     error, seconds = fields.get("error"), number_field(fields, "seconds")
     cause = to_printable(error.brief) if isinstance(error, LimpetError) else str(error)
     longest = "" if seconds is None else f"up to {seconds:.0f} s; "
