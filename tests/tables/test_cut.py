@@ -130,7 +130,7 @@ def test_versions_of_cuts_equal_the_rows_at_each_cut(seed):
             assert found == expected
             assert len(cut.deleted) == 0
         is_committed = model.random.random() < 0.7
-        rows.end_cut(cut, is_committed=is_committed)
+        cut.end(is_committed=is_committed)
         if is_committed:
             stored, has_version = version, True
         for view, then in views:
@@ -142,7 +142,7 @@ def test_versions_of_cuts_equal_the_rows_at_each_cut(seed):
             ):
                 assert str(value.tolist()) == then[i][0]
         if len(views) > 2:
-            rows.end_cut(views.pop(0)[0])
+            views.pop(0)[0].end()
     assert rows.count == len(model.content)
 
 
@@ -150,7 +150,7 @@ def test_an_increment_holds_touched_rows_only():
     model = Model(0)
     model.push(np.arange(1000))
     rows = model.rows
-    rows.end_cut(rows.begin_cut(is_full=True), is_committed=True)
+    rows.begin_cut(is_full=True).end(is_committed=True)
     assert rows.begin_cut(is_full=False).count == 0
 
 
@@ -159,7 +159,7 @@ def test_rows_that_change_during_a_save_are_in_the_next_one():
     model.push(np.arange(100))
     cut = model.rows.begin_cut(is_full=True)
     model.push(np.arange(7))
-    model.rows.end_cut(cut, is_committed=True)
+    cut.end(is_committed=True)
     assert {*content_of(model.rows.begin_cut(is_full=False))} == {*range(7)}
 
 
@@ -167,13 +167,13 @@ def test_a_save_that_failed_leaves_no_row_and_no_deletion_out():
     model = Model(0)
     rows = model.rows
     model.push(np.arange(100))
-    rows.end_cut(rows.begin_cut(is_full=True), is_committed=True)
+    rows.begin_cut(is_full=True).end(is_committed=True)
     model.push(np.arange(10))
     rows.delete(rows.find(np.arange(90, 95)))
     failed = rows.begin_cut(is_full=False)
     rows.delete(rows.find(np.arange(95, 97)))
     model.push(np.arange(20, 22))
-    rows.end_cut(failed, is_committed=False)
+    failed.end(is_committed=False)
     cut = rows.begin_cut(is_full=False)
     assert sorted(content_of(cut)) == [*range(10), 20, 21]
     assert sorted(cut.deleted.tolist()) == [*range(90, 97)]
@@ -183,8 +183,8 @@ def test_a_full_save_that_failed_touches_no_other_row():
     model = Model(0)
     rows = model.rows
     model.push(np.arange(100))
-    rows.end_cut(rows.begin_cut(is_full=True), is_committed=True)
-    rows.end_cut(rows.begin_cut(is_full=True), is_committed=False)
+    rows.begin_cut(is_full=True).end(is_committed=True)
+    rows.begin_cut(is_full=True).end(is_committed=False)
     assert rows.begin_cut(is_full=False).count == 0
 
 
@@ -225,14 +225,14 @@ def test_the_old_rows_are_limited():
     cut = model.rows.begin_cut(is_full=True)
     row = cut._old_row
     assert cut.old_bytes_limit == 4 << 20
-    model.rows.end_cut(cut)
+    cut.end()
     cut = model.rows.begin_cut(is_full=True)
     cut.old_bytes_limit = 100 * row
     model.push(np.arange(99))
     assert not model.rows.must_wait
     model.push(np.arange(101))
     assert model.rows.must_wait
-    model.rows.end_cut(cut)
+    cut.end()
     assert not model.rows.must_wait
     assert not Model(1).rows.must_wait
 
@@ -262,7 +262,7 @@ def test_a_cut_cannot_be_read_after_its_end(is_read):
         cut.read("ids", 0, 5, memoryview(bytearray(40)))
         view.find("values", np.arange(5))
     for held in (cut, view):
-        model.rows.end_cut(held)
+        held.end()
     with pytest.raises(LimpetError, match=r"after its end.*one save .* at a time"):
         cut.read("ids", 0, 5, memoryview(bytearray(40)))
     with pytest.raises(LimpetError, match=r"after its end.*one save .* at a time"):
@@ -277,7 +277,7 @@ def test_a_cut_gives_its_copies_back_at_its_end():
         model.push(np.arange(500))
         assert cut.old_bytes > 0
         old = weakref.ref(cut._old["values"])
-        model.rows.end_cut(cut)
+        cut.end()
         assert old() is None
         assert len(cut._copies) == 0
 

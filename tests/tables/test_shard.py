@@ -280,7 +280,7 @@ def test_candidates_are_part_of_cuts():
     out = np.empty(2, np.int32)
     cut.read("counts", 0, 2, memoryview(out.view(np.uint8)))
     assert out.tolist() == [1, 1]
-    shard.candidates.end_cut(cut, is_committed=True)
+    cut.end(is_committed=True)
     assert shard.candidates.begin_cut(is_full=False).deleted.tolist() == [2]
 
 
@@ -405,7 +405,7 @@ def test_deletion():
 
 def test_filled_rows_are_in_the_next_increment():
     shard = a_shard()
-    shard.rows.end_cut(shard.rows.begin_cut(is_full=True), is_committed=True)
+    shard.rows.begin_cut(is_full=True).end(is_committed=True)
     shard.fill([1, 2], np.ones((2, 4)))
     assert shard.rows.begin_cut(is_full=False).count == 2
 
@@ -441,7 +441,7 @@ def test_a_change_waits_while_a_cut_has_too_many_old_rows(change):
     thread.join(0.05)
     assert thread.is_alive()
     assert shard.look_up(np.array([2])).shape == (1, 4)
-    shard.rows.end_cut(cut)
+    cut.end()
     thread.join(10)
     assert not thread.is_alive()
 

@@ -109,6 +109,10 @@ class Column:
     initial: float | None = 0.0
 
 
+def _make_arrays(columns: Mapping[str, Column]) -> dict[str, GrowableArray]:
+    return {name: GrowableArray(column.dtype, column.width) for name, column in columns.items()}
+
+
 class Rows:
     """The rows of a table: ``ids`` (int64), the given columns, ``counts`` (int32), and
     ``last_steps`` (int64). ``old_rows``: of which part of them a cut may have copies.
@@ -124,7 +128,7 @@ class Rows:
         self.lock, self.old_rows = lock or Condition(), old_rows
         self.columns = {"ids": Column(torch.int64, initial=None), **columns}
         self.columns |= {"counts": Column(torch.int32), "last_steps": Column(torch.int64)}
-        self._arrays = {name: GrowableArray(c.dtype, c.width) for name, c in self.columns.items()}
+        self._arrays = _make_arrays(self.columns)
         self._arrays["flags"] = GrowableArray(torch.uint8, None)
         self._index = IdIndex()
         self._stop = self.count = 0  # all rows are below; the number of those that live
@@ -232,7 +236,7 @@ class Rows:
 
     def begin_cut(self, *, is_full: bool) -> Cut:
         """Return a cut for a save: of all rows, or of those that changed since the last committed
-        version. Only one is held at a time; ``end_cut`` ends it."""
+        version. Only one is held at a time; ``Cut.end`` ends it."""
         with self.lock:
             if self._save is not None:
                 raise LimpetError("A cut of this table for a save is held already")
@@ -250,7 +254,7 @@ class Rows:
 
     def begin_view(self, *names: str) -> Cut:
         """Return a cut of the columns ``names`` of all rows, to find rows by id (``Cut.find``).
-        ``end_cut`` ends it. Several may be held, also during a save."""
+        ``Cut.end`` ends it. Several may be held, also during a save."""
         with self.lock:
             return self._begin(_LIVE, ["ids", *names])
 
@@ -258,22 +262,13 @@ class Rows:
         self._cuts.append(Cut(self, (self._flags() & flag) > 0, names))
         return self._cuts[-1]
 
-    def end_cut(self, cut: Cut, *, is_committed: bool = False) -> None:
-        """End a cut. If a version with it is not surely committed, its rows and deletions count
-        again as changes since the last committed version."""
-        with self.lock:
-            self._cuts.remove(cut)
-            cut.has_ended = True
-            cut.release()
-            if cut is self._save:
-                flags, self._save = self._flags(), None
-                in_save = flags & _IN_SAVE
-                flags ^= in_save
-                if not is_committed:
-                    flags |= in_save >> 1  # _TOUCHED
-                    self._deleted = cut.all_deleted + self._deleted
-                del flags  # before the lock is released
-            self.lock.notify_all()
+    def _end_save(self, cut: Cut, *, is_committed: bool) -> None:
+        flags, self._save = self._flags(), None
+        in_save = flags & _IN_SAVE
+        flags ^= in_save
+        if not is_committed:
+            flags |= in_save >> 1  # _TOUCHED
+            self._deleted = cut.all_deleted + self._deleted
 
 
 class Cut:
@@ -283,8 +278,8 @@ class Cut:
     def __init__(self, rows: Rows, members: Mask, names: list[str]) -> None:
         self._rows, self._lock, self.members, self.has_ended = rows, rows.lock, members, False
         self._copies = np.zeros(len(members), np.int32)  # of each row: 1 + that of its copy, or 0
-        columns = [rows.columns[name] for name in names]
-        self._old = {n: GrowableArray(c.dtype, c.width) for n, c in zip(names, columns)}
+        self._columns = {name: rows.columns[name] for name in names}
+        self._old = _make_arrays(self._columns)
         self._old_row = sum(array.row_bytes for array in self._old.values())
         self._old_count = 0
         self._old_index, self._indexed = IdIndex(), 0  # of the first copies
@@ -294,19 +289,23 @@ class Cut:
         self.old_bytes_limit = max(BLOCK_SIZE, int(rows.count * self._old_row * rows.old_rows))
 
     def end(self, *, is_committed: bool = False) -> None:
-        """See ``Rows.end_cut``."""
-        self._rows.end_cut(self, is_committed=is_committed)
+        """End the cut. If a version with it is not surely committed, its rows and deletions count
+        again as changes since the last committed version.
 
-    def release(self) -> None:
-        """Give the memory back at the end: a Checkpointer refers to its last save until the next
-        one, also during a restore. What still reads gets an error, so it needs ``members``."""
-        del self._rows
-        kinds = {
-            name: (array.dtype, *(array.shape or (None,))) for name, array in self._old.items()
-        }
-        self._old = {name: GrowableArray(*kind) for name, kind in kinds.items()}
-        self._old_index, self._copies = IdIndex(), np.empty(0, np.int32)
-        vars(self).pop("_order", None)
+        Gives the memory back: a Checkpointer refers to its last save until the next one, also
+        during a restore. What still reads gets an error, so it needs ``members``.
+        """
+        with self._lock:
+            rows = self._rows
+            rows._cuts.remove(self)
+            self.has_ended = True
+            del self._rows
+            self._old = _make_arrays(self._columns)
+            self._old_index, self._copies = IdIndex(), np.empty(0, np.int32)
+            vars(self).pop("_order", None)
+            if self is rows._save:
+                rows._end_save(self, is_committed=is_committed)
+            self._lock.notify_all()
 
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
