@@ -325,12 +325,13 @@ class LimpetViewServer:
 
     def __init__(self, path: list[str], read: Callable[[], TableServer]) -> None:
         ray_cluster.add_path(path)
-        self._read, self._reading, self._servers = read, Lock(), list[TableServer]()
+        self._read, self._reading = read, Lock()
+        self._server: TableServer | None = None
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         with self._reading:
-            self._servers = self._servers or [self._read()]
-        return _Message(getattr(self._servers[0], method)(*arguments))
+            self._server = self._server or self._read()
+        return _Message(getattr(self._server, method)(*arguments))
 
 
 class ViewEngine:
