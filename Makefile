@@ -16,10 +16,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 # The other libraries whose states and files the tests use. torchvision cannot be imported beside the CPU build of
 # PyTorch, and then torchmetrics cannot either: so it is in a folder of its own, which only tests/zoo uses.
+# torchtitan asks for an older datasets than the newest huggingface_hub allows, so what it imports is listed.
+TITAN := torchtitan torch_checkpointing spmd_types tyro docstring_parser typeguard einops
 .zoo/.ready: $(VENV)/.ready
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[zoo]' || echo "Not installed: the packages of tests/zoo"
 	$(VENV)/bin/pip install --quiet -c constraints.txt --no-deps --upgrade --target .zoo torchvision timm || \
 		echo "Not installed: torchvision and timm, for tests/zoo"
+	$(VENV)/bin/pip install --quiet -c constraints.txt --no-deps --upgrade --target .zoo $(TITAN) || \
+		echo "Not installed: torchtitan, for tests/frameworks"
 	mkdir -p .zoo && touch $@
 
 # STORE=s3 or STORE=hdfs: with a real server, which this installs and starts.

@@ -1,0 +1,49 @@
+"""What the integrations of the training frameworks share."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from limpet.errors import InexactResume, LimpetError
+from limpet.training.checkpointer import Checkpointer
+
+
+class StatePart:
+    """A member of a state that two functions read and write."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self.state_dict, self.load_state_dict = read, write
+
+    def check_state_dict(self, state: object) -> None:
+        """Its keys may differ from those of now, so a load does not compare them."""
+
+
+def check_arguments(options: Mapping[str, Any], resume: Mapping[str, Any]) -> None:
+    """Raise ``LimpetError`` for names of arguments that ``Checkpointer`` and its ``resume`` do not
+    have, before the framework has begun to load anything."""
+    for function, arguments in ((Checkpointer, options), (Checkpointer.resume, resume)):
+        names = inspect.signature(function).parameters.keys() - {"self", "run", "state"}
+        unknown = sorted(arguments.keys() - names)
+        if unknown:
+            raise LimpetError(f"{function.__qualname__} has no argument {unknown[0]}=")
+
+
+def check_release(package: str, oldest: str, newest: str) -> None:
+    """Warn if the release of a framework is not in the tested range, such as "2.5" to "2.6"."""
+    found = version(package)
+    if not _first_two(oldest) <= _first_two(found) <= _first_two(newest):
+        warnings.warn(
+            f"{package} {found} is installed, but Limpet is tested with {oldest} to {newest}: a"
+            " resume may not be exact",
+            InexactResume,
+            stacklevel=3,
+        )
+
+
+def _first_two(release: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", release)[:2]]
