@@ -13,7 +13,7 @@ INDEX = (DOCS / "README.md").read_text()
 
 
 def test_every_page_is_in_the_index():
-    found = [*DOCS.glob("*.md"), *DOCS.glob("migration/*.md")]
+    found = [*DOCS.glob("*.md"), *DOCS.glob("migration/*.md"), *DOCS.glob("frameworks/*.md")]
     pages = {path.relative_to(DOCS).as_posix() for path in found} - {"README.md"}
     missing = pages - set(re.findall(r"\]\(([\w/-]+\.md)\)", INDEX))
     assert not missing, f"add a line to docs/README.md for {sorted(missing)}"

@@ -9,6 +9,7 @@ import torch
 import limpet
 from limpet.generators import capture_states, restore_states, seed_generators
 from limpet.storage.memory import MemoryStore
+from limpet.training import step_counter
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +109,19 @@ def test_without_an_rng_a_start_decides_the_numbers(loop):
         found.append(numbers)
     assert found[0] == found[1]
     assert len(set(map(repr, found[0]))) == 3
+
+
+def test_ranks_at_one_place_draw_the_same_numbers(monkeypatch):
+    """As ranks of a tensor-parallel group must; by default, each rank is a place of its own."""
+    with limpet.Checkpointer(MemoryStore(), {"x": torch.ones(2)}) as ckpt:
+        drawn = {}
+        for rank in range(2):
+            monkeypatch.setattr(step_counter, "rank_and_world_size", lambda rank=rank: (rank, 2))
+            for place in (None, 0, 2**64 - 1):
+                ckpt._step_counter.seed_step(place)
+                drawn[rank, place] = draw()
+        assert drawn[0, None] == drawn[0, 0] == drawn[1, 0]
+        assert drawn[0, 2**64 - 1] == drawn[1, 2**64 - 1] != drawn[1, None] != drawn[0, None]
+        ckpt.step()
+        ckpt._step_counter.seed_step(0)
+        assert draw() != drawn[0, 0]

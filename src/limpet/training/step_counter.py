@@ -193,17 +193,19 @@ class StepCounter:
             loader.begin_body()
         self._seed_start(EPOCH, epoch)
 
-    def seed_step(self) -> None:
-        """Seed the generators of the training at the start of a step. A loader that a resume has
-        left at the end of an epoch begins the next: `next(iter(loader))` expects a batch."""
+    def seed_step(self, place: int | None = None) -> None:
+        """Seed the generators of the training at the start of a step. Ranks with the same ``place``
+        (by default, their number) draw the same numbers. A loader that a resume has left at the end
+        of an epoch begins the next: `next(iter(loader))` expects a batch."""
         for loader in self._loaders.values():
             if not loader.keeps_per_rank:  # a stream may have more than its length
                 loader.skip_rest(loader.epoch + 1)
-        self._seed_start(STEP, self.progress.step)
+        self._seed_start(STEP, self.progress.step, place)
 
-    def _seed_start(self, kind: int, number: int) -> None:
+    def _seed_start(self, kind: int, number: int, place: int | None = None) -> None:
         if not self._has_rng:  # it has its own sequence
-            seed_generators(self._seed, kind, number, rank_and_world_size()[0])
+            place = rank_and_world_size()[0] if place is None else place
+            seed_generators(self._seed, kind, number, place)
 
     def describe_sizes(self) -> list[str]:
         """Return by how many samples per step a resume differs from the version, for people."""
