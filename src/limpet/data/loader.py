@@ -13,7 +13,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
@@ -110,6 +110,7 @@ class DataLoader(data.DataLoader[Any]):
 
     _phase: _Phase
     _has_counted: bool
+    _sets_epoch = False  # of a dataset that is not a stream
 
     def __init__(
         self,
@@ -252,6 +253,11 @@ class DataLoader(data.DataLoader[Any]):
         """True if the pass is over, but its last batches belong to a step that has not ended."""
         is_over = self._phase == "over"
         return is_over and self._has_counted and 0 < len(self._handed) < self._per_step
+
+    @property
+    def uncounted(self) -> int:
+        """The number of batches that were yielded and not counted."""
+        return len(self._handed)
 
     def check(self, batches: int) -> None:
         """Raise the error that ``count`` would raise. A step first checks all loaders."""
@@ -422,6 +428,7 @@ class DataLoader(data.DataLoader[Any]):
         inner = self._prepare(start, rank, ranks, ahead)
         draws = not in_state and (self.num_workers == 0 or self._given is not None)
         name, size = digest(self._name), self.samples_per_step or 1
+        length = self._stream_length()
         position, states = start, list(start.states)
         states = states or [None] * max(1, self.num_workers)
         try:
@@ -445,9 +452,8 @@ class DataLoader(data.DataLoader[Any]):
                     states[note.worker] = note
                     turn = (note.worker + 1) % len(states)
                     at = before.at + 1
-                    is_last = hasattr(self.dataset, "__len__") and at >= len(self)
                     position = before._replace(
-                        at=at, is_last=is_last, states=tuple(states), turn=turn
+                        at=at, is_last=at >= length, states=tuple(states), turn=turn
                     )
                 else:
                     position = ahead.popleft()
@@ -520,6 +526,7 @@ class DataLoader(data.DataLoader[Any]):
         if self._is_stream:
             worker_side.begin(start.epoch, list(start.states), start.turn)
         else:
+            worker_side.epoch = None
             source = self._source
             source.key, source.size = self._key, self.samples_per_step or 1
             source.length, source.first = start.length, start.first
@@ -540,18 +547,25 @@ class DataLoader(data.DataLoader[Any]):
                     "An IterDataPipe, which PyTorch has deprecated, is not divided among workers"
                     " and ranks: use num_workers=0 on one rank, or an IterableDataset"
                 )
+            # of Accelerate: each rank reads all of the stream and keeps its part, so all draw alike
+            is_shared = type(self.dataset).__name__ == "IterableDatasetShard"
             self._stream = self._stream or Stream(
                 self.dataset,
                 self.collate_fn,
                 batch_size=self._local_size(),
                 drop_last=self.drop_last,
-                rank=rank,
+                rank=0 if is_shared else rank,
                 replay=self._replay,
             )
             dataset: Any = self._stream
         else:
             is_batched = self.batch_size is not None or self._order == "batch_sampler"
-            dataset = Samples(self.dataset, self.collate_fn, is_batched=is_batched)
+            dataset = Samples(
+                self.dataset,
+                self.collate_fn,
+                is_batched=is_batched,
+                sets_epoch=self._sets_epoch and hasattr(self.dataset, "set_epoch"),
+            )
             options["sampler"] = self._tasks
         return data.DataLoader(
             dataset,
@@ -587,6 +601,13 @@ class DataLoader(data.DataLoader[Any]):
             return self.batch_size
         rank, ranks = self._place()
         return self._total // ranks + (rank < self._total % ranks)
+
+    def _stream_length(self) -> float:
+        """Return the number of batches of a stream, infinity if it does not tell."""
+        if self._is_stream and hasattr(self.dataset, "__len__"):
+            with suppress(TypeError):  # it wraps another one, which does not
+                return len(self)
+        return math.inf
 
     def _warn(self, found: Any) -> None:
         if not self._warned:
@@ -643,7 +664,14 @@ class _Order(data.DistributedSampler[Any]):
 
 
 class _Batches(data.BatchSampler):
-    """The ``batch_sampler`` of a loader, by which ``elastic`` finds the loader again."""
+    """The ``batch_sampler`` of a loader, by which ``elastic`` finds the loader again, with what
+    Accelerate asks for to know which samples of the last batch are repeated."""
+
+    even_batches = True
+
+    @property
+    def num_processes(self) -> int:
+        return self.loader._place()[1]
 
     def __init__(self, loader: DataLoader) -> None:
         super().__init__(_Order(loader), loader.batch_size or 1, loader.drop_last)
@@ -690,6 +718,7 @@ def elastic(loader: Any, *, seed: int | None = None, replay: bool = False) -> An
         found = DataLoader(base.dataset, replay=replay, **options)
     if base is loader:
         return found
+    found._sets_epoch = True  # as the object around it does, from 0 in each process
     if base is not found:
         loader.base_dataloader = found
         loader.state_dict = found.state_dict  # its own returns a copy that was made earlier

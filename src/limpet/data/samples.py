@@ -83,10 +83,22 @@ class Samples(data.Dataset[Any]):
 
     PyTorch's generator is seeded for each sample. Those of Python and NumPy, which take 6 us more,
     only if a sample was seen to use them: that batch is then made again.
+
+    ``sets_epoch``: a new ``epoch`` is passed to ``set_epoch`` of the dataset.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, is_batched: bool) -> None:
+    epoch: int | None = None
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        *,
+        is_batched: bool,
+        sets_epoch: bool = False,
+    ) -> None:
         self.dataset, self._collate, self._is_batched = dataset, collate, is_batched
+        self._sets_epoch = sets_epoch
         self.key = 0
         """The seed of the loader."""
 
@@ -95,6 +107,9 @@ class Samples(data.Dataset[Any]):
 
     def __getitem__(self, task: Task) -> tuple[Any, Difference | None]:
         difference = None
+        if self._sets_epoch and task.epoch != self.epoch:
+            self.epoch = task.epoch
+            self.dataset.set_epoch(task.epoch)
         if self._expected is None:  # this worker has made no batch yet
             self._reset_unseeded()
             self._expected = _draw()

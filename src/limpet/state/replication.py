@@ -52,6 +52,18 @@ def _record_ddp_members(module: Any, replication: dict[int, Replication]) -> set
     return {id(p) for p in params}
 
 
+def as_ddp(module: Any, broadcast_buffers: bool) -> Any:
+    """Return a ``DistributedDataParallel`` around a module for a state, for one that a framework
+    does not give. It tells how the ranks replicate the module, and cannot be called."""
+    torch = lazy_torch.torch_or_none()
+    ddp = torch.nn.parallel.DistributedDataParallel
+    wrapper = ddp.__new__(ddp)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.module, wrapper.broadcast_buffers = module, broadcast_buffers
+    wrapper.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return wrapper
+
+
 def _flat_parameter_error(optimizer: torch.optim.Optimizer) -> Unsupported:
     name = type(optimizer).__name__
     return Unsupported(

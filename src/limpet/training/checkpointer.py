@@ -456,7 +456,8 @@ class Checkpointer:
         ``metrics`` maps names to numbers. If this step is saved, its version stores them.
         ``steps`` is the number of optimizer steps, if a function makes several at once. If the
         ``Progress`` in the state has an owner, that counts them.
-        ``batches`` is the number of their batches (default: ``steps``), for accumulated gradients.
+        ``batches`` is the number of their batches (default: ``steps``, or for a loader of
+        Accelerate, those that were yielded since the last step), for accumulated gradients.
 
         When this method returns, the state may change again. The error of an earlier save is raised
         here; several ranks raise it when the next save is due. The step is counted even then. After

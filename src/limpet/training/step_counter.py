@@ -65,10 +65,11 @@ class StepCounter:
         self.progress = found[0] if found else Progress()
         self.progress.resume(None)
         self._has_rng = bool(find_members(state, RNG))
-        members = find_members(state, loader_kinds()).items()
+        members = find_members(state, loader_kinds())
         # accelerator.prepare returns an object around the loader
+        self._prepared = [m for m in members.values() if hasattr(m, "base_dataloader")]
         self._loaders: dict[str, DataLoader] = {
-            name: getattr(found, "base_dataloader", found) for name, found in members
+            name: getattr(found, "base_dataloader", found) for name, found in members.items()
         }
         for name, loader in self._loaders.items():
             loader.attach(name, self._owner)
@@ -88,14 +89,18 @@ class StepCounter:
 
     def add_steps(self, steps: int, batches: int | None) -> None:
         """Count ``steps`` more steps, which consist of ``batches`` batches together (None: of as
-        many). If the ``Progress`` has an owner, its number is read instead."""
+        many, or of those since the last step if Accelerate has prepared the loader). If the
+        ``Progress`` has an owner, its number is read instead."""
         count = check_count("steps=", steps)
         if batches is not None:
             batches = check_count("batches=", batches, 0)
         if self.progress.owner is not None and count != 1:
             raise LimpetError("step(steps=...) is refused: the owner of the Progress counts steps")
         count = self.progress.read("step") or count
-        batches = count if batches is None else batches
+        if batches is None:
+            # a prepared loader has fetched a batch ahead, unless it has yielded the last one
+            since = [p.uncounted - (not p.end_of_dataloader) for p in self._prepared]
+            batches = max(1, *since) if since else count
         for loader in self._loaders.values():
             loader.check(batches)  # check all loaders before any of them advances
         for loader in self._loaders.values():
