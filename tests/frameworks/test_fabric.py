@@ -1,0 +1,44 @@
+"""Trainings with Lightning Fabric that are killed and resumed equal undisturbed ones."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import limpet
+from tests.frameworks.harness import Kill, Process
+
+if find_spec("lightning") is None:
+    pytest.skip("lightning is not installed", allow_module_level=True)
+
+from tests.frameworks import fabric_trainings as trainings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = Process("lightning.fabric", "tests.frameworks.fabric_trainings")
+    yield process
+    process.close()
+
+
+CASES = {
+    "plain": ([Kill(2), Kill(9, damage="flip"), Kill(mark="end of epoch 1")], {}),
+    "workers": ([Kill(9)], {"num_workers": 2}),
+    "accumulation": ([Kill(2), Kill(3)], {"accumulation": 4}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed(process, tmp_path, case):
+    kills, options = CASES[case]
+    process.check_exact(trainings.train, tmp_path, kills=kills, **options)
+
+
+def test_two_ranks(process, tmp_path):
+    kills = [Kill(2), Kill(mark="end of epoch 1")]
+    _, run = process.check_exact(trainings.train, tmp_path, kills=kills, ranks=2)
+    model = trainings.make_model()
+    limpet.load(run.latest().url, into={"model": model}, keys="model")  # the names have no prefix
+    assert not torch.equal(model[1].running_mean, torch.zeros(6))
