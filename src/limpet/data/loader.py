@@ -36,6 +36,7 @@ from limpet.generators import (
     seed_generators,
 )
 from limpet.lazy_torch import rank_and_world_size
+from limpet.threads import no_op
 
 _SAME_OPTIONS = (
     "num_workers",
@@ -722,6 +723,7 @@ def elastic(loader: Any, *, seed: int | None = None, replay: bool = False) -> An
     if base is not found:
         loader.base_dataloader = found
         loader.state_dict = found.state_dict  # its own returns a copy that was made earlier
+        loader.adjust_state_dict_for_prefetch = no_op  # before 1.13, it expects other keys
     return loader
 
 
