@@ -30,7 +30,11 @@ COMMAND = re.compile(
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-LIBRARIES = {"import-export.md": ["lightning", "accelerate"]}
+LIBRARIES = {
+    "import-export.md": ["lightning"],
+    "accelerate.md": ["accelerate"],
+    "fabric.md": ["lightning"],
+}
 """The libraries that a document needs, which may not be installed (the extra ``zoo``)."""
 
 

@@ -1,4 +1,4 @@
-"""The scripts of docs/import-export.md resume exactly after a kill."""
+"""The scripts of the pages about frameworks resume exactly after a kill."""
 
 import signal
 from importlib.util import find_spec
@@ -9,9 +9,8 @@ import limpet
 from tests.docs.forked import run_forked
 from tests.docs.test_docs import ROOT, blocks
 
-SCRIPTS = {
-    b.file: b.code for b in blocks(ROOT / "docs" / "import-export.md") if b.language == "python"
-}
+PAGES = [ROOT / "docs" / "import-export.md", *(ROOT / "docs" / "frameworks").glob("*.md")]
+SCRIPTS = {b.file: b.code for page in PAGES for b in blocks(page) if b.language == "python"}
 
 KILLED = """
 import os, runpy, sys, time
@@ -34,17 +33,18 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["lightning", "accelerate"])
+@pytest.mark.parametrize("library", ["lightning", "accelerate", "fabric"])
 def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
     """In the middle of an epoch, at the end of one (step 32), and after SIGTERM."""
-    if find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
+    module = {"fabric": "lightning"}.get(library, library)
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
     script = f"train_{library}.py"
     (tmp_path / script).write_text(SCRIPTS[script])
     (tmp_path / "killed.py").write_text(KILLED)
     kills = [(20, signal.SIGKILL), (33, signal.SIGKILL), (50, signal.SIGTERM)]
     ended, errors = run_forked(
-        [library, "limpet"],
+        [module, "limpet"],
         [
             (tmp_path, [script], {"RUN": "whole"}),
             *(

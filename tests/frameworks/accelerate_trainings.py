@@ -304,6 +304,33 @@ def check_state(run):
         limpet.elastic(dispatched)
 
 
+def check_save_state(run):
+    """A folder of Accelerate's own is imported, and a new run begins with it."""
+    accelerator = make_accelerator()
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = data.DataLoader(Images(), batch_size=4)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        scheduler.step()
+    accelerator.save_state(f"{run}-folder")
+    limpet.import_checkpoint(f"{run}-folder", f"{run}-imported/version_6", step=6)
+    weights, slots = model[0].weight.detach().clone(), optimizer.state_dict()["state"]
+    expected = slots[0]["exp_avg"].clone()
+    model[0].weight.data.zero_()
+    slots[0]["exp_avg"].zero_()
+    scheduler.scheduler.last_epoch = 0
+    limpet.elastic(loader)
+    with checkpointer(accelerator, run, save=limpet.Never()) as ckpt:
+        ckpt.resume(start=f"{run}-imported@6", keys=["model", "optimizer", "scheduler"])
+    assert torch.equal(model[0].weight, weights)
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], expected)
+    assert scheduler.scheduler.last_epoch == 6
+
+
 def check_forgotten(run):
     """A step counts a batch. A loop over another loader than the elastic one is an error."""
     accelerator = make_accelerator()

@@ -119,7 +119,9 @@ def test_a_position_is_saved_again_before_a_batch(process, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["batches", "device", "refused", "state", "forgotten"])
+@pytest.mark.parametrize(
+    "name", ["batches", "device", "refused", "state", "save_state", "forgotten"]
+)
 def test_check(process, tmp_path, name):
     process.run(getattr(trainings, f"check_{name}"), tmp_path / "run")
 

@@ -45,9 +45,8 @@ def _check_logged(case, folder, steps):
     # in a process of a fork server, each loader would start a fork server of its own, which imports
     # PyTorch, and outlives a training that is killed
     set_start_method("fork", force=True)
-    for name in ("accelerate", "lightning"):
-        if case.loop.startswith(name):
-            import_module(name)
+    if case.loop.startswith("lightning"):
+        import_module("lightning")
     for name in limpet.__all__:
         getattr(limpet, name)  # imports it before the forks
     gc.collect()

@@ -138,7 +138,6 @@ CASES = {
         ranks=(2, 3, 1), total=6, sampler="generated", drop_last=True,
         kills=("step 2", "epoch 1", "batch 5"),
     ),
-    "accelerate": Case("accelerate", data=ALL, workers=(0, 2)),
     # after a kill between the last step of an epoch and its end, a Progress would count one less
     "lightning": Case(
         "lightning", workers=(0, 2), validation="none", progress=False,

@@ -476,25 +476,6 @@ def two_loops(t, ckpt):
         t.update(ckpt, 0)
 
 
-def with_accelerate(t, ckpt):
-    for epoch in t.epochs(ckpt):
-        for batch in t.wrapped:
-            t.train(ckpt, batch)
-        t.end_epoch(ckpt, epoch)
-
-
-def prepare(t):
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, scheduler, loader = accelerator.prepare(
-        t.model, t.optimizer, t.scheduler, t.loader
-    )
-    t.wrapped = limpet.elastic(loader)
-    t.state |= {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    t.state["loader"] = t.wrapped
-
-
 def with_lightning(t, folder, policy):
     """As in docs/import-export.md: a callback makes the Checkpointer."""
     import lightning
@@ -576,9 +557,8 @@ LOOPS = {
     "steps of passes": steps_of_passes,
     "in parts": in_parts,
     "two loops": two_loops,
-    "accelerate": with_accelerate,
 }
-BEFORE = {"peeking": peek_first, "accelerate": prepare}
+BEFORE = {"peeking": peek_first}
 """What the script does before it makes the Checkpointer."""
 
 
