@@ -291,6 +291,31 @@ def test_a_loader_of_torch_is_refused_in_a_state_and_can_be_converted(loader):
         ckpt.step()
 
 
+def test_a_replaced_loader_continues_at_the_position_with_other_data():
+    """Frameworks make a new loader for each epoch. The one in the state takes it over."""
+
+    def train(ckpt, loader, epochs):
+        seen = []
+        for epoch in epochs:
+            loader.replace(limpet.DataLoader(range(4 + 2 * epoch), batch_size=2, shuffle=True))
+            for batch in loader:
+                seen.append(batch.tolist())
+                ckpt.step()
+            ckpt.end_epoch()
+        return seen
+
+    store = MemoryStore()
+    loader = limpet.DataLoader([7], seed=3)
+    with limpet.Checkpointer(store, {"loader": loader}, save=limpet.EverySteps(3)) as ckpt:
+        whole = train(ckpt, loader, range(3))
+    for part, count in ((whole[:2], 4), (whole[2:5], 6), (whole[5:], 8)):
+        assert sorted(chain.from_iterable(part)) == [*range(count)]
+    again = limpet.DataLoader(range(100), shuffle=True)
+    with limpet.Checkpointer(store, {"loader": again}) as ckpt:
+        ckpt.resume(at=3)  # in the second epoch
+        assert train(ckpt, again, range(1, 3)) == whole[3:]
+
+
 def test_a_converted_loader_has_the_arguments():
     options = {"batch_size": 3, "drop_last": True, "num_workers": 1, "prefetch_factor": 3}
     converted = limpet.elastic(data.DataLoader(range(10), shuffle=True, **options), seed=4)
@@ -298,8 +323,17 @@ def test_a_converted_loader_has_the_arguments():
     own = limpet.DataLoader(range(10), shuffle=True, seed=4, **options)
     assert read(converted) == read(own)
     assert limpet.elastic(own) is own
-    with pytest.raises(LimpetError, match="seed= and replay= are arguments of"):
-        limpet.elastic(own, seed=5)
+    with pytest.raises(LimpetError, match=r"seed= and ranks= must be given to the limpet"):
+        limpet.elastic(own, seed=5, ranks=2)
+    parts = [
+        limpet.elastic(
+            data.DataLoader(range(10), batch_size=9), total_batch_size=4, rank=rank, ranks=2
+        )
+        for rank in range(2)
+    ]
+    assert [read(part) for part in parts] == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
+    with pytest.raises(LimpetError, match="total_batch_size= replaces batch_size= and batch_samp"):
+        limpet.elastic(data.DataLoader(range(4), batch_sampler=[[1]]), total_batch_size=4)
     batches = limpet.elastic(data.DataLoader(range(4), batch_sampler=[[1, 2], [3]]))
     assert read(batches) == [[1, 2], [3]]
     sampler = data.DistributedSampler(range(8), 2, 1, seed=9, drop_last=True)

@@ -55,6 +55,13 @@ _COUNTS = {"seed", "epoch", "at", "passes", "ended", "per_step"}
 
 _FIELDS = _COUNTS | {"order", "is_last", "length", "samples_per_step", "first"}
 
+_POSITION = {
+    *("_explicit", "_initial_seed", "_key", "_name", "_is_key_final", "_owner", "_per_step"),
+    *("_handed", "_pass", "_body", "_phase", "_has_counted", "_passes_before", "_passes", "_ended"),
+    *("_counted", "_began", "samples_per_step_before"),
+}
+"""The attributes that stay if a loader is replaced."""
+
 _Phase = Literal["none", "open", "left", "over"]
 """What has become of the last pass: there was none in this epoch, it goes on, it was left early, or
 it has yielded the last batch of the epoch."""
@@ -413,6 +420,14 @@ class DataLoader(data.DataLoader[Any]):
         self._passes_before, self._passes = self._pass, state["passes"]
         self._body, self._ended = None, state["ended"]
 
+    def replace(self, other: DataLoader) -> None:
+        """Continue at the same position with the dataset and the arguments of another loader, such
+        as one that a framework makes for each epoch. Call it between two passes."""
+        new = {name: value for name, value in vars(other).items() if name not in _POSITION}
+        vars(self).update(new)
+        self._pass += 1  # a pass that has begun is over
+        self._source.must_check = self._owner is not None
+
     # -- one pass ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -687,12 +702,22 @@ class _Batches(data.BatchSampler):
         return len(loader._given) if loader._order == "batch_sampler" else super().__len__()
 
 
-def elastic(loader: Any, *, seed: int | None = None, replay: bool = False) -> Any:
+def elastic(
+    loader: Any,
+    *,
+    seed: int | None = None,
+    replay: bool = False,
+    total_batch_size: int | None = None,
+    rank: int | None = None,
+    ranks: int | None = None,
+) -> Any:
     """Return a ``limpet.DataLoader`` with the dataset and arguments of a PyTorch ``DataLoader``.
 
     A ``DistributedSampler`` of the loader becomes ``shuffle=``, and its ``batch_size`` stays that
-    of one rank. For what ``accelerator.prepare`` returns, the loader inside is replaced, and the
-    same object is returned. If a ``limpet.DataLoader`` was passed to ``prepare``, that is used.
+    of one rank, unless ``total_batch_size`` replaces it. The other arguments are those of
+    ``limpet.DataLoader``. For what ``accelerator.prepare`` returns, the loader inside is replaced,
+    and the same object is returned. If a ``limpet.DataLoader`` was passed to ``prepare``, that is
+    used.
 
     Raises ``LimpetError`` for another object, and for a loader whose rank 0 sends the batches
     (``DataLoaderConfiguration(dispatch_batches=False)`` of Accelerate avoids that).
@@ -708,15 +733,23 @@ def elastic(loader: Any, *, seed: int | None = None, replay: bool = False) -> An
     samplers = [*wrapped_samplers(base.batch_sampler), *wrapped_samplers(base.sampler)]
     wrapped = next((s.loader for s in samplers if isinstance(s, _Order)), None)
     found = base if isinstance(base, DataLoader) else wrapped
-    if found is not None and (seed is not None or replay):
+    own = {
+        "seed": seed,
+        "replay": replay or None,
+        "total_batch_size": total_batch_size,
+        "rank": rank,
+        "ranks": ranks,
+    }
+    given = {name: value for name, value in own.items() if value is not None}
+    if found is not None and given:
         raise LimpetError(
-            "seed= and replay= are arguments of the limpet.DataLoader that was passed"
+            f"{'= and '.join(given)}= must be given to the limpet.DataLoader that was passed"
         )
     if found is None:
         options = _read_arguments(base, is_wrapped=base is not loader)
-        if seed is not None:
-            options["seed"] = seed
-        found = DataLoader(base.dataset, replay=replay, **options)
+        if total_batch_size is not None and options.get("batch_size") is not None:
+            del options["batch_size"]
+        found = DataLoader(base.dataset, **options | given)
     if base is loader:
         return found
     found._sets_epoch = True  # as the object around it does, from 0 in each process
