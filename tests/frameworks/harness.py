@@ -138,7 +138,7 @@ def compare(whole, killed, ignore=()):
     steps = [{s.step for s in run.snapshots()} for run in (a, b)]
     assert max(steps[0]) == max(steps[1])
     metrics = [{step: run.metrics(step) for step in steps[0] & steps[1]} for run in (a, b)]
-    assert metrics[0] == metrics[1]
+    assert metrics[0] == metrics[1], f"metrics differ: {metrics}"
 
 
 def describe(value, key):

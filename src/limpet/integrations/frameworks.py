@@ -10,17 +10,30 @@ from importlib.metadata import version
 from typing import Any
 
 from limpet.errors import InexactResume, LimpetError
+from limpet.threads import no_op
 from limpet.training.checkpointer import Checkpointer
 
 
 class StatePart:
-    """A member of a state that two functions read and write."""
+    """A member of a state that functions read, write, and check.
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self.state_dict, self.load_state_dict = read, write
+    By default, its keys may differ from those of now. With ``keeps_per_rank``, each rank has its
+    own, and a new rank begins with that of the first.
+    """
 
-    def check_state_dict(self, state: object) -> None:
-        """Its keys may differ from those of now, so a load does not compare them."""
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        check: Callable[[Any], object] = no_op,
+        *,
+        keeps_per_rank: bool = False,
+    ) -> None:
+        self.state_dict, self.load_state_dict, self.check_state_dict = read, write, check
+        self.keeps_per_rank = keeps_per_rank
+
+    def derive(self, rank: int) -> None:
+        """Begin on a rank that no version has."""
 
 
 def check_arguments(options: Mapping[str, Any], resume: Mapping[str, Any]) -> None:

@@ -1,0 +1,305 @@
+"""Trainings with Lightning, as scripts write them, for ``test_lightning``."""
+
+import logging
+import random
+import warnings
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import limpet
+from limpet.integrations.lightning import Versions
+from tests.frameworks.harness import reach
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Augmented(Dataset):
+    """Samples that draw from all global generators. ``first``: a number that they begin with."""
+
+    def __init__(self, length=20, first=0):
+        self.length, self.first = length, first
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        x = torch.full((4,), (self.first + i) / 20) + 0.1 * torch.rand(4)
+        return x + 0.1 * random.random() + 0.1 * float(np.random.random())
+
+
+class Stream(IterableDataset):
+    """A stream without a length and without a position."""
+
+    def __iter__(self):
+        return (torch.rand(4) + i / 20 for i in range(19))
+
+
+class Model(pl.LightningModule):
+    """``monitor``: of a plateau scheduler, if it is not empty."""
+
+    def __init__(self, *, monitor="", one_cycle=False):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        )
+        self.monitor, self.one_cycle = monitor, one_cycle
+        self.register_buffer("noise", torch.zeros(()))  # the same for a whole epoch
+
+    def loss(self, x):
+        if isinstance(x, dict):
+            return sum(self.loss(part) for part in x.values())
+        return (self.layers(x + self.noise) - x.sum(1, keepdim=True)).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch) * (1 + batch_idx / 100)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if batch_idx % 3 == 0:
+            self.log("seldom", loss + 1)
+        return loss
+
+    def on_train_epoch_start(self):
+        reach(f"epoch {self.current_epoch}")
+        self.noise.copy_(0.01 * torch.rand(()))
+
+    def on_validation_start(self):
+        reach(f"before validation after step {self.global_step}")
+
+    def validation_step(self, batch, batch_idx):
+        reach(f"validation after step {self.global_step}")
+        self.log("val_loss", self.loss(batch) + 0.1 * torch.rand(()) + 0.1 * random.random())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        if self.monitor:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return [optimizer], [{"scheduler": plateau, "monitor": self.monitor, "strict": False}]
+        if self.one_cycle:
+            steps = self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def fit(run, model, *data, save=None, callbacks=(), options=None, **trainer):
+    """Train. ``options``: of ``Versions``."""
+    warnings.simplefilter("ignore")
+    versions = Versions(run, save=save or limpet.EverySteps(1), quiet=True, **options or {})
+    trainer = {"max_epochs": 3, **QUIET, **trainer}
+    pl.Trainer(callbacks=[*callbacks, versions], **trainer).fit(model, *data)
+
+
+def loaders(*, batch_size=4, **options):
+    """Return the loaders of a training, and of a validation that draws."""
+    options = {"shuffle": True} | options
+    return (
+        DataLoader(Augmented(), batch_size=batch_size, **options),
+        DataLoader(Augmented(8), batch_size=4, shuffle=True),
+    )
+
+
+# -- the setups ------------------------------------------------------------------------------
+
+
+class Manual(Model):
+    """Two optimizers, one of which steps less often. ``carries``: the gradients of three batches
+    make a step, also those of two epochs."""
+
+    def __init__(self, *, carries=False):
+        super().__init__()
+        self.automatic_optimization = False
+        self.carries = carries
+        self.other = nn.Linear(4, 1)
+        self.seen = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        loss = self.loss(batch) + self.other(batch).square().mean()
+        self.log("loss", loss)
+        self.manual_backward(loss)
+        self.seen += 1
+        if not self.carries or self.seen % 3 == 0:
+            for optimizer in (first, second) if self.seen % 2 or self.carries else (first,):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        first = torch.optim.AdamW(self.layers.parameters(), lr=0.02)
+        second = torch.optim.SGD(self.other.parameters(), lr=0.02, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1)]
+
+
+class Skipping(Model):
+    """Ends the epochs after three batches."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 3 else None
+
+
+class Reloaded(pl.LightningDataModule):
+    """Each epoch has other and more data. Its state is a number, which the training uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+
+    def train_dataloader(self):
+        epoch = self.trainer.current_epoch
+        return DataLoader(Augmented(12 + 4 * epoch, first=epoch), batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(Augmented(8, first=self.trainer.current_epoch), batch_size=4)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.factor += 0.01
+        return batch * self.factor
+
+    def state_dict(self):
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state):
+        self.factor = state["factor"]
+
+
+class Count(pl.Callback):
+    """A callback with a state, which changes the model: it must be loaded before it starts."""
+
+    count = 0
+
+    def on_fit_start(self, trainer, module):
+        module.first = nn.Buffer(torch.tensor(self.count), persistent=False)
+        assert trainer.global_step == self.count
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.count = trainer.global_step
+        module.layers[0].bias.data += self.count / 1000
+
+    def on_train_end(self, trainer, module):
+        module.layers[0].bias.data.zero_()  # no version has this
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class OwnOrder(torch.utils.data.Sampler):
+    """Draws with replacement, from the global generator."""
+
+    def __len__(self):
+        return 18
+
+    def __iter__(self):
+        return iter(torch.randint(20, (18,)).tolist())
+
+
+def stopping(monitor="val_loss", **options):
+    return {"callbacks": [EarlyStopping(monitor, patience=1, min_delta=0.1, **options)]}
+
+
+def several_loaders(mode):
+    loader = DataLoader(Augmented(), batch_size=4, shuffle=True)
+    other = DataLoader(Augmented(12), batch_size=4, shuffle=True)
+    combined = {"first": other, "second": loader}
+    return CombinedLoader(combined, mode) if mode else combined
+
+
+def scaler():
+    """Return a precision plugin whose scaler changes often, and skips steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+    return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
+
+
+def inputs(name):
+    """Return the model, the data, and the arguments of ``fit`` of a setup."""
+    train, validation = loaders()
+    every = limpet.EveryEpoch(), limpet.EverySteps(3)
+    found = {
+        "plain": (Model(), (train,), {}),
+        "validation": (Model(), (train, validation), {}),
+        "every epoch": (Model(), (train, validation), {"save": every[0]}),
+        "every third step": (Model(), (train, validation), {"save": every[1]}),
+        "workers": (Model(), loaders(num_workers=2, persistent_workers=True)[:1], {}),
+        "accumulation": (Model(), (train, validation), {"accumulate_grad_batches": 3}),
+        "accumulation by epoch": (
+            Model(), (train,),
+            {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]},
+        ),
+        "validation in mid-epoch": (Model(), (train, validation), {"val_check_interval": 2}),
+        "validation between the batches of a step": (
+            Model(), (train, validation),
+            {"val_check_interval": 1, "accumulate_grad_batches": 2, "max_epochs": 2},
+        ),
+        "validation by batches": (
+            Model(), (train, validation),
+            {"val_check_interval": 4, "check_val_every_n_epoch": None},
+        ),
+        "validation by epochs": (
+            Model(monitor="val_loss"), (train, validation),
+            {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 5},
+        ),
+        "plateau": (Model(monitor="val_loss"), (train, validation), {}),
+        "plateau of a mean": (Model(monitor="loss_epoch"), (train,), {}),
+        "early stopping": (
+            Model(), (train, validation), {"max_epochs": 9, "val_check_interval": 2} | stopping(),
+        ),
+        "early stopping at an epoch": (
+            Model(), (train,), {"max_epochs": 9} | stopping("loss_epoch"),
+        ),
+        "early stopping of Limpet": (
+            Model(), (train, validation),
+            {"max_epochs": 9, "options": {"stop": limpet.StopWhen("val_loss", patience=1)}},
+        ),
+        "manual": (Manual(), (train, validation), {}),
+        "manual, carried": (Manual(carries=True), (train,), {"save": every[0] | every[1]}),
+        "dict": (Model(), (several_loaders(""),), {}),
+        "shortest": (Model(), (several_loaders("min_size"),), {}),
+        "limited": (Model(), (train,), {"limit_train_batches": 3}),
+        "maximum steps": (Model(), (train, validation), {"max_steps": 12, "max_epochs": -1}),
+        "overfitted": (Model(), (train,), {"overfit_batches": 2}),
+        "skipping": (Skipping(), (train,), {}),
+        "one cycle": (Model(one_cycle=True), (train,), {}),
+        "reloaded": (Model(), (Reloaded(),), {"reload_dataloaders_every_n_epochs": 2}),
+        "scaler": (Model(), (train,), scaler()),
+        "callback": (Model(), (train,), {"callbacks": [Count()]}),
+        "average": (Model(), (train, validation), {"callbacks": [EMAWeightAveraging(decay=0.9)]}),
+        "stream": (Model(), (DataLoader(Stream(), batch_size=4),), {}),
+        "sampler": (Model(), (loaders(shuffle=False, sampler=OwnOrder())[0],), {}),
+    }  # fmt: skip
+    return found[name]
+
+
+def train(run, *, setup, **changes):
+    model, data, options = inputs(setup)
+    fit(run, model, *data, **options | changes)
+
+
+def train_ranks(run, *, total=None, ranks=2, **options):
+    """Train on several ranks, whose BatchNorm differs."""
+    options = {"total_batch_size": total} | options
+    strategy = (
+        {"devices": ranks, "strategy": "ddp_find_unused_parameters_true"} if ranks > 1 else {}
+    )
+    fit(run, Model(), *loaders(), options=options, **strategy, val_check_interval=2, **stopping())
