@@ -71,8 +71,8 @@ def test_two_ranks_whose_buffers_differ_are_exact(process, memory):
 
 
 def test_after_sigterm_the_training_saves_and_exits_and_resumes_exactly(process, memory):
-    kills = [Kill(2, signal=SIGTERM), Kill(5, signal=SIGTERM), Kill(8, signal=SIGTERM)]
-    kills.append(Kill(mark="validation after step 15", signal=SIGTERM))
+    places = [Kill(2), Kill(5), Kill(mark="validation after step 10"), Kill(12)]
+    kills = [kill._replace(signal=SIGTERM) for kill in places]
     run = process.check_exact(trainings.train, memory, setup="every epoch", kills=kills)[1]
     assert [s.metadata["reason"] for s in run.snapshots()].count("preemption") == 4
 
