@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import limpet
+from tests.docs.test_docs import ROOT, blocks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16", "--log", "1"]
@@ -100,6 +101,30 @@ def test_tables_survive_the_loss_of_a_worker_a_server_and_the_driver(tmp_path):
     killed = re.findall(r"SIGKILL to the (\w+) \d+, after step", done.stdout)
     assert killed == ["worker", "server", "driver", "worker"]
     assert "✗" not in done.stdout
+
+
+@pytest.mark.chaos
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_ray_train_resumes_after_the_kill_of_a_worker(tmp_path, monkeypatch):
+    """And the script of the documentation runs."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    command = [sys.executable, EXAMPLES / "ray_train.py", "--storage", tmp_path / "storage"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout + done.stderr
+    assert (tmp_path / "storage" / "killed").exists()
+    # the save of step 20 may have been in flight
+    for line in ("epoch 0 ended at step 16", "resumed step (15|20) from", "epoch 3 ended at"):
+        assert re.search(line, output), output
+    assert re.findall(r"^step (\d+): ", done.stdout, re.MULTILINE) == ["55", "60", "64"]
+
+    (script,) = [b for b in blocks(ROOT / "docs/frameworks/ray-train.md") if b.file]
+    changed = script.code.replace("s3://bucket/results", f"{tmp_path}/results")
+    (tmp_path / script.file).write_text(changed)
+    command = [sys.executable, script.file]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert limpet.Run(tmp_path / "results" / "a").latest().step == 16
 
 
 STOP_AT_THE_COMMIT = """
