@@ -4,11 +4,12 @@ import random
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     ParallelismConfig,
 )
@@ -115,7 +116,7 @@ def train(
                 if accelerator.sync_gradients:
                     average.update_parameters(accelerator.unwrap_model(model))
                 count.samples += len(batch)
-                ckpt.step({"loss": loss, "data": batch.sum()})
+                ckpt.step({"loss": loss, "data": batch.sum(), "samples": count.samples})
             model.eval()
             with torch.no_grad():
                 scores = [accelerator.gather_for_metrics(model(batch)) for batch in validation]
@@ -142,6 +143,32 @@ def train_two(run):
                     accelerator.backward(sign * second(torch.tanh(first(batch))).mean())
                     optimizer.step()
                 ckpt.step()
+
+
+def train_fsdp2(run):
+    """Accelerate shards models on GPUs only, unless its state says otherwise."""
+    accelerator = make_accelerator()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+    )
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.2), torch.nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = data.DataLoader(Images(), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert hasattr(next(model.parameters()), "full_tensor")
+    loader = limpet.elastic(loader)
+    with checkpointer(accelerator, run, save=limpet.EverySteps(2)) as ckpt:
+        for _ in ckpt.epochs(3):
+            for batch in loader:
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                ckpt.step({"loss": loss})
 
 
 def save_before_a_batch(run, *, first):

@@ -2,24 +2,32 @@
 
 import signal
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import limpet
 from tests.frameworks.harness import Kill, Process
+from tests.frameworks.samples import make_model
 
 if find_spec("accelerate") is None:
     pytest.skip("accelerate is not installed", allow_module_level=True)
 
-from tests.frameworks import accelerate_trainings as trainings
-
 slow = pytest.mark.slow
+
+
+MODULE = "tests.frameworks.accelerate_trainings"
+"""Imported by processes of the harness only, because that takes seconds."""
+
+
+def training(name):
+    return SimpleNamespace(__module__=MODULE, __qualname__=name)
 
 
 @pytest.fixture(scope="module")
 def process():
-    process = Process("accelerate", "tests.frameworks.accelerate_trainings")
+    process = Process(MODULE)
     yield process
     process.close()
 
@@ -60,7 +68,7 @@ def test_killed_and_resumed(process, tmp_path, case):
     datasets with ``set_epoch``, and with ``use_seedable_sampler``. data#1437: a resume at the end
     of an epoch lost the next one ("plain")."""
     kills, options = CASES[case]
-    process.check_exact(trainings.train, tmp_path, kills=kills, **options)
+    process.check_exact(training("train"), tmp_path, kills=kills, **options)
 
 
 SPLIT = {
@@ -75,8 +83,8 @@ SPLIT = {
 @pytest.mark.parametrize("options", [{}, SPLIT], ids=["plain", "split, accumulation"])
 def test_two_ranks(process, tmp_path, options):
     """Accelerate#4195: a resume of several processes had the order of epoch 0."""
-    _, run = process.check_exact(trainings.train, tmp_path, kills=IN_RANKS, ranks=2, **options)
-    model = trainings.make_model()
+    _, run = process.check_exact(training("train"), tmp_path, kills=IN_RANKS, ranks=2, **options)
+    model = make_model()
     limpet.load(run.latest().url, into={"model": model}, keys="model")  # the names have no prefix
     limpet.export(run.latest().url, tmp_path / "hf", to="hf")
     from safetensors.torch import load_file
@@ -88,7 +96,12 @@ def test_two_ranks(process, tmp_path, options):
 @slow
 def test_two_ranks_of_a_stream(process, tmp_path):
     options = {"dataset": "lines", "config": {"dispatch_batches": False}}
-    process.check_exact(trainings.train, tmp_path, kills=[Kill(4)], ranks=2, **options)
+    process.check_exact(training("train"), tmp_path, kills=[Kill(4)], ranks=2, **options)
+
+
+@slow
+def test_two_ranks_of_fsdp2(process, tmp_path):
+    process.check_exact(training("train_fsdp2"), tmp_path, kills=[Kill(5)], ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +110,13 @@ def test_two_ranks_of_a_stream(process, tmp_path):
 def test_the_last_group_of_an_epoch_is_shorter(process, tmp_path, options, steps):
     """Two epochs of 6 batches in groups of 4: the optimizer and the Checkpointer step as often."""
     options = {"accumulation": 4, "epochs": 2, **options}
-    printed = process.run(trainings.train, tmp_path / "run", **options)
+    printed = process.run(training("train"), tmp_path / "run", **options)
     assert f"{steps} steps, {steps} of the optimizer" in printed
 
 
 @slow
 def test_several_models_and_optimizers(process, tmp_path):
-    run, _ = process.check_exact(trainings.train_two, tmp_path, kills=WITHIN)
+    run, _ = process.check_exact(training("train_two"), tmp_path, kills=WITHIN)
     assert {key.split("/")[0] for key in [*run.latest().keys()]} >= {
         *("model", "model_1", "optimizer", "optimizer_1", "loader")
     }
@@ -112,10 +125,10 @@ def test_several_models_and_optimizers(process, tmp_path):
 def test_a_position_is_saved_again_before_a_batch(process, tmp_path):
     """Accelerate#4244: a save after a load, before the first batch, had the position before it."""
     first = tmp_path / "first"
-    process.run(trainings.save_before_a_batch, first, first=None)
+    process.run(training("save_before_a_batch"), first, first=None)
     part = limpet.Run(str(first)).snapshots()[1].url  # within the first epoch
     process.check_exact(
-        trainings.save_before_a_batch, tmp_path, kills=[Kill(mark="saved"), Kill(5)], first=part
+        training("save_before_a_batch"), tmp_path, kills=[Kill(mark="saved"), Kill(5)], first=part
     )
 
 
@@ -123,9 +136,9 @@ def test_a_position_is_saved_again_before_a_batch(process, tmp_path):
     "name", ["batches", "device", "refused", "state", "save_state", "forgotten"]
 )
 def test_check(process, tmp_path, name):
-    process.run(getattr(trainings, f"check_{name}"), tmp_path / "run")
+    process.run(training(f"check_{name}"), tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["batches", "buffers"])
 def test_check_in_two_ranks(process, tmp_path, name):
-    process.run(getattr(trainings, f"check_{name}"), tmp_path / "run", ranks=2)
+    process.run(training(f"check_{name}"), tmp_path / "run", ranks=2)

@@ -1,24 +1,32 @@
 """Trainings with Lightning Fabric that are killed and resumed equal undisturbed ones."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import limpet
 from tests.frameworks.harness import Kill, Process
+from tests.frameworks.samples import make_model
 
 if find_spec("lightning") is None:
     pytest.skip("lightning is not installed", allow_module_level=True)
 
-from tests.frameworks import fabric_trainings as trainings
-
 pytestmark = pytest.mark.slow
+
+
+MODULE = "tests.frameworks.fabric_trainings"
+"""Imported by processes of the harness only, because that takes seconds."""
+
+
+def training(name):
+    return SimpleNamespace(__module__=MODULE, __qualname__=name)
 
 
 @pytest.fixture(scope="module")
 def process():
-    process = Process("lightning.fabric", "tests.frameworks.fabric_trainings")
+    process = Process(MODULE)
     yield process
     process.close()
 
@@ -33,12 +41,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed(process, tmp_path, case):
     kills, options = CASES[case]
-    process.check_exact(trainings.train, tmp_path, kills=kills, **options)
+    process.check_exact(training("train"), tmp_path, kills=kills, **options)
 
 
 def test_two_ranks(process, tmp_path):
     kills = [Kill(2), Kill(mark="end of epoch 1")]
-    _, run = process.check_exact(trainings.train, tmp_path, kills=kills, ranks=2)
-    model = trainings.make_model()
+    _, run = process.check_exact(training("train"), tmp_path, kills=kills, ranks=2)
+    model = make_model()
     limpet.load(run.latest().url, into={"model": model}, keys="model")  # the names have no prefix
     assert not torch.equal(model[1].running_mean, torch.zeros(6))
