@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-python test-stores tools servers lint ci bench clean
+.PHONY: chaos demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-frameworks test-python test-stores tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,10 +73,10 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/docs/test_design.py te
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py
 
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.
-chaos quick test test-chaos test-stores: export OMP_WAIT_POLICY := PASSIVE
+chaos quick test test-chaos test-frameworks test-stores: export OMP_WAIT_POLICY := PASSIVE
 
 # Each new connection to a TCPStore asks the name server for the name of 127.0.0.1. A slow one takes 5 to 15 seconds.
-chaos quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempts:1
+chaos quick test test-chaos test-frameworks test-stores: export RES_OPTIONS := timeout:1 attempts:1
 
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 4 -m "not slow and not root" $(QUICK)
@@ -91,6 +91,10 @@ test: .zoo/.ready tools
 # on this machine. There is no build of PyTorch for all of them.
 test-python:
 	@$(PYTHON) -m tests.pythons
+
+# The frameworks again, in their oldest supported releases, each in an environment of its own. ARGS=lightning
+test-frameworks: $(VENV)/.ready
+	$(RUN) -m tests.frameworks.oldest $(ARGS)
 
 # 100 seconds of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
 # -s: print what happened. Then trainings that are killed at each step, in all kinds of loops: about 4 minutes.
@@ -143,4 +147,4 @@ bench: .venv-bench/.ready
 	.venv-bench/bin/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-demo .zoo .venv-bench .servers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-demo .zoo .venv-bench .servers .pythons .oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
