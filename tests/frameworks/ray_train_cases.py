@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray.train
 import torch
+from ray._raylet import GcsClient
 from ray.train.v2.api.preemption import PreemptionInfo
 
 import limpet
@@ -67,14 +68,13 @@ def test_a_worker_is_killed_and_then_the_driver(cluster, whole, tmp_path):
 
 
 class Node:
-    """A node that has the resource ``spot``, in this machine."""
+    """Another node of the cluster, in this machine."""
 
     def __init__(self, base):
         self._known = {node["NodeID"] for node in ray.nodes()}
-        command = [str(Path(sys.executable).parent / "ray"), "start", "--block"]
-        command += [f"--address={os.environ['RAY_ADDRESS']}", "--num-cpus=2"]
-        command += ['--resources={"spot": 2}', "--object-store-memory=80000000"]
-        with (base / "node.log").open("a") as log:
+        command = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=2"]
+        command += [f"--address={os.environ['RAY_ADDRESS']}", "--object-store-memory=80000000"]
+        with (base / "node.log").open("w") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, start_new_session=True
             )
@@ -86,12 +86,10 @@ class Node:
         return next((id for id in found if id not in self._known), None)
 
     def drain(self, seconds):
-        from ray._raylet import GcsClient
-
-        reason = 2  # a preemption
         deadline = int((time.time() + seconds) * 1000)
         client = GcsClient(address=os.environ["RAY_ADDRESS"])
-        assert client.drain_node(self.id, reason, "a test", deadline) == (True, "")
+        preempted = 2
+        assert client.drain_node(self.id, preempted, "a test", deadline) == (True, "")
 
     def close(self):
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -100,21 +98,22 @@ class Node:
 
 def test_the_node_of_the_workers_is_drained(cluster, whole, tmp_path):
     """The workers save, and wait: no step is lost, and no failure is counted."""
-    nodes = [Node(cluster)]
+    others = ray.util.placement_group([{"CPU": 2}])  # so there is no place on the first node
+    assert others.wait(30)
+    node = Node(cluster)
 
     def lose():
         wait_until(lambda: any(tmp_path.glob("step 3 *")), 60)
-        nodes[0].drain(8)
-        nodes.append(Node(cluster))
+        node.drain(8)
+        ray.util.remove_placement_group(others)
 
     thread = threading.Thread(target=lose)
     thread.start()
     try:
-        result = ray_trainings.fit(tmp_path, resources={"spot": 1}, seconds=0.5)
+        result = ray_trainings.fit(tmp_path, seconds=0.5)
     finally:
         thread.join()
-        for node in nodes:
-            node.close()
+        node.close()
     compare(whole, tmp_path / "run")
     snapshots = limpet.Run(result.path).snapshots()
     last = max(s.step for s in snapshots if s.metadata["reason"] == "preemption")

@@ -39,7 +39,7 @@ def train(run, *, make=limpet.Checkpointer, on_step=lambda step, start: None):
 
 def loop(config):
     """A ``train_loop_per_worker``. ``kill_at``: what is killed, with a step and its process.
-    ``seconds``: for which each step lasts after the first start."""
+    ``seconds``: how long each step takes after the first start."""
     import ray.train
 
     from limpet.integrations.ray_train import checkpointer
@@ -68,16 +68,14 @@ def loop(config):
     )
 
 
-def fit(folder, *, max_failures=0, resources=None, **config):
+def fit(folder, *, max_failures=0, **config):
     import ray.train
     from ray.train.torch import TorchTrainer
 
     trainer = TorchTrainer(
         loop,
         train_loop_config={"folder": str(folder), **config},
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=2, resources_per_worker={"CPU": 1, **(resources or {})}
-        ),
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             name="run",
             storage_path=str(folder),

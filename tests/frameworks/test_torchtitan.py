@@ -1,6 +1,7 @@
 """torchtitan's own ``Trainer``, on the CPU: killed and resumed, it ends with the same bits."""
 
 import pickle
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +67,7 @@ INTERLEAVED = {**PIPELINE, "pipeline_parallel_schedule": "Interleaved1F1B"}
 
 def test_two_ranks_of_fsdp(process, tmp_path):
     """One rank is killed, or gets SIGTERM. There is time to agree on the step to leave."""
-    process.check_exact(TRAIN, tmp_path, kills=[Kill(3), SIGTERM], ranks=2, steps=50)
+    process.check_exact(TRAIN, tmp_path, kills=[Kill(4), SIGTERM], ranks=2, steps=40, interval=3)
 
 
 @pytest.mark.parametrize("parallelism", [PIPELINE, INTERLEAVED], ids=["1F1B", "interleaved"])
@@ -74,17 +75,28 @@ def test_two_ranks_of_a_pipeline(process, tmp_path, parallelism):
     process.check_exact(TRAIN, tmp_path, kills=[Kill(7)], ranks=2, parallelism=parallelism)
 
 
-def test_a_pipeline_continues_on_one_rank(process, tmp_path):
-    """The loader finds its state, although it has been saved by other ranks."""
-    run, whole, loader = tmp_path / "run", tmp_path / "whole", {"draws": False}
-    process.run(TRAIN, run, ranks=2, steps=4, parallelism=PIPELINE, loader=loader)
-    assert limpet.load(f"{run}@4")["dataloader"].keys() == {"0", "1"}
-    process.run(TRAIN, run, steps=8, loader=loader)
-    process.run(TRAIN, whole, steps=8, loader=loader)
-    first, second = (limpet.load(f"{each}@8") for each in (run, whole))
-    assert first["lr_scheduler"] == second["lr_scheduler"]
-    states = [pickle.loads(each["dataloader"]["0"]["dp_rank_0"]) for each in (first, second)]
-    assert states[0]["dataset_state"] == states[1]["dataset_state"]
+def test_ranks_with_the_same_layers_have_the_same_seed(process, tmp_path):
+    """As torchtitan seeds them, for tensor parallelism; the stages of a pipeline differ."""
+    seeds = []
+    for name, parallelism in (("fsdp", {}), ("pipeline", PIPELINE)):
+        text = process.run(TRAIN, tmp_path / name, ranks=2, steps=1, parallelism=parallelism)
+        seeds.append(re.findall("seed: (.*)", text))
+    assert [len(each) for each in seeds] == [2, 2]
+    assert [len({*each}) for each in seeds] == [1, 2]
+
+
+def test_a_pipeline_continues_on_another_number_of_ranks(process, tmp_path):
+    """Each rank finds the state of its loader, although the version may have none of this rank."""
+    run, loader = tmp_path / "run", {"draws": False}
+    process.run(TRAIN, run, steps=2, loader=loader)
+    process.run(TRAIN, run, steps=4, loader=loader, ranks=2, parallelism=PIPELINE)
+    process.run(TRAIN, run, steps=6, loader=loader)
+    for step, ranks in ((2, 1), (4, 2), (6, 1)):
+        state = limpet.load(f"{run}@{step}")
+        assert state["lr_scheduler"] == {"last_epoch": step}
+        loaders = [pickle.loads(each["dp_rank_0"]) for each in state["dataloader"].values()]
+        # 2 texts per step, and 2 in the buffer
+        assert [each["dataset_state"]["at"] for each in loaders] == [2 * step + 2] * ranks
 
 
 def test_another_number_of_data_parallel_ranks_is_refused(process, tmp_path):
