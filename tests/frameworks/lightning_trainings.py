@@ -7,11 +7,7 @@ import warnings
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-)
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
@@ -226,6 +222,12 @@ def several_loaders(mode):
     return CombinedLoader(combined, mode) if mode else combined
 
 
+def average():
+    # not in Lightning 2.5
+    kind = getattr(pl.callbacks, "EMAWeightAveraging", None)
+    return [] if kind is None else [kind(decay=0.9)]
+
+
 def scaler():
     """Return a precision plugin whose scaler changes often, and skips steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
@@ -284,7 +286,7 @@ def inputs(name):
         "reloaded": (Model(), (Reloaded(),), {"reload_dataloaders_every_n_epochs": 2}),
         "scaler": (Model(), (train,), scaler()),
         "callback": (Model(), (train,), {"callbacks": [Count()]}),
-        "average": (Model(), (train, validation), {"callbacks": [EMAWeightAveraging(decay=0.9)]}),
+        "average": (Model(), (train, validation), {"callbacks": average()}),
         "stream": (Model(), (DataLoader(Stream(), batch_size=4),), {}),
         "sampler": (Model(), (loaders(shuffle=False, sampler=OwnOrder())[0],), {}),
     }  # fmt: skip

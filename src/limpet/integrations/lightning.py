@@ -109,15 +109,17 @@ class Versions(Callback):  # type: ignore[misc]
         """Return the loader that Lightning uses: of a training, an elastic one."""
         if mode != "train":
             return original(loader, shuffle=shuffle, mode=mode)
-        if not isinstance(loader, DataLoader) or self._total is not None:
-            place: dict[str, int] = {}
+        options = {} if self._total is None else {"total_batch_size": self._total}
+        if not isinstance(loader, DataLoader):
             sampler = getattr(loader, "sampler", None)
+            place = self._trainer.distributed_sampler_kwargs
             if isinstance(sampler, DistributedSampler):
-                place = {"rank": sampler.rank, "num_replicas": sampler.num_replicas}
-            elif self._trainer._accelerator_connector.use_distributed_sampler:
-                place = self._trainer.distributed_sampler_kwargs or {}
-            rank, ranks = place.get("rank", 0), place.get("num_replicas", 1)
-            loader = elastic(loader, total_batch_size=self._total, rank=rank, ranks=ranks)
+                options |= {"rank": sampler.rank, "ranks": sampler.num_replicas}
+            elif place and self._trainer._accelerator_connector.use_distributed_sampler:
+                options |= {"rank": place["rank"], "ranks": place["num_replicas"]}
+            else:
+                options |= {"rank": 0, "ranks": 1}
+        loader = elastic(loader, **options)
         if not self._loaders:
             return loader
         own = self._loaders.pop(0)  # Lightning reloads all, in their order
