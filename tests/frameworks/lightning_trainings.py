@@ -1,19 +1,26 @@
 """Trainings with Lightning, as scripts write them, for ``test_lightning``."""
 
 import logging
+import os
 import random
 import warnings
+from contextlib import suppress
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import limpet
+from limpet.errors import LimpetError
+from limpet.integrations import frameworks
 from limpet.integrations.lightning import Versions
 from tests.frameworks.harness import reach
 
@@ -298,10 +305,200 @@ def train(run, *, setup, **changes):
     fit(run, model, *data, **options | changes)
 
 
-def train_ranks(run, *, total=None, ranks=2, **options):
+def train_ranks(run, *, ranks=2):
     """Train on several ranks, whose BatchNorm differs."""
-    options = {"total_batch_size": total} | options
-    strategy = (
-        {"devices": ranks, "strategy": "ddp_find_unused_parameters_true"} if ranks > 1 else {}
-    )
-    fit(run, Model(), *loaders(), options=options, **strategy, val_check_interval=2, **stopping())
+    fit(run, Model(), *loaders(), **ddp(ranks), val_check_interval=2, **stopping())
+
+
+def ddp(ranks):
+    # without this option, DDP changes the order of its sums after the first step of a process
+    strategy = "ddp_find_unused_parameters_true"
+    return {"devices": ranks, "strategy": strategy} if ranks > 1 else {}
+
+
+class Linear(Model):
+    """A model that is the same on any number of ranks, up to rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(4, 1)
+
+    def on_train_epoch_start(self):
+        pass
+
+
+def train_changing_ranks(run):
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    fit(run, Linear(), loaders()[0], options={"total_batch_size": 6}, **ddp(ranks))
+
+
+class Sharded(Linear):
+    """A model for FSDP2."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def configure_model(self):
+        if not isinstance(self.layers[0].weight, DTensor):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def train_sharded(run):
+    strategy = ModelParallelStrategy(2, 1, process_group_backend="gloo")
+    fit(run, Sharded(), *loaders(), devices=2, strategy=strategy)
+
+
+class Weighed(Model):
+    """Logs the sum of its parameters after each step, and prints when it validates."""
+
+    def weight(self):
+        return sum(p.detach().double().sum() for p in self.parameters())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("weight", self.weight())
+
+    def on_validation_end(self):
+        if not self.trainer.sanity_checking:
+            print("validated at step", self.global_step)
+
+
+def train_weighed(run, **options):
+    fit(run, Weighed(), *loaders(), val_check_interval=2, **options)
+
+
+def train_reloaded(run, *, every=2):
+    data = Reloaded()
+    original = data.train_dataloader
+
+    def train_dataloader():
+        print("loader of epoch", data.trainer.current_epoch)
+        return original()
+
+    data.train_dataloader = train_dataloader
+    fit(run, Model(), data, reload_dataloaders_every_n_epochs=every, max_epochs=4)
+
+
+# -- what is refused, and what saves nothing ----------------------------------------------------
+
+
+class Raises(pl.Callback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 3:
+            raise self.error
+
+
+def train_until_error(run, *, interrupts):
+    """Train until an exception after three steps."""
+    save = limpet.EverySteps(100) | limpet.OnException()
+    error = KeyboardInterrupt() if interrupts else ZeroDivisionError()
+    try:
+        fit(run, Model(), *loaders(), save=save, callbacks=[Raises(error)])
+    except (ZeroDivisionError, SystemExit) as e:
+        print("ended by", type(e).__name__)
+
+
+class OtherLoaders(Reloaded):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+        return {f"part {number}": loader for number in range(1 + self.trainer.current_epoch)}
+
+
+class DeepSpeedStrategy(pl.strategies.SingleDeviceStrategy):
+    pass
+
+
+class FSDPStrategy(pl.strategies.SingleDeviceStrategy):
+    pass
+
+
+class OwnMegatron(type("MegatronStrategy", (pl.strategies.SingleDeviceStrategy,), {})):
+    pass
+
+
+class XLAStrategy(pl.strategies.SingleDeviceStrategy):
+    pass
+
+
+def fit_twice(run):
+    trainer = pl.Trainer(callbacks=[Versions(f"{run}-first", quiet=True)], max_epochs=1, **QUIET)
+    for _ in range(2):
+        trainer.fit(Model(), *loaders())
+
+
+def fit_with_checkpoint(run):
+    trainer = pl.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Model(), *loaders())
+    trainer.save_checkpoint(f"{run}.ckpt")
+    trainer = pl.Trainer(callbacks=[Versions(run)], max_epochs=2, **QUIET)
+    trainer.fit(Model(), *loaders(), ckpt_path=f"{run}.ckpt")
+
+
+def refuse(run, *, what):
+    """Print the error of a training, which must come before its first step."""
+    loader, own = loaders()[0], limpet.DataLoader(Augmented(), batch_size=4)
+    swa = pl.callbacks.StochasticWeightAveraging(0.1)
+    calls = {
+        "option": lambda: Versions(run, saves=1),
+        "resume": lambda: Versions(run, resume={"until": 3}),
+        "total": lambda: Versions(run, total_batch_size=0),
+        "twice": lambda: fit_twice(run),
+        "two": lambda: fit(run, Model(), loader, callbacks=[Versions(run)]),
+        "ckpt_path": lambda: fit_with_checkpoint(run),
+        "batches": lambda: fit(run, Model(), [torch.rand(4, 4)]),
+        "max_size": lambda: fit(run, Model(), several_loaders("max_size")),
+        "own total": lambda: fit(run, Model(), own, options={"total_batch_size": 8}),
+        "swa": lambda: fit(run, Model(), loader, callbacks=[swa]),
+        "finder": lambda: fit(run, Model(), loader, callbacks=[pl.callbacks.LearningRateFinder()]),
+    }
+    for strategy in (DeepSpeedStrategy, FSDPStrategy, OwnMegatron, XLAStrategy):
+        calls[strategy.__name__] = lambda s=strategy: fit(run, Model(), loader, strategy=s("cpu"))
+    try:
+        calls[what]()
+    except LimpetError as e:
+        print("refused:", e)
+    assert limpet.Run(run).latest() is None
+
+
+def reload_more(run):
+    fit(run, Model(), OtherLoaders(), reload_dataloaders_every_n_epochs=1)
+
+
+class Evaluated(Model):
+    test_step = Model.validation_step
+
+    def predict_step(self, batch):
+        return self.layers(batch)
+
+
+def save_nothing(run):
+    """Validate, test, predict, and try a batch: no run is created."""
+    versions = Versions(run)
+    trainer = pl.Trainer(callbacks=[versions], **QUIET)
+    model, (loader, validation) = Evaluated(), loaders()
+    trainer.validate(model, validation, verbose=False)
+    trainer.test(model, validation, verbose=False)
+    trainer.predict(model, validation)
+    pl.Trainer(callbacks=[versions], fast_dev_run=True, **QUIET).fit(model, loader, validation)
+    assert versions.checkpointer is None
+
+
+def warn(run, *, what):
+    """Print the warnings of a training that is resumed within an epoch."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if what == "release":
+            frameworks.version = lambda name: "3.1.0"
+        files = pl.callbacks.ModelCheckpoint(run) if what == "files" else Raises(SystemExit(0))
+        versions = Versions(run, save=limpet.EverySteps(1), quiet=True)
+        options = QUIET | {"enable_checkpointing": what == "files"}
+        trainer = pl.Trainer(callbacks=[files, versions], max_epochs=1, **options)
+        with suppress(SystemExit):
+            trainer.fit(Model(), loaders()[0])
+    print(*(f"{w.category.__name__}: {w.message}" for w in found), sep="\n")

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 import traceback
-from importlib import import_module
 from multiprocessing import set_start_method
 from pathlib import Path
 
@@ -45,8 +44,6 @@ def _check_logged(case, folder, steps):
     # in a process of a fork server, each loader would start a fork server of its own, which imports
     # PyTorch, and outlives a training that is killed
     set_start_method("fork", force=True)
-    if case.loop.startswith("lightning"):
-        import_module("lightning")
     for name in limpet.__all__:
         getattr(limpet, name)  # imports it before the forks
     gc.collect()

@@ -138,15 +138,6 @@ CASES = {
         ranks=(2, 3, 1), total=6, sampler="generated", drop_last=True,
         kills=("step 2", "epoch 1", "batch 5"),
     ),
-    # after a kill between the last step of an epoch and its end, a Progress would count one less
-    "lightning": Case(
-        "lightning", workers=(0, 2), validation="none", progress=False,
-        kills=("step 2", "step 6", "batch 9"),
-    ),
-    "lightning, accumulation": Case(
-        "lightning accumulates", validation="none", progress=False,
-        kills=("step 1", "batch 2", "step 4"),
-    ),
     "spawned workers": Case(data=ALL, workers=(0, 1), context="spawn", kills=("step 5",), epochs=1),
     "forkserver": Case(data=ALL, workers=(0, 1), context="forkserver", kills=("step 5",), epochs=1),
 }  # fmt: skip
@@ -159,7 +150,7 @@ ONLY_AT_EACH_STEP = {
     *("stream, uneven, persistent workers", "stream, single samples", "stream, prefetched"),
     *("stream, carried", "stream, steps of passes", "stream, peeks", "stream, uneven, workers"),
     *("stream, buffered, persistent workers", "stream, positioned, workers", "peeks, workers"),
-    *("validation inside, with workers", "lightning, accumulation", "forkserver"),
+    *("validation inside, with workers", "forkserver"),
     *("two ranks", "three ranks", "changed ranks, sampler"),
 }
 """Cases that only `make test-chaos` runs: the others have each of their parts."""

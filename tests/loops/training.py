@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import limpet
-from limpet.errors import InexactResume
 from tests.loops.datasets import BATCH, LENGTH, BadSample, Images, make_loader
 
 
@@ -476,58 +475,6 @@ def two_loops(t, ckpt):
         t.update(ckpt, 0)
 
 
-def with_lightning(t, folder, policy):
-    """As in docs/import-export.md: a callback makes the Checkpointer."""
-    import lightning
-
-    class Versions(lightning.Callback):
-        def on_fit_start(self, trainer, module):
-            self.batches = 0
-            state = {**t.state, "loops": trainer.fit_loop}
-            self.ckpt = t.ckpt = limpet.Checkpointer(folder, state, save=policy, quiet=True)
-            self.ckpt.resume()
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            self.batches += 1
-            if not trainer.is_last_batch:
-                self.count_step(trainer)
-
-        def on_train_epoch_end(self, trainer, module):
-            self.count_step(trainer)
-            self.ckpt.end_epoch()
-
-        def count_step(self, trainer):
-            if trainer.global_step > self.ckpt.current_step:
-                batches, self.batches = self.batches, 0
-                t.count(self.ckpt, batches)
-
-        def on_train_end(self, trainer, module):
-            self.ckpt.close()
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layers = t.model
-
-        def training_step(self, batch, batch_idx):
-            return t.loss(t.ckpt, batch)
-
-        def configure_optimizers(self):
-            return [t.optimizer], [{"scheduler": t.scheduler, "interval": "step"}]
-
-    trainer = lightning.Trainer(
-        max_epochs=t.case.epochs,
-        accelerator="cpu",
-        callbacks=[Versions()],
-        accumulate_grad_batches=4 if t.case.loop.endswith("accumulates") else 1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-    )
-    trainer.fit(Module(), t.loader)
-
-
 def peek_first(t):
     next(iter(t.loader))
     list(t.loader)
@@ -570,18 +517,12 @@ def run_training(case, folder, log_path, place, kill, workers):
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")
     is_restart = any(True for _ in limpet.Run(folder).snapshots())
     torch.set_num_threads(1)
-    if case.loop.startswith("lightning"):
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", category=InexactResume)
     with open(log_path, "a") as log:
         t = Training(case, folder, log, place, kill, is_restart, workers)
         BEFORE.get(case.loop, lambda t: None)(t)
         policy = eval(f"limpet.{case.save}") | limpet.AtEnd()
-        if case.loop.startswith("lightning"):
-            with_lightning(t, folder, policy)
-        else:
-            with limpet.Checkpointer(folder, t.state, save=policy, quiet=True) as t.ckpt:
-                LOOPS[case.loop](t, t.ckpt)
-                t.ckpt.save()
-                t.at("end", t.ckpt, 0)
+        with limpet.Checkpointer(folder, t.state, save=policy, quiet=True) as t.ckpt:
+            LOOPS[case.loop](t, t.ckpt)
+            t.ckpt.save()
+            t.at("end", t.ckpt, 0)
         t.record("end", digest(*t.model.parameters()), t.ckpt.current_step)

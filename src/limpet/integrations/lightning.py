@@ -109,7 +109,7 @@ class Versions(Callback):  # type: ignore[misc]
         """Return the loader that Lightning uses: of a training, an elastic one."""
         if mode != "train":
             return original(loader, shuffle=shuffle, mode=mode)
-        options = {} if self._total is None else {"total_batch_size": self._total}
+        options: dict[str, Any] = {"total_batch_size": self._total}
         if not isinstance(loader, DataLoader):
             sampler = getattr(loader, "sampler", None)
             place = self._trainer.distributed_sampler_kwargs
@@ -136,6 +136,11 @@ class Versions(Callback):  # type: ignore[misc]
             return
         self._check_files(trainer)
         self._loaders = [*loop._combined_loader.flattened]
+        if len(self._loaders) > 1 and loop._combined_loader._mode == "max_size":
+            raise LimpetError(
+                'CombinedLoader(mode="max_size") is refused, as a step counts a batch of each'
+                ' loader: use "max_size_cycle" or "min_size"'
+            )
         self.checkpointer = Checkpointer(self._run, self._state(trainer), **self._options)
         self.checkpointer.__enter__()
         self._is_open = True
@@ -302,6 +307,10 @@ class Versions(Callback):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._is_open:
+            if self._loop._combined_loader.flattened != self._loaders:
+                raise LimpetError(
+                    "reload_dataloaders_every_n_epochs= has given another number of loaders"
+                )
             seed_generators(self._loaders[0].key, EPOCH, trainer.current_epoch, trainer.global_rank)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
