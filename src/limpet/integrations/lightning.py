@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.utils.data import DistributedSampler
 
 from limpet.arguments import check_count
+from limpet.convert.arrange import numbered_name
 from limpet.data.loader import DataLoader, elastic
 from limpet.data.progress import Progress
 from limpet.errors import LimpetError
@@ -175,28 +176,24 @@ class Versions(Callback):  # type: ignore[misc]
 
     def _state(self, trainer: Any) -> dict[str, Any]:
         callbacks = trainer.callbacks
-        owners = {"precision": trainer.precision_plugin, "datamodule": trainer.datamodule}
-        optional = {
-            **{n: _part_of(o) for n, o in owners.items() if o is not None and o.state_dict()},
-            "callbacks": {
-                c.state_key: _part_of(c)
-                for c in callbacks
-                if type(c).state_dict is not Callback.state_dict
-            },
-            "averages": {  # of WeightAveraging, whose state_dict() lacks it
-                c.state_key: c._average_model for c in callbacks if hasattr(c, "_average_model")
-            },
+        own = {"scaler": trainer.precision_plugin, "datamodule": trainer.datamodule}
+        stateful = [c for c in callbacks if type(c).state_dict is not Callback.state_dict]
+        kinds = {
+            "optimizer": trainer.optimizers,
+            "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
+            "loader": self._loaders,
+            # of WeightAveraging, whose state_dict() lacks it
+            "average": [c._average_model for c in callbacks if hasattr(c, "_average_model")],
         }
         return {
             "model": trainer.strategy.model,
-            "optimizers": trainer.optimizers,
-            "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
             # before the loaders, which the check may replace
             "loops": StatePart(self._read_loops, self._write_loops, self._reload),
-            "loaders": [*self._loaders],
+            **{numbered_name(k, i): m for k, found in kinds.items() for i, m in enumerate(found)},
             "progress": self._progress,
             "logs": StatePart(self._read_logs, self._write_logs, keeps_per_rank=True),
-            **{name: part for name, part in optional.items() if part},
+            **{n: _part_of(o) for n, o in own.items() if o is not None and o.state_dict()},
+            **({"callbacks": {c.state_key: _part_of(c) for c in stateful}} if stateful else {}),
         }
 
     def _read_loops(self) -> dict[str, Any]:
