@@ -31,7 +31,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 LIBRARIES = {
-    "import-export.md": ["lightning"],
+    "lightning.md": ["lightning"],
     "accelerate.md": ["accelerate"],
     "fabric.md": ["lightning"],
 }
