@@ -225,6 +225,10 @@ class Preempted(SystemExit):
         self.saved_step = saved_step
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[Preempted], tuple[Any, ...]]:
+        """Pickle it, as Ray does: an exception is created again by its ``args``, the code."""
+        return type(self), (self.code, self.step, self.saved_step, self.reason)
+
 
 class NoProgress(SystemExit):
     """The training has left because its restarts make no progress. It ends the process.
@@ -236,6 +240,10 @@ class NoProgress(SystemExit):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(code)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type[NoProgress], tuple[Any, ...]]:
+        """As that of ``Preempted``."""
+        return type(self), (self.code, self.reason)
 
 
 class SkippedVersion(UserWarning):

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import limpet
-from limpet.errors import Unsupported
+from limpet.errors import NoProgress, Preempted, Unsupported
 from tests.states import unused_url
 
 
@@ -263,3 +263,14 @@ def test_a_module_on_the_meta_device_is_loaded_as_the_advice_says():
     assert live.w.tolist() == [1, 1]
     rejected = rejection({"m": torch.nn.Linear(1, 1, device="meta")})
     assert "on another device before the save" in str(rejected)
+
+
+@pytest.mark.parametrize(
+    "error", [Preempted(75, 7, 6, "SIGTERM"), NoProgress(93, "three restarts")]
+)
+def test_exits_are_pickled(error):
+    """Ray sends the exception of a worker to the driver."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert vars(copy) == vars(error)
+    assert copy.code == error.code
