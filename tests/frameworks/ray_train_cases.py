@@ -42,31 +42,6 @@ def whole(tmp_path_factory):
     return run
 
 
-def starts_of(folder):
-    """The steps at which the workers began."""
-    return sorted({int(path.name.split()[-1]) for path in folder.glob("step *")})
-
-
-def test_a_worker_is_killed_and_then_the_driver(cluster, whole, tmp_path):
-    """Ray starts the workers again; after the end of the driver, another ``fit`` continues."""
-    command = [sys.executable, "-m", "tests.frameworks.ray_trainings", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert {path.name for path in tmp_path.glob("*er")} == {"worker", "driver"}
-    result = ray_trainings.fit(tmp_path)
-    assert result.path == str(tmp_path / "run")
-    compare(whole, tmp_path / "run")
-    starts = starts_of(tmp_path)  # a save may have been in flight
-    assert len(starts) == 3, starts
-    assert starts[0] == 0 < starts[1] <= 4 < starts[2] <= 10, starts
-    # the report of Ray refers to the version, without a copy
-    assert Path(result.checkpoint.path) == tmp_path / "run" / "version_24"
-    assert limpet.load(result.checkpoint.path)["loader"] == limpet.load(f"{whole}@24")["loader"]
-    assert result.metrics == {"steps": 24}
-
-
 class Node:
     """Another node of the cluster, in this machine."""
 
@@ -96,29 +71,46 @@ class Node:
         self._process.wait(10)
 
 
-def test_the_node_of_the_workers_is_drained(cluster, whole, tmp_path):
-    """The workers save, and wait: no step is lost, and no failure is counted."""
-    others = ray.util.placement_group([{"CPU": 2}])  # so there is no place on the first node
-    assert others.wait(30)
+def test_the_driver_a_worker_and_a_node_are_lost(cluster, whole, tmp_path):
+    """One training: a start of Ray Train takes seconds."""
+    # the driver, and with it all workers, at step 5
+    command = [sys.executable, "-m", "tests.frameworks.ray_trainings", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    # a worker, at step 9, on a node that is then drained; there is place on the first one then
+    others = ray.util.placement_group([{"CPU": 2}])
+    assert others.wait(60)
     node = Node(cluster)
 
     def lose():
-        wait_until(lambda: any(tmp_path.glob("step 3 *")), 60)
+        wait_until(lambda: any(tmp_path.glob("step 10 *")), 90)
         node.drain(8)
         ray.util.remove_placement_group(others)
 
     thread = threading.Thread(target=lose)
     thread.start()
     try:
-        result = ray_trainings.fit(tmp_path, seconds=0.5)
+        # one failure is allowed: the drain does not count
+        result = ray_trainings.fit(tmp_path, max_failures=1, kill_at={"worker": (9, 0)})
     finally:
         thread.join()
         node.close()
+    assert {path.name for path in tmp_path.glob("*er")} == {"worker", "driver"}
+    assert result.path == str(tmp_path / "run")
     compare(whole, tmp_path / "run")
+    # saves may have been in flight at the kills, but before the drain, all steps were saved
     snapshots = limpet.Run(result.path).snapshots()
     last = max(s.step for s in snapshots if s.metadata["reason"] == "preemption")
-    assert starts_of(tmp_path) == [0, last]
-    assert not (tmp_path / f"step {last + 1} of the start at 0").exists()
+    starts = sorted({int(path.name.split()[-1]) for path in tmp_path.glob("step *")})
+    assert len(starts) == 4, starts
+    assert 0 == starts[0] < starts[1] <= 4 < starts[2] <= 8 < starts[3] == last, starts
+    assert not any(tmp_path.glob(f"step {last + 1} of the start at {starts[2]}"))
+    # the report of Ray refers to the version, without a copy
+    assert Path(result.checkpoint.path) == tmp_path / "run" / "version_24"
+    assert limpet.load(result.checkpoint.path)["loader"] == limpet.load(f"{whole}@24")["loader"]
+    assert result.metrics == {"steps": 24}
 
 
 # -- without workers -------------------------------------------------------------------------------
