@@ -224,6 +224,25 @@ def test_the_batch_is_numbered_in_its_epoch():
     assert [other.batch for _ in other] == [1, 2]
 
 
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 9), st.integers(1, 9), st.booleans())
+@settings(max_examples=60)
+def test_the_batches_that_remain_can_be_counted(length, size, steps, other_size, drop_last):
+    """Also those of another size, and of more samples: the epoch keeps its length."""
+    loader = make(length, size, drop_last=drop_last)
+    seen = read(loader, steps)
+    assert loader.batches_done == len(seen)
+    if seen:
+        other = resumed(loader, length + 9, other_size, drop_last=drop_last)
+        remaining = len(other) - other.batches_done
+        assert remaining == len(read(other))
+
+
+def test_the_batches_that_remain_can_be_counted_if_they_are_the_positions():
+    sampler = data.BatchSampler(range(10), 4, False)
+    for loader in (limpet.DataLoader(range(10), batch_sampler=sampler, seed=1), lines(seed=1)):
+        assert len(read(loader, 2)) == loader.batches_done == 2
+
+
 def test_counting_more_batches_than_yielded_is_an_error():
     loader = make()
     loader.attach("data", object())

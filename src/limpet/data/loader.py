@@ -220,7 +220,21 @@ class DataLoader(data.DataLoader[Any]):
             return len(self._source)
         else:
             size, length = self._samples_per_step(), len(self._source)
+        return self._count_batches(length, size)
+
+    def _count_batches(self, length: int, size: int) -> int:
         return length // size if self.drop_last else -(-length // size)
+
+    @property
+    def batches_done(self) -> int:
+        """The number of batches of the epoch before the counted position, for loops that count them
+        themselves: ``len(loader) - batches_done`` remain, also if their size has changed in the
+        epoch."""
+        at, size = self._counted.at, self.samples_per_step
+        if size is None:  # positions are batches
+            return at
+        length = self._counted.length or len(self._source)
+        return len(self) - self._count_batches(length - at, size)
 
     # -- for the Checkpointer ----------------------------------------------------------------------
 
